@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from dstrain import recipe, systems
 from dstrain.data.batches import held_out
-from dstrain.data.sources import open_sources
-from dstrain.drawing.requests import make_request
-from dstrain.drawing.sampling import draw_all, score
-from dstrain.ranks import group
+from dstrain.data.open import open_sources
+from dstrain.distributed import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import trained
 from dstrain.runs.weights import fitted
+from dstrain.sampling.draw import draw_all, score
+from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
 
 _EXPORTED = "recipe.yaml"                      # what `export --format safetensors` writes beside the weights

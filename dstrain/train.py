@@ -9,32 +9,33 @@ import torch
 from torch import Tensor
 
 from dstrain import rng, systems
+from dstrain.checkpoint.saver import Saver
 from dstrain.data.batches import Batches, held_out
+from dstrain.data.open import described, open_sources
 from dstrain.data.source import Source
-from dstrain.data.sources import described, open_sources
-from dstrain.data.spread import Spread
-from dstrain.drawing.grids import grids
-from dstrain.drawing.sampling import score
+from dstrain.data.views import Spread
+from dstrain.distributed import group
+from dstrain.distributed.exit_codes import DONE, STOPPED
+from dstrain.distributed.progress import phases
+from dstrain.distributed.stops import Stops
+from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.checkpoint import Checkpoints
-from dstrain.engine.course import Course
-from dstrain.engine.ema import EmaShadow
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.saver import Saver
+from dstrain.engine.recovery import Course
 from dstrain.engine.settings import precision, remarks
 from dstrain.engine.start import start
-from dstrain.metrics.during import Quality, open_quality
-from dstrain.ranks import group
-from dstrain.ranks.endings import DONE, STOPPED
-from dstrain.ranks.phases import phases
-from dstrain.ranks.stops import Stops
-from dstrain.ranks.watchdog import Watchdog
+from dstrain.metrics.in_training import Quality, open_quality
 from dstrain.recipe import NotSaved, Run
 from dstrain.runs import folders, hosts
 from dstrain.runs.folders import Resume
 from dstrain.runs.weights import fitted, write_parts
+from dstrain.sampling.draw import score
+from dstrain.sampling.grids import grids
 from dstrain.systems.base import System
-from dstrain.track.throughput import Throughput
-from dstrain.track.tracker import Tracker
+from dstrain.tracking.throughput import Throughput
+from dstrain.tracking.tracker import Tracker
+
 
 @dataclass(frozen=True)
 class Training:

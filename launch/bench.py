@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.command import cli
-from dstrain.ranks import group
+from dstrain.commands import cli
+from dstrain.distributed import group
 from dstrain.recipe import Run
 
 

@@ -41,9 +41,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dstrain.checkpoint.manifest import NAME, hash_files
+from dstrain.checkpoint.safetensors_io import read_header
 from dstrain.disk.sealed import render
-from dstrain.engine.manifest import NAME, hash_files
-from dstrain.engine.streams import read_header
 
 RANKS = 2
 
@@ -87,7 +87,7 @@ def made(root: Path, parameters: int) -> None:
 
 def write(folder: str, parameters: int) -> None:
     """ZeRO-2 and ZeRO-3 files as DeepSpeed lays them out, but for what no merging reads, and dstrain's own."""
-    import torch                               # not above: this process's memory is the least that is measured
+    import torch  # not above: this process's memory is the least that is measured
 
     root, width = Path(folder), 2048
     rows = [width] * (parameters // width**2) + [parameters % width**2 // width]
@@ -128,7 +128,7 @@ def write_fragments(step: Path, shapes: dict[str, Any], flat: Any, starts: dict[
     import torch
     from safetensors.torch import save_file
 
-    from dstrain.engine.fragments import Fragment, shard_name, write_shard
+    from dstrain.checkpoint.fragments import Fragment, shard_name, write_shard
 
     step.mkdir(parents=True)
     for rank in range(RANKS):

@@ -35,10 +35,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from dstrain.commands.pack import PackOptions, pack
 from dstrain.data.batches import Batches
-from dstrain.data.images import open_images
-from dstrain.data.pixels import read_image
-from dstrain.pack import PackOptions, pack
+from dstrain.data.decode.pixels import read_image
+from dstrain.data.sources.images import open_images
 from dstrain.recipe import Data
 
 _BATCH = 32

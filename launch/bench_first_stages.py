@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from dstrain import systems
-from dstrain.command import cli
+from dstrain.commands import cli
+from dstrain.commands.evaluate import measure
 from dstrain.data.batches import held_out
-from dstrain.data.images import open_images
-from dstrain.evaluate import measure
+from dstrain.data.sources.images import open_images
 from dstrain.metrics import distances
 from dstrain.metrics.builtin import Builtin
 from dstrain.nn.measures import likeness

@@ -3,7 +3,7 @@
     python launch/bench_latents.py [--samples 10000 --batch 256 --channels 4 --size 32 --rounds 50 --dtype float16]
 
 files      one latent a file, float32, and its label in another, as fast-DiT caches them: np.load of both, stacked
-shards     data/latents.py: mean and deviation of one of both sides, mapped, gathered into a batch
+shards     data/cached/latents.py: mean and deviation of one of both sides, mapped, gathered into a batch
 cold       the same, with the shards dropped from memory before (posix_fadvise; not on tmpfs)
 cold files the files, dropped from memory before
 expected   cold, where the samples were named to `Latents.expect` --step milliseconds earlier, as in training
@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dstrain.data import shards
-from dstrain.data.latents import Latents
+from dstrain.data.cached import shards
+from dstrain.data.cached.latents import Latents
 from dstrain.disk.sealed import render
 
 

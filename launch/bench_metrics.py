@@ -11,11 +11,11 @@ import time
 import torch
 from torch import Tensor
 
+from dstrain.distributed import group
 from dstrain.engine.start import start
 from dstrain.metrics import distances
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Collector, Statistics
-from dstrain.ranks import group
 
 
 class Synthetic(Features):

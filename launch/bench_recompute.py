@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from dstrain import recipe, systems
-from dstrain.command.arguments import Parser, positive
-from dstrain.command.ending import run_main
-from dstrain.engine.activations import flops, kept
+from dstrain.commands.arguments import Parser, positive
+from dstrain.commands.exits import run_main
 from dstrain.engine.blocks import prepare
+from dstrain.engine.planning.activations import flops, kept
 
 _LATENTS = ["model.first_stage=null", "model.in_channels=4"]
 _PICTURES = ["perceptual=null", "discriminator=null"]

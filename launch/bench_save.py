@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from dstrain.command import cli
-from dstrain.ranks import group
+from dstrain.commands import cli
+from dstrain.distributed import group
 
 ROUNDS = 3
 
@@ -58,8 +58,8 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
     """Seconds by name, and the gigabytes that this rank writes."""
     from dstrain import systems
     from dstrain.bench.sides import Dstrain, Repeated
-    from dstrain.recipe import ConfigError, Save
     from dstrain.engine.checkpoint import Checkpoints
+    from dstrain.recipe import ConfigError, Save
     run, settings = job.run, job.settings
     system = systems.build(run.system, run.model)
     micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]

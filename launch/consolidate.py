@@ -33,9 +33,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dstrain import consolidate                # not command.cli: it imports torch, which takes longer than all of this
-from dstrain.ranks.bars import Bar
-from dstrain.ranks.phases import phases
+from dstrain.commands import consolidate
+from dstrain.distributed.bars import Bar
+from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from dstrain.command import arguments
-from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.commands import arguments
+from dstrain.commands.exits import run_main
 from dstrain.recipe import ConfigError
 
 _HELP = """\
@@ -102,7 +102,7 @@ def _options(argv: list[str] | None = None):
     if words["first_stage"] is not None and given:
         raise ConfigError("--ema, --raw and --checkpoint choose among a run's weights; leave them out with "
                           "--first-stage")
-    from dstrain.encode import EncodeOptions
+    from dstrain.commands.encode import EncodeOptions
     return EncodeOptions(**words)
 
 
@@ -119,15 +119,15 @@ def _pairs(words: dict, parser: argparse.ArgumentParser):
     other = [name for name, value in words.items() if value != parser.get_default(name)]
     if other:
         raise ConfigError(f"{', '.join(other)}: not for embedding pairs; leave it out")
-    from dstrain.caches.embeddings import EmbedOptions
+    from dstrain.commands.encoding.embeddings import EmbedOptions
     return EmbedOptions(**kept, **embeds)
 
 
 def main() -> None:
     options = _options()
-    from dstrain import encode
-    from dstrain.caches import embeddings
-    from dstrain.ranks import group
+    from dstrain.commands import encode
+    from dstrain.commands.encoding import embeddings
+    from dstrain.distributed import group
     from dstrain.engine.start import start
     if group.place().world > 1:
         start()

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from dstrain.command import arguments
-from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.commands import arguments
+from dstrain.commands.exits import run_main
 from dstrain.recipe import ConfigError, reworded
 
 _HELP = """\
@@ -90,7 +90,7 @@ def _options(argv: list[str] | None = None):
         return _of_metrics(words, metrics)
     if metrics:
         raise ConfigError(f"--{next(iter(metrics)).replace('_', '-')} is for metrics: name some, as --metrics fid")
-    from dstrain.evaluate import EvaluateOptions
+    from dstrain.commands.evaluate import EvaluateOptions
     del words["metrics"]
     return EvaluateOptions(**words), {}
 
@@ -109,7 +109,7 @@ def _of_metrics(words: dict, metrics: dict):
     if typed:
         metrics["reference"] = metrics.pop("against")
     metrics["features"] = tuple(metrics.get("features", ()))
-    from dstrain.quality import QualityOptions
+    from dstrain.commands.quality import QualityOptions
     return QualityOptions(**words, **metrics), typed
 
 
@@ -144,8 +144,8 @@ def _refuse_unused(words: dict) -> None:
 
 def main() -> None:
     options, typed = _options()
-    from dstrain import evaluate, quality
-    from dstrain.ranks import group
+    from dstrain.commands import evaluate, quality
+    from dstrain.distributed import group
     from dstrain.engine.start import start
     if group.place().world > 1:
         start()

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from dstrain.command import arguments
-from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.commands import arguments
+from dstrain.commands.exits import run_main
 from dstrain.recipe import ConfigError
 
 _HELP = """\
@@ -43,13 +43,13 @@ def _options(argv: list[str] | None = None):
     for name, option in (("run", "the folder of a run"), ("out", "the folder to write: --out DIR")):
         if words[name] is None:
             raise ConfigError(f"name {option}; --help shows how")
-    from dstrain.export import ExportOptions
+    from dstrain.commands.export import ExportOptions
     return ExportOptions(**words)
 
 
 def main() -> None:
     options = _options()
-    from dstrain.export import export
+    from dstrain.commands.export import export
     exported = export(options)
     errors = ", ".join(f"{name} {error:.1e}" for name, error in exported.errors.items())
     scale = f", scaling_factor {exported.statistics['scaling_factor']:.5f}" if exported.statistics else ""

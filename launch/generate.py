@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from dstrain.command import arguments
-from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.commands import arguments
+from dstrain.commands.exits import run_main
 from dstrain.recipe import ConfigError
 
 _HELP = """\
@@ -91,14 +91,14 @@ def _options(argv: list[str] | None = None):
     words = parser.words(argv)
     if words["folder"] is None:
         raise ConfigError("name the folder of a run, for example: launch/generate.py runs/dit-small")
-    from dstrain.generate import GenerateOptions
+    from dstrain.commands.generate import GenerateOptions
     return GenerateOptions(**words | {"then": tuple(words["then"])})
 
 
 def main() -> None:
     options = _options()
-    from dstrain import generate
-    from dstrain.ranks import group
+    from dstrain.commands import generate
+    from dstrain.distributed import group
     from dstrain.engine.start import start
     if group.place().world > 1:
         start()

@@ -31,7 +31,7 @@ def main() -> int:
             print(f"part {part}: {cases.TITLES[part]}")
             print("\n".join(f"    {case.name}" for case in chosen if case.part == part))
         return 0
-    from dstrain.ranks import group
+    from dstrain.distributed import group
     if not options.dry_run and group.device().type == "cpu":
         print("launch/gpu.py: there is no GPU here; --dry-run goes through every case at small sizes on the CPU",
               file=sys.stderr)

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from dstrain.command import arguments
-from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.commands import arguments
+from dstrain.commands.exits import run_main
 from dstrain.recipe import ConfigError
 
 _HELP = """\
@@ -40,15 +40,15 @@ def _options(argv: list[str] | None = None):
                           (words["out"], "the folder to write: --out RUN")):
         if value is None:
             raise ConfigError(f"name {option}; --help shows how")
-    from dstrain.command import cli
+    from dstrain.commands import cli
     run = cli.load_recipe(words["recipe"], Path(__file__).resolve().parents[1], overrides)
-    from dstrain.adopt import AdoptOptions
+    from dstrain.commands.import_weights import AdoptOptions
     return AdoptOptions(Path(os.path.expanduser(weights)), run, words["out"])
 
 
 def main() -> None:
     options = _options()
-    from dstrain.adopt import adopt
+    from dstrain.commands.import_weights import adopt
     for note in adopt(options):
         print(note)
     print(f"{options.run.name} of these weights in {options.out}")

@@ -3,8 +3,8 @@
 import json
 import os
 
-from dstrain.command import arguments
-from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.commands import arguments
+from dstrain.commands.exits import run_main
 from dstrain.recipe import ConfigError
 
 _HELP = """\
@@ -40,7 +40,7 @@ def _options(argv: list[str] | None = None):
     data, *overrides = words["words"] or [None]
     if data is None or "=" in data and data.startswith("data."):
         raise ConfigError("name the data: python launch/index.py DATA; --help shows how")
-    from dstrain.index_data import IndexOptions
+    from dstrain.commands.index import IndexOptions
     from dstrain.recipe import load
     section = load(None, overrides).data.model_copy(update={"path": os.path.expanduser(data)})
     if words["index"] is not None:
@@ -50,7 +50,7 @@ def _options(argv: list[str] | None = None):
 
 def main() -> None:
     options, as_json = _options()
-    from dstrain.index_data import index_data, report
+    from dstrain.commands.index import index_data, report
     result = index_data(options)
     print(json.dumps(result, indent=1) if as_json else report(result))
 

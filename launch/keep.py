@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from dstrain.command import arguments, cli
-from dstrain.keep import KeepOptions, command_of, keep
+from dstrain.commands import arguments, cli
+from dstrain.commands.keep import KeepOptions, command_of, keep
 from dstrain.recipe import load
 
 _HELP = """\

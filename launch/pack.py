@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from dstrain.command import arguments
-from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.commands import arguments
+from dstrain.commands.exits import run_main
 from dstrain.recipe import ConfigError
 
 _HELP = """\
@@ -51,16 +51,16 @@ def _options(argv: list[str] | None = None):
                           "shows how")
     if wrong := [override for override in overrides if not override.startswith("data.")]:
         raise ConfigError(f"{wrong[0]}: beside DATA there are entries data.KEY=VALUE alone")
-    from dstrain.pack import PackOptions
+    from dstrain.commands.pack import PackOptions
     from dstrain.recipe import load
     return PackOptions(load(None, [*overrides, f"data.path={os.path.expanduser(path)}"]).data, **words)
 
 
 def main() -> None:
     options = _options()
-    from dstrain import pack
+    from dstrain.commands import pack
+    from dstrain.distributed import group
     from dstrain.engine.start import start
-    from dstrain.ranks import group
     if group.place().world > 1:
         start()
     index = pack.pack(options)

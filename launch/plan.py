@@ -3,9 +3,9 @@
 import signal
 from pathlib import Path
 
-from dstrain.command import arguments
-from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
-from dstrain.ranks.phases import phases
+from dstrain.commands import arguments
+from dstrain.commands.exits import run_main
+from dstrain.distributed.progress import phases
 
 _HELP = """\
 Says what a run will take: bytes on each rank, traffic, operations, time, energy; and what makes it fit.
@@ -55,12 +55,12 @@ def _options(argv: list[str] | None = None) -> dict:
 def main() -> None:
     options = _options()
     phases().at("importing torch")
-    from dstrain.command import cli
+    from dstrain.commands import cli
     phases().at("checking the recipe")
     run, ds_config = cli.load_case(options["recipe"], options["ds_config"], Path(__file__).resolve().parents[1],
                                    options["overrides"])
     phases().at("importing what counts")
-    from dstrain import plan
+    from dstrain.commands import plan
     signal.signal(signal.SIGTERM, signal.default_int_handler)         # the process that counts ends with this one
     if options["calibrate"]:
         print(plan.calibrated(run, ds_config, options["json"]))

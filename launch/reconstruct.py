@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dstrain.command import arguments
-from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.commands import arguments
+from dstrain.commands.exits import run_main
 from dstrain.recipe import ConfigError
 
 _HELP = """\
@@ -55,15 +55,15 @@ def _options(argv: list[str] | None = None):
 
 def main() -> None:
     words = _options()
+    from dstrain.commands.reconstruct import ReconstructOptions, reconstruct, report
+    from dstrain.distributed import group
     from dstrain.engine.start import start
-    from dstrain.ranks import group
-    from dstrain.reconstruct import ReconstructOptions, reconstruct, report
     if group.place().world > 1:
         start()
     options = None
     if words["sweep"]:
-        from dstrain import sweep
-        from dstrain.quality import QualityOptions
+        from dstrain.commands import sweep
+        from dstrain.commands.quality import QualityOptions
         options = words["metric"] and QualityOptions(
             (words["metric"],), tuple(words["features"]), words["folder"], reference=words["reference"],
             num=words["num"], batch=words["batch"])

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from dstrain.command import arguments, ending      # not cli, which imports torch: that takes seconds
-from dstrain.ranks.phases import phases
+from dstrain.commands import arguments, exits
+from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError
-from dstrain.report import page
+from dstrain.tracking.report import page
 
 _HELP = """\
 Writes the report of a run as one file that any browser opens offline: curves, pictures
@@ -45,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    ending.run_main(main)
+    exits.run_main(main)

@@ -5,15 +5,15 @@ from contextlib import suppress
 from pathlib import Path
 
 # And nothing else: the first line, and stacks on request, come before other imports.
-from dstrain.ranks.phases import greeting, phases
-from dstrain.ranks.stacks import print_on_request
+from dstrain.distributed.progress import greeting, phases
+from dstrain.distributed.stacks import print_on_request
 
 _BRIEF = {"--dry-run", "--print-config", "--help", "-h"}      # these print what they are asked for, and nothing else
 
 
 def main() -> None:
     phases().at("importing torch")
-    from dstrain.command import cli
+    from dstrain.commands import cli
     options = cli.train_arguments(root=Path(__file__).resolve().parents[1])
     phases().at("checking recipe, data and folder")
     job = cli.prepare(options)
@@ -33,5 +33,5 @@ if __name__ == "__main__":
     if not _BRIEF.intersection(sys.argv):
         with suppress(ValueError):                          # of the launcher's variables, which run_main reports
             phases().say(greeting())
-    from dstrain.command.ending import run_main
+    from dstrain.commands.exits import run_main
     run_main(main)

@@ -23,7 +23,7 @@ imported   published weights
 
 
 def _options(argv: list[str] | None = None) -> dict:
-    from dstrain.command import arguments
+    from dstrain.commands import arguments
 
     parser = arguments.Parser(_HELP)
     parser.add_argument("folders", type=Path, nargs="*")
@@ -34,7 +34,7 @@ def _options(argv: list[str] | None = None) -> dict:
 
 
 def main() -> None:
-    from dstrain.report import state
+    from dstrain.tracking.report import state
 
     options = _options()
     while True:
@@ -52,7 +52,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:                                       # imports of dstrain stand within, so that Ctrl-C always ends quietly
-        from dstrain.command.ending import run_main      # not cli, which imports torch: that takes seconds
+        from dstrain.commands.exits import run_main
         run_main(main, speaks=False)                     # --follow waits in silence
     except KeyboardInterrupt:
         raise SystemExit(130) from None

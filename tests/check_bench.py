@@ -10,7 +10,7 @@ from dstrain.bench.rivals import rivals
 from dstrain.bench.sides import Dstrain, Plain, Repeated, apart
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
-from dstrain.track.flops import step_flops
+from dstrain.tracking.flops import step_flops
 from tests.support.launch import ROOT
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from dstrain.ranks.phases import phases
+from dstrain.distributed.progress import phases
 
 # Before torch is loaded: its threads gain nothing on tiny networks, and those of several workers and ranks only fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,12 +18,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 WORKERS = 4                                       # at most: a launch of two ranks fills two cores by itself
 # The longest files first, and beside those that compute, those that wait for a timeout, a link or another's end: workers
 # that all compute, or all wait, leave cores to each other or to nobody.
-LONGEST = ("costs/test_costs.py", "engine/test_systems.py", "launch/test_machines.py", "launch/test_iddpm.py",
+LONGEST = ("planning/test_costs.py", "engine/test_systems.py", "launch/test_machines.py", "launch/test_iddpm.py",
            "launch/test_keep.py", "launch/test_plan.py", "engine/test_blocks.py", "launch/test_resume.py",
-           "costs/test_advice.py", "launch/test_phenaki.py", "ranks/test_watchdog.py", "engine/test_phenaki.py",
+           "planning/test_advice.py", "launch/test_phenaki.py", "distributed/test_watchdog.py", "engine/test_phenaki.py",
            "launch/test_encode.py", "engine/test_turns.py", "engine/test_rollback.py", "test_export.py",
            "launch/test_prior.py", "launch/test_gpu.py", "faults/test_kills.py", "test_bench.py",
-           "engine/test_averages.py", "launch/test_moved.py", "engine/test_optimizers.py", "ranks/test_presence.py",
+           "engine/ema/test_snapshots.py", "launch/test_moved.py", "engine/test_optimizers.py", "distributed/test_presence.py",
            "newcomer/test_newcomer.py", "launch/test_modes.py", "launch/test_data_ends.py")
 
 

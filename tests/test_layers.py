@@ -15,49 +15,54 @@ FILES = {path.relative_to(ROOT).as_posix(): path for folder in ("dstrain", "laun
 
 # Who may import whom: a room (a folder of dstrain/), or a module in it, and the rooms below it that it may use beside
 # itself. The longest name that fits counts. "systems" is the table of names in systems/__init__.py, which loads on demand.
-GROUND = ("disk", "ranks", "recipe", "rng")
+GROUND = ("disk", "distributed", "recipe", "rng")
 RULES = {
-    "disk": (), "ranks": ("__version__",), "recipe": ("disk",), "rng": (),
-    "nn": GROUND, "diffusion": GROUND, "encoders": (*GROUND, "nn", "diffusion"),
-    "encoders.codec": (*GROUND, "encoders", "systems", "systems.base"), "encoders.emoji": ("data",),
+    "disk": (), "distributed": ("__version__",), "recipe": ("disk",), "rng": (),
+    "nn": GROUND, "diffusion": GROUND, "encoders": (*GROUND, "nn", "diffusion"), "encoders.emoji": ("data",),
     "systems": ("systems.base", "recipe"), "systems.types": (), "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
-    "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe", "__version__"),
-    "costs.chips": ("recipe",), "track.flops": ("ranks", "recipe", "data", "systems.base", "costs.chips"),
-    "track.throughput": ("recipe", "systems.base", "track.flops", "track.profile"),
+    "systems.codec": (*GROUND, "encoders", "systems", "systems.base"),
+    "checkpoint": ("disk", "distributed", "recipe", "__version__"),
+    "engine": ("disk", "distributed", "recipe", "checkpoint", "__version__"),
+    "tracking": ("disk", "distributed", "recipe", "__version__"), "tracking.hardware": ("recipe",),
+    "tracking.flops": ("distributed", "recipe", "data", "systems.base", "tracking.hardware"),
+    "tracking.throughput": ("recipe", "systems.base", "tracking.flops", "tracking.profile"),
+    "tracking.report": ("disk", "recipe", "systems", "tracking.figures", "__version__"),
     "data": GROUND,
-    "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
+    "runs": (*GROUND, "engine", "checkpoint", "encoders", "systems", "systems.base", "systems.codec", "__version__"),
     "metrics": (*GROUND, "nn", "encoders", "data"),
-    "drawing": (*GROUND, "data", "track", "systems.base"),
-    "metrics.during": (*GROUND, "metrics", "data", "drawing", "systems.base"),
-    "metrics.drawn": (*GROUND, "metrics", "encoders", "data", "drawing", "runs", "systems.base"),
-    "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
-    "caches": (*GROUND, "runs", "data", "encoders", "engine"),
-    "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "costs", "metrics", "track.machine"),
-    "bench": (*GROUND, "data.batches", "engine", "systems", "systems.base", "command", "track", "train",     # times train
-              "encoders", "drawing", "runs.trained"),                                          # and what draws and encodes
-    "costs": (*GROUND, "engine", "systems", "systems.base", "track.flops", "train", "bench.sides"),   # counts it
+    "sampling": (*GROUND, "data", "tracking", "systems.base"),
+    "metrics.in_training": (*GROUND, "metrics", "data", "sampling", "systems.base"),
+    "metrics.sampled_sets": (*GROUND, "metrics", "encoders", "data", "sampling", "runs", "systems.base"),
+    "commands.encoding": (*GROUND, "runs", "data", "encoders", "engine", "checkpoint"),
+    "commands": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "checkpoint", "planning", "metrics",
+                 "tracking.machine"),
+    "bench": (*GROUND, "data.batches", "engine", "checkpoint", "systems", "systems.base", "commands", "tracking",
+              "train", "encoders", "sampling", "runs.trained"),              # times train and what draws and encodes
+    "planning": (*GROUND, "engine", "systems", "systems.base", "tracking.flops", "tracking.hardware", "train",
+                 "bench.sides"),                                             # counts it
 }
-A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
-A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")
-VERBS = ("train", "generate", "evaluate", "quality", "encode", "consolidate", "export", "reconstruct", "sweep", "adopt",
-         "plan", "notebook", "keep", "index_data", "pack")
-A_VERB_OF_VERBS = {"plan": ("bench.calibrate",), "sweep": ("quality",)}        # one times the loop's own step
-A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", "report", *VERBS)
-A_BENCH = (*A_SCRIPT, "runs", "recipe", "disk", "data", "metrics", "diffusion", "nn", "rng", "engine", "track", "systems",
-           "systems.phenaki")
+A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base", "systems.codec")
+A_VERB = (*(room for room in RULES if room not in ("commands", "bench")), "train", "__version__")
+VERBS = ("train", "notebook", *(f"commands.{verb}" for verb in (
+    "generate", "evaluate", "quality", "encode", "consolidate", "export", "reconstruct", "sweep", "import_weights",
+    "plan", "keep", "index", "pack")))
+A_VERB_OF_VERBS = {"commands.plan": ("bench.calibrate",), "commands.sweep": ("commands.quality",)}  # times the loop's step
+A_SCRIPT = ("commands", "distributed", "recipe", "engine.start", "bench", "tracking.report", "train")
+A_BENCH = (*A_SCRIPT, "runs", "recipe", "disk", "data", "metrics", "diffusion", "nn", "rng", "engine", "checkpoint",
+           "tracking", "systems", "systems.phenaki")
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.
 OWNERS = {
     "deepspeed": ("dstrain.engine", "dstrain.bench.rivals"),
     "accelerate": ("dstrain.bench.rivals",),
-    "wandb": ("dstrain.track",),
-    "matplotlib": ("dstrain.track",),
-    "diffusers": ("dstrain.encoders", "dstrain.export", "dstrain.systems.*.to_diffusers", "dstrain.systems.vae.kl",
+    "wandb": ("dstrain.tracking",),
+    "matplotlib": ("dstrain.tracking",),
+    "diffusers": ("dstrain.encoders", "dstrain.commands.export", "dstrain.systems.*.to_diffusers", "dstrain.systems.vae.kl",
                   "dstrain.systems.*.pipeline", "dstrain.bench.rivals", "dstrain.bench.precisions"),
     "transformers": ("dstrain.encoders",),
-    "plotly": ("dstrain.report",),
-    "jinja2": ("dstrain.report",),
+    "plotly": ("dstrain.tracking.report",),
+    "jinja2": ("dstrain.tracking.report",),
 }
 
 # What may be called while a module is imported: it makes a value and does no work.
@@ -123,7 +128,7 @@ def allowed(module: str) -> tuple[str, ...]:
 def refused(module: str, imported: str) -> bool:
     """Whether a module may not import what `imports` has found."""
     if imported == "dstrain":
-        return not within(module, "dstrain.engine")                # the version, for the manifest
+        return not within(module, "dstrain.engine") and not within(module, "dstrain.checkpoint")                # the version, for the manifest
     if not imported.startswith("dstrain."):
         return False
     name = imported.removeprefix("dstrain.")
@@ -177,18 +182,18 @@ def test_libraries_with_an_owner(path):
 
 
 @pytest.mark.parametrize("module, imported", [
-    ("dstrain.systems.dit.system", "dstrain.systems.iddpm"), ("dstrain.systems.dit", "dstrain.engine.ema"),
-    ("dstrain.systems.dit.network", "dstrain.data.images"), ("dstrain.systems.dit", "dstrain.track.meter"),
+    ("dstrain.systems.dit.system", "dstrain.systems.iddpm"), ("dstrain.systems.dit", "dstrain.engine.ema.shadow"),
+    ("dstrain.systems.dit.network", "dstrain.data.sources.images"), ("dstrain.systems.dit", "dstrain.tracking.meter"),
     ("dstrain.systems.base", "dstrain.systems.dit"), ("dstrain.systems.dit", "dstrain.systems"),
-    ("dstrain.engine.ema", "dstrain.systems.base"), ("dstrain.engine.ema", "dstrain.data.order"),
-    ("dstrain.data.batches", "dstrain.systems"), ("dstrain.track.tracker", "dstrain.engine.engines"),
+    ("dstrain.engine.ema.shadow", "dstrain.systems.base"), ("dstrain.engine.ema.shadow", "dstrain.data.order"),
+    ("dstrain.data.batches", "dstrain.systems"), ("dstrain.tracking.tracker", "dstrain.engine.engines"),
     ("dstrain.diffusion.flow", "dstrain.nn.layers"), ("dstrain.nn.layers", "dstrain.systems.base"),
-    ("dstrain.recipe.run", "dstrain.ranks.group"), ("dstrain.ranks.group", "dstrain.recipe"),
+    ("dstrain.recipe.run", "dstrain.distributed.group"), ("dstrain.distributed.group", "dstrain.recipe"),
     ("dstrain.disk.atomic", "dstrain.recipe"),
-    ("dstrain.drawing.sampling", "dstrain.train"), ("dstrain.runs.trained", "dstrain.drawing.sampling"),
-    ("dstrain.train", "dstrain.generate"), ("dstrain.train", "dstrain.command.cli"),
-    ("dstrain.train", "dstrain.systems.dit"), ("dstrain.command.cli", "dstrain.train"),
-    ("launch.train", "dstrain.systems.base"), ("launch.train", "dstrain.data.images"),
+    ("dstrain.sampling.draw", "dstrain.train"), ("dstrain.runs.trained", "dstrain.sampling.draw"),
+    ("dstrain.train", "dstrain.commands.generate"), ("dstrain.train", "dstrain.commands.cli"),
+    ("dstrain.train", "dstrain.systems.dit"), ("dstrain.commands.cli", "dstrain.train"),
+    ("launch.train", "dstrain.systems.base"), ("launch.train", "dstrain.data.sources.images"),
 ])
 def test_the_rules_refuse(module, imported):
     """Oracle: imports that the design forbids; without this the rules above might allow all."""
@@ -286,7 +291,7 @@ for name in ("watch", "report", "consolidate", "encode", "evaluate", "export", "
              "plan", "reconstruct"):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(f"{ROOT}/launch/{{name}}.py", run_name="__main__")
-print("dstrain.report.page" in sys.modules, [name for name in ("torch", *{sorted(OWNERS)}) if name in sys.modules])
+print("dstrain.tracking.report.page" in sys.modules, [name for name in ("torch", *{sorted(OWNERS)}) if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], env=environment(), text=True, capture_output=True,
                           timeout=120)

@@ -11,9 +11,9 @@ import torch
 
 import dstrain
 from dstrain import recipe, systems
+from dstrain.commands.export import ExportOptions, export
+from dstrain.commands.generate import GenerateOptions, generate
 from dstrain.engine.checkpoint import read_weights
-from dstrain.export import ExportOptions, export
-from dstrain.generate import GenerateOptions, generate
 from dstrain.recipe import ConfigError
 from tests.support import checkpoints, counting
 from tests.support.launch import ROOT, environment
@@ -78,7 +78,7 @@ def test_choices(folder):
 def test_held_out(folder):
     """Oracle: the mean over the first ten held-out samples in one batch, where evaluate takes batches of four."""
     from dstrain.data.batches import held_out
-    from dstrain.data.sources import open_sources
+    from dstrain.data.open import open_sources
 
     run = dstrain.load(folder)
     batch = next(held_out(open_sources(run.recipe.data)[1], 10, seed=run.recipe.seed))

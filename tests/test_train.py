@@ -10,14 +10,14 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from dstrain.command import job
+from dstrain.commands import job
 from dstrain.data.source import Source
-from dstrain.drawing.sampling import draw_all
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs.folders import farewell
+from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request, System
-from dstrain.track.tracker import Tracker
-from dstrain.track.videos import film_grid
+from dstrain.tracking.tracker import Tracker
+from dstrain.tracking.videos import film_grid
 from dstrain.train import show
 from tests.support import counting
 

@@ -25,7 +25,7 @@ VARIANTS = [{"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "O
             {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", **TWO_THREADS}]
 NUMBERS = [*sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/systems/*/test_golden.py")), "tests/nn",
            "tests/diffusion", "tests/systems/phenaki/test_tokenizer.py", "tests/test_rng.py"]
-MORE = ["tests/systems", "tests/encoders", "tests/test_adopt.py", "tests/engine/test_ema.py"]
+MORE = ["tests/systems", "tests/encoders", "tests/commands/test_import_weights.py", "tests/engine/ema/test_shadow.py"]
 
 
 def main(chosen: list[str]) -> int:

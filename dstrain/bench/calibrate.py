@@ -1,11 +1,11 @@
-"""Two short steps of the loop's own on this device, with different micro-batches: what costs/calibration.py reads."""
+"""Two short steps of the loop's own on this device, with different micro-batches: for planning/calibration.py."""
 
 from typing import Any
 
 from dstrain.bench.sides import Dstrain, Repeated, system_of
 from dstrain.bench.timing import Machine, Times, alternate, keep_memory
+from dstrain.distributed import group
 from dstrain.engine.start import start
-from dstrain.ranks import group
 from dstrain.recipe import Run
 
 ROUNDS, STEPS, WARM_UP = 5, 3, 3

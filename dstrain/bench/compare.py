@@ -18,12 +18,12 @@ from dstrain.bench.floors import Flats, ema_beside_copy
 from dstrain.bench.rivals import available, rivals
 from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, system_of
 from dstrain.bench.timing import Machine, Times, alternate, keep_memory
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
 from dstrain.engine.settings import precision
 from dstrain.engine.start import start
-from dstrain.ranks import group
-from dstrain.ranks.phases import phases
 from dstrain.recipe import Run
-from dstrain.track.flops import matmul_rate, step_flops
+from dstrain.tracking.flops import matmul_rate, step_flops
 
 ROUNDS, STEPS, WARM_UP = 6, 8, 4             # steps of a round at accumulation 1, of as many micro-batches at others
 GRID = tuple((accumulation, clip) for accumulation in (1, 4) for clip in (0.0, 1.0))

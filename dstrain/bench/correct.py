@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dstrain.bench import jobs
 from dstrain.bench.report import Record
 from dstrain.bench.sides import Dstrain, Losses, Plain, Repeated, apart, system_of
+from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.start import start
-from dstrain.ranks import group
 from dstrain.recipe import Run, Save
 
 HALF = 4                                     # steps before the checkpoint, and after it

@@ -19,12 +19,12 @@ from dstrain.bench import jobs
 from dstrain.bench.report import Record
 from dstrain.bench.sides import Dstrain, Repeated, system_of
 from dstrain.bench.timing import Times, copy_rate, measured
+from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
-from dstrain.engine.ema import EmaShadow
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.masters import Masters
 from dstrain.engine.start import start
 from dstrain.engine.updates import Flag
-from dstrain.ranks import group
 from dstrain.recipe import Ema, Save
 
 _STEP_BYTES = 42                             # a weight: gradient, master, moments, average, compute weight

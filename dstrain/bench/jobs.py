@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrain.command import cli
+from dstrain.commands import cli
+from dstrain.distributed import group
 from dstrain.engine.settings import resolve
-from dstrain.ranks import group
 from dstrain.recipe import Run
 
 # With an adversary, these keep what rounding changes small; the recipes' own rates let it grow to a share of the loss.

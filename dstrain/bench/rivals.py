@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dstrain.bench.sides import DTYPES, Repeated, adamw
+from dstrain.distributed import group
 from dstrain.engine.blocks import compiles
 from dstrain.engine.initial import build
 from dstrain.engine.settings import precision
-from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from dstrain import systems
 from dstrain.data.batches import placed
+from dstrain.distributed import group
 from dstrain.engine.blocks import compiles, prepare
-from dstrain.engine.ema import EmaShadow
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import build
-from dstrain.ranks import group
 from dstrain.recipe import Run
 from dstrain.systems.base import Batch, System
 from dstrain.train import take_step

@@ -15,12 +15,12 @@ from dstrain.bench.report import Record
 from dstrain.bench.rivals import available, rivals
 from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, system_of
 from dstrain.bench.timing import alternate
+from dstrain.distributed import group
 from dstrain.engine.settings import precision as precision_of
 from dstrain.engine.start import start
-from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
-from dstrain.track.flops import matmul_rate, step_flops
+from dstrain.tracking.flops import matmul_rate, step_flops
 
 Step = Callable[[int], Any]
 

@@ -13,7 +13,6 @@ import numpy as np
 from dstrain.data.source import Bad
 from dstrain.recipe import ConfigError
 
-
 _BLOCK = 1 << 20                           # bytes of the list that are read at a time
 _RECENT = 1024                             # names that are kept apart from the sorted ones
 

@@ -32,7 +32,7 @@ from dstrain import rng
 from dstrain.data import workers
 from dstrain.data.bad_files import BadFiles
 from dstrain.data.source import Source
-from dstrain.ranks.place import place
+from dstrain.distributed.launcher import place
 from dstrain.recipe import ConfigError, NotRead
 
 Batch = dict[str, Tensor]

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dstrain.data.cached.shards import read_index
 from dstrain.data.order import Order
-from dstrain.data.shards import read_index
 from dstrain.data.source import Bad, BadSample, Item, Source
 from dstrain.recipe import ConfigError, Data
 

@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from dstrain.data.files.storage import storage_fails
 from dstrain.data.order import Order
-from dstrain.data.storage import storage_fails
 from dstrain.recipe import ConfigError, NotRead
 
 Item = dict[str, Tensor | int]

@@ -132,7 +132,7 @@ def _on_hub(path: str) -> bool:
 
 
 def _load(path: str) -> nn.Module:
-    from diffusers import AutoencoderKL          # slow to import, and only users of a first stage need it
+    from diffusers import AutoencoderKL  # slow to import, and only users of a first stage need it
 
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file() and (folder / "vae").is_dir():

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dstrain.data import embeddings
+from dstrain.data.cached import embeddings
 
 TEXT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"       # made the text embeddings of the pairs
-FILE = Path(embeddings.__file__).parent / "builtin" / "emoji-tower.safetensors"
+FILE = Path(embeddings.__file__).parents[1] / "builtin" / "emoji-tower.safetensors"
 SIDE, DIM = 32, 384                            # pixels of a picture that the tower sees; width of an embedding
 WIDTHS = (3, 24, 48, 96, 160)
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dstrain.distributed.group import to_device
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.frozen import Frozen, loading
-from dstrain.ranks.group import to_device
 from dstrain.recipe import ConfigError
 
 

@@ -26,7 +26,7 @@ class VisionTower(Frozen):
 
     def __init__(self, path: Path, kind: str) -> None:
         super().__init__()
-        from transformers import AutoConfig, AutoModel            # slow to import, and only its users need it
+        from transformers import AutoConfig, AutoModel  # slow to import, and only its users need it
 
         with loading(f"{kind} model", "--features", str(path), "config.json and *.safetensors"):
             config = AutoConfig.from_pretrained(path, local_files_only=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dstrain.distributed import group
 from dstrain.engine.settings import precision, stage
-from dstrain.ranks import group
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PADDING = 2                # elements for each rank: DeepSpeed pads a group to a multiple of it

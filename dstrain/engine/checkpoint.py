@@ -22,22 +22,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dstrain.engine import averages, contents
-from dstrain.engine.course import Course, State
-from dstrain.engine.ema import EmaShadow
+from dstrain.checkpoint import validate
+from dstrain.checkpoint.fragment_index import rows, write_indices
+from dstrain.checkpoint.fragments import open_shards, write_shard
+from dstrain.checkpoint.layout import COMMON, shard_name
+from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.saver import Entries, Saver
+from dstrain.checkpoint.store import ROUTINE, STOP, TROUBLE, Hashes, Store
+from dstrain.checkpoint.stored import stored_weights
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
+from dstrain.engine.ema import snapshots
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.fragment_files import COMMON, shard_name
-from dstrain.engine.fragment_index import rows, write_indices
-from dstrain.engine.fragments import open_shards, write_shard
-from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import errors_at_the_end, universal_info
 from dstrain.engine.nonfinite import advice, check_weights
 from dstrain.engine.optimizers import CODES, from_floats
-from dstrain.engine.saver import Entries, Saver
-from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Hashes, Store
-from dstrain.engine.stored import stored_weights
-from dstrain.ranks import group
-from dstrain.ranks.phases import phases
+from dstrain.engine.recovery import Course, State
 from dstrain.recipe import ConfigError, NotRead, Save
 
 
@@ -56,14 +57,14 @@ class Checkpoints:
                  report: Callable[[str], None] = print, saved: Callable[[int], None] = lambda step: None,
                  course: Course | None = None, trust_pickle: bool = False):
         metric = save.best if isinstance(save.best, str) else "loss"
-        self.store = Store(folder, save.keep, save.keep_every, contents.check, metric, self._write_indices)
+        self.store = Store(folder, save.keep, save.keep_every, validate.check, metric, self._write_indices)
         self.course = course or Course()
         self._native = save.format == "deepspeed"             # master and moments stand in DeepSpeed's own files
         # DeepSpeed writes its own files from the live weights, and its ranks communicate meanwhile: not in a thread.
         self.saver = Saver(self.store, save.asynchronous and not self._native, report, saved)
         self._engines, self._ema, self._system, self._trust_pickle = engines, ema, system, trust_pickle
-        self.averages = averages.Averages(
-            folder.with_name(averages.FOLDER), engines.masters, ema, save.asynchronous,
+        self.averages = snapshots.Averages(
+            folder.with_name(snapshots.FOLDER), engines.masters, ema, save.asynchronous,
             lambda: self._common(ema.flats), lambda line: self.saver.report(line))
 
     def look(self) -> None:
@@ -113,7 +114,7 @@ class Checkpoints:
         """Loads a checkpoint that has just been verified; returns its course. NotRead: its storage fails now."""
         try:
             self.load(path)
-            return contents.course(path)
+            return validate.course(path)
         except (OSError, SafetensorError) as error:
             raise NotRead(f"{path} cannot be read, though it verified just now ({error}): its storage fails. All saved "
                           "is whole; the same command goes on when the storage is back") from error
@@ -182,7 +183,7 @@ class Checkpoints:
                        for fragment, view in masters.own_views(flats)] + list(masters.own_codes())
                 for part, masters in self._engines.masters.items()}
 
-    def _write(self, folder: Path, entries: Entries, common: contents.Common) -> Hashes:
+    def _write(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
         """Fills `folder` with what is this rank's; the shards' hashes."""
         if self._native:
             with errors_at_the_end(self._engines.values()):
@@ -193,7 +194,7 @@ class Checkpoints:
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
         self._rows = {part: rows(entries[part], hashes[name]) for part, name in names.items()}
         if group.rank() == 0:
-            contents.write_common(folder, common)
+            validate.write_common(folder, common)
         return hashes
 
     def _write_indices(self, folder: Path) -> Hashes:
@@ -205,7 +206,7 @@ class Checkpoints:
         return (1 << 20) + sum(copies[part] * (4 * view.numel() + 40) for part, masters in self._engines.masters.items()
                                for _, view in masters.own_views(masters.flats))                    # 40: in the index
 
-    def _common(self, parts: Collection[str] | None = None) -> contents.Common:
+    def _common(self, parts: Collection[str] | None = None) -> validate.Common:
         """Small state of some parts (None: of all): tensors on the host, and each part's counters.
 
         They are copies, since training may go on.
@@ -227,14 +228,14 @@ class Checkpoints:
         if (path / "deepspeed").is_dir() and not self._trust_pickle:
             raise ConfigError(f"{path} holds DeepSpeed's own files, and reading them runs what is pickled in them: if "
                               "you know where they come from, give --trust-pickle")
-        common, counters = load_file(path / COMMON), contents.counters(path)
+        common, counters = load_file(path / COMMON), validate.counters(path)
         if counters.keys() != self._engines.keys():
             raise ConfigError(f"{path} holds the networks {', '.join(counters)}; this run trains "
                               f"{', '.join(self._engines)}: set the model section as it was, or give --from-scratch")
         for part in self._engines:
             self._load_part(part, path, common, counters[part])
         try:
-            self._system.load_state_dict(contents.within(common, "system/"))
+            self._system.load_state_dict(validate.within(common, "system/"))
         except ConfigError as error:               # only after --allow-change: the recipe is compared before
             if group.rank() == 0:
                 self.saver.report(f"the system's own state begins anew: {error}")
@@ -248,7 +249,7 @@ class Checkpoints:
             else:
                 saved = {name: shards.shape(name) for name in shards.names("master")}
                 expected = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
-                contents.require_same_shapes(path, part, saved, expected)
+                validate.require_same_shapes(path, part, saved, expected)
                 held = {kind for kind in shards.kinds() if not kind.startswith("ema.")} - {"master", *CODES}
                 if anew := held != set(masters.kinds):     # only after --allow-change: the recipe is compared before
                     masters.reset_optimizer_state()
@@ -272,11 +273,11 @@ class Checkpoints:
             for kind, name, codes in masters.codes():
                 if not anew and shards.has(kind, name):
                     from_floats(codes, shards.read(kind, name))
-        buffers = contents.within(common, f"buffer/{part}/")
+        buffers = validate.within(common, f"buffer/{part}/")
         for name, buffer in _buffers(engine.module):
             if name in buffers:
                 saved = {name: tuple(buffers[name].shape)}
-                contents.require_same_shapes(path, part, saved, {name: tuple(buffer.shape)})
+                validate.require_same_shapes(path, part, saved, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
         if not self._ema.take_up(part, counters.get("averages"), step := manifest(path)["step"]) and group.rank() == 0:
             self.saver.report(f"averages by width (ema.profiles) of {part} begin at step {step}: widths are shares of "
@@ -311,7 +312,7 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
             raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
         weights = stored_weights(shards, kind) if not at_once else {
             name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}
-    return weights | contents.within(load_file(path / COMMON), f"buffer/{part}/")
+    return weights | validate.within(load_file(path / COMMON), f"buffer/{part}/")
 
 
 def ema_decays(path: Path, part: str) -> list[float]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dstrain.distributed.progress import phases
 from dstrain.engine import optimizers
 from dstrain.engine.accumulation import WideSums
 from dstrain.engine.allocation import allocate, flattened_in_place, give_back
@@ -22,7 +23,6 @@ from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, full_shape
 from dstrain.engine.settings import for_deepspeed, offloads_optimizer, stage, sums_aside
 from dstrain.engine.updates import Flag
-from dstrain.ranks.phases import phases
 from dstrain.recipe import Run
 
 

@@ -29,8 +29,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dstrain.distributed import group
 from dstrain.engine.optimizers import full_shape
-from dstrain.ranks import group
 
 Networks = Callable[[], dict[str, nn.Module]]
 # Called with names of weights, it gives (state-dict name, float32 value) of at least these and all buffers; without, of

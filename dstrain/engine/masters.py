@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dstrain.engine.fragments import Fragment
+from dstrain.checkpoint.fragments import Fragment
+from dstrain.checkpoint.stored import elements
+from dstrain.distributed import group
 from dstrain.engine.optimizers import CODES, Muon, as_floats, full_shape, moment, set_moment, state_of
-from dstrain.engine.stored import elements
 from dstrain.engine.updates import Updates
-from dstrain.ranks import group
 
 
 def universal_info() -> dict[str, Any]:

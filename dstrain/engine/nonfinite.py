@@ -6,17 +6,17 @@
                 scale falls as well. No setting switches this off.
     The run     counts such steps as `skipped` in its reports, and across resumes. After more than faults.max_skipped of
                 them in a row it goes back to a checkpoint from before, and passes over the batches since (course.py).
-                Where that does not help, FloatingPointError ends it with exit code 3 (command/ending.py): its
+                Where that does not help, FloatingPointError ends it with exit code 3 (commands/exits.py): its
                 checkpoints are finite, and the user must change something.
     A save      that is due while steps are skipped is left out. One because the run is stopped then is marked, and
                 pushes out no good one (store.py). A save of weights that are not finite is refused by `check_weights`,
                 with FloatingPointError. Such weights come from an update that overflows, or damaged memory.
     Reports     leave values that are not finite out of the means of losses and count them as `nonfinite`
-                (track/meter.py). One sample's NaN in a term that is only reported stops nothing.
+                (tracking/meter.py). One sample's NaN in a term that is only reported stops nothing.
     Evaluation  leaves nothing out: a held-out mean is NaN if one sample is. It is written as null, beside the number
                 of such samples as nonfinite_samples, in training as by launch/evaluate.py. A score that is not finite
                 is never the best checkpoint's, and a finite one always improves on it (saver.py, store.py).
-    Data        with values that are not finite is refused where it is read (data/rows.py, caches/embeddings.py).
+    Data        with values that are not finite is refused where it is read (cached/rows.py, encoding/embeddings.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from dstrain.checkpoint.store import Store
+from dstrain.distributed import group
 from dstrain.engine.masters import Masters
-from dstrain.engine.store import Store
-from dstrain.ranks import group
 
 
 def advice(store: Store) -> str:

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dstrain.distributed import group as ranks
 from dstrain.engine import cpu
-from dstrain.ranks import group as ranks
 from dstrain.recipe import ConfigError, Run
 
 Group = dict[str, Any]

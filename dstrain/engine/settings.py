@@ -101,7 +101,7 @@ def sums_aside(settings: Settings) -> bool:
 def for_deepspeed(settings: Settings) -> Settings:
     """The settings for deepspeed.initialize: its checks of gradients stay on, for steps that updates.py leaves to it;
     grad_accum_dtype is left out where accumulation.py does that work. Its own clock, which waits for the GPU twice a
-    micro-batch, stands still unless the JSON asks for it: track/throughput.py measures.
+    micro-batch, stands still unless the JSON asks for it: tracking/throughput.py measures.
     """
     own = copy.deepcopy(settings)
     own.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)

@@ -13,9 +13,9 @@ from types import ModuleType
 
 import torch
 
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
 from dstrain.engine import prepare_environment
-from dstrain.ranks import group
-from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError
 
 _OPERATOR = "deepspeed_shm_comm"             # also the name of its folder

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dstrain.distributed import group
 from dstrain.engine.accumulation import sum_into
-from dstrain.ranks import group
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _ROW = 1 << 14              # elements in one sum of squares: on a CPU, a longer one in fp32 loses digits

@@ -1,13 +1,13 @@
 """What the built-in clips show, in closed form: where the item is, and which of the five motions it makes.
 
-The clips (data/moving.py) show one bright item on black, whose side is two thirds of the canvas's shorter one.
+The clips (data/builtin/moving.py) show one bright item on black, whose side is two thirds of the canvas's shorter one.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dstrain.data.moving import MOTIONS
+from dstrain.data.builtin.moving import MOTIONS
 
 NO_MOTION = -1
 _LEAST = 0.2                      # of the free length: a displacement below it is no motion

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dstrain.distributed import group
 from dstrain.encoders.precision import computing
-from dstrain.ranks import group
 
 NEIGHBOURS = 5                                    # the farthest that precision and its like look for
 _ROWS = 512                                       # of a matrix of distances at a time

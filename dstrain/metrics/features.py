@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
+from dstrain.distributed import group
 from dstrain.metrics import inception, towers
 from dstrain.metrics.builtin import Builtin
 from dstrain.metrics.emoji import Emoji
 from dstrain.metrics.network import Features
-from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 
 # Kind: where its weights come from, for the message when they are not there.

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.pixels import FORMATS, SUFFIXES, open_image, samples_path, to_mode, to_tensor
+from dstrain.data.decode.pixels import FORMATS, SUFFIXES, open_image, samples_path, to_mode, to_tensor
 from dstrain.data.source import Source
+from dstrain.distributed import group
 from dstrain.encoders.text import captions_of
-from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dstrain.distributed import group
 from dstrain.metrics.network import Features
-from dstrain.ranks import group
 
 KEPT = 10_000                                     # features of a set that KID, precision and recall compare
 _ROWS = 512                                       # features that enter the moments at a time

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dstrain import rng
-from dstrain.data.moving import MOTIONS, captions
+from dstrain.data.builtin.moving import MOTIONS, captions
 from dstrain.metrics.clips import grey, motions
 from dstrain.metrics.network import Features
 

@@ -14,10 +14,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dstrain.distributed.group import to_device
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import Quantized
 from dstrain.nn.quantize import wide
-from dstrain.ranks.group import to_device
 from dstrain.recipe import ConfigError
 
 _MARGIN = 1e-3                                    # share by which the bound exceeds the outermost levels, as published

@@ -71,7 +71,7 @@ class Perceptual(Distance):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
-        from torchvision.models import vgg16      # slow to import, and only this distance needs it
+        from torchvision.models import vgg16  # slow to import, and only this distance needs it
 
         with torch.device("meta"):                # its classifier, the largest part, is not needed
             features = vgg16(weights=None, init_weights=False).features[: _ENDS[-1] + 1]

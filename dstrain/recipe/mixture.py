@@ -7,7 +7,6 @@ from pydantic import Field, field_validator, model_validator
 
 from dstrain.recipe.section import FIXED, Fraction, Section, fixed, short_path
 
-
 _Weight = Annotated[float, Field(gt=0, le=1e9)]
 
 

@@ -29,7 +29,7 @@ def _refuse(*checks: tuple[Any, str]) -> None:
 
 
 class Codes(Section):
-    """What the index of a cache says: filled in, not written by hand. See dstrain/data/shards.py."""
+    """What the index of a cache says: filled in, not written by hand. See dstrain/data/cached/shards.py."""
 
     kind: Literal["latents", "tokens"]
     shape: tuple[PositiveInt, ...]           # of one image's codes: (C, h, w), (h, w); of one video's (t, h, w)
@@ -155,7 +155,7 @@ class Optimizer(Section):
 class Ema(Section):
     decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = (0.9999,)   # one shadow for each; () is none
     warmup: bool = False                     # effective decay min(decay, (1 + step) / (10 + step))
-    # Power-function averages by their relative width, engine/profiles.py: [0.05, 0.10], say, and snapshots of them, of
+    # Power-function averages by their relative width, ema/profiles.py: [0.05, 0.10], say, and snapshots of them, of
     # which launch/reconstruct.py makes those of any width. One shadow for each; () is none.
     profiles: tuple[Annotated[float, Field(ge=0.001, le=WIDEST)], ...] = ()
     snapshots: Annotated[Count, MAY_CHANGE] = 0        # one in so many steps, and of the last; 0 is never
@@ -231,7 +231,7 @@ class Samples(Section):
     eta: NonNegative | None = None           # noise of a step; None: the sampler's usual
     seed: Count = 0
     ema: float | None = None                 # decay or width of the EMA to draw from; None: the first
-    # For every.metrics: metrics and networks as of launch/evaluate.py, see dstrain/metrics/during.py. None: fd and
+    # For every.metrics: metrics and networks as of launch/evaluate.py, see dstrain/metrics/in_training.py. None: fd and
     # accuracy of the built-in data, as far as the model has labels or captions; nothing of other data.
     metrics: tuple[str, ...] | None = None
     features: tuple[str, ...] = ()           # KIND:PATH of networks; fd and accuracy have one built in
@@ -263,7 +263,7 @@ class Track(Section):
 
 
 class Faults(Section):
-    max_skipped: PositiveInt = 20            # non-finite steps in a row; one more is trouble: engine/course.py
+    max_skipped: PositiveInt = 20            # non-finite steps in a row; one more is trouble: engine/recovery.py
     spike: Annotated[float | None, Field(gt=1)] = None     # a loss above so many running medians is trouble; None: none
     max_rollbacks: Count = 3                 # times that a run goes back from trouble, before it ends; 0: none
     orphan_check: bool = True                # save and end when the launcher has gone
@@ -321,7 +321,7 @@ class Run(Section):
             (self.save.best is True and not self.every.evaluate, "save.best=true needs held-out losses: set "
              "every.evaluate"),
             (isinstance(self.save.best, str) and not (self.every.metrics and (
-                self.samples.metrics is None or self.save.best in self.samples.metrics)),    # None: metrics/during.py
+                self.samples.metrics is None or self.save.best in self.samples.metrics)),    # None: all of the set
              f"save.best={self.save.best} needs that metric: set every.metrics, and name it in samples.metrics"),
             (self.every.metrics and self.samples.metrics == (), f"every.metrics={self.every.metrics}: samples.metrics "
              "names none: write samples.metrics=[fd], say, or every.metrics=0"),

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dstrain import __version__
-from dstrain.engine.manifest import manifest
+from dstrain.checkpoint.manifest import manifest
 from dstrain.recipe import Run, Samples, dump
 from dstrain.systems.base import System
 

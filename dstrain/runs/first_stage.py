@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from dstrain import systems
+from dstrain.distributed import group
 from dstrain.encoders import autoencoder
-from dstrain.encoders.codec import Codec, require_codes
 from dstrain.encoders.precision import Precision, cast
 from dstrain.encoders.text import TextEncoder, captions_of
-from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Data, reworded
 from dstrain.runs import trained
 from dstrain.runs.weights import unaltered
 from dstrain.systems.base import Batch
+from dstrain.systems.codec import Codec, require_codes
 
 _RUN = "RUN"                                   # the folder's name in the usage of launch/encode.py
 
@@ -94,11 +94,11 @@ def _moments(mean: Tensor, std: Tensor) -> np.ndarray:
 
 
 class Encoder:
-    """Samples to the arrays of a shard, see data/shards.py, in batches of one fixed shape.
+    """Samples to the arrays of a shard, see data/cached/shards.py, in batches of one fixed shape.
 
     stage     encodes images or clips.
     texts     encodes captions; None leaves them as they are.
-    encoding  describes the shards, as caches/plan.py makes it and the folder's index keeps it.
+    encoding  describes the shards, as commands/encoding/plan.py makes it and the folder's index keeps it.
     """
 
     def __init__(self, stage: FirstStage, texts: TextEncoder | None, encoding: dict[str, Any]) -> None:

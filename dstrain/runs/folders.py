@@ -2,7 +2,7 @@
 
     run.yaml           the whole recipe as resolved          ds_config.json   the whole DeepSpeed config as resolved
     data.txt           fingerprint of the data               saved            the last step that was saved; 0: none yet
-    checkpoints/       step_N/, see dstrain/engine/store.py  samples/         step_N.png, grids from the EMA
+    checkpoints/       step_N/, see dstrain/checkpoint/store.py  samples/         step_N.png, grids from the EMA
     averages/          snapshots of averages by width        reconstructed/   others, made of these
     metrics.jsonl      a line per report                     log.txt          what was printed
     bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 
 from dstrain.disk import atomic, small
 from dstrain.disk.modes import by_umask
-from dstrain.ranks.phases import phases
+from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused, reworded, write_errors
 from dstrain.systems import config_class
 
@@ -39,7 +39,7 @@ class Resume:
     allow_change: bool = False               # goes on although the recipe or the data changed
     step: int | None = None                  # goes on from this checkpoint; newer ones are moved aside
     trust_pickle: bool = False               # reads DeepSpeed's own files, and runs what is pickled in them
-    profile: tuple[int, int, int] | None = None    # steps that are recorded, and of which ranks: track/profile.py
+    profile: tuple[int, int, int] | None = None    # steps that are recorded, and of which ranks: tracking/profile.py
 
 
 def check(run: Run, fingerprint: str, resume: Resume) -> None:
@@ -132,7 +132,7 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:
-                os.utime(file.fileno())              # when this command began, for report/state.py
+                os.utime(file.fileno())              # when this command began, for tracking/report/state.py
                 return file
             file.close()                             # its last holder removed the folder, and with it this file
             file = _lock(folder)

@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dstrain.ranks import group
-from dstrain.ranks.phases import phases
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, NotSaved, Run, differences
 from dstrain.runs import folders
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dstrain.checkpoint.layout import reconstructed
+from dstrain.checkpoint.store import Store
+from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.fragment_files import reconstructed
-from dstrain.engine.store import Store
-from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run, write_errors
 from dstrain.runs import folders
 from dstrain.runs.weights import checkpoint_kind, whole

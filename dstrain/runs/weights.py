@@ -13,15 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dstrain.checkpoint.layout import RECONSTRUCTED
+from dstrain.checkpoint.manifest import CONSOLIDATED, faults
+from dstrain.checkpoint.store import Store
+from dstrain.checkpoint.stored import StoredWeight
 from dstrain.disk.modes import by_umask
 from dstrain.disk.small import read_json
-from dstrain.engine import averages
+from dstrain.distributed import group
 from dstrain.engine.checkpoint import ema_decays, read_weights
-from dstrain.engine.fragment_files import RECONSTRUCTED
-from dstrain.engine.manifest import CONSOLIDATED, faults
-from dstrain.engine.store import Store
-from dstrain.engine.stored import StoredWeight
-from dstrain.ranks import group
+from dstrain.engine.ema import snapshots
 from dstrain.recipe import WIDEST, ConfigError
 from dstrain.systems.base import System
 
@@ -189,7 +189,7 @@ def checkpoint_kind(path: Path, part: str, ema: float | None = None) -> str:
 def _made_or_to_make(run: Path, ema: float) -> str:
     """Of a run: widths whose averages launch/reconstruct.py has made, and that it may make this one."""
     made = sorted((path.name for path in (run / RECONSTRUCTED).glob("*") if any(path.glob("step_*"))), key=float)
-    makes = ema <= WIDEST and any((run / averages.FOLDER).glob("step_*"))
+    makes = ema <= WIDEST and any((run / snapshots.FOLDER).glob("step_*"))
     return (f"; reconstructed: {', '.join(made)}" if made else "") + (
         f"; launch/reconstruct.py {run} --ema {ema} makes one of its snapshots" if makes else "")
 

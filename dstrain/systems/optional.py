@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from dstrain.recipe import ConfigError, Samples
 from dstrain.systems.types import Example, Nets, Progress, Terms
 
-
 CHOICES = ("spacing", "eta", "guidance_rescale", "guidance_interval")    # fields of both Samples and Request
 
 

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dstrain.data.emoji import Emoji
+from dstrain.data.builtin.emoji import Emoji
 from dstrain.encoders.emoji import WIDTHS, Tower
 from dstrain.encoders.text import TextEncoder
 

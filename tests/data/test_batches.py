@@ -10,8 +10,8 @@ from dstrain import rng
 from dstrain.data import bad_files
 from dstrain.data.bad_files import BadFiles
 from dstrain.data.batches import Batches, held_out, placed
-from dstrain.data.images import open_images
 from dstrain.data.order import Order
+from dstrain.data.sources.images import open_images
 from dstrain.recipe import ConfigError, NotRead
 from tests.support.pictures import BROKEN, break_file, folder
 from tests.support.sources import Numbers, global_batches, same

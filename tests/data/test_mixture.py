@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.command.cli import JobOptions, prepare
+from dstrain.commands.cli import JobOptions, prepare
 from dstrain.data.batches import Batches, held_out
+from dstrain.data.cached.shards import read_index
 from dstrain.data.mixture import Mixture, MixtureOrder, common_classes, whole
-from dstrain.data.sources import completed, described, open_sources
-from dstrain.data.shards import read_index
+from dstrain.data.open import completed, described, open_sources
 from dstrain.recipe import ConfigError, Data, load, refusals, refused
 from dstrain.systems import config_class
-from tests.data.test_latents import write as write_codes
+from tests.data.cached.test_latents import write as write_codes
 from tests.support.clips import moving, write_pictures
 from tests.support.launch import ROOT
 from tests.support.pictures import break_file, folder

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
-from dstrain.ranks import group
+from dstrain.distributed import group
 from tests.support import gloo
 
 STEPS, ROWS, TIMESTEPS = 6, 96, 5                 # 96 losses a step meet 5 timesteps: order decides what is kept

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dstrain import recipe, rng, systems
-from dstrain.caches.plan import EncodeOptions, planned
+from dstrain.commands.encoding.plan import EncodeOptions, planned
+from dstrain.commands.evaluate import EvaluateOptions, evaluate
+from dstrain.commands.generate import GenerateOptions, generate
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.encoders.precision import computing
-from dstrain.evaluate import EvaluateOptions, evaluate
-from dstrain.generate import GenerateOptions, generate
 from dstrain.recipe import ConfigError
 from tests.support import first_stage
 

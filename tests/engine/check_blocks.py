@@ -14,12 +14,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dstrain import recipe, systems
-from dstrain.drawing.sampling import resting
+from dstrain.distributed import group
 from dstrain.engine.blocks import Graphs
 from dstrain.engine.engines import Engines
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
-from dstrain.ranks import group
+from dstrain.sampling.draw import resting
 from dstrain.systems.base import System
 from tests.engine.check_engines import gathered
 from tests.support.cases import CASES, modules, request

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints, read_weights
-from dstrain.engine.ema import EmaShadow
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
-from dstrain.ranks import group
 from dstrain.recipe import Save
 from tests.engine.check_engines import GLOBAL, batch, decays, gathered, recipe, rows
 from tests.support.tiny import Tiny

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dstrain import rng
-from dstrain.engine.ema import EmaShadow
+from dstrain.distributed import group
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
-from dstrain.ranks import group
 from dstrain.recipe import Ema, Run
 from tests.support.tiny import Tiny
 

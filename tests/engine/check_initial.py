@@ -5,11 +5,11 @@ import json
 import torch
 from torch import Tensor, nn
 
+from dstrain.distributed import group
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import build
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
-from dstrain.ranks import group
 from tests.engine.check_engines import SEED, batch, decays, gathered, recipe, rows
 from tests.support.tiny import Tiny
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.distributed import group
 from dstrain.engine import cpu
 from dstrain.engine.checkpoint import Checkpoints
-from dstrain.engine.ema import EmaShadow
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import resolve
-from dstrain.ranks import group
 from dstrain.recipe import Run
-from tests.engine.check_engines import SEED, decays, furthest, gathered, mean_difference
 from tests.engine.check_elastic import History
+from tests.engine.check_engines import SEED, decays, furthest, gathered, mean_difference
 
 STEPS, HALF = 10, 5
 CLIP = 0.2                                      # of Lion alone: the factor is rounded in another way than torch's

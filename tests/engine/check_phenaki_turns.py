@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from dstrain import rng, systems
+from dstrain.distributed import group
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
-from dstrain.ranks import group
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered

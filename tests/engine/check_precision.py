@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
-from dstrain.engine.ema import EmaShadow
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
-from dstrain.ranks import group
 from dstrain.recipe import Ema, Run
 from tests.engine.check_engines import SEED, furthest, gathered
 from tests.support.tiny import Tiny

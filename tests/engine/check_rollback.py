@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
-from dstrain.engine.course import Course
+from dstrain.engine.recovery import Course
 from dstrain.engine.updates import Flag
-from dstrain.ranks import group
 from dstrain.train import take_step
 from tests.engine import check_systems
 from tests.engine.check_systems import Trial, on_ranks, write

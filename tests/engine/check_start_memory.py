@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dstrain.engine import prepare_environment
 from dstrain.engine.checkpoint import Checkpoints
-from dstrain.engine.ema import EmaShadow
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import resolve

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain import systems
 from dstrain.bench.sides import NoTracker, Repeated
-from dstrain.command import cli
+from dstrain.commands import cli
 from dstrain.diffusion import gaussian, likelihood
 from dstrain.engine import prepare_environment
-from dstrain.engine.course import Course
-from dstrain.engine.ema import EmaShadow
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
+from dstrain.engine.recovery import Course
 from dstrain.engine.updates import Late
 from dstrain.train import take_step
 from tests.support.launch import ROOT

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from dstrain import recipe, systems
-from dstrain.command import cli
+from dstrain.commands import cli
 from dstrain.data.batches import Batches
-from dstrain.data.sources import open_sources
+from dstrain.data.open import open_sources
+from dstrain.distributed import group
 from dstrain.engine import prepare_environment
 from dstrain.engine.checkpoint import Checkpoints
-from dstrain.engine.ema import EmaShadow
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.start import start
-from dstrain.ranks import group
 from dstrain.systems.vae import kl
 from dstrain.train import take_step
 from tests.engine.check_engines import gathered
@@ -324,7 +324,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
 
 def main(folder: Path) -> None:
     prepare_environment()
-    import deepspeed.checkpoint.ds_to_universal                           # noqa: F401  once, for all the forks
+    import deepspeed.checkpoint.ds_to_universal  # noqa: F401  once, for all the forks
     kl.blocks()
     preload()
     for stage in range(4):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dstrain.ranks import group
+from dstrain.distributed import group
 from tests.support.launch import free_port
 from tests.support.preload import preload
 from tests.support.spawn import place

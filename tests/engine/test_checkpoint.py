@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dstrain.checkpoint.manifest import manifest
 from dstrain.engine.checkpoint import Checkpoints, ema_decays, read_weights
-from dstrain.engine.course import Course
-from dstrain.engine.ema import EmaShadow
-from dstrain.engine.manifest import manifest
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.optimizers import ADAM
+from dstrain.engine.recovery import Course
 from dstrain.recipe import ConfigError, Ema, Faults, NotRead, Save
 from tests.engine.test_masters import LR, engines_of, same, step, weights
 from tests.support.tiny import Tiny

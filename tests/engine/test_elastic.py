@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from dstrain.engine.fragments import IndexedShards, Shards, open_shards
+from dstrain.checkpoint.fragments import IndexedShards, Shards, open_shards
 from tests.engine import check_elastic
 from tests.engine.check_elastic import BEFORE, PAIRS
 from tests.support.launch import launch

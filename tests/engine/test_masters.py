@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dstrain.checkpoint.fragments import Fragment
 from dstrain.engine.engines import Engines
-from dstrain.engine.fragments import Fragment
 from dstrain.engine.optimizers import ADAM, build, from_floats
 from dstrain.engine.settings import resolve
 from dstrain.recipe import Run

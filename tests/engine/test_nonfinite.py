@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
+from dstrain.checkpoint.store import Store
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.nonfinite import advice, all_finite
-from dstrain.engine.store import Store
 from tests.support.runs import finish, metrics, train
-
 
 NAN, INF = float("nan"), float("inf")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from dstrain.checkpoint.fragments import Fragment
 from dstrain.engine import cpu, optimizers
-from dstrain.engine.fragments import Fragment
 from dstrain.engine.optimizers import ADAM, Lion, Muon
 from dstrain.recipe import Run
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.checkpoint.manifest import NAME, hash_files, manifest
+from dstrain.checkpoint.store import Store
 from dstrain.disk import sealed
-from dstrain.engine.manifest import NAME, hash_files, manifest
-from dstrain.engine.store import Store
 from tests.support import brittle
 from tests.support.launch import launch, wait_for
 from tests.support.runs import assert_equal_runs, files, finish, metrics, train

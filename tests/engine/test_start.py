@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dstrain.distributed import group
+from dstrain.distributed.progress import Phases
 from dstrain.engine import prepare_environment
 from dstrain.engine.start import _compiling, start
-from dstrain.ranks import group
-from dstrain.ranks.phases import Phases
 from dstrain.recipe import ConfigError
 from tests.support.launch import ROOT, environment, free_port
 

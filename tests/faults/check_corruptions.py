@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from dstrain.distributed import group
 from dstrain.engine.start import start
-from dstrain.ranks import group
 from tests.engine.check_elastic import Trial
 from tests.faults.corruptions import HARMLESS, NAMED, corrupt
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.disk.sealed import parse, render
-from dstrain.engine.manifest import NAME, hash_files
 
 HARMLESS = {"extra file", "copied under another name", "another shard", "hint", "leftover", "link to itself moved",
             "unlisted", "files is empty"}        # sealed by hand, and true as far as it goes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dstrain.engine.store import Store
+from dstrain.checkpoint.store import Store
 from tests.support.faulty import SHORT, Life, complete, crashes, newest_whole, torn_lines, zero
 from tests.support.runs import files, metrics
 

@@ -15,13 +15,13 @@ import lmdb
 import numpy as np
 import pytest
 
-from dstrain.data.files import LocalFiles
-from dstrain.data.images import open_images
-from dstrain.data.layouts import recognised
-from dstrain.data.layouts.base import Request
-from dstrain.data.layouts.tars import MAX_BYTES
-from dstrain.data.pixels import SUFFIXES
-from tests.faults.test_hostile_files import BOMB, Evil, GOOD, MARK, TARS, npy, outcome, picture, tar, zipped
+from dstrain.data.decode.pixels import SUFFIXES
+from dstrain.data.files.local import LocalFiles
+from dstrain.data.formats import recognised
+from dstrain.data.formats.base import Request
+from dstrain.data.formats.tars import MAX_BYTES
+from dstrain.data.sources.images import open_images
+from tests.faults.test_hostile_files import BOMB, GOOD, MARK, TARS, Evil, npy, outcome, picture, tar, zipped
 
 Content = bytes | Callable[[], bytes]
 

@@ -25,24 +25,23 @@ from PIL import Image
 from pyarrow import parquet
 from safetensors.numpy import save as packed
 
-from dstrain import consolidate
-from dstrain.command import arguments
-from dstrain.data.captioned import open_captioned
-from dstrain.data.clips import Cut
-from dstrain.data.embeddings import open_pairs
-from dstrain.data.images import open_images
-from dstrain.data.latents import Latents
-from dstrain.data.layouts.base import Request
-from dstrain.data.pixels import SUFFIXES
+from dstrain.checkpoint import safetensors_io, torch_files
+from dstrain.checkpoint.store import Store
+from dstrain.commands import arguments, consolidate
+from dstrain.data.cached.embeddings import open_pairs
+from dstrain.data.cached.latents import Latents
+from dstrain.data.decode.clips import Cut
+from dstrain.data.decode.pixels import SUFFIXES
+from dstrain.data.formats.base import Request
+from dstrain.data.formats.clips import read_captions
 from dstrain.data.source import BadSample
-from dstrain.data.layouts.clips import read_captions
-from dstrain.data.videos import open_videos
+from dstrain.data.sources.captioned import open_captioned
+from dstrain.data.sources.images import open_images
+from dstrain.data.sources.videos import open_videos
 from dstrain.disk.sealed import render
-from dstrain.engine import streams, torch_files
-from dstrain.engine.store import Store
 from dstrain.recipe import ConfigError
 from dstrain.runs import folders, trained, weights
-from dstrain.track.tracker import read_metrics
+from dstrain.tracking.tracker import read_metrics
 
 MEMORY, SECONDS = 2 << 30, 300                    # above what the process has; on a loaded machine
 MARK, BOMB = "EXECUTED", 1 << 27                  # a file's name; bytes that a small file unfolds to
@@ -235,7 +234,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
     for name, content in WEIGHTS.items():
         table[f"weights: {name}"] = (f"w/{name}", content, weights.read)
         if name.endswith(".safetensors") and name not in HARMLESS:
-            table[f"header: {name}"] = (f"w/{name}", content, streams.read_header)
+            table[f"header: {name}"] = (f"w/{name}", content, safetensors_io.read_header)
         elif not name.endswith(".safetensors"):
             table[f"without torch: {name}"] = (f"w/{name}", content, torch_files.load)
             table[f"DeepSpeed's: {name}"] = ("c/mp_rank_00_model_states.pt", content, merged)

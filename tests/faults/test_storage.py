@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.engine.store import Store
+from dstrain.checkpoint.store import Store
 from tests.support import pictures
 from tests.support.faulty import Life, complete, crashes, torn_lines, zero
 from tests.support.forks import Server

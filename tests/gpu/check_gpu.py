@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from dstrain.bench import correct, jobs, report
+from dstrain.checkpoint.fragments import Fragment
+from dstrain.checkpoint.snapshot import Snapshot
 from dstrain.engine import updates
-from dstrain.engine.fragments import Fragment
-from dstrain.engine.snapshot import Snapshot
 
 KNOWN_WAITS = {"a value that is read": lambda ones: ones.sum().item(),
                "an upload": lambda ones: torch.tensor(1.0).to(ones),

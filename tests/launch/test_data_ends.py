@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from dstrain.engine.store import Store
+from dstrain.checkpoint.store import Store
 from tests.support.pictures import break_file, folder
 from tests.support.runs import files, finish, metrics, train
 
@@ -21,8 +21,8 @@ def test_a_file_that_breaks_in_the_middle(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     output = finish(train(whole, 2, *words))
     assert f"data: {data}: 24 images, 4 classes of 6, no captions" in output and "held out: nothing" in output
-    from dstrain.data.images import open_images
     from dstrain.data.order import Order
+    from dstrain.data.sources.images import open_images
     last = open_images(data, 32).name(int(Order(24, 0).index_at(22)))        # the third step; of the second rank
     shutil.copyfile(data / last, tmp_path / "kept.png")
     size = (data / last).stat().st_size

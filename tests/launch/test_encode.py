@@ -11,16 +11,17 @@ import torch
 from PIL import Image
 
 from dstrain import systems
-from dstrain.data.images import open_images
-from dstrain.data.latents import Latents
-from dstrain.data.shards import read_index
-from dstrain.drawing.sampling import draw_all
-from dstrain.encode import EncodeOptions, encode
+from dstrain.commands.encode import EncodeOptions, encode
+from dstrain.commands.export import ExportOptions as Export
+from dstrain.commands.export import export
+from dstrain.data.cached.latents import Latents
+from dstrain.data.cached.shards import read_index
+from dstrain.data.sources.images import open_images
 from dstrain.engine.checkpoint import read_weights
-from dstrain.export import ExportOptions as Export, export
 from dstrain.recipe import ConfigError, load
 from dstrain.runs import trained
 from dstrain.runs.weights import fitted
+from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request
 from tests.support import clips, first_stage, tokenizer, towers
 from tests.support.launch import ROOT, command

@@ -10,13 +10,13 @@ from PIL import Image
 from safetensors import safe_open
 
 from dstrain import rng, systems
-from dstrain.data.pixels import read_pictures
+from dstrain.checkpoint.layout import COMMON
+from dstrain.checkpoint.store import Store
+from dstrain.data.decode.pixels import read_pictures
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
-from dstrain.drawing.sampling import draw_all
 from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.fragment_files import COMMON
-from dstrain.engine.store import Store
 from dstrain.runs import trained
+from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request
 from tests.support.launch import ROOT, command, here
 from tests.support.runs import assert_equal_runs, finish, kill_in_the_middle, metrics, train

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.engine.manifest import faults, manifest
+from dstrain.checkpoint.manifest import faults, manifest
 from tests.support import machines
 from tests.support.launch import ROOT, command, environment
 from tests.support.runs import RECIPE, files, finish, metrics, wait_for

@@ -69,7 +69,7 @@ def test_calibration():
 def test_what_makes_it_fit(stage, world, words, change, tmp_path, monkeypatch, capsys):
     """Oracle: GPUs of exactly the bytes that the changed run takes: what the command names changes this choice alone,
     and with what it names the same command says that it fits. Weights too large for the stage, and so large that only
-    offload, or more GPUs where the optimizer has none, helps; smaller micro-batches: tests/costs/test_advice.py.
+    offload, or more GPUs where the optimizer has none, helps; smaller micro-batches: tests/planning/test_advice.py.
     """
     def planned(change, gpu):
         zero = {"stage": change.get("zero_optimization.stage", stage), "reduce_bucket_size": 10 ** 6}

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from dstrain.data.sources import open_split
+from dstrain.data.open import open_split
 from dstrain.runs import trained
 from tests.support import towers
 from tests.support.launch import ROOT, command, launch

@@ -11,13 +11,24 @@ import torch
 from PIL import Image
 
 from dstrain import __version__
+from dstrain.checkpoint.manifest import manifest
 from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.manifest import manifest
 from tests.support import clips, pictures
 from tests.support.launch import ROOT, command, launch
 from tests.support.launch import wait_for as appears
-from tests.support.runs import (STEPS, assert_equal_runs, begin, files, finish, kill_in_the_middle, metrics, ranks_of,
-                                train, wait_for, wait_for_end)
+from tests.support.runs import (
+    STEPS,
+    assert_equal_runs,
+    begin,
+    files,
+    finish,
+    kill_in_the_middle,
+    metrics,
+    ranks_of,
+    train,
+    wait_for,
+    wait_for_end,
+)
 
 pytestmark = pytest.mark.slow
 TOKENIZER = ROOT / "tests" / "launch" / "tiny-phenaki-tokenizer.yaml"

@@ -181,7 +181,7 @@ def test_world_size_and_batch(folder, monkeypatch, capsys):
 def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
     """Oracle: the recipe written into the run's folder."""
     from dstrain import recipe
-    from dstrain.command import cli
+    from dstrain.commands import cli
     job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
     (folder / "run").mkdir()
     (folder / "run" / "run.yaml").write_text(recipe.dump(job.run))
@@ -195,7 +195,7 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
 
 def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     """Oracle: the ds_config.json in the run's folder, on a CPU whose default is another precision."""
-    from dstrain.command import cli
+    from dstrain.commands import cli
     from dstrain.engine import cpu, settings
     from dstrain.runs import folders
     monkeypatch.setattr(cpu, "multiplies_bf16", lambda: True)
@@ -242,7 +242,7 @@ def test_what_only_a_run_takes(words, monkeypatch, capsys):
 
 def test_a_librarys_value_error_keeps_its_traceback():
     """Oracle: float("x") raises a ValueError that is no user's fault."""
-    from dstrain.command import cli
+    from dstrain.commands import cli
     with pytest.raises(ValueError, match="could not convert"):
         cli.run_main(lambda: float("x"))
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from dstrain import recipe, systems
-from dstrain.data.images import FASHION, Fashion
-from dstrain.data.moving import MOTIONS, MovingFashion, _pasted, caption_of
-from dstrain.generate import GenerateOptions, generate
+from dstrain.commands.generate import GenerateOptions, generate
+from dstrain.commands.quality import QualityOptions, quality
+from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _pasted, caption_of
+from dstrain.data.sources.images import FASHION, Fashion
 from dstrain.metrics.features import open_features
 from dstrain.metrics.stories import SCENES, compared, figures, story
-from dstrain.quality import QualityOptions, quality
 from tests.support import checkpoints, gloo, tokenizer
 from tests.support.launch import here
 

@@ -18,6 +18,7 @@ from dstrain.recipe import ConfigError
 from tests.metrics.oracles import Projected, VideoDetector, arrays, detector, measured, noise, two_sets
 from tests.support import towers
 
+
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory) -> tuple[Path, Path]:
     return two_sets(tmp_path_factory.mktemp("sets"))

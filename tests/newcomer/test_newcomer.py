@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from dstrain import recipe, systems
 from dstrain.data.batches import Batches
-from dstrain.data.sources import completed, open_sources
+from dstrain.data.open import completed, open_sources
 from tests.support.launch import ROOT, here, launch
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from dstrain.nn.adversarial import (
-    PatchDiscriminator, balance, gradient, hinge, inputs_of, least_size, of_filters, slope_between)
+    PatchDiscriminator,
+    balance,
+    gradient,
+    hinge,
+    inputs_of,
+    least_size,
+    of_filters,
+    slope_between,
+)
 
 
 def test_receptive_field_and_size():

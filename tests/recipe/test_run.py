@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain import recipe
-from dstrain.recipe import files
-from dstrain.recipe import ConfigError, Run, divisors
+from dstrain.recipe import ConfigError, Run, divisors, files
 from dstrain.systems import config_class
 from tests.support import tokenizers
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.command import cli
+from dstrain.commands import cli
 from dstrain.runs import folders
 from tests.support.launch import ROOT, command, environment
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dstrain.export import _difference
+from dstrain.commands.export import _difference
 
 
 def difference(writer, system, nets, folder: Path) -> float:

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dstrain import recipe
+from dstrain.checkpoint.fragments import Fragment, shard_name, write_shard
+from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.disk.sealed import render
-from dstrain.engine.fragments import Fragment, shard_name, write_shard
-from dstrain.engine.manifest import NAME, hash_files
 from dstrain.recipe import Run
 
 

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from dstrain.engine.store import Store
+from dstrain.checkpoint.store import Store
 from tests.support.forks import Server
 from tests.support.launch import ROOT, command, environment, start
 from tests.support.runs import RECIPE, files, members, metrics, wait_for_end

@@ -104,7 +104,7 @@ def load() -> None:
     from diffusers import AutoencoderKL  # noqa: F401
 
     from dstrain import train  # noqa: F401
-    from dstrain.command import cli  # noqa: F401
+    from dstrain.commands import cli  # noqa: F401
     preload()
 
 

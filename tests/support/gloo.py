@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dstrain.ranks import group
+from dstrain.distributed import group
 
 
 def _enter(rank: int, world: int, meeting: Path, work: Callable, arguments: tuple) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from dstrain.engine.store import manifest
+from dstrain.checkpoint.store import manifest
 from tests.support.forks import Forked
 from tests.support.launch import ROOT, command, run, start
 

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import (BertConfig, BertModel, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTextConfig,
-                          CLIPVisionConfig, PreTrainedTokenizerFast)
+from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPVisionConfig,
+    PreTrainedTokenizerFast,
+)
 
 WORDS = ("a", "red", "green", "blue", "cat", "dog", "house", "on", "the", "moon")
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dstrain.nn.layers import (Embedding, Linear, Mlp, Patches, SelfAttention, named, sincos_positions,
-                               timestep_features)
+from dstrain.nn.layers import Embedding, Linear, Mlp, Patches, SelfAttention, named, sincos_positions, timestep_features
 from dstrain.recipe import ConfigError
 
 TIME_FEATURES = 256                               # number of sinusoids of a timestep

@@ -1,4 +1,4 @@
-"""A trained DiT as a folder for diffusers: a pipeline that draws. See dstrain/export.py.
+"""A trained DiT as a folder for diffusers: a pipeline that draws. See dstrain/commands/export.py.
 
     transformer/   DiTTransformer2DModel; a DiTPipeline takes row 1000 of its label table for "no label"
     scheduler/     DDIMScheduler, or FlowMatchEulerDiscreteScheduler
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from dstrain import rng
 from dstrain.diffusion import samplers
 from dstrain.diffusion.published import add_to_index, even_steps, save_pipeline, scheduler_arguments
+from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.nn.layers import sincos_positions
 from dstrain.nn.measures import relative_error
 from dstrain.nn.pixels import to_uint8
-from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.dit import weights

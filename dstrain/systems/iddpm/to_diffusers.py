@@ -1,4 +1,4 @@
-"""A trained IDDPM as a folder for diffusers: a pipeline that draws. See dstrain/export.py.
+"""A trained IDDPM as a folder for diffusers: a pipeline that draws. See dstrain/commands/export.py.
 
     unet/              UNet2DModel; weights.arguments refuses what it cannot express. A super-resolution UNet has twice
                        the input channels: x, and beside it the small picture stretched to x's size
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from dstrain import rng
 from dstrain.diffusion import samplers
 from dstrain.diffusion.published import add_to_index, even_steps, save_pipeline, scheduler_arguments
+from dstrain.distributed import group
 from dstrain.nn.measures import relative_error
 from dstrain.nn.pixels import to_uint8
-from dstrain.ranks import group
 from dstrain.systems.base import Example, Request
 from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.system import IDDPMSystem

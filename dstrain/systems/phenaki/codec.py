@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from dstrain.encoders.codec import Codec
 from dstrain.recipe import ConfigError
+from dstrain.systems.codec import Codec
 
 
 def load(path: str) -> Codec:

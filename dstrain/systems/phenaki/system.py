@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.codec import Codec
 from dstrain.nn.pixels import to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
+from dstrain.systems.codec import Codec
 from dstrain.systems.phenaki import codec, masking
 from dstrain.systems.phenaki.config import Config
 from dstrain.systems.phenaki.decoding import decode

@@ -11,8 +11,8 @@ import zlib
 import torch
 from torch import Tensor
 
+from dstrain.distributed.group import to_device
 from dstrain.encoders.text import TextEncoder, captions_of
-from dstrain.ranks.group import to_device
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Config
 

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from dstrain.nn.layers import Linear
 from dstrain.nn.quantize import wide
 
-
 _ROWS = 64                                        # their number is a multiple of it; of fewer below 512
 
 

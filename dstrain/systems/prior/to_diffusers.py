@@ -1,4 +1,4 @@
-"""A trained prior as a folder for diffusers: a pipeline that draws, and the null text. See dstrain/export.py.
+"""A trained prior as a folder for diffusers: a pipeline that draws, and the null text. See dstrain/commands/export.py.
 
     prior/                    PriorTransformer.from_pretrained(OUT / "prior"); its post_process_latents turns the end of
                               a chain into embeddings by clip_mean and clip_std
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from dstrain import rng
 from dstrain.diffusion import samplers
 from dstrain.diffusion.published import PREDICTIONS, save_pipeline
+from dstrain.distributed import group
 from dstrain.nn.measures import relative_error
-from dstrain.ranks import group
 from dstrain.systems.base import Example, Request
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import EXTRA_TOKENS

@@ -27,7 +27,7 @@ class KLAutoencoder(nn.Module):
     def __init__(self, channels: int, block_out_channels: tuple[int, ...], layers_per_block: int, latent_channels: int,
                  norm_num_groups: int, quant_conv: bool, mid_block_add_attention: bool) -> None:
         super().__init__()
-        from diffusers import AutoencoderKL       # slow to import, and only this network needs it
+        from diffusers import AutoencoderKL  # slow to import, and only this network needs it
 
         levels = len(block_out_channels)
         whole = AutoencoderKL(

@@ -1,6 +1,6 @@
 """A trained KL autoencoder as diffusers' AutoencoderKL. Its weights keep their names.
 
-What every system's to_diffusers.py offers to dstrain/export.py:
+What every system's to_diffusers.py offers to dstrain/commands/export.py:
 
     about(system)                              the class in diffusers, notes for its user ("": none), and Python code
                                                that draws from "OUT", into `images` or `image_embeds`
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint, posterior
 from dstrain.nn.measures import relative_error
-from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.vae.kl_system import KLSystem

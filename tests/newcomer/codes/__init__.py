@@ -1,6 +1,6 @@
 """An autoregressive model of the tokens that a discrete VAE makes of images (as DALL-E's, without text).
 
-An entry point registers it. It uses three modules of dstrain: systems/base.py, rng.py and encoders/codec.py, which
+An entry point registers it. It uses three modules of dstrain: systems/base.py, rng.py and systems/codec.py, which
 decodes the tokens that it draws.
 """
 
@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.codec import Codec
 from dstrain.systems.base import Batch, Example, Nets, Request, System, SystemConfig, Terms
+from dstrain.systems.codec import Codec
 
 
 class Config(SystemConfig):

@@ -7,7 +7,7 @@ import torch
 
 from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.systems.dit.network import DiT, SIZES
+from dstrain.systems.dit.network import SIZES, DiT
 from tests.support import golden
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}

@@ -6,10 +6,10 @@ from diffusers import DiTTransformer2DModel
 from diffusers.models.embeddings import Timesteps, get_2d_sincos_pos_embed
 
 from dstrain import rng, systems
-from dstrain.drawing.sampling import draw_all
 from dstrain.engine.blocks import prepare
 from dstrain.nn.layers import sincos_positions
 from dstrain.recipe import ConfigError, Samples
+from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.network import DiT, DiTBlock, SizeEmbedder

@@ -8,11 +8,11 @@ import torch
 from dstrain import rng, systems
 from dstrain.diffusion import flow, samplers
 from dstrain.diffusion.solvers import ETAS
-from dstrain.drawing.sampling import draw_all
 from dstrain.recipe import Samples
+from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request
 from dstrain.systems.dit import Config
-from dstrain.systems.dit.network import DiT, SIZES
+from dstrain.systems.dit.network import SIZES, DiT
 from tests.support import gloo
 
 TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,

@@ -4,8 +4,14 @@ import json
 
 import pytest
 import torch
-from diffusers import (DDIMScheduler, DDPMScheduler, DiffusionPipeline, DiTPipeline, DiTTransformer2DModel,
-                       FlowMatchEulerDiscreteScheduler)
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DiffusionPipeline,
+    DiTPipeline,
+    DiTTransformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
+)
 from diffusers.models import embeddings
 from diffusers.pipelines.dit import pipeline_dit
 from diffusers.schedulers import scheduling_ddpm

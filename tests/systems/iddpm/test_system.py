@@ -13,7 +13,6 @@ from dstrain.recipe import Samples
 from dstrain.systems.base import Request
 from tests.support.tiny_iddpm import AWARE, LABELS, build, random, warm
 
-
 # -------------------------------------------------------------------------------------------------------------- losses
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from dstrain import rng
-from dstrain.costs.step import counted_step
+from dstrain.planning.step import counted_step
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Request
 from tests.support import tokenizers

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from dstrain import recipe, rng, systems
-from dstrain.data.rows import packed
+from dstrain.data.cached.rows import packed
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import Codes, ConfigError, Run
 from dstrain.systems.base import Request

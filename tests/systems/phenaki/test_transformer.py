@@ -6,8 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dstrain.systems.phenaki.transformer import (Attention, FeedForward, PositionBias, PositionEncoder3d, Transformer,
-                                                 alibi)
+from dstrain.systems.phenaki.transformer import (
+    Attention,
+    FeedForward,
+    PositionBias,
+    PositionEncoder3d,
+    Transformer,
+    alibi,
+)
 
 
 def by_hand(layer, x, context=None, seen=None, bias=None, causal=False):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from diffusers import DDPMScheduler, DiffusionPipeline, PriorTransformer as Published, UnCLIPScheduler
+from diffusers import DDPMScheduler, DiffusionPipeline, UnCLIPScheduler
+from diffusers import PriorTransformer as Published
 from diffusers.schedulers import scheduling_ddpm, scheduling_unclip
 
 from dstrain import rng, systems

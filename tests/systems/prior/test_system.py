@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from dstrain import rng, systems
-from dstrain.data.rows import packed
+from dstrain.data.cached.rows import packed
 from dstrain.diffusion import samplers
 from dstrain.encoders.text import TextEncoder
 from dstrain.systems.base import Request

@@ -2,11 +2,11 @@
 
 import pytest
 
+from dstrain.commands.evaluate import measure
 from dstrain.data.batches import held_out
-from dstrain.data.images import open_images
-from dstrain.data.spread import View
-from dstrain.drawing.sampling import score
-from dstrain.evaluate import measure
+from dstrain.data.sources.images import open_images
+from dstrain.data.views import View
+from dstrain.sampling.draw import score
 from tests.support import gloo
 from tests.systems.vae.test_discrete import build as discrete
 from tests.systems.vae.test_discrete import nets_of

@@ -1,0 +1,1 @@
+"""The format of checkpoints. It knows no engine."""

@@ -1,0 +1,138 @@
+"""Named fragments: a checkpoint's values, independent of how many ranks there were.
+
+A *fragment* is a contiguous run of a flattened named tensor. Every rank writes the fragments that it owns into one file
+of its own, a shard; fragment_files.py has the layout. A reader asks for any run of elements and gets it from whichever
+shards overlap it, so that every partition loads into every other.
+
+The files are plain safetensors (github.com/huggingface/safetensors: 8 bytes length, JSON header, data) and open in its
+library. We write and read them ourselves, because its writer wants all tensors on the host at once, and its reader maps
+whole files, whose pages count against a container's memory.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dstrain.checkpoint.fragment_index import FragmentIndex, index_name
+from dstrain.checkpoint.layout import SHARD, Fragment, Index, Places, shard_name
+from dstrain.checkpoint.manifest import THREADS, Digest, manifest
+from dstrain.checkpoint.safetensors_io import SIZES, Files, render_header
+from dstrain.recipe import ConfigError
+
+_CHUNK = 1 << 24            # elements that are on the host at a time: 64 MB
+
+
+def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, Tensor]],
+                metadata: dict[str, str] | None = None, dtype: str = "F32") -> dict[str, Any]:
+    """Writes (kind, fragment, values) to one file, synced to the disk; returns {size, hash} for a manifest.
+
+    Values are 1-D float32 of fragment.numel elements, on any device; views are best, since they reach the host 64 MB
+    at a time. One tensor may come in several fragments; empty ones are left out. dtype: F32, or BF16, to which values
+    are rounded. ConfigError: values that do not fit.
+    """
+    keys: dict[str, tuple[Fragment, Tensor]] = {}
+    for kind, fragment, values in entries:
+        if "/" in kind or "#" in fragment.name:
+            raise ConfigError(f"a kind has no '/', a name no '#': {kind!r}, {fragment.name!r}")
+        if values.dtype != torch.float32 or values.shape != (fragment.numel,):
+            raise ConfigError(f"{kind}/{fragment.name}: expected float32 ({fragment.numel},), "
+                              f"got {values.dtype} {tuple(values.shape)}")
+        if fragment.numel:
+            key, copies = f"{kind}/{fragment.name}", 0
+            while key in keys:
+                key, copies = f"{kind}/{fragment.name}#{copies + 1}", copies + 1
+            keys[key] = fragment, values.detach()
+
+    index = {key: [list(f.shape), f.start, f.numel] for key, (f, _) in keys.items()}
+    header = render_header(Path(path), ((key, dtype, [fragment.numel]) for key, (fragment, _) in keys.items()),
+                           {**(metadata or {}), "fragments": json.dumps(index, separators=(",", ":"))})
+    with open(path, "wb") as file, ThreadPoolExecutor(THREADS) as pool:
+        digest = Digest(pool)
+
+        def put(data: memoryview) -> None:
+            file.write(data)
+            digest.update(data)
+
+        put(memoryview(header))
+        for _, values in keys.values():
+            for piece in values.split(_CHUNK):
+                piece = piece.cpu() if dtype == "F32" else piece.to(torch.bfloat16).cpu().view(torch.int16)
+                put(memoryview(piece.contiguous().numpy()).cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
+        return digest.entry()
+
+
+class _Reader(Places):
+    """Reads the elements of tensors from where they lie. The files close with its `with`, and open again."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._files = Files()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.__exit__()
+
+    def read(self, kind: str, name: str, start: int = 0, numel: int | None = None,
+             shape: tuple[int, ...] | None = None) -> Tensor:
+        """Elements start .. start + numel of the flattened tensor: float32 (numel,) on the host.
+
+        numel None: to the end; shape: the reader's. ConfigError: unknown name, another shape, elements in no shard.
+        """
+        if shape is not None and tuple(shape) != self.shape(name):
+            raise ConfigError(f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint {self.folder} holds "
+                              f"{self.shape(name)}")
+        spans = self.spans(kind, name, start, None if numel is None else start + numel)
+        counts = [span.nbytes // SIZES[self.dtype] for span in spans]
+        values = torch.empty(sum(counts), dtype=torch.float32 if self.dtype == "F32" else torch.int16)
+        for span, piece in zip(spans, values.split(counts)):
+            self._files.read(span, memoryview(piece.numpy()).cast("B"))
+        return values if self.dtype == "F32" else values.view(torch.bfloat16).float()
+
+
+class Shards(_Reader, Index):
+    """All shards of one part in a folder, as if they were whole tensors; reads only what is asked for.
+
+    ConfigError: no shard, one missing of their number, a bad header, one tensor in two shapes.
+    """
+
+    def __init__(self, folder: str | os.PathLike, part: str) -> None:
+        super().__init__(Path(folder), part, _all_shards(Path(folder), part))
+
+
+class IndexedShards(_Reader, FragmentIndex):
+    """As Shards, by the file that tells where all fragments lie: a rank reads what it asks for, and no headers."""
+
+
+def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
+    """The shards of a part: by their index where it is of these very shards, else by their headers."""
+    if (folder / index_name(part)).is_file():                # earlier versions wrote none
+        indexed = IndexedShards(folder, part)
+        if indexed.holds_for(manifest(folder)["files"]):
+            return indexed
+    return Shards(folder, part)
+
+
+def _all_shards(folder: Path, part: str) -> list[str]:
+    """The names of a part's shards by rank. ConfigError: there are none, or not one of every rank."""
+    names = {(int(match[2]), int(match[3])): path.name for path in folder.glob("*.safetensors")
+             if (match := SHARD.fullmatch(path.name)) and match[1] == part}
+    if not names:
+        raise ConfigError(f"no file {part}-*-of-*.safetensors in {folder}")
+    worlds = {world for _, world in names}
+    if len(worlds) > 1:
+        raise ConfigError(f"{folder} holds shards of {part} of several world sizes: {sorted(worlds)}")
+    world = worlds.pop()
+    missing = [shard_name(part, rank, world) for rank in range(world) if (rank, world) not in names]
+    if missing or len(names) != world:
+        raise ConfigError(f"{folder} lacks {', '.join(missing[:5])} ({len(names)} of {world} shards)")
+    return [names[rank, world] for rank in range(world)]

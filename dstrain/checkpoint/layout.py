@@ -1,0 +1,221 @@
+"""The files of dstrain's checkpoints and where tensors lie in them. Reads headers and no data; does not import torch.
+
+    PART-RRRRR-of-WWWWW.safetensors    fragments of a part's tensors, under "kind/name" (kind: master, ema.0.9999, ...);
+                                       the metadata's entry "fragments" maps these keys to [shape, start, numel];
+                                       float32, or in snapshots of averages (averages.py) bfloat16, one type in a part
+    index-PART.safetensors             where all fragments lie, see fragment_index.py; earlier versions wrote none
+    common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME
+
+fragments.py writes the shards and reads values from them; consolidation copies bytes, and needs this file alone.
+"""
+
+import difflib
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dstrain.checkpoint.safetensors_io import FLOATS, SIZES, Entry, Span, Stored, read_header
+from dstrain.recipe import ConfigError
+
+COMMON = "common.safetensors"
+RECONSTRUCTED = "reconstructed"          # WIDTH/step_N in it: averages that launch/reconstruct.py has made of a run's
+SHARD = re.compile(r"(\w[\w.-]*)-(\d{5,})-of-(\d{5,})\.safetensors")                 # part, rank, world
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements start .. start + numel of the flattened tensor `name` of `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.start + self.numel <= math.prod(self.shape):
+            raise ConfigError(f"{self.name}: elements {self.start} .. {self.start + self.numel} are "
+                              f"outside of shape {tuple(self.shape)}")
+
+
+def shard_name(part: str, rank: int, world: int) -> str:
+    return f"{part}-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def damaged(checkpoint: Path, reason: str) -> ConfigError:
+    return ConfigError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
+
+
+class Places(ABC):
+    """Where the elements of one part's tensors lie: what `Index` takes from headers, and a mapped file holds, too."""
+
+    def __init__(self, folder: Path, part: str) -> None:
+        self.folder, self.part = folder, part
+        self.dtype = ""                                                        # of all tensors: F32 or BF16
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @abstractmethod
+    def kinds(self) -> list[str]: ...
+
+    @abstractmethod
+    def names(self, kind: str) -> list[str]: ...
+
+    @abstractmethod
+    def has(self, kind: str, name: str) -> bool: ...
+
+    def _shape(self, kind: str, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    @abstractmethod
+    def _pieces(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
+        """(first element, bytes) of fragments by their first element, of at least those that overlap start .. end."""
+
+    def decays(self) -> list[float]:
+        """Decays of the averages, in the order of the recipe."""
+        return [float(kind.removeprefix("ema.")) for kind in self.kinds() if kind.startswith("ema.")]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._shapes:
+            raise self._unknown(name, self._shapes)
+        return self._shapes[name]
+
+    def spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
+        """The bytes of elements start .. end of a flattened tensor, in order, each element once; to its end if None.
+
+        ConfigError: an unknown tensor, or elements that are outside of it or in no shard.
+        """
+        if not self.has(kind, name):
+            raise self._unknown(name, self.names(kind), kind)
+        shape = self._shape(kind, name)
+        end = math.prod(shape) if end is None else end
+        if not 0 <= start <= end <= math.prod(shape):
+            raise ConfigError(f"{self.part}: elements {start} .. {end} of {name} are outside of shape {shape}")
+        pieces = self._pieces(kind, name, start, end)
+        spans, done = [], start
+        size = SIZES[self.dtype]
+        for first, span in pieces:
+            if first > done:
+                break
+            last = min(first + span.nbytes // size, end)
+            if last > done:
+                spans.append(Span(span.path, span.offset + size * (done - first), size * (last - done)))
+                done = last
+        if done < end:
+            gap_end = min([end, *(first for first, _ in pieces if first > done)])
+            raise ConfigError(f"{self.part}: elements {done} .. {gap_end} of {kind}/{name} {shape} are in no shard of "
+                              f"{self.folder}")
+        return spans
+
+    def _unknown(self, name: str, names: Iterable[str], kind: str = "tensor") -> ConfigError:
+        near = difflib.get_close_matches(name, list(names), 1)
+        nearest = f"; the nearest is {near[0]}" if near else ""
+        return ConfigError(f"{self.part}: the checkpoint {self.folder} holds no {kind} named {name}{nearest}")
+
+
+class Index(Places):
+    """Where the elements of one part's tensors lie, in all its shards together, by their headers.
+
+    ConfigError: a file that is no shard, or one tensor in two shapes. FileNotFoundError.
+    """
+
+    def __init__(self, folder: Path, part: str, names: Iterable[str]) -> None:
+        super().__init__(folder, part)
+        self.metadata: dict[str, str] = {}                                     # of the first shard
+        self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}        # kind: name: (first element, bytes)
+        for name in names:
+            self._add(folder / name)
+        for pieces in (pieces for named in self.pieces.values() for pieces in named.values()):
+            pieces.sort(key=lambda piece: (piece[0], -piece[1].nbytes))
+
+    def kinds(self) -> list[str]:
+        return list(self.pieces)
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the tensors of a kind, in the order of saving; empty where there are none."""
+        return list(self.pieces.get(kind, ()))
+
+    def has(self, kind: str, name: str) -> bool:
+        return name in self.pieces.get(kind, ())
+
+    def _pieces(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
+        return self.pieces[kind][name]
+
+    def _add(self, path: Path) -> None:
+        entries: list[tuple[str, Fragment, Span]] = []
+        try:
+            tensors, metadata = read_header(path)
+            for key, (shape, start, numel) in json.loads(metadata.pop("fragments")).items():
+                kind, name = key.split("/", 1)
+                fragment = Fragment(name.partition("#")[0], tuple(shape), start, numel)     # name#2 is its third piece
+                tensor = tensors[key]
+                self.dtype = self.dtype or (tensor.dtype if tensor.dtype == "BF16" else "F32")
+                if (tensor.dtype, tensor.shape) != (self.dtype, (numel,)):
+                    raise ConfigError(f"{key} is {tensor.dtype} {list(tensor.shape)}, its index says {self.dtype} "
+                                      f"[{numel}]")
+                entries.append((kind, fragment, tensor.spans[0]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is not a shard of named fragments: {error}") from None
+        self.metadata = self.metadata or metadata
+        for kind, fragment, span in entries:
+            shape = self._shapes.setdefault(fragment.name, fragment.shape)
+            if shape != fragment.shape:
+                raise ConfigError(f"{self.part}: {fragment.name} has shape {shape} in one shard and {fragment.shape} "
+                                  f"in {path}")
+            self.pieces.setdefault(kind, {}).setdefault(fragment.name, []).append((fragment.start, span))
+
+
+class Fragments(Index):
+    """The shards of one part that a checkpoint's manifest lists. ConfigError: the checkpoint is damaged."""
+
+    def __init__(self, folder: Path, part: str, listed: Iterable[str]) -> None:
+        self.files = sorted(name for name in listed if (match := SHARD.fullmatch(name)) and match[1] == part)
+        try:
+            super().__init__(folder, part, self.files)
+        except FileNotFoundError as error:
+            raise damaged(folder, f"{Path(error.filename).name} is missing") from None
+        except ConfigError as error:
+            raise damaged(folder, str(error)) from None
+
+    def tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
+        """Every tensor of a kind, in the order of saving."""
+        for name in self.names(kind):
+            try:
+                yield name, Stored(self.dtype, self.shape(name), tuple(self.spans(kind, name)))
+            except ConfigError as error:
+                raise damaged(self.folder, str(error)) from None
+
+
+def reconstructed(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
+    """What launch/reconstruct.py has made of a run: its average of `width` at `step` (None: the newest).
+
+    None: there is none, or `checkpoint`, the run's own of that step, holds this average itself.
+    """
+    paths = (folder / RECONSTRUCTED / repr(width)).glob("step_*")
+    made = {int(path.name[5:]): path for path in paths if path.name[5:].isdigit()}
+    if not made or (checkpoint is not None and width in averages(checkpoint)):
+        return None
+    return made.get(max(made) if step is None else step)
+
+
+def averages(checkpoint: Path) -> set[float]:
+    """Decays and widths of the averages that a checkpoint holds, of any part."""
+    shards = [match for path in checkpoint.glob("*.safetensors") if (match := SHARD.fullmatch(path.name))]
+    return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).decays()}
+
+
+def buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
+    """Buffers of a part, which all ranks hold alike; floating ones in float32 at least, as networks keep them."""
+    try:
+        tensors, _ = read_header(checkpoint / COMMON)
+    except FileNotFoundError:
+        raise damaged(checkpoint, f"{COMMON} is missing") from None
+    except ConfigError as error:
+        raise damaged(checkpoint, f"{COMMON}: {error}") from None
+    prefix = f"buffer/{part}/"
+    for name, tensor in tensors.items():
+        if name.startswith(prefix):
+            dtype = "F32" if tensor.dtype in FLOATS and SIZES[tensor.dtype] < 4 else tensor.dtype
+            yield Entry(name.removeprefix(prefix), tensor, dtype)

@@ -1,0 +1,235 @@
+"""Tensors as runs of bytes in files, and safetensors files made of them without holding one of them.
+
+A *span* is a run of bytes in a file; a stored tensor is its spans, in the order of its elements. The header of the
+file to be written follows from names, types and shapes alone, so it comes first, and the bytes go through one buffer.
+
+Nothing here imports torch, whose import takes more time and memory than the rest of a consolidation; numpy is
+imported only to change a type. Types have the names of the safetensors format (github.com/huggingface/safetensors).
+"""
+
+import json
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from dstrain.checkpoint.manifest import Digest, hash_files
+from dstrain.recipe import ConfigError
+
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
+         "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}                       # bytes an element
+FLOATS = ("F64", "F32", "F16", "BF16")
+_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+CHUNK = 1 << 18             # bytes, or elements, on the host at a time: they fit into the cache of a core
+_MAX_HEADER = 100_000_000   # the limit of the safetensors library
+_OPEN_FILES = 64            # a thousand would meet the limit on descriptors
+
+
+class Span(NamedTuple):
+    """`nbytes` of a file from `offset` on."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+class Stored(NamedTuple):
+    """A tensor where it lies. `strides`, in elements, only where they are not those of the shape; then one span.
+
+    Span and Stored are tuples because torch_files makes them while unpickling, and a pickle can alter other objects.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Entry(NamedTuple):
+    """A tensor to be written: its name, where it lies, and the type that it is to have."""
+
+    name: str
+    source: Stored
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.numel * SIZES[self.dtype]
+
+
+def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file. ConfigError, without the path: it is none."""
+    tensors = {}
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER:
+                raise ConfigError(f"a header of {length} bytes")
+            header, room = json.loads(file.read(length)), os.fstat(file.fileno()).st_size - 8 - length
+        metadata = header.pop("__metadata__", {})
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            if type(first) is not int or type(last) is not int or not 0 <= first <= last <= room:
+                raise ConfigError("offsets outside of the file: it is truncated or altered")
+            span = Span(path, 8 + length + first, last - first)
+            tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), (span,))
+            if span.nbytes != tensors[name].numel * SIZES[entry["dtype"]]:
+                raise ConfigError("offsets that do not fit a shape")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"no readable safetensors file ({error})") from None
+    return tensors, metadata
+
+
+def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> bytes:
+    """The bytes before the data of a safetensors file with these (name, type, shape). ConfigError: it is too long."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * SIZES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER:
+        raise ConfigError(f"{path}: a header of {len(text)} bytes, readers take {_MAX_HEADER}: one file for so many "
+                          "tensors is too few (launch/consolidate.py makes more with a smaller --shard-size)")
+    return len(text).to_bytes(8, "little") + text
+
+
+def split(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
+    """Entries in order, dealt out to files of at most `shard_size` bytes; a larger one has a file of its own."""
+    files: list[list[Entry]] = [[]]
+    room = shard_size
+    for entry in entries:
+        if entry.nbytes > room and files[-1]:
+            files.append([])
+            room = shard_size
+        files[-1].append(entry)
+        room -= entry.nbytes
+    return files
+
+
+def write_model(folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str],
+                progress: Callable[[int], Any]) -> dict[Path, dict[str, Any]]:
+    """Hugging Face's layout: model.safetensors, or numbered files and their index, synced; size and hash of each.
+    """
+    files = split(entries, shard_size)
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    by_name = dict(zip(names, files)) if len(files) > 1 else {"model.safetensors": entries}
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {folder / name: _write_file(folder / name, content, metadata, progress)
+               for name, content in by_name.items()}
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+                 "weight_map": {entry.name: name for name, content in by_name.items() for entry in content}}
+        path = folder / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        written[path] = hash_files(folder, [path.name], sync=True)[path.name]
+    return written
+
+
+def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str],
+                progress: Callable[[int], Any]) -> dict[str, Any]:
+    # Readers want elements at multiples of their size.
+    entries = sorted(entries, key=lambda entry: -SIZES[entry.dtype])
+    header = render_header(path, ((entry.name, entry.dtype, entry.source.shape) for entry in entries),
+                           {"format": "pt", **metadata})
+    digest, buffer = Digest(), memoryview(bytearray(CHUNK))
+    with open(path, "wb", buffering=0) as out, Files() as files:
+        digest.update(memoryview(header))
+        _put(out, memoryview(header))
+        for entry in entries:
+            for piece in _converted(entry, files, buffer):
+                digest.update(piece)
+                _put(out, piece)
+                progress(len(piece))
+        os.fsync(out.fileno())
+    return digest.entry()
+
+
+def _put(file: BinaryIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data):]
+
+
+class Files:
+    """Reads spans. The files that were read last stay open, since the spans of one tensor may lie in many."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, BinaryIO] = OrderedDict()
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def read(self, span: Span, into: memoryview) -> None:
+        """The bytes of a span; `into` has room for exactly these. ConfigError: the file ends before."""
+        if span.path not in self._open:
+            if len(self._open) >= _OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            self._open[span.path] = open(span.path, "rb", buffering=0)
+        self._open.move_to_end(span.path)
+        file = self._open[span.path]
+        file.seek(span.offset)
+        while into:                                           # one read gives at most 2 GB
+            count = file.readinto(into)
+            if not count:
+                raise ConfigError(f"{span.path} ends early: it is truncated")
+            into = into[count:]
+
+
+def _converted(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order and in the entry's type; a piece is valid until the next one."""
+    source = entry.source
+    for span in source.spans:
+        buffer = chunk if source.strides is None else memoryview(bytearray(span.nbytes))
+        for start in range(0, span.nbytes, len(buffer)):
+            piece = buffer[:span.nbytes - start]
+            files.read(Span(span.path, span.offset + start, len(piece)), piece)
+            if source.strides is not None:
+                piece = _gathered(source, piece)
+            yield piece if source.dtype == entry.dtype else _cast(piece, source.dtype, entry)
+
+
+def _gathered(source: Stored, raw: memoryview) -> memoryview:
+    import numpy as np
+    size = SIZES[source.dtype]
+    assert source.strides is not None
+    reach = 1 + sum((n - 1) * step for n, step in zip(source.shape, source.strides))
+    assert min(source.strides) >= 0 and reach * size <= len(raw)         # checked where it was read
+    flat = np.frombuffer(raw, f"<u{size}")
+    view = np.lib.stride_tricks.as_strided(flat, source.shape, [size * step for step in source.strides])
+    return memoryview(np.ascontiguousarray(view)).cast("B")
+
+
+def floats(raw: memoryview, dtype: str) -> Any:
+    """Floating bytes of a type as a numpy array; BF16, which numpy lacks, as float32."""
+    import numpy as np
+    if dtype == "BF16":
+        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(raw, _NUMPY[dtype])
+
+
+def _cast(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
+    """Floating bytes of one type as another, rounded to nearest even as torch does."""
+    import numpy as np
+    values = floats(raw, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if entry.dtype != "BF16":
+            cast = values.astype(_NUMPY[entry.dtype])
+            if np.isinf(cast).any() and not np.isinf(values).any():
+                raise ConfigError(f"{entry.name} holds values beyond {entry.dtype}: take --dtype bfloat16 or float32")
+        else:
+            bits = values.astype("<f4").view("<u4")
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            cast = np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
+    return memoryview(cast).cast("B")

@@ -1,0 +1,185 @@
+"""When checkpoints are written: before training goes on, or beside it, in one thread of every rank.
+
+In the second case training waits only while the values are copied to the host's memory. The thread writes, hashes and
+seals the files, and communicates over a process group of its own. One save is under way at a time: the next one and the
+end of the run wait for it. A save that fails is reported, older checkpoints stay whole, and training goes on.
+"""
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dstrain.checkpoint.snapshot import Entry, Snapshot
+from dstrain.checkpoint.store import Hashes, Store
+from dstrain.distributed import group
+from dstrain.recipe import NotSaved
+
+Entries = dict[str, list[Entry]]             # by part
+
+_MAX_FAILURES = 3                            # failed saves in a row that end the run
+
+
+@dataclass
+class _Pending:
+    """A save from its beginning until all ranks know how it ended."""
+
+    step: int
+    score: float | None
+    extra: dict[str, Any]                    # what else its manifest gets
+    began: float
+    waited: float = 0.0                      # seconds that training stood still for it
+    seconds: float = 0.0                     # from its beginning to its end
+    error: str | None = None
+    cause: Exception | None = None           # of an error that the store did not expect
+    remark: str = ""                         # on a fault that leaves the checkpoint whole
+    reported: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Saver:
+    """Saves into a store, one after another; every method but `look` on all ranks together.
+
+    `report` takes lines for the user, in the main thread; `saved` each step that is whole, in any; both on rank 0.
+    """
+
+    def __init__(self, store: Store, asynchronous: bool, report: Callable[[str], None], saved: Callable[[int], None]):
+        self.store = store
+        self.report = report
+        self.newest = 0                      # the newest step known to be whole
+        self._saved = saved
+        self._asynchronous = asynchronous
+        self._snapshot = Snapshot()
+        self._group: object = None           # made with the first thread
+        self._pending: _Pending | None = None
+        self._failed: _Pending | None = None  # the latest that failed
+        self._failures = 0                   # in a row
+
+    def save(self, step: int, entries: Entries, write: Callable[[Path, Entries], Hashes | None], *,
+             need_bytes: int, score: float | None, last: bool, extra: dict[str, Any] | None = None) -> None:
+        """Has `write(folder, entries)` fill the folder of `step` on every rank, and seals it with `extra` (see Store).
+
+        `entries` are live values: beside training, copies of them are written. NotSaved: three failures in a row, for
+        which the third attempt is waited for, or a failure of the `last` save.
+        """
+        began = time.perf_counter()
+        self.settle()
+        pending = _Pending(step, score, extra or {}, began)
+        at_once = last or self._failures == _MAX_FAILURES - 1
+        copies = None if at_once else self._copies(entries)
+        if copies is None:
+            self._pending = pending
+            self._run(pending, lambda folder: write(folder, entries), need_bytes)
+            pending.waited = pending.seconds
+            self.settle()
+            if self._failures >= _MAX_FAILURES or (last and self._failures):
+                failed = self._failed
+                raise NotSaved(f"step {failed.step} could not be saved: {failed.error or 'see the other ranks'}. Older "
+                               f"checkpoints in {self.store.folder} are whole: mend that, and give the same command "
+                               "again") from failed.cause
+            return
+        if self._group is None:
+            self._group = group.new_group()
+
+        def in_thread() -> None:
+            with group.speaking_over(self._group):
+                self._run(pending, lambda folder: write(folder, copies), need_bytes)
+
+        # A daemon thread, so that a process whose peers are lost can end.
+        thread = threading.Thread(target=in_thread, name=f"save-{step}", daemon=True)
+        self._pending, pending.waited = pending, time.perf_counter() - began
+        try:
+            thread.start()
+        except RuntimeError:                 # no more threads here, while those of other ranks are at work
+            in_thread()
+            pending.waited = pending.seconds
+
+    def settle(self) -> None:
+        """Waits for a pending save; afterwards all ranks know how it ended."""
+        pending = self._pending
+        if pending is None:
+            return
+        pending.ended.wait()
+        self.look()
+        self._pending = None
+        if group.agree(pending.error is not None):
+            self._failures, self._failed = self._failures + 1, pending
+        else:
+            self.newest, self._failures = pending.step, 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._pending is not None and not self._pending.ended.is_set()
+
+    def look(self) -> None:
+        """Reports a save that has ended since the last call; cheap enough for every step."""
+        pending = self._pending
+        if pending is None or pending.reported or self.under_way or group.rank() != 0:
+            return
+        pending.reported = True
+        if pending.error is None:
+            self.report(f"saved step {pending.step} in {pending.seconds:.1f} s; training waited {pending.waited:.2f} s"
+                        f"{pending.remark}")
+        else:
+            self.report(f"saving step {pending.step} failed: {pending.error}; older checkpoints are whole")
+
+    def improves(self, score: float) -> bool:
+        """Whether a score is finite, and lower than those of all checkpoints so far, a pending one included."""
+        best, pending = self.store.best(), self._pending
+        scores = [best[1]] if best else []
+        if pending is not None and _finite(pending.score) and not (pending.ended.is_set() and pending.error):
+            scores.append(pending.score)
+        return group.from_first(_finite(score) and all(score < earlier for earlier in scores))
+
+    def close(self) -> None:
+        """Waits for a pending save when an error ends the run, but not when the user interrupts it a second time."""
+        if self._pending is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            self._pending.ended.wait()
+            self.look()
+
+    def _copies(self, entries: Entries) -> Entries | None:
+        """Copies to write beside training. None on all ranks, now and later, if some host has no memory for them."""
+        if not self._asynchronous:
+            return None
+        shortage, copies = self._snapshot.shortage(entries), None
+        if shortage is None:
+            try:
+                copies = self._snapshot.take(entries)
+            except (RuntimeError, MemoryError) as error:
+                shortage = f"rank {group.rank()} has no memory for a copy: {_first_line(error)}"
+        shortages = [reason for reason in group.objects(shortage) if reason is not None]
+        if not shortages:
+            return copies
+        self._asynchronous, self._snapshot = False, Snapshot()
+        if group.rank() == 0:
+            self.report(f"training waits for each save (save.asynchronous): {shortages[0]}")
+        return None
+
+    def _run(self, pending: _Pending, write: Callable[[Path], Hashes | None],
+             need_bytes: int) -> None:
+        try:
+            self.store.save(pending.step, write, extra={**pending.extra, "score": pending.score}, need_bytes=need_bytes)
+            pending.error = self.store.error
+            if pending.error is None and group.rank() == 0:
+                try:
+                    self._saved(pending.step)
+                except OSError as error:     # the checkpoint is whole all the same
+                    pending.remark = f"; but that was not written down: {error}"
+        except Exception as error:           # such as a lost peer: raised where the save is awaited
+            pending.error, pending.cause = group.lost(error) or f"{type(error).__name__}: {_first_line(error)}", error
+        finally:
+            pending.seconds = time.perf_counter() - pending.began
+            pending.ended.set()
+
+
+def _finite(score: float | None) -> bool:
+    return score is not None and math.isfinite(score)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,272 @@
+"""A folder of checkpoints that survives kill -9, a full disk and damaged files.
+
+    FOLDER/step_00000500/       whole, once it has this name: files and manifest.json
+    FOLDER/step_00000550.tmp/   being written, or left over by a crash; removed at the next begin
+    FOLDER/step_00000500.aside/ behind which a run has gone back; kept until a step as late is whole again
+    FOLDER/newest               a hint for people and scripts; resume does not trust it
+    FOLDER/best                 likewise a hint: the step of the lowest score of one metric in its manifest
+
+The manifest is written last and synced, and then the folder is renamed. A step that verifies is never written again.
+Every method but steps() and put_aside() is called on all ranks and has the same outcome on all of them, whatever fails
+on any one; all ranks share the folder. What the files hold is known to `check` alone.
+"""
+
+import itertools
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dstrain
+from dstrain.checkpoint.manifest import NAME, faults, manifest
+from dstrain.checkpoint.seals import Hashes, first_of, hash_all, message_of
+from dstrain.disk import atomic
+from dstrain.disk.sealed import render
+from dstrain.distributed import group
+from dstrain.recipe import ConfigError, NotSaved
+
+_ASIDE = ".aside"
+ROUTINE, STOP, TROUBLE = "routine", "stop", "trouble"        # kinds of checkpoints, see Store.commit
+
+
+class Store:
+    """Checkpoints in `folder`: the newest `keep`, the newest `keep` routine ones, multiples of `keep_every`, the best.
+
+    `metric` names the scores by which one is the best. After a call that did not succeed `error` says why, on all
+    ranks. `check` raises, on rank 0, where files that are those of the manifest hold what their reader cannot use.
+    `finish(folder)` is called on all ranks when all have written, and gives the files that this rank has added.
+    """
+
+    def __init__(self, folder: str | os.PathLike, keep: int = 2, keep_every: int = 0,
+                 check: Callable[[Path], None] = lambda path: None, metric: str = "loss",
+                 finish: Callable[[Path], Hashes] = lambda path: {}) -> None:
+        self.folder, self.keep, self.keep_every, self._check = Path(folder), keep, keep_every, check
+        self.metric, self._finish = metric, finish
+        self._makes_parents = not self.folder.parent.is_dir()        # a run's folder that is taken away stays so
+        self.error: str | None = None
+        self.damaged: set[int] = set()                       # steps that newest() passed over
+
+    def save(self, step: int, write: Callable[[Path], Hashes | None], extra: dict | None = None,
+             need_bytes: int = 0) -> bool:
+        """begin, write(folder) on every rank, commit. True: the step exists and is whole.
+
+        `write` gives {name: {size, hash}} of the files that it has synced and hashed while it wrote them.
+        """
+        folder = self.begin(step, need_bytes)
+        if folder is None:
+            return self.error is None
+        failed, hashed = None, None
+        try:
+            hashed = write(folder)
+        except Exception as error:                           # the other ranks wait in commit
+            failed = message_of(error)
+        return self.commit(step, extra, failed, hashed)
+
+    def begin(self, step: int, need_bytes: int = 0) -> Path | None:
+        """The empty folder to write `step` into; `need_bytes` is what this rank will write.
+
+        None: there is nothing to do (`error` is None: the step exists and verifies, as after a resume without a new
+        step), or it cannot be done (`error` says why, such as no space).
+        """
+        self.error = None
+        if self.fault(step) is None:
+            return None
+        needed = sum(group.objects(int(need_bytes)))
+        tmp = self._path(step, ".tmp")
+
+        def prepare() -> None:
+            self.folder.mkdir(parents=self._makes_parents, exist_ok=True)
+            for leftover in self.folder.glob("step_*.tmp"):
+                _remove(leftover)
+            free = shutil.disk_usage(self.folder).free
+            if needed > free:
+                raise ConfigError(f"{self.folder} has {free / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed")
+            tmp.mkdir()
+
+        self.error = self._on_first(prepare)
+        return tmp if self.error is None else None
+
+    def commit(self, step: int, extra: dict | None = None, failed: str | None = None,
+               hashed: Hashes | None = None) -> bool:
+        """Seals what the ranks have written since `begin`. True when the checkpoint is whole. `hashed`: see `save`.
+
+        `failed`: why this rank's writing went wrong. The attempt is then thrown away on all ranks, as after any fault
+        here; older checkpoints stay as they are. `extra`: a small value of rank 0 for manifest(path)["extra"]. The
+        checkpoint with the lowest extra["score"] of extra["metric"] (absent: loss) is the best one. extra["kind"] is
+        ROUTINE, as where it is absent: made by the recipe's own clock; STOP: made because the run was stopped there, so
+        that it deletes no routine one; or TROUBLE: made while steps were not applied, so that it deletes nothing good
+        and goes when a newer one is whole. extra["stays"] are steps to keep as well.
+        """
+        tmp = self._path(step, ".tmp")
+        self.error = first_of(group.objects(failed))
+        if self.error is None:
+            files, self.error = hash_all(tmp, hashed or {}, self._finish)
+        if self.error is None:
+            body = {"files": files, "step": step, "world": group.world(), "extra": extra or {},
+                    "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__}}
+            self.error = self._on_first(lambda: self._seal(step, tmp, body))
+        if self.error is not None:
+            self._on_first(lambda: shutil.rmtree(tmp, ignore_errors=True))
+            return False
+        self.damaged.discard(step)
+        # The step is saved, whatever fails from here on.
+        self._on_first(lambda: self._point("newest", step))
+        self._on_first(self._delete_outdated)
+        return True
+
+    def best(self) -> tuple[int, float] | None:
+        """The step of the lowest finite extra["score"], the first where some are equal, and that score.
+
+        Scores of another metric do not count: a run may go on with another save.best.
+        """
+        scores = {step: extra.get("score") for step, extra in self._extras().items()
+                  if extra.get("metric", "loss") == self.metric}
+        scored = [(float(score), step) for step, score in scores.items()
+                  if isinstance(score, (int, float)) and math.isfinite(score)]
+        return min(scored)[::-1] if scored else None
+
+    def good(self, before: int, bad_from: int | None = None) -> list[int]:
+        """Steps up to `before` to go back to from trouble: the routine ones, or those of stops where there is no other.
+
+        bad_from: where this is the newest routine one, it and all later ones are bad. Nothing is verified.
+        """
+        kinds = {step: extra.get("kind", ROUTINE) for step, extra in group.from_first(self._extras()).items()}
+        by_kind = [[step for step, kind in kinds.items() if kind == wanted and step <= before]
+                   for wanted in (ROUTINE, STOP)]
+        if bad_from is not None and max(by_kind[0] or by_kind[1], default=None) == bad_from:
+            by_kind = [[step for step in steps if step < bad_from] for steps in by_kind]
+        return by_kind[0] or by_kind[1]
+
+    def newest(self, report: Callable[[str], None] = print, among: list[int] | None = None) -> tuple[int, Path] | None:
+        """The newest step whose every file verifies, and its folder; None without any. `among`: only of these.
+
+        Damaged ones are passed over; `report` gets a line on each, on rank 0.
+        """
+        for step in sorted(group.from_first(self.steps()) if among is None else among, reverse=True):
+            reason = self.fault(step)
+            if reason is None:
+                return step, self._path(step)
+            self.damaged.add(step)
+            if _first():
+                report(f"checkpoint {self._path(step)} is damaged and passed over: {reason}")
+        return None
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder, ascending, whether they verify or not."""
+        return self._named("")
+
+    def put_aside(self) -> list[int]:
+        """Steps that `set_aside` has put aside, ascending."""
+        return self._named(_ASIDE)
+
+    def set_aside(self, after: int) -> None:
+        """Puts all steps after `after` aside. The newest goes first: a crash then leaves an earlier state of the run.
+
+        NotSaved: it cannot be done.
+        """
+        def rename() -> None:
+            for step in reversed([step for step in self.steps() if step > after]):
+                with suppress(OSError):
+                    _remove(self._path(step, _ASIDE))                               # of an earlier time
+                os.rename(self._path(step), self._path(step, _ASIDE))
+            atomic.sync_folder(self.folder)
+            self._point("newest", after)
+
+        if reason := self._on_first(rename):
+            raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
+
+    def take_back(self, step: int) -> None:
+        """Gives a step that was put aside its name again."""
+        self._on_first(lambda: os.rename(self._path(step, _ASIDE), self._path(step)))
+
+    def fault(self, step: int) -> str | None:
+        """Why a step does not verify, None when it does; each rank reads its share of the files."""
+        path, body = self._path(step), {}
+
+        def read() -> None:
+            body.update(manifest(path))
+            if body["step"] != step:
+                raise ConfigError(f"{NAME} is of step {body['step']}")
+
+        if reason := self._on_first(read):
+            return reason
+        files = group.from_first(body)["files"]
+        largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
+        share = largest_first[group.rank() % group.world()::group.world()]
+        problems = list(itertools.chain.from_iterable(group.objects(faults(path, share, files))))
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        return ", ".join(problems[:3]) + more or self._on_first(lambda: self._check(path))
+
+    def _named(self, suffix: str) -> list[int]:
+        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+        return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"step_(\d{{8,}}){suffix}", name)))
+
+    def _extras(self) -> dict[int, dict]:
+        """manifest["extra"] of every step that is not known to be damaged, by step, ascending."""
+        extras = {}
+        for step in self.steps():
+            if step not in self.damaged:
+                with suppress(OSError, ValueError):
+                    extras[step] = manifest(self._path(step))["extra"]
+        return extras
+
+    def _path(self, step: int, suffix: str = "") -> Path:
+        return self.folder / f"step_{step:08d}{suffix}"
+
+    def _seal(self, step: int, tmp: Path, body: dict) -> None:
+        atomic.write(tmp / NAME, render(body), make=False)
+        for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
+            atomic.sync_folder(folder)
+        final = self._path(step)
+        if final.exists():                                   # damaged, or `begin` would have ended
+            os.rename(final, self._path(step, ".damaged.tmp"))
+        os.rename(tmp, final)
+        atomic.sync_folder(self.folder)
+
+    def _point(self, pointer: str, step: int) -> None:
+        atomic.write(self.folder / pointer, f"{self._path(step).name}\n", make=False)
+
+    def _delete_outdated(self) -> None:
+        """Keeps a step that is damaged, or of trouble, only until a newer one is whole."""
+        best = self.best()
+        if best:
+            self._point("best", best[0])
+        steps, extras = self.steps(), self._extras()
+        kinds = {step: extra.get("kind", ROUTINE) for step, extra in extras.items()}
+        good = [step for step, kind in kinds.items() if kind != TROUBLE]
+        routine = [step for step in good if kinds[step] != STOP]
+        keep = {best and best[0], *good[-self.keep:], *routine[-self.keep:]}
+        keep.update(step for step in good if self.keep_every and step % self.keep_every == 0)
+        newest = max(kinds, default=0)
+        keep.update(extras.get(newest, {}).get("stays", ()))
+        outdated = [(step, "") for step in steps if step not in keep and step < newest]
+        for step, suffix in outdated + [(step, _ASIDE) for step in self.put_aside() if step <= newest]:
+            # A crash must not leave half a step_N.
+            os.rename(self._path(step, suffix), self._path(step, f"{suffix}.gone.tmp"))
+        for gone in self.folder.glob("step_*.tmp"):
+            _remove(gone)
+
+    def _on_first(self, action: Callable[[], Any]) -> str | None:
+        """Runs an action on rank 0; its failure, None for success, on all ranks."""
+        failure = None
+        if _first():
+            try:
+                action()
+            except Exception as error:
+                failure = message_of(error)
+        return group.from_first(failure)
+
+
+def _remove(path: Path) -> None:
+    """A link goes, and what it points to stays: it was put elsewhere by hand."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
+def _first() -> bool:
+    return group.rank() % group.world() == 0                 # before the process group is started a rank is alone

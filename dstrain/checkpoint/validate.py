@@ -1,0 +1,113 @@
+"""What the small files of a checkpoint must hold, beyond being those of its manifest: any program can seal any file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dstrain.checkpoint.layout import COMMON, shard_name
+from dstrain.checkpoint.manifest import NAME, manifest
+from dstrain.disk.modes import by_umask
+from dstrain.recipe import ConfigError
+
+Common = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]      # small tensors by name, the counters of each part
+
+
+class _Averages(BaseModel):
+    """Of the averages by width: which they are, the step at which they began, the updates of the part since."""
+
+    widths: list[float]
+    began: NonNegativeInt
+    updates: NonNegativeInt
+
+
+class _Counters(BaseModel):
+    """What common.safetensors says of a part."""
+
+    updates: NonNegativeInt
+    skipped: NonNegativeInt
+    stage: NonNegativeInt
+    scaler: dict[str, float | bool | None]
+    averages: _Averages | None = None
+
+
+class State(BaseModel):
+    """What a checkpoint keeps of the course."""
+
+    skipped: NonNegativeInt = 0                             # steps that were not applied
+    in_a_row: NonNegativeInt = 0                            # of these the latest
+    shift: NonNegativeInt = 0                               # step s learns from batch s + shift
+    rollbacks: list[tuple[NonNegativeInt, NonNegativeInt]] = []      # steps done, step of the checkpoint gone back to
+    forgiven: NonNegativeInt = 0                            # of these: before a user changed the run
+    losses: dict[str, list[FiniteFloat]] = {}               # by part, of the last WINDOW steps; with faults.spike only
+    high: tuple[NonNegativeInt, str] | None = None          # the latest step, if a loss of it was too high, and which
+
+    @property
+    def good(self) -> bool:
+        """Whether the latest step was applied, and no loss of it was too high."""
+        return not self.in_a_row and self.high is None
+
+
+def parse(saved: Any) -> State:
+    """The state that a checkpoint holds. ConfigError: it is none."""
+    try:
+        return State.model_validate(saved)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ConfigError(f"its course is malformed: {where}: {error.errors()[0]['msg']}") from None
+
+
+def counters(path: Path) -> dict[str, dict[str, Any]]:
+    """The counters of each part. ValueError: they are missing or malformed."""
+    with safe_open(path / COMMON, "pt") as file:
+        values = json.loads((file.metadata() or {}).get("counters", "null"))
+    try:
+        TypeAdapter(dict[str, _Counters]).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("counters", *first["loc"])))
+        raise ConfigError(f"{COMMON} is malformed: {where}: {first['msg']}") from None
+    return values
+
+
+def course(path: Path) -> State:
+    """The course that a checkpoint holds. Earlier versions wrote none, and kept the number of skipped steps by part."""
+    skipped = max((part["skipped"] for part in counters(path).values()), default=0)
+    return parse(manifest(path)["extra"].get("course", {"skipped": skipped}))
+
+
+def write_common(folder: Path, common: Common) -> None:
+    """common.safetensors, by one rank."""
+    tensors, by_part = common
+    save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(by_part)})
+    by_umask(folder / COMMON)
+
+
+def check(path: Path) -> None:
+    """ConfigError: a checkpoint whose bytes are those of its manifest is none that `load` could read.
+
+    Every file that it would read is listed, so verified; any program can seal any manifest.
+    """
+    course(path)
+    body, parts = manifest(path), list(counters(path))
+    required = {COMMON, *(shard_name(part, rank, body["world"]) for part in parts for rank in range(body["world"]))}
+    present = [*path.glob("*.safetensors"), *(file for part in parts for file in (path / "deepspeed" / part).glob("*"))]
+    present = {file.relative_to(path).as_posix() for file in present if not file.is_dir()}
+    if unlisted := sorted((required | present) - body["files"].keys()):
+        raise ConfigError(f"{unlisted[0]} is not in {NAME}")
+
+
+def within(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def require_same_shapes(path: Path, part: str, saved: dict[str, tuple], expected: dict[str, tuple]) -> None:
+    for name in [*expected, *saved]:
+        if saved.get(name) != expected.get(name):
+            raise ConfigError(f"{path} does not fit this {part}: {name} is {saved.get(name, 'absent')} there and "
+                              f"{expected.get(name, 'absent')} here; set the model section as it was, or begin anew "
+                              "with --from-scratch")

@@ -1,0 +1,276 @@
+"""Merges a checkpoint's sharded weights into safetensors files in Hugging Face's layout, by streaming.
+
+    a run, a checkpoint    dstrain's named fragments: the training weights or an average; nothing is pickled
+    anything else          DeepSpeed's own ZeRO-1/2/3 checkpoint, see checkpoint/deepspeed_files.py; also the training
+                           weights of dstrain's checkpoints with save.format=deepspeed
+
+Memory holds one buffer of 256 kB of the weights, or one tensor where DeepSpeed stored it in another order than
+row-major. Neither torch nor DeepSpeed is imported, and there is no process group. A tied weight is written under each
+of its names, as readers with strict loading need it; dstrain's own networks tie none.
+
+Output: model.safetensors, or model-00001-of-0000N.safetensors and model.safetensors.index.json, with a folder for each
+part of several; recipe.yaml, as the run resolved it; consolidated.json, which describes the rest.
+"""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dstrain import __version__
+from dstrain.checkpoint import deepspeed_files, layout, safetensors_io, torch_files
+from dstrain.checkpoint.layout import COMMON, SHARD
+from dstrain.checkpoint.manifest import CONSOLIDATED, NAME, faults, manifest
+from dstrain.checkpoint.safetensors_io import Entry
+from dstrain.disk import atomic
+from dstrain.distributed.launcher import place
+from dstrain.recipe import ConfigError
+
+Update = Callable[[int], Any]                  # as tqdm.update: called with the bytes done since the last call
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to consolidate."""
+
+    source: Path                               # the folder of a run, of a checkpoint, or of DeepSpeed's checkpoints
+    out: Path                                  # a new folder
+    weights: str | None = None                 # raw, ema, ema:DECAY; None: the first average, else raw
+    part: str | None = None                    # None: every part
+    step: int | None = None                    # None: the newest
+    tag: str | None = None                     # of DeepSpeed's checkpoints; None: the one in `latest`
+    dtype: str = "float32"                     # of weights; floating buffers stay in float32 at least
+    shard_size: int = 5_000_000_000            # bytes
+    trust_pickle: bool = False
+
+
+@dataclass
+class Plan:
+    """What is to be written."""
+
+    parts: dict[str, list[Entry]]              # the name is "" for DeepSpeed's one network
+    weights: dict[str, str]                    # part: raw or ema:DECAY
+    facts: dict[str, Any]                      # for consolidated.json
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    recipe: Path | None = None
+    verify: Callable[[Update], None] = lambda _: None                  # reads the source, checks hashes
+    to_verify: int = 0                         # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entries in self.parts.values() for entry in entries)
+
+
+def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Plan:
+    """Writes order.out, whole or not at all. `bar` takes the number of bytes to do and returns an Update.
+
+    ConfigError: the source is missing, damaged or cannot be merged; `out` exists already or does not fit on the disk.
+    """
+    if place().world > 1:
+        raise ConfigError("a consolidation takes one process: python launch/consolidate.py ...")
+    if order.out.exists() or order.out.is_symlink():
+        raise ConfigError(f"--out {order.out} is there already: name a new folder")
+    plan = look(order)
+    tmp = order.out.absolute().with_name(f"{order.out.absolute().name}.tmp{os.getpid()}")
+    update = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
+    try:
+        tmp.mkdir(parents=True)
+        free = shutil.disk_usage(tmp).free
+        if free < plan.nbytes:
+            raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB free")
+        plan.verify(update)
+        files: dict[str, dict[str, Any]] = {}
+        for part, entries in plan.parts.items():
+            metadata = {"weights": plan.weights[part], "step": str(plan.facts["step"])}
+            metadata |= {"part": part} if part else {}
+            folder = tmp / part if len(plan.parts) > 1 else tmp
+            written = safetensors_io.write_model(folder, entries, order.shard_size, metadata, update)
+            files |= {path.relative_to(tmp).as_posix(): entry for path, entry in written.items()}
+        if plan.recipe:
+            shutil.copyfile(plan.recipe, tmp / "recipe.yaml")
+        description = json.dumps({**_description(order, plan), "files": files}, indent=2)
+        (tmp / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
+        atomic.publish(tmp, order.out)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ConfigError(f"--out {order.out} does not fit on its disk ({error.strerror}), and nothing was left "
+                              "there: make room, or name a folder elsewhere") from None
+        raise ConfigError(f"--out {order.out} was not written: {error}; if it cannot be, name another folder") from None
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    return plan
+
+
+def look(order: Order) -> Plan:
+    """The plan of an order, from headers alone. ConfigError as `consolidate`."""
+    source = order.source
+    if not source.is_dir():
+        raise ConfigError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
+    checkpoint = _reconstructed(order) or _checkpoint(source, order.step)
+    if checkpoint is None:
+        folder = deepspeed_files.tag_folder(source, order.tag)
+        if folder is None:
+            raise ConfigError(f"{source} holds no checkpoint: neither a run's (run.yaml, checkpoints/) nor DeepSpeed's "
+                              "(*_model_states.pt)")
+        return _of_deepspeed(order, folder)
+    if order.tag is not None:
+        raise ConfigError(f"--tag {order.tag} names one of DeepSpeed's checkpoints, and {source} is dstrain's: leave "
+                          "it out, or choose with --step")
+    return _of_dstrain(order, checkpoint)
+
+
+def _checkpoint(source: Path, step: int | None) -> Path | None:
+    """The folder of one checkpoint of dstrain's; None: the source is neither a run nor a checkpoint of dstrain's."""
+    if (source / NAME).exists() or (source / COMMON).exists():
+        match = _STEP.fullmatch(source.name)
+        if step not in (None, int(match[1]) if match else None):
+            raise ConfigError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
+        return source
+    steps = _steps(source / "checkpoints") or _steps(source)
+    if not steps and (source / "run.yaml").exists():
+        raise ConfigError(f"{source} holds no checkpoint yet: train first")
+    if not steps:
+        return None
+    if step is not None and step not in steps:
+        raise ConfigError(f"--step {step}: {source} holds none of that step, but {', '.join(map(str, steps))}")
+    return steps[max(steps) if step is None else step]
+
+
+def _reconstructed(order: Order) -> Path | None:
+    """What launch/reconstruct.py has made of the run, where that is what is asked for and no checkpoint holds it."""
+    try:
+        width = float((order.weights or "").partition(":")[2])
+    except ValueError:
+        return None
+    steps = _steps(order.source / "checkpoints")
+    own = steps.get(max(steps, default=0) if order.step is None else order.step)
+    return layout.reconstructed(order.source, width, order.step, own)
+
+
+def _steps(store: Path) -> dict[int, Path]:
+    """Checkpoints by step, ascending, without DeepSpeed's, whose tags may have such names, too."""
+    paths = sorted(store.iterdir()) if store.is_dir() else []
+    return {int(match[1]): path for path in paths
+            if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not deepspeed_files.files(path)}
+
+
+def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
+    try:
+        body = manifest(checkpoint)
+    except ConfigError as error:
+        raise layout.damaged(checkpoint, str(error)) from None
+    files: dict[str, dict] = body["files"]
+    parts = sorted({match[1] for name in files if (match := SHARD.fullmatch(name))})
+    if order.part is not None and order.part not in parts:
+        raise ConfigError(f"--part {order.part}: {checkpoint} holds {', '.join(parts)}")
+    above = checkpoint.parent.parent, checkpoint.parent, checkpoint.parent.parent.parent     # the last: reconstructed
+    recipe = next((folder / "run.yaml" for folder in above if (folder / "run.yaml").exists()), None)
+    plan = Plan({}, {}, _facts(checkpoint, body, recipe), recipe=recipe)
+    parts = [order.part] if order.part else parts
+    fragments_of = {part: layout.Fragments(checkpoint, part, files) for part in parts}
+    decays = {part: fragments.decays() for part, fragments in fragments_of.items()}
+    used = {COMMON}
+    for part, fragments in fragments_of.items():
+        kind = _kind(order, checkpoint, part, decays)
+        native = checkpoint / "deepspeed" / part       # with save.format=deepspeed the training weights are there
+        if kind == "master" and kind not in fragments.pieces:
+            if not native.is_dir():
+                raise layout.damaged(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
+            used |= {name for name in files if name.startswith(f"deepspeed/{part}/")}
+            merged = deepspeed_files.read(native, order.trust_pickle, DTYPES[order.dtype])
+            plan.parts[part], plan.tied[part] = merged.entries, merged.tied
+        else:
+            used |= set(fragments.files)
+            entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in fragments.tensors(kind)]
+            plan.parts[part] = entries + list(layout.buffers(checkpoint, part))
+        plan.weights[part] = "raw" if kind == "master" else kind.replace("ema.", "ema:", 1)
+    plan.to_verify = sum(files[name]["size"] for name in used)
+
+    def verify(update: Update) -> None:
+        for name in sorted(used):
+            if problems := faults(checkpoint, [name], files):
+                raise layout.damaged(checkpoint, problems[0])
+            update(files[name]["size"])
+
+    plan.verify = verify
+    return plan
+
+
+def _facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
+    """What consolidated.json says of a checkpoint with the manifest `body`."""
+    import yaml
+    run = _parsed(recipe, yaml.safe_load)
+    run = run if isinstance(run, dict) else {}
+    return {"step": body["step"], "seed": run.get("seed"), "system": run.get("system"), "run": run.get("name"),
+            "world": body["world"], "versions": body["versions"], "score": body["extra"].get("score"),
+            "data": _parsed(recipe and recipe.with_name("data.txt"), str.strip),
+            "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest()}
+
+
+def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
+    """master or ema.DECAY. A part without averages, beside parts that have some, gives its training weights."""
+    weights, _, text = (order.weights or "").partition(":")
+    if weights == "raw":
+        return "master"
+    if weights and not any(decays.values()):
+        raise ConfigError(f"--weights {order.weights}: {checkpoint} holds no average of {', '.join(decays)}: take "
+                          "--weights raw")
+    own = decays[part]
+    try:
+        decay = float(text) if text else (own or [math.nan])[0]
+    except ValueError:
+        raise ConfigError(f"--weights {order.weights}: {text} is no decay; write ema:0.9999") from None
+    if own and text and decay not in own:
+        raise ConfigError(f"--weights {order.weights}: {checkpoint} holds no average of {part} of that decay; it holds "
+                          f"{', '.join(f'ema:{d!r}' for d in own)}, and raw")
+    return f"ema.{decay!r}" if own else "master"
+
+
+def _parsed(path: Path | None, parse: Callable[[str], Any]) -> Any:
+    """What a text file beside the weights holds; None: there is none. ConfigError: it cannot be read."""
+    if path is None or not path.exists():
+        return None
+    import yaml
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = "no UTF-8" if isinstance(error, UnicodeDecodeError) else str(getattr(error, "problem", None) or error)
+        raise ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away") from None
+
+
+def _of_deepspeed(order: Order, folder: Path) -> Plan:
+    for option, value, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):
+        if value is not None:
+            raise ConfigError(f"{option} {value}: {folder} is DeepSpeed's own checkpoint, which knows {reason}")
+    if order.weights not in (None, "raw"):
+        raise ConfigError(f"--weights {order.weights}: {folder} is DeepSpeed's own checkpoint, which holds no "
+                          "averages: take --weights raw")
+    merged = deepspeed_files.read(folder, order.trust_pickle, DTYPES[order.dtype])
+    facts = {"seed": None, **merged.facts, "tag": folder.name}
+
+    def verify(update: Update) -> None:
+        for span, crc in merged.sums.items():
+            if torch_files.altered(span, crc):
+                raise ConfigError(f"checkpoint {folder} is damaged ({span.path.name} is altered): take another --tag")
+            update(span.nbytes)
+
+    return Plan({"": merged.entries}, {"": "raw"}, facts, {"": merged.tied}, verify=verify,
+                to_verify=sum(span.nbytes for span in merged.sums))
+
+
+def _description(order: Order, plan: Plan) -> dict[str, Any]:
+    parts = {part or "model": {"weights": plan.weights[part], "tensors": len(entries),
+                               "parameters": sum(entry.source.numel for entry in entries),
+                               "bytes": sum(entry.nbytes for entry in entries), "tied": plan.tied.get(part, {})}
+             for part, entries in plan.parts.items()}
+    return {"written_by": f"dstrain {__version__}", "source": order.source.name, "dtype": order.dtype,
+            "parts": parts, **plan.facts}

@@ -1,0 +1,209 @@
+"""The embedding pairs of captioned images, made once by all ranks: what a prior trains on.
+
+The folder has clip-retrieval's layout (see cached/embeddings.py): img_emb/, text_emb/, metadata/ with the captions and,
+where asked for, text_encodings/ and text_mask/. Shards are dealt to the ranks in turn; each is embedded in batches of
+one fixed shape, cut at the shard's own borders, so that its bytes do not depend on the number of ranks. Beside them,
+
+    FOLDER/pairs.json                 what is embedded by what, and whether all of it is there
+    FOLDER/done/shard_00000.json      the hash of each file of that shard, and which pairs of it could not be read;
+                                      written last: a shard is whole or made again
+"""
+
+import hashlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
+from dstrain.data.cached.embeddings import PLAN
+from dstrain.data.cached.rows import FOLDERS
+from dstrain.data.source import Source, read_items
+from dstrain.data.sources.captioned import open_captioned
+from dstrain.disk import atomic
+from dstrain.distributed import group
+from dstrain.distributed.bars import Bar
+from dstrain.encoders.autoencoder import fingerprint
+from dstrain.encoders.image import ImageEncoder
+from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.recipe import ConfigError, reworded, write_errors
+from dstrain.runs.folders import same_data
+
+
+@dataclass(frozen=True)
+class EmbedOptions:
+    """What to embed, and with what."""
+
+    out: Path                                  # folder of the pairs
+    data: str                                  # folder of X.png and X.txt, or of tar shards of such pairs
+    image_encoder: str                         # a CLIP model: folder, or name on the hub
+    text_encoder: str                          # a CLIP model or sentence encoder
+    text_encodings: bool = False               # keep the vector of each text token, too
+    max_text_len: int | None = None            # text tokens; None: what the encoder takes
+    batch: int = 64                            # pairs of one call of the encoders
+    shard_size: int = 16384                    # pairs
+    dtype: str = "float16"                     # of embeddings on the disk: float16 or float32
+    max_bad_fraction: float = 0.01             # of the pairs, replaced where unreadable
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """Both towers."""
+
+    image: ImageEncoder
+    text: TextEncoder
+
+
+def embed(options: EmbedOptions) -> dict[str, Any]:
+    """Writes options.out, on all ranks together; returns the final content of pairs.json.
+
+    ConfigError: what is asked for cannot be, too many pairs are unreadable, or the folder holds others.
+    """
+    with reworded(options={"image_encoder:": "--image-encoder:", "text_encoder:": "--text-encoder:",
+                           "max_text_len:": "--max-text-len:"}):
+        encoders = Encoders(ImageEncoder(options.image_encoder).to(group.device()),
+                            TextEncoder(options.text_encoder, options.max_text_len).to(group.device()))
+    source = open_captioned(options.data, encoders.image.image_size)
+    if group.rank() == 0:
+        print(f"data: {options.data}: {source.describe()}", flush=True)
+    plan = _plan(options, encoders, source)
+    count = -(-plan["pairs"] // options.shard_size)
+    with claimed(options.out, "embeds", lambda: _prepare(options, plan)):
+        notes = {number: note for number in range(group.rank(), count, group.world())
+                 if (note := _whole(options.out, number))}
+        whole = set(of_all_ranks(notes))
+        notes |= _make(options, encoders, source, [number for number in range(count) if number not in whole])
+        bad = set(of_all_ranks(tuple(entry) for note in notes.values() for entry in note["unreadable"]))
+        require_readable(len(bad), plan["pairs"], options.max_bad_fraction, "pairs")
+        plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.num_uncaptioned}
+        if group.rank() == 0:
+            atomic.write(options.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
+    return plan
+
+
+def _plan(options: EmbedOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
+    """All that the bytes depend on."""
+    image, text = encoders.image, encoders.text
+    weights = image.state_dict() | dict(image.named_buffers())
+    return {"text_encodings": options.text_encodings, "batch": options.batch, "shard_size": options.shard_size,
+            "dtype": options.dtype, "pairs": len(source), "image_embed_dim": image.embed_dim,
+            "text_embed_dim": text.embed_dim, "max_text_len": text.max_length,
+            "text_encodings_dim": text.encodings_dim, "text_encoder": text.fingerprint(), "complete": False,
+            "image_encoder": fingerprint({"class": type(image.model).__name__}, weights),
+            "data": group.from_first(source.fingerprint() if group.rank() == 0 else None)}
+
+
+def _prepare(options: EmbedOptions, plan: dict[str, Any]) -> str | None:
+    """Makes the folder ready; returns why it cannot be, else None."""
+    out, path = options.out, options.out / PLAN
+    if path.exists():
+        try:
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            changes = [f"{key} {earlier.get(key)} there, {value} here" for key, value in plan.items()
+                       if key != "complete" and earlier.get(key) != value
+                       and not (key == "data" and same_data(str(earlier.get(key)), value))]
+        except (OSError, ValueError, AttributeError):
+            return f"--out {path} is damaged: delete it if {out} is of the same embeddings, or name another folder"
+        if changes:
+            return f"--out {out} holds other embeddings: {'; '.join(changes)}. Name another folder"
+    elif strangers := sorted(entry.name for entry in out.iterdir() if entry.name[0] != "."):
+        return f"--out {out} holds {', '.join(strangers[:3])} and no {PLAN}: name a new folder"
+    for name in (*FOLDERS.values(), "metadata", "done"):
+        if options.text_encodings or name not in ("text_encodings", "text_mask"):
+            (out / name).mkdir(exist_ok=True)
+            for leftover in (out / name).glob("*.tmp"):
+                leftover.unlink()
+    atomic.write(path, json.dumps(plan, sort_keys=True, indent=1) + "\n")
+    return None
+
+
+def _whole(out: Path, number: int) -> dict[str, Any] | None:
+    """The note of a shard, where all its files still have the hashes in it and so it is whole; else None."""
+    try:
+        note = json.loads(_note_path(out, number).read_text(encoding="utf-8"))
+        whole = all(_digest((out / name).read_bytes()) == digest for name, digest in note["files"].items())
+        return note if whole and isinstance(note["unreadable"], list) else None
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return None
+
+
+def _note_path(out: Path, number: int) -> Path:
+    return out / "done" / f"shard_{number:05d}.json"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def _make(options: EmbedOptions, encoders: Encoders, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
+    """Embeds this rank's share of the missing shards; the note of each."""
+    notes, num_bad = {}, 0
+    mine, total = missing[group.rank()::group.world()], len(source)
+    pairs = sum(min(options.shard_size, total - number * options.shard_size) for number in mine)
+    with Bar("encoding", total=pairs, unit="pair") as bar:
+        for number in mine:
+            _note_path(options.out, number).unlink(missing_ok=True)
+            parts: list[dict[str, Any]] = []
+            unreadable: set[tuple[str, str]] = set()
+            stop = min((number + 1) * options.shard_size, total)
+            for start in range(number * options.shard_size, stop, options.batch):
+                rows = range(start, min(start + options.batch, stop))
+                items, bad = read_items(source, list(rows))
+                unreadable.update(bad)
+                require_readable(num_bad + len(unreadable), total, options.max_bad_fraction, "pairs")
+                parts.append(_embedded(options, encoders, items))
+                bar.update(len(rows))
+            notes[number] = _write(options.out, number, parts, sorted(unreadable))
+            num_bad += len(unreadable)
+    return notes
+
+
+@torch.no_grad()
+def _embedded(options: EmbedOptions, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """One batch, filled up by its last pair to a fixed shape: arrays (n, ...) as stored, and captions."""
+    full = items + items[-1:] * (options.batch - len(items))
+    captions = captions_of(torch.stack([item["caption"] for item in full]))
+    texts = encoders.text.encode(captions)
+    embedded = {"image_embed": encoders.image.encode(torch.stack([item["image"] for item in full]).to(group.device()))}
+    embedded |= {name: texts[name] for name in ("text_embed", "text_encodings", "text_mask")
+                 if options.text_encodings or name == "text_embed"}
+    arrays: dict[str, Any] = {}
+    for name, values in embedded.items():
+        with np.errstate(over="ignore"):
+            arrays[name] = values[:len(items)].cpu().numpy().astype(bool if name == "text_mask" else options.dtype)
+        if name != "text_mask" and not np.isfinite(arrays[name]).all():
+            raise ConfigError(f"{name} is not finite in {options.dtype}: take --dtype float32, or other encoders")
+    return arrays | {"captions": captions[:len(items)]}
+
+
+def _write(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> dict[str, Any]:
+    """The files of one shard, and last the note that they are whole."""
+    note: dict[str, Any] = {"files": {}, "unreadable": bad}
+    with write_errors(f"--out {out}", SAME_COMMAND):
+        for name in parts[0]:
+            if name == "captions":
+                path = f"metadata/metadata_{number:05d}.parquet"
+                data = _parquet([caption for part in parts for caption in part["captions"]])
+            else:
+                path = f"{FOLDERS[name]}/{FOLDERS[name]}_{number:05d}.npy"
+                buffer = io.BytesIO()
+                np.save(buffer, np.concatenate([part[name] for part in parts]))
+                data = buffer.getvalue()
+            atomic.write(out / path, data)
+            note["files"][path] = _digest(data)
+        atomic.write(_note_path(out, number), json.dumps(note, indent=1) + "\n")
+    return note
+
+
+def _parquet(captions: list[str]) -> bytes:
+    import pyarrow  # slow to import
+    import pyarrow.parquet
+
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"caption": pyarrow.array(captions, pyarrow.string())}), buffer)
+    return buffer.getvalue()

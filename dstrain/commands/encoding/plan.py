@@ -1,0 +1,157 @@
+"""What launch/encode.py is to do: the images or videos, and their encoding, on which its bytes depend."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dstrain.commands.encoding.options import EncodeOptions, Plan
+from dstrain.commands.encoding.takeover import taken_over
+from dstrain.data.cached.latents import is_encoded
+from dstrain.data.decode.crops import Crop
+from dstrain.data.decode.pixels import SUFFIXES
+from dstrain.data.formats.base import Request
+from dstrain.data.open import open_sources, request_of
+from dstrain.data.source import Source, read_items
+from dstrain.data.sources.images import open_images
+from dstrain.data.views import Windows
+from dstrain.distributed import group
+from dstrain.encoders.precision import require
+from dstrain.encoders.text import TextEncoder
+from dstrain.recipe import ConfigError, Data, reworded
+from dstrain.runs import first_stage
+from dstrain.runs.first_stage import FirstStage
+
+
+def planned(options: EncodeOptions) -> Plan:
+    """The same on all ranks. ConfigError: what is asked for cannot be."""
+    require(options.precision)
+    if options.from_latents is not None:
+        return taken_over(options)
+    for name in ("latent_scale", "normalize"):
+        if getattr(options, name) not in (None, False):
+            raise ConfigError(f"--{name.replace('_', '-')} is for --from-latents: leave it out")
+    if options.run is not None:
+        stage = first_stage.of_run(options.run, options.ema, options.raw, options.step, options.precision)
+    else:
+        stage = first_stage.of_diffusers(options.first_stage, options.image_size, options.precision)
+    if options.crops is None and options.crop != "random":
+        raise ConfigError(f"--crop {options.crop}: say how many of each image, such as --crops 4")
+    if _of_videos(stage) and options.crops is not None:
+        raise ConfigError("--crops is for images, and videos are cut at their centre: leave it out")
+    for name in () if _of_videos(stage) else ("clips", "captions"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is for videos, and {stage.name} encodes images: leave it out, or name a run "
+                              "that learned from videos")
+    if _of_videos(stage) and options.num_captions is not None:
+        raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
+    texts = _texts(options)
+    return Plan(stage, texts, *_encoding(options, stage, texts))
+
+
+def _of_videos(stage: FirstStage) -> bool:
+    return stage.data is not None and stage.data.num_frames is not None
+
+
+def _texts(options: EncodeOptions) -> TextEncoder | None:
+    if options.text_encoder is None:
+        if options.max_text_len is not None:
+            raise ConfigError("--max-text-len counts the tokens of --text-encoder: name one, or leave it out")
+        return None
+    with reworded(options={"text_encoder:": "--text-encoder:", "max_text_len:": "--max-text-len:"}):
+        return TextEncoder(options.text_encoder, options.max_text_len).to(group.device())
+
+
+def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | None) -> tuple[Source, dict[str, Any]]:
+    """The source, and what its encoding is."""
+    source, size = _source(options, stage)
+    (first,), _ = read_items(source, [0])
+    if texts is not None and "caption" not in first:
+        raise ConfigError(f"--text-encoder {options.text_encoder}: the videos have no captions to encode; write X.txt "
+                          "beside each X.mp4, name a --captions file, or leave it out")
+    row = {name: torch.as_tensor(first[name]) for name in ("image", "video", "frames") if name in first}
+    probe = stage.codes({name: torch.stack([value] * options.batch).to(group.device()) for name, value in row.items()})
+    tokens = probe.dtype.kind == "i"
+    encoding = {
+        "kind": "tokens" if tokens else "latents", "shape": list(probe.shape[1:] if tokens else probe.shape[2:]),
+        "dtype": "int32" if tokens else options.dtype, "number": len(source),
+        "flips": 2 if options.flip and not _of_videos(stage) else 1, "image_size": size, "channels": stage.channels,
+        "shard_size": options.shard_size, "batch": options.batch, "first_stage": stage.fingerprint,
+        # All files will be read: their sizes cost little and tell of a changed one.
+        "data": group.from_first(source.contents() if group.rank() == 0 else None)}
+    if options.precision != "fp32":                      # of which earlier folders say nothing
+        encoding["precision"] = options.precision
+    if options.crops is not None:
+        encoding |= {"crops": options.crops, "crop": options.crop}
+    if tokens:
+        encoding["codebook_size"] = stage.codebook_size
+    text = texts and {"encoder": texts.fingerprint(), "shape": [texts.max_length, texts.encodings_dim],
+                      "dtype": options.dtype}
+    if _of_videos(stage):
+        encoding |= {"num_frames": stage.data.num_frames, "frame_stride": stage.data.frame_stride,
+                     "height": stage.data.height or size, "captions": "caption" in first, "text": text}
+    elif "caption" in first:
+        encoding |= {"captions": True, "text": text,
+                     "num_captions": min(source.index.most_captions, options.num_captions or 1)}
+    return source, encoding
+
+
+def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
+    """What is encoded, and the size of its squares, or of its width, in pixels."""
+    path, size, share, held_out_path = options.data, options.image_size, options.held_out or 0.0, None
+    if (run_data := stage.data) is not None:
+        size = size or run_data.image_size
+        if path is None and run_data.mixture:
+            raise ConfigError("the run learned from a mixture: name one of its sources with --data, and encode each "
+                              "into a folder of its own; data.mixture=[{path: ...}, ...] then mixes the codes")
+        if path is None:
+            path, held_out_path = run_data.path, run_data.held_out_path
+            share = run_data.held_out if options.held_out is None else options.held_out
+    if path is None or size is None:
+        raise ConfigError("name the images: --data FOLDER (or builtin:fashion) and --image-size PIXELS")
+    if path.startswith("builtin:") and options.held_out:
+        raise ConfigError(f"--held-out {options.held_out}: {path} holds out images itself: leave it out")
+    if is_encoded(path):
+        raise ConfigError(f"--data {path} holds cached codes already: name a folder of images")
+    with reworded(options={", and for evaluation data.held_out_path=": " or --data ", "data.path=": "--data ",
+                           "data.held_out": "--held-out", "data.captions=": "--captions ", "data.crop=": "--crop "}):
+        if _of_videos(stage):
+            return _clips(options, run_data, path, share, held_out_path), size
+        return _images(options, stage, path, size, share, held_out_path), size
+
+
+def _images(options: EncodeOptions, stage: FirstStage, path: str, size: int, share: float,
+            held_out_path: str | None) -> Source:
+    own = options.data is None and stage.data is not None
+    captions = options.num_captions is not None or options.text_encoder is not None
+    request = replace(request_of(stage.data) if own else Request(SUFFIXES), captions=captions)
+    images = open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
+                         held_out_path=held_out_path, request=request,
+                         crop=Crop() if options.crops is None else Crop(options.crop))
+    if captions and not images.captioned:
+        option = "--num-captions" if options.num_captions else "--text-encoder"
+        raise ConfigError(f"{option}: the images of {path} have no captions: write X.txt beside each X.png, or leave "
+                          "it out")
+    return images
+
+
+def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:
+    """Videos, cut as a run has cut its own; with the images that are mixed into them, where these are the run's own."""
+    changes = {"path": path, "mixture": None, "held_out": share, "held_out_path": held_out_path, "flip": False,
+               "codes": None, "buckets": None}         # codes have one shape: shorter clips are filled up
+    if options.data is not None:
+        changes |= {"images": None, "captions": None}
+    changes |= {name: value for name in ("image_size", "captions") if (value := getattr(options, name)) is not None}
+    if options.split == "all":
+        changes |= {"held_out": 0.0, "held_out_path": None}
+    train, held_out = open_sources(run_data.model_copy(update=changes))
+    if options.split == "held_out" and held_out is None:
+        raise ConfigError("no videos are held out: set data.held_out (a fraction)")
+    if options.split == "all" and held_out is not None:
+        raise ConfigError(f"--split all: {path} holds out clips itself: take train and held_out, each into a folder")
+    source = held_out if options.split == "held_out" else train
+    if options.clips is None:
+        return source
+    if source.chance_name is None:
+        raise ConfigError(f"--clips {options.clips}: the videos of {path} are as long as a clip: leave it out")
+    return Windows(source, options.clips)

@@ -1,0 +1,233 @@
+"""Held-out figures of a trained run: bits/dim of the whole bound where the system has one, written as JSON and a plot.
+
+A figure is the mean over samples of what System.measure says. It is the same for any number of ranks and any batch
+size, up to the rounding of the networks: a sample's noise is its own, and sums are float64.
+"""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dstrain import __version__, systems
+from dstrain.checkpoint.manifest import manifest
+from dstrain.data.batches import held_out
+from dstrain.data.cached.embeddings import open_pairs
+from dstrain.data.decode.pixels import FORMATS, open_image
+from dstrain.data.open import open_sources, open_split, request_of
+from dstrain.data.source import Source
+from dstrain.data.sources.images import Images, encoded, open_images
+from dstrain.data.views import Spread
+from dstrain.disk import atomic
+from dstrain.distributed import group
+from dstrain.distributed.bars import Bar
+from dstrain.encoders.precision import Precision, computing, dtype_of, require
+from dstrain.recipe import ConfigError, Run, reworded
+from dstrain.runs import trained
+from dstrain.sampling.draw import Means
+from dstrain.systems.base import System
+from dstrain.tracking import figures
+
+_NUM_CHECKED = 8                                  # images of --data whose size and colours are checked
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What to measure; None takes the run's own choice."""
+
+    folder: Path                                  # of the run
+    split: str | None = None                      # held_out, train or test; None: held_out
+    num: int | None = None                        # samples, evenly spaced over the split; None: all
+    num_steps: int | None = None                  # timesteps of a shortened chain; None: the whole chain
+    ema: float | None = None                      # decay; None: the run's choice
+    raw: bool = False                             # the training weights instead of an average
+    step: int | None = None                       # checkpoint; None: the newest whole one
+    batch: int = 32                               # samples of one rank at a time
+    data: str | None = None                       # another folder of images, videos or pairs, all of it
+    precision: Precision = "fp32"                 # of the trained networks
+    out: Path | None = None                       # None: FOLDER/evaluation
+
+
+def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
+    """Measures on all ranks together: the JSON file written (the plot lies beside it), and what it holds.
+
+    ConfigError: what cannot be, with the remedy.
+    """
+    require(options.precision)
+    begin = time.perf_counter()
+    run = trained.read(options.folder)
+    system = systems.build(run.system, run.model)
+    source = Spread(_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
+    if group.rank() == 0:                            # stdout is for the figures
+        print(f"data: {options.data or run.data.path}, {_split(options)}: {source.describe()}", file=sys.stderr)
+    checkpoint = trained.checkpoint(options.folder, options.step, options.ema)
+    kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
+    out = options.out or options.folder / "evaluation"
+    trained.require_writable(out)
+    networks = trained.networks(system, checkpoint, kinds, dtype_of(options.precision))
+    with computing(options.precision):
+        means = measure(system, networks, source, batch=options.batch, seed=run.seed, num_steps=options.num_steps,
+                        show=group.rank() == 0)
+    unreadable = sorted(set().union(*group.objects(source.unreadable)))
+    seal, device = manifest(checkpoint), group.device()
+    data = {"path": options.data or run.data.path, "fingerprint": source.whole.fingerprint(),
+            "image_size": run.data.image_size, "channels": run.data.channels, "unreadable": unreadable}
+    result = {
+        "run": run.name, "system": run.system, "step": seal["step"], "weights": kinds, "split": _split(options),
+        "samples": len(source), "samples_of_split": len(source.whole), "num_steps": options.num_steps, **means,
+        "data": data, "seed": run.seed, "precision": options.precision,
+        "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "trained_with": seal["versions"], "ranks": group.world(), "batch": options.batch,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "seconds": round(time.perf_counter() - begin, 3),
+    }
+    path = out / f"{_name(options, result)}.json"
+    if group.rank() == 0:
+        atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        figures.plot(path.with_suffix(".png"), result)
+    group.barrier()
+    return path, result
+
+
+@torch.no_grad()
+def measure(system: System, networks: dict[str, nn.Module], source: Source, *, batch: int, seed: int,
+            num_steps: int | None = None, show: bool = False) -> dict[str, Any]:
+    """Means over all samples of a source, on all ranks together, which make equally many calls of the networks.
+
+    figures and standard_errors {name: mean}, curves {name: [mean of each column]}, timesteps (of the columns, or None),
+    quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples. What is not finite becomes None.
+    At most `batch` samples of one rank at a time; `show` draws a progress bar, on a terminal.
+    """
+    rounds = -(-len(source) // (batch * group.world()))
+    batch = -(-len(source) // (rounds * group.world()))                  # as little filling as can be
+    means = Means()
+    with Bar("measuring", show=show, total=rounds, unit="step", desc=f"{len(source)} samples") as bar:
+        batches = held_out(source, batch, group.rank(), group.world(), group.device(), seed)
+        for done, samples in enumerate(batches, 1):
+            valid = samples.pop("valid")
+            terms = system.measure(networks, system.encode(samples), num_steps, _watched(bar, rounds))
+            means.add(terms, valid)
+            bar.update(bar.total * done // rounds - bar.n)               # a system may have shown no steps of its own
+    result = means.result()
+    for name, value in system.digest(result["curves"]).items():          # it has no standard error, being no mean
+        result["figures"][name], result["standard_errors"][name] = value, None
+    return _plain(result)
+
+
+def _plain(value: Any) -> Any:
+    """Figures as JSON has them: tensors become lists, and what is not finite None, since JSON knows no NaN."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, Tensor):
+        return [_plain(inner) for inner in value.tolist()]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _watched(bar: Bar, rounds: int) -> Any:
+    """A System's Progress: every batch takes the same steps, so the bar knows its end from the first one on."""
+    def steps_of(steps: Iterable[int]) -> Iterator[int]:
+        steps = list(steps)
+        bar.total = rounds * len(steps)
+        for step in steps:
+            yield step
+            bar.update()
+    return steps_of
+
+
+def _split(options: EvaluateOptions) -> str:
+    return "all" if options.data else options.split or "held_out"
+
+
+def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
+    """The samples to measure. ConfigError: the run holds none out, or the data are not such as it was trained on."""
+    if options.data is not None:
+        source = _other_data(options, run, classes)
+    elif options.split == "test":
+        source = open_split(run.data, "test")
+    else:
+        source = open_sources(run.data, run=options.folder)[0 if options.split == "train" else 1]
+    if source is None:
+        raise ConfigError(f"{options.folder} holds no images out: name other images with --data FOLDER, take those it "
+                          "was trained on with --split train, or train with data.held_out=0.05")
+    if classes is not None and (len(source.classes) > classes or classes > 1 and not source.classes):
+        raise ConfigError(f"{options.data or run.data.path} has {len(source.classes) or 'no'} classes, the model "
+                          f"{classes}: its labels would be wrong; name the data that the run was trained on")
+    return source
+
+
+def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
+    path, data, labelled = os.path.expanduser(options.data), run.data, classes is not None and classes > 1
+    pairs = "pairs" in systems.config_class(run.system).learns_from
+    if options.split is not None:
+        raise ConfigError(f"--data {path} takes all images there: leave out --split {options.split}")
+    if path.startswith("builtin:"):
+        raise ConfigError(f"--data {path}: name a folder of {'embedding pairs' if pairs else 'images'}")
+    with reworded(options={", and for evaluation data.held_out_path=": " or --data ", "data.held_out_path=": "--data ",
+                           "data.path=": "--data ", ", or builtin:fashion": ""}):
+        if pairs:
+            return open_pairs(path, data.splits, "all")
+        if data.num_frames is not None:                                  # with captions of their own
+            return open_sources(data.model_copy(update={"path": path, "mixture": None, "held_out": 0.0, "images": None,
+                                                        "held_out_path": None, "captions": None}))[0]
+        # Labels follow the class names of the training data.
+        places = (data.path, "held_out", path) if labelled else (path, "all", None)
+        source = open_images(places[0], data.image_size, channels=data.channels, split=places[1],
+                             held_out_path=places[2], draft=data.draft, request=request_of(data),
+                             sizes=data.size_conditions)
+    if labelled and not source.classes:
+        raise ConfigError(f"--data {path} has no class folders and the model knows {classes} classes: put the images "
+                          "into folders named as those of the training data")
+    named = data.path.startswith("builtin:") or Path(data.path).exists()
+    if labelled and not named and len(source.classes) < classes:
+        raise ConfigError(f"--data {path} has {len(source.classes)} classes, the model {classes}, and the training "
+                          f"data that would name them are no longer at {data.path}: put them back")
+    _require_fit(path, source, run)
+    return source
+
+
+def _require_fit(path: str, source: Images, run: Run) -> None:
+    """Refuses images that would be enlarged, or lose their colours: bits of those are no likelihood of these data."""
+    sides, grey = [], []
+    for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
+        try:
+            with open_image(encoded(source.layout, source.index.place(source.row(index))), FORMATS) as image:
+                grey.append(image.mode in ("1", "L", "LA", "I", "I;16", "F")
+                            or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1)
+                sides.append(min(image.size))
+        except Exception:                # a hostile file may raise anything; it is reported where it is measured
+            continue
+    size = run.data.image_size
+    if sides and max(sides) < size:
+        raise ConfigError(f"--data {path} holds images of {max(sides)} pixels, data.image_size is {size}: take others")
+    if run.data.channels == 1 and grey and not any(grey):
+        raise ConfigError(f"--data {path} holds colour images (3 channels), data.channels is 1: name grey images")
+
+
+def _name(options: EvaluateOptions, result: dict[str, Any]) -> str:
+    """One name for one question: other options write another file, the same ones replace their own."""
+    words = [f"step_{result['step']:08d}", figures.weights(result)]
+    if options.data is not None:
+        digest = hashlib.blake2b(os.path.abspath(options.data).encode(), digest_size=3).hexdigest()
+        words.append(f"{Path(options.data).name or 'data'}-{digest}")
+    elif result["split"] != "held_out":
+        words.append(result["split"])
+    if result["samples"] < result["samples_of_split"]:
+        words.append(f"n{result['samples']}")
+    if options.num_steps is not None:
+        words.append(f"steps{options.num_steps}")
+    return "_".join([*words, *([options.precision] if options.precision != "fp32" else [])])
+
+
+def report(path: Path, result: dict[str, Any]) -> str:
+    """The lines that are printed in the end."""
+    return f"{figures.table(result)}\n{path} and {path.with_suffix('.png').name}"

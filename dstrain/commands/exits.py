@@ -1,0 +1,94 @@
+"""How a command ends: with one message for what a user can mend, with a traceback for what is a fault of the code."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+
+from dstrain.distributed import exit_codes
+from dstrain.distributed.launcher import Place, place
+from dstrain.distributed.presence import presence
+from dstrain.distributed.progress import phases
+from dstrain.recipe import ConfigError, NotRead, NotSaved
+
+
+def run_main(main: Callable[[], None], speaks: bool = True) -> None:
+    """Runs a script's main. A ConfigError, which a user can mend, becomes one message on stderr, and exit code 2.
+
+    Training that has diverged ends with 3. All else is a fault of the code: it keeps its traceback and ends with 1. A
+    rank that has lost the others ends at once. speaks: wherever it is silent for long, a line on stderr says what it is
+    at, see distributed/progress.py.
+    """
+    _wait_briefly()
+    try:
+        if _place().world > 1:
+            presence().announce()
+        with phases() if speaks else nullcontext():
+            _run_main(main)
+    except SystemExit as ended:
+        _note(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        if group := _group():
+            group.quit_among_others(ended.code)
+        raise
+    _note(exit_codes.DONE)
+
+
+def _wait_briefly() -> None:
+    """Lets OpenMP's threads, which wait busily for their next work, soon fall asleep: beside other work on the cores a
+    training is several times faster so, and as fast on idle ones. libgomp reads it when torch is loaded.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def _place() -> Place:
+    try:
+        return place()
+    except ValueError as error:                    # of the launcher's variables; every later call would say the same
+        print(f"{Path(sys.argv[0]).name}: error:\n  {error}", file=sys.stderr)
+        raise SystemExit(exit_codes.WRONG_INPUT) from None
+
+
+def _group() -> ModuleType | None:
+    """The module distributed.group, where a script has loaded it: it imports torch, which readers do without."""
+    return sys.modules.get("dstrain.distributed.group")
+
+
+def _note(code: int) -> None:
+    """How this rank ends, for a supervisor, and for the other ranks here, which a fault of this one would end, too."""
+    exit_codes.note(code)
+    if code in (exit_codes.DONE, exit_codes.STOPPED):
+        presence().leave()
+
+
+def _run_main(main: Callable[[], None]) -> None:
+    try:
+        main()
+    except KeyboardInterrupt:                      # of other commands than training, which saves when it hears Ctrl-C
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except (FloatingPointError, NotRead, NotSaved, ConfigError) as error:
+        _report(error)
+        code = {FloatingPointError: exit_codes.DIVERGED, NotRead: exit_codes.BUG, NotSaved: exit_codes.BUG,
+                ConfigError: exit_codes.WRONG_INPUT}
+        raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
+    except RuntimeError as error:
+        if (group := _group()) and group.lost(error):
+            group.end(error)
+        raise
+
+
+def _report(error: Exception) -> None:
+    rank = place().rank
+    if rank:
+        # Mostly rank 0 reports the same, and its end ends this rank, after seconds where the launcher has little of a
+        # core. A fault of this machine alone is reported here.
+        time.sleep(6)
+    lines = getattr(error, "problems", [str(error)])
+    where = f" [rank {rank}]" if rank else ""
+    count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
+    print(f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines), file=sys.stderr,
+          flush=True)

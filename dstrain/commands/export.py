@@ -1,0 +1,199 @@
+"""A trained run as a folder of its own, read back and compared with the trained networks.
+
+    diffusers      a pipeline that draws, written by systems/SYSTEM/to_diffusers.py; with a model card, README.md, whose
+                   code was run on the folder by a process without dstrain, and drew what the trained network draws
+    safetensors    PART.safetensors of every part, which init_from takes, and the run's recipe.yaml: of any system
+"""
+
+import importlib
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from dstrain import recipe, systems
+from dstrain.data.batches import held_out
+from dstrain.data.cached.shards import INDEX, read_index, statistics, sums
+from dstrain.data.formats.imagenet import titles
+from dstrain.data.open import open_sources
+from dstrain.data.views import Shuffled
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
+from dstrain.encoders.autoencoder import fingerprint
+from dstrain.engine.checkpoint import read_weights
+from dstrain.nn.measures import relative_error
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs import card, trained
+from dstrain.runs.folders import new_folder
+from dstrain.runs.weights import read
+from dstrain.systems.base import Example, System
+
+_BATCH = 32                   # samples of the data at a time
+_PROBE = 4                    # random samples that are compared
+_TOLERATED = 1e-5             # relative; the same float32 operations in the same order agree to the bit
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to export, of which weights, and where to."""
+
+    run: Path
+    out: Path                                  # folder to write
+    format: str = "diffusers"                  # or safetensors
+    ema: float | None = None                   # decay; None: the run's choice
+    raw: bool = False                          # the training weights instead of an average
+    step: int | None = None                    # checkpoint; None: the newest whole one
+    statistics: Path | None = None             # folder or index of launch/encode.py; None: measured over the run's data
+    num: int = 1000                            # samples to measure over
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    name: str                                  # diffusers' class, or safetensors
+    errors: dict[str, float]                   # relative, against the trained network
+    statistics: dict[str, Any]                 # what was measured or read on the way
+    note: str = ""                             # what its user has to know
+
+
+def export(options: ExportOptions) -> Exported:
+    """Writes options.out, whole or not at all. ConfigError: it cannot be expressed, or does not agree."""
+    if group.place().world > 1:
+        raise ConfigError("an export takes one process: python launch/export.py ...")
+    if options.statistics and options.format != "diffusers":
+        raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")
+    run = trained.read(options.run)
+    system = systems.build(run.system, run.model)
+    writer = None
+    if options.format == "diffusers":
+        system.require_expressible()
+        writer = importlib.import_module(f"{systems.package(run.system).__name__}.to_diffusers")
+    if options.statistics and not system.encodes:
+        raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
+    checkpoint = trained.checkpoint(options.run, options.step, options.ema)
+    ema = run.samples.ema if options.ema is None else options.ema
+    kinds = trained.kinds(system, checkpoint, ema, options.raw, every=True)
+    if writer is not None:                                        # diffusers' classes are of the first part alone
+        first = next(iter(system.parts))
+        kinds = {first: kinds[first]}
+    phases().at(f"writing {options.out}")
+    with new_folder(options.out) as folder:
+        if writer is None:
+            exported = _as_parts(run, checkpoint, kinds, folder)
+        else:
+            nets = trained.networks(system, checkpoint, kinds, torch.float32)
+            exported = _in_diffusers(options, run, system, nets, writer, folder)
+        _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
+        if writer is not None:
+            # What takes a process of its own comes last.
+            phases().at("drawing from the export in a process without dstrain")
+            title, code = options.out.absolute().name, writer.about(system)[2]
+            drawn = card.draw(folder, title, code)
+            with _float32():
+                exported.errors["code"] = _difference(drawn, writer.drawn(system, nets))
+            _require_agreement(options.run, exported, writer.TOLERATED)
+            card.write(folder, title, run, options.run, checkpoint, kinds, exported.name, exported.note, code,
+                       exported.errors, writer.TOLERATED["code"], system)
+    return exported
+
+
+def _float32() -> AbstractContextManager[None]:
+    """Inside, both sides compute in whole float32: on a GPU convolutions would round to TF32, each by its algorithm."""
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+
+
+def _difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
+    """The largest difference of what the card's code has drawn / the largest magnitude of what is expected (B, ...)."""
+    found = torch.from_numpy(drawn)
+    if expected.dtype == torch.uint8:                             # pictures come as they are saved, (B, H, W[, C])
+        found = found.view(len(found), *expected.shape[2:], -1).movedim(-1, 1)
+    return relative_error(found.float(), expected.float().cpu())
+
+
+def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
+    """ConfigError: an error is above its limit, or not a number."""
+    excess = [f"{error:.1e} ({name})" for name, error in exported.errors.items()
+              if not error <= limits.get(name, _TOLERATED)]
+    if excess:
+        raise ConfigError(f"{folder} read back from {exported.name} differs from the trained network by "
+                          f"{', '.join(excess)}: nothing is kept")
+
+
+def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> Exported:
+    (out / "recipe.yaml").write_text(recipe.dump(run), encoding="utf-8")
+    assert recipe.load(out / "recipe.yaml") == run
+    errors = {}
+    for part, kind in kinds.items():
+        path, weights = out / f"{part}.safetensors", read_weights(checkpoint, part, kind)
+        save_file(weights, path, metadata={"weights": kind, "checkpoint": checkpoint.name})
+        copy = read(path)
+        same = copy.keys() == weights.keys() and all(torch.equal(copy[name], weights[name]) for name in weights)
+        errors[part] = 0.0 if same else math.inf
+    return Exported("safetensors", errors, {})
+
+
+def _in_diffusers(options: ExportOptions, run: Run, system: System, nets: dict[str, nn.Module], writer: ModuleType,
+                  out: Path) -> Exported:
+    scale: dict[str, Any] = {}                                    # stays empty where the writer does not ask
+
+    def measured() -> dict[str, Any]:
+        scale.update(_statistics_of_cache(options, system, nets) if options.statistics
+                     else _measured(options.num, run, system, nets))
+        return scale
+
+    writer.save(system, nets, out, measured, lambda: _classes(run))
+    synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
+    with _float32():
+        errors = writer.errors(system, nets, out, system.encode(synthetic))
+    name, note, _ = writer.about(system)
+    return Exported(name, errors, scale, note)
+
+
+def _classes(run: Run) -> tuple[str, ...]:
+    """Names of the labels, if the run's data are still there and say so."""
+    try:
+        classes = tuple(open_sources(run.data, run=run.directory)[0].classes)
+        return titles(run.data.path, run.data.class_list, classes)
+    except (ValueError, OSError, AttributeError):
+        return ()
+
+
+def _statistics_of_cache(options: ExportOptions, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
+    """The statistics that launch/encode.py measured. ConfigError: its codes are of other weights."""
+    folder = options.statistics.parent if options.statistics.name == INDEX else options.statistics
+    index = read_index(folder)
+    own, encoder = fingerprint(*system.identity(nets)), index["encoding"]["first_stage"]
+    if own != encoder:
+        raise ConfigError(f"--statistics {options.statistics}: these codes are of the first stage {encoder}, "
+                          f"{options.run} exports {own}; name the cache that it encoded (and its --ema or --raw)")
+    return index["statistics"]
+
+
+@torch.no_grad()
+def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
+    """Of the posteriors of `num` training samples."""
+    shards, count = [], 0
+    for example in _examples(num, run, system):
+        codes = system.codes(nets, example)
+        moments = torch.stack((codes["latent_mean"], codes["latent_std"]), dim=1)[:, None].cpu().numpy()
+        shards.append(sums(moments[example["valid"].cpu().numpy()]))
+        count += int(example["valid"].sum()) * moments[0, 0, 0, 0].size
+    return statistics(shards, count)
+
+
+def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
+    source = Shuffled(open_sources(run.data, run=run.directory)[0], run.seed)
+    print(f"data: {run.data.path}: {min(num, len(source)):,} of {source.describe()}", flush=True)
+    for batch in held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):
+        with torch.no_grad():                  # around the yield it would also hold in the caller's loop
+            example = system.encode(batch)
+        yield example

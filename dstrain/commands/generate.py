@@ -1,0 +1,320 @@
+"""What a trained run draws: pictures or videos, a grid and the .npz that ADM's evaluation reads; or embeddings.
+
+Runs can be chained: the pictures of the first are what the next one begins from, as in super-resolution, or its
+embeddings, as from a prior to its decoder. Videos go on from given frames, and scene after scene, see
+sampling/scenes.py. sampling/files.py writes the files.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dstrain import rng, systems
+from dstrain.data.cached.embeddings import encoder_of
+from dstrain.data.cached.rows import read_embeddings
+from dstrain.data.decode.pixels import read_pictures
+from dstrain.distributed import group
+from dstrain.distributed.bars import Bar
+from dstrain.encoders.precision import Precision, computing, dtype_of, require
+from dstrain.recipe import ConfigError, Run, reworded, write_errors
+from dstrain.runs import trained
+from dstrain.runs.guide import Guide
+from dstrain.runs.guide import load as load_guide
+from dstrain.sampling.draw import class_columns, draw, draw_all
+from dstrain.sampling.files import FORMATS, FPS, About, Embeddings, Pictures, folder_for
+from dstrain.sampling.requests import OPTIONS, make_request
+from dstrain.sampling.scenes import Length, frames_of_scenes, go_on, length, read_prime
+from dstrain.systems.base import CHOICES, Request, System
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What to generate; None takes the run's own choice (its `samples` section, its newest checkpoint)."""
+
+    folder: Path                               # of the run
+    num: int = 16
+    labels: tuple[int, ...] | None = None      # repeated to num; None: every class in turn
+    prompts: tuple[str, ...] | None = None     # texts, repeated to num, for a system that takes them
+    text_encoder: str | None = None            # what encodes them, a folder or hub name; None: the recipe's
+    tokenizer: str | None = None               # what decodes drawn tokens, a folder; None: the recipe's
+    size: tuple[int, int] | None = None        # width and height of pictures
+    num_steps: int | None = None               # network evaluations for each picture
+    sampler: str | None = None
+    guidance_scale: float | None = None
+    guidance_rescale: float | None = None      # these four: see recipe/run.py, Samples
+    guidance_interval: tuple[float, float] | None = None
+    spacing: str | None = None
+    eta: float | None = None
+    guide: Guide | None = None                 # another run, or other weights of this one, that guide
+    invert: Path | None = None                 # pictures to carry to noise and draw again: a folder, or an .npz
+    seed: int = 0                              # picture i is a function of seed + i alone
+    ema: float | None = None                   # decay; None: the run's choice
+    raw: bool = False                          # the training weights instead of an average
+    step: int | None = None                    # checkpoint; None: the newest whole one
+    then: tuple[Path, ...] = ()                # runs that go on from the pictures, each by its own choices
+    low_res: Path | None = None                # pictures that the first run begins from: a folder, or an .npz
+    embeddings: Path | None = None             # image embeddings that it begins from: an .npy
+    batch: int = 16                            # pictures of one rank at a time
+    out: Path | None = None                    # None: FOLDER/generated, of the last run
+    pngs: bool = True                          # one file for each picture or clip, beside the grid and the .npz
+    num_frames: int | None = None              # of a clip or a scene, with the frames that are given
+    scenes: tuple[str, ...] | None = None      # texts of one long clip for each seed, instead of prompts
+    prime: Path | None = None                  # clips or pictures to go on from, repeated to num
+    prime_frames: int | None = None            # that are given, or go over from scene to scene
+    formats: tuple[str, ...] | None = None     # of files; None: all
+    fps: int = FPS
+    precision: Precision = "fp32"              # of the trained networks; a first stage decodes in fp32 or tf32
+
+
+Opened = tuple[Path, Run, System]
+
+
+@dataclass(frozen=True)
+class ReadyRun:
+    """A run whose weights are loaded."""
+
+    folder: Path
+    run: Run
+    system: System
+    networks: dict[str, nn.Module]
+
+
+def generate(options: GenerateOptions) -> Path:
+    """Draws and writes the samples, on all ranks together; returns their folder. ConfigError: what cannot be drawn."""
+    require(options.precision)
+    first, *then = (_open(options.folder, options), *map(_open, options.then))
+    _, run, system = first
+    sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
+    clip = _length(options, run, system)
+    images = _begin(options, first, then, clip)
+    dtype = dtype_of(options.precision)
+    guide = options.guide and load_guide(options.guide, system, _guidance_scale(options, run), dtype)
+    runs = [_load(*first, dtype, options.step, options.ema, options.raw), *(_load(*later, dtype) for later in then)]
+    if guide:
+        runs[0].networks["guide"] = guide
+    scenes = _later_scenes(options, run, system)
+    request, captions = _request(options, run, system, images, clip, sampler)
+    out = group.from_first(folder_for(options.out, runs[-1].folder) if group.rank() == 0 else None)
+    with write_errors(f"--out {out}", "make room, or name a folder elsewhere"), computing(options.precision):
+        _write(options, out, runs, request, captions, scenes, clip)
+    group.barrier()
+    return out
+
+
+def _guidance_scale(options: GenerateOptions, run: Run) -> float:
+    if options.guidance_scale is not None:
+        return options.guidance_scale
+    return run.samples.guidance_scale if options.invert is None else 1.0         # guided chains come back less exactly
+
+
+def _write(options: GenerateOptions, out: Path, runs: list[ReadyRun], request: Request, captions: list[str] | None,
+           scenes: list[dict[str, Tensor]], clip: Length | None) -> None:
+    with Bar("drawing", total=options.num, unit="sample") as bar:
+        rounds = _rounds(runs, options, request, scenes, clip)
+        with reworded(options=OPTIONS):
+            numbers, samples = next(rounds)                       # before the folder is made: this may be refused
+        out.mkdir(parents=True, exist_ok=True)
+        group.barrier()
+        about = About(options.num, options.seed, class_columns(request), request.conditions.get("label"), captions,
+                      frames_of_scenes(options.scenes, clip) if options.scenes else None, options.pngs,
+                      options.formats or FORMATS, options.fps)
+        files = (Pictures if samples.dtype == torch.uint8 else Embeddings)(out, about)
+        pictures, errors = request.conditions.get("invert"), torch.zeros(2, dtype=torch.float64)
+        while numbers is not None:
+            files.add(numbers, samples)
+            if pictures is not None:
+                error = samples.double() - pictures[numbers].double()
+                errors += torch.stack((error.abs().flatten(1).mean(1).sum(), error.square().flatten(1).mean(1).sum()))
+            bar.update(len(numbers))
+            numbers, samples = next(rounds, (None, None))
+    files.close()
+    if pictures is not None and group.rank() == 0:
+        distance, squares = (errors / options.num).tolist()
+        psnr = 10 * math.log10(255 ** 2 / max(squares, 1e-9))
+        print(f"--invert: pictures come back to {distance:.3g} of 255 on average, PSNR {psnr:.1f} dB")
+
+
+def _open(folder: Path, options: GenerateOptions | None = None) -> Opened:
+    run = trained.read(folder)
+    with reworded(f"{folder}: "):
+        if options is not None:
+            model = systems.config_class(run.system).with_encoders(run.model, options.text_encoder, options.tokenizer)
+            run = run.model_copy(update={"model": model})
+        system = systems.build(run.system, run.model)
+    if problem := system.cannot_draw():
+        raise ConfigError(f"{folder} trains {run.system}, which cannot draw: {problem}")
+    return folder, run, system
+
+
+def _load(folder: Path, run: Run, system: System, dtype: torch.dtype, step: int | None = None,
+          ema: float | None = None, raw: bool = False) -> ReadyRun:
+    checkpoint = trained.checkpoint(folder, step, ema)
+    kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    return ReadyRun(folder, run, system, trained.networks(system, checkpoint, kinds, dtype))
+
+
+def _length(options: GenerateOptions, run: Run, system: System) -> Length | None:
+    """How long clips are, None of pictures. ConfigError: options of videos where none are drawn, or that do not fit."""
+    values = {"--num-frames": options.num_frames, "--scenes": options.scenes, "--prime": options.prime,
+              "--prime-frames": options.prime_frames, "--format": options.formats}
+    used = [option for option, value in values.items() if value is not None]
+    if system.num_frames is None:
+        if used:
+            raise ConfigError(f"{used[0]}: {options.folder} trains {run.system}, which draws no videos; leave it out")
+        return None
+    going_on = [option for option in used if option in ("--scenes", "--prime")]
+    if going_on and not system.takes_pictures:
+        raise ConfigError(f"{going_on[0]}: {options.folder} trains {run.system}, which cannot go on from given frames; "
+                          "leave it out")
+    if "--prime-frames" in used and not going_on:
+        raise ConfigError("--prime-frames says what --scenes and --prime go on from: give one of them, or leave it out")
+    if options.scenes is not None and (options.prompts or options.labels):
+        raise ConfigError("--scenes gives the texts itself: leave out --prompts and --labels")
+    clip = length(system, options.num_frames or run.samples.num_frames, options.prime_frames,
+                  options.scenes is not None)
+    if going_on and clip.primed >= clip.frames:
+        raise ConfigError(f"{used[0]}: clips of {clip.frames} frames have no room for more; raise --num-frames")
+    return clip
+
+
+def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None) -> Tensor | None:
+    """What the first run begins from, where it does: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or embeddings
+    float32 (N, D).
+
+    ConfigError: runs that cannot be chained.
+    """
+    folder, run, system = first
+    enlarges = system.starts_from_data and not system.takes_embeddings
+    if enlarges and options.low_res is None:
+        raise ConfigError(f"{folder} draws from smaller pictures: give them as --low-res FILE.npz or FOLDER, or draw "
+                          f"them from another run, launch/generate.py RUN --then {folder}")
+    if system.takes_embeddings and options.embeddings is None:
+        raise ConfigError(f"{folder} draws from image embeddings: give them as --embeddings FILE.npy, or draw them by "
+                          f"a prior, launch/generate.py PRIOR --prompts FILE --then {folder}")
+    if options.low_res is not None and not enlarges:
+        raise ConfigError(f"--low-res {options.low_res}: {folder} takes no pictures; leave it out")
+    if options.embeddings is not None and not system.takes_embeddings:
+        raise ConfigError(f"--embeddings {options.embeddings}: {folder} takes no embeddings; leave it out")
+    if options.prime is not None:
+        exactly = options.prime_frames is not None
+        return read_prime(options.prime, run.data, system.temporal_patch_size, clip.primed, exactly)
+    if options.invert is not None:
+        return _pictures_to_invert(options, run, system)
+    if then and options.size:
+        raise ConfigError("--size: a run of --then takes squares; leave it out")
+    if then and clip is not None and then[0][2].starts_from_data:
+        raise ConfigError(f"--then {then[0][0]}: this run goes on from pictures, and {folder} draws videos")
+    for before, later in zip((first, *then), then):
+        _require_chain(before, later)
+    if options.embeddings is not None:
+        with reworded(options={"data.path: ": "--embeddings: "}):
+            return read_embeddings(options.embeddings)
+    if options.low_res is None:
+        return None
+    with reworded("--low-res "):
+        return read_pictures(options.low_res, run.data.channels)
+
+
+def _require_chain(before: Opened, after: Opened) -> None:
+    """ConfigError: a run of --then cannot begin from what the one before it draws."""
+    (_, run, system), (folder, later, taker) = before, after
+    width, size = system.draws_embeddings, run.data.image_size
+    if not taker.starts_from_data:
+        raise ConfigError(f"--then {folder}: this run begins from noise, not from the pictures of another")
+    if bool(width) != bool(taker.takes_embeddings):
+        kinds = ("image embeddings", "pictures") if width else ("pictures", "image embeddings")
+        raise ConfigError(f"--then {folder}: this run begins from {kinds[1]}, and {before[0]} draws {kinds[0]}: name a "
+                          "run that takes them")
+    if not width and size >= later.data.image_size:
+        raise ConfigError(f"--then {folder} draws pictures of {later.data.image_size} pixels, and is given some of "
+                          f"{size}: name a run that enlarges them")
+    with reworded(f"--then {folder}: "):
+        taker.conditions_from(torch.zeros(1, width) if width else
+                              torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8))
+    encoders = [encoder_of(path) for path in (run.data.path, later.data.embeddings) if width and path is not None]
+    if None not in encoders and len({*encoders}) > 1:
+        raise ConfigError(f"--then {folder}: it was trained on embeddings by {encoders[1]}, and {before[0]} draws "
+                          f"those by {encoders[0]}: train both with one image encoder")
+
+
+def _pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> Tensor:
+    if not system.inverts:
+        raise ConfigError(f"--invert: {options.folder} trains {run.system}, which carries no pictures to noise; leave "
+                          "it out")
+    if options.low_res is not None or options.then or options.size:
+        raise ConfigError("--invert draws the pictures of one run again: leave out --low-res, --then and --size")
+    with reworded("--invert "):
+        images = read_pictures(options.invert, run.data.channels)
+    if images.shape[2:] != (run.data.image_size,) * 2:
+        raise ConfigError(f"--invert {options.invert}: pictures of {images.shape[3]} x {images.shape[2]} pixels; "
+                          f"{options.folder} draws {run.data.image_size} x {run.data.image_size}: bring them to that "
+                          "size")
+    return images
+
+
+def _later_scenes(options: GenerateOptions, run: Run, system: System) -> list[dict[str, Tensor]]:
+    """Conditions of the scenes behind the first, (1, ...) each. All texts are encoded in one call, which loads an
+    encoder once. ConfigError: texts are given, and the system takes none.
+    """
+    if not system.takes_texts and (options.scenes is not None or options.prompts is not None):
+        option = "--scenes" if options.scenes is not None else "--prompts"
+        raise ConfigError(f"{option}: {options.folder} trains {run.system}, which takes no texts; leave it out")
+    if options.scenes is None:
+        return []
+    with reworded(f"--scenes: {options.folder}: "):
+        conditions = system.conditions_from_texts([*options.scenes])
+    return [{name: values[i:i + 1] for name, values in conditions.items()} for i in range(1, len(options.scenes))]
+
+
+def _request(options: GenerateOptions, run: Run, system: System, images: Tensor | None, clip: Length | None,
+             sampler: str) -> tuple[Request, list[str] | None]:
+    """What the first run is to draw, and the caption of each sample."""
+    prompts, option = options.prompts, "" if options.prompts is None else "--prompts: "
+    if options.scenes is not None:
+        prompts, option = options.scenes[:1], "--scenes: "
+    chosen = {name: getattr(options, name) for name in ("num_steps", "size", *CHOICES)}
+    with reworded(f"{option}{options.folder}: ", OPTIONS):
+        request, captions = make_request(
+            run.samples, system, options.num, options.seed, labels=options.labels, prompts=prompts,
+            images=images if options.invert is None else None, sampler=sampler or None,
+            num_frames=clip and clip.frames, guidance_scale=_guidance_scale(options, run), **chosen)
+    if options.invert is not None:
+        request.conditions["invert"] = images[torch.arange(options.num) % len(images)]
+    return request, captions if options.scenes is None else ["; ".join(options.scenes)] * options.num
+
+
+def _rounds(runs: list[ReadyRun], options: GenerateOptions, request: Request, scenes: list[dict[str, Tensor]],
+            clip: Length | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """(numbers, samples) of each round, carried through all scenes or runs."""
+    chunk = min(options.batch, options.num)
+    first, *then = runs
+    shared = [_shared_labels(request, later, options) for later in then]
+    for numbers, samples in draw(first.system, first.networks, request, chunk):
+        seeds = request.seeds[numbers]
+        if scenes:
+            samples = go_on(first.system, samples, seeds, scenes, clip.primed, request,
+                            lambda scene: draw_all(first.system, first.networks, scene, chunk))
+        for later, labels in zip(then, shared):
+            choice = later.run.samples
+            # Other seeds than the first run's: its pictures were made of that noise.
+            seeds = rng.keys_of_seeds(seeds)
+            conditions = {name: values[numbers] for name, values in labels.items()}
+            conditions |= later.system.conditions_from(samples)
+            samples = draw_all(later.system, later.networks, Request(
+                seeds, conditions, choice.num_steps, choice.sampler, choice.guidance_scale,
+                **{name: getattr(choice, name) for name in CHOICES}), chunk)
+        yield numbers, samples
+
+
+def _shared_labels(request: Request, later: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
+    """The labels that the first run draws, as conditions of a later one, where that takes labels."""
+    if "label" not in later.system.conditions(1):
+        return {}
+    labels = request.conditions.get("label")
+    labels = options.labels or later.run.samples.labels if labels is None else tuple(labels.tolist())
+    with reworded(f"--then {later.folder}: "):
+        return later.system.conditions(options.num, labels)

@@ -1,0 +1,82 @@
+"""Weights from elsewhere as a run's folder, which generate, evaluate, encode and export then read; nothing is trained.
+
+    run.yaml                      the recipe, with the file as init_from and without averages
+    checkpoints/step_00000000/    the weights that training would begin with. It has no moments, and cannot be resumed
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dstrain import recipe, systems
+from dstrain.checkpoint.fragments import write_shard
+from dstrain.checkpoint.layout import COMMON, Fragment, shard_name
+from dstrain.checkpoint.store import Store
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
+from dstrain.engine.initial import build
+from dstrain.recipe import ConfigError, Ema, Run
+from dstrain.runs.folders import new_folder
+from dstrain.runs.weights import fitted
+from dstrain.systems.base import System
+
+
+@dataclass(frozen=True)
+class AdoptOptions:
+    """Which weights become a run, and where."""
+
+    weights: Path                              # what init_from takes
+    run: Run                                   # its recipe, checked; the data need not be here
+    out: Path                                  # a new folder
+
+
+def adopt(options: AdoptOptions) -> list[str]:
+    """Writes options.out, whole or not at all; returns what was loaded, replaced and left, a line each.
+
+    ConfigError: the weights do not fit the recipe, or are damaged; or the folder cannot be written.
+    """
+    if group.place().world > 1:
+        raise ConfigError("an import takes one process: python launch/import.py ...")
+    if not options.weights.exists():
+        raise ConfigError(f"{options.weights} does not exist: give a weights file, a folder of diffusers or of a run")
+    samples = options.run.samples.model_copy(update={"ema": None})
+    run = options.run.model_copy(update={"folder": options.out, "init_from": options.weights, "ema": Ema(decays=()),
+                                         "samples": samples})
+    system = systems.build(run.system, run.model)
+    phases().at(f"reading {options.weights}")
+    loaded = fitted(options.weights, system)
+    values: dict[str, Mapping[str, Tensor]] = {part: state for part, (state, _) in loaded.items()}
+    if system.parts.keys() - loaded.keys():                               # the others as training would begin them
+        initial = build(system.networks, run.seed)
+        values |= {part: dict(state()) for part, (_, state) in initial.items() if part not in loaded}
+    phases().at(f"writing {options.out}")
+    with new_folder(options.out) as out:
+        store = Store(out / "checkpoints")
+        size = sum(4 * value.numel() for state in values.values() for value in state.values())
+        if not store.save(0, lambda folder: _write(folder, system, values), {"imported": options.weights.name}, size):
+            raise ConfigError(f"--out {options.out} was not written: {store.error}")
+        (out / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
+    return [note for _, notes in loaded.values() for note in notes]
+
+
+def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """The files of a checkpoint of one rank. ConfigError: some values are not finite."""
+    with torch.device("meta"):
+        networks = system.networks()
+    buffers: dict[str, Tensor] = {}
+    for part, network in networks.items():
+        for name, value in values[part].items():
+            if value.is_floating_point() and not torch.isfinite(value).all():
+                raise ConfigError(f"{name} of the {part} holds values that are not finite: fetch the file again")
+        trained = {name: values[part][name] for name, _ in network.named_parameters()}
+        write_shard(folder / shard_name(part, 0, 1), (
+            ("master", Fragment(name, tuple(value.shape), 0, value.numel()), value.float().flatten())
+            for name, value in trained.items()), {"part": part})
+        state = network.state_dict()
+        buffers |= {f"buffer/{part}/{name}": values[part][name].to(state[name].dtype).contiguous().clone()
+                    for name in state if name not in trained}
+    save_file(buffers, folder / COMMON, metadata={"counters": "{}"})

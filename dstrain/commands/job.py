@@ -1,0 +1,280 @@
+"""From what was typed to a checked job: every check that needs no DeepSpeed engine, before anything expensive."""
+
+import importlib.util
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain import recipe, systems
+from dstrain.checkpoint.store import Store
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
+from dstrain.engine import settings
+from dstrain.recipe import ConfigError, Data, Run, as_text
+from dstrain.runs import folders
+from dstrain.systems.base import System
+from dstrain.tracking.machine import free
+
+
+@dataclass(frozen=True)
+class JobOptions(folders.Resume):
+    """What was typed."""
+
+    recipe: Path
+    ds_config: Path
+    overrides: tuple[str, ...] = ()
+    dry_run: bool = False
+    print_config: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done, checked."""
+
+    run: Run
+    settings: dict[str, Any]                 # for deepspeed.initialize
+    remarks: list[str]                       # worth printing once
+    memory: str = ""                         # what a rank will keep, and what is free now; on rank 0
+
+
+def prepare(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
+    """The checked job: recipe, overrides, model section, paths and DeepSpeed settings, then data and folder.
+
+    ConfigError: every problem that can be seen at this point. Data and folder are looked at last, and on rank 0.
+    """
+    world, device_type = world or group.place().world, device_type or group.device().type
+    run, problems = checked(recipe.load(options.recipe, options.overrides))
+    problems += _path_problems(run)
+    resolved: dict[str, Any] = {}
+    remarks: list[str] = []
+    memory = ""
+    with _collecting(problems):
+        before = {} if options.from_scratch else folders.settings_before(run.directory)
+        resolved = settings.resolve(options.ds_config, run, world, device_type, before)
+    if not problems:
+        problems += systems.config(run.system, run.model).conflicts_at(settings.stage(resolved))
+    if not problems and group.place().rank == 0:
+        with _collecting(problems):
+            checked_remarks, memory = _check_data_and_folder(run, options, resolved, world)
+            remarks += checked_remarks
+    if problems:
+        raise ConfigError(*problems)
+    return Job(run, resolved, settings.remarks(resolved, device_type) + remarks, memory)
+
+
+def checked(run: Run) -> tuple[Run, list[str]]:
+    """The Run with its data and model sections completed and checked, and what is wrong with it."""
+    from dstrain.data.open import completed, require_kind
+
+    problems: list[str] = []
+    with _collecting(problems):
+        schema = systems.config_class(run.system)
+        run = run.model_copy(update={"data": completed(run.data)})
+        require_kind(run.data, run.system, schema.learns_from, systems.learners)
+        if run.data.durations and not schema.learns_durations:
+            raise ConfigError(f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
+                              "system=phenaki.tokenizer")
+        run = recipe.check(run, schema)
+        config = systems.config(run.system, run.model)
+        fields = {"size_conditions": "size_conditions", "embeddings": "embedding_dim"}
+        if not run.data.durations:
+            fields["buckets"] = "sizes"
+        problems += [f"data.{entry}: {run.system} has no use for it: leave it out, or choose system=dit"
+                     for entry, field in fields.items()
+                     if getattr(run.data, entry) and field not in schema.model_fields]
+        labels, classes = run.samples.labels or (), config.num_labels
+        if unknown := [label for label in labels if classes is not None and label >= classes]:
+            problems.append(f"samples.labels={list(labels)}: {unknown} are not below model.{config.num_labels_field}="
+                            f"{classes}; labels are 0 to {classes - 1}")
+        problems += config.conflicts(run)
+    return run, problems
+
+
+@contextmanager
+def _collecting(problems: list[str]) -> Iterator[None]:
+    """Adds the lines of a ConfigError that is raised inside."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
+def _path_problems(run: Run) -> list[str]:
+    """What is wrong with the paths of a recipe."""
+    problems = _data_problems(run.data)
+    if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        problems.append("track.tensorboard=true needs a package: `pip install tensorboard`, or leave it out")
+    if run.init_from is not None and not run.init_from.exists() and not folders.last_saved(run.directory):
+        problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
+    problem = _folder_problem(run.directory)
+    return problems + ([f"folder={as_text(run.directory)}: {problem}"] if problem else [])
+
+
+def _data_problems(data: Data) -> list[str]:
+    """What is wrong with the paths of the data, of all sources of a mixture."""
+    parts = data.parts() or (data,)
+    sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]
+    problems = [problem for section, part in zip(sections, parts)
+                for key, path in ((f"{section}.path", part.path), (f"{section}.held_out_path", part.held_out_path))
+                if path is not None and (problem := _data_path_problem(key, path))]
+    problems += [f"data.held_out={part.held_out}: {part.path} holds out images itself: leave it out" for part in parts
+                 if part.held_out and part.path.startswith("builtin:")]
+    if problems:
+        return problems
+    for part, other in itertools.product(parts, parts):
+        if other.held_out_path and _share(part.path, other.held_out_path):
+            problems.append(f"data.held_out_path={other.held_out_path} and data.path={part.path} share files, and "
+                            "evaluation would see what was trained on: name a folder beside it, or write "
+                            "data.held_out=0.02")
+        elif part is not other and other.held_out and _share(part.path, other.path):
+            problems.append(f"data.mixture: {part.path} and {other.path} share files, and what one holds out would be "
+                            "trained on in the other: take folders that lie beside each other, or hold nothing out")
+    return problems
+
+
+def _share(one: str, other: str) -> bool:
+    one, other = (os.path.join(os.path.realpath(path), "") for path in (one, other))
+    return one.startswith(other) or other.startswith(one)
+
+
+def _data_path_problem(key: str, path: str) -> str | None:
+    from dstrain.data.formats import is_elsewhere, strange_address
+    from dstrain.data.open import BUILTINS
+
+    if path.startswith("builtin:"):
+        return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
+    if is_elsewhere(path):                        # whether it is there shows when it is listed
+        return None
+    if not os.path.exists(path):
+        return strange_address(key, path) or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
+    if not os.path.isdir(path) and not os.path.isfile(path):
+        return f"{key}={path} is a pipe or a device: give a folder of data, or builtin:fashion"
+    try:
+        empty = os.path.isdir(path) and not any(os.scandir(path))
+    except OSError as error:
+        return f"{key}={path} cannot be listed ({error.strerror}): give a folder that you may read"
+    if empty:
+        return (f"{key}={path} is an empty folder: put images into it, those of a class in a folder of its own, or "
+                "name other data (launch/data.md has all forms), or builtin:fashion")
+    return None
+
+
+def _folder_problem(folder: Path) -> str | None:
+    """Why nothing can be written at `folder`; rank 0 tries it with a folder that it takes away again."""
+    above = (folder.absolute(), *folder.absolute().parents)
+    if link := next((path for path in above if path.is_symlink() and not os.path.exists(path)), None):
+        return f"{link} is a link that leads nowhere; make what it names, or name another folder"
+    existing = next(path for path in above if os.path.exists(path))
+    if not existing.is_dir():
+        return f"{existing} is a file; name another folder"
+    if group.place().rank == 0:
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".dstrain-", dir=existing))
+        except OSError as error:
+            return f"it cannot be written below {existing} ({error.strerror}): make room there, or name another folder"
+    return None
+
+
+def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, Any],
+                           world: int) -> tuple[list[str], str]:
+    """Checks what shows only when the data are listed, the system is built and the folder's earlier run is read.
+
+    Returns remarks that are worth printing, and a line about memory. ConfigError: the first problem.
+    """
+    from dstrain.commands.probe import probe
+    from dstrain.data.formats.labels import require_classes
+    from dstrain.data.open import described, is_embeddings, open_sources
+    from dstrain.metrics.in_training import checked_quality
+    from dstrain.planning.states import keeps
+
+    source, held_out = open_sources(run.data, verify=True, run=run.directory)
+    if run.save.best is True and held_out is None:
+        remedy = "splits=[0.8,0.1,0.1]" if is_embeddings(run.data.path) else "held_out=0.02, or data.held_out_path"
+        raise ConfigError(f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}")
+    system = systems.build(run.system, run.model)
+    if run.data.flip and system.takes_texts and source.captioned:
+        raise ConfigError(f"data.flip=true: {run.system} reads the captions of {run.data.path}, and a mirrored sample "
+                          "would belie those that say left or right: write data.flip=false")
+    system.accepts(source)
+    _require_samples(run, system)
+    config = systems.config(run.system, run.model)
+    require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels,
+                    own=not (run.data.mixture or run.data.held_out_path))
+    checked_quality(run, system, source, held_out)            # asks for a label of each class
+    remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
+    with _collecting(problems := []):
+        system.require_expressible()
+    if options.dry_run:
+        remarks += [f"launch/export.py will not write this run for diffusers: {problem}" for problem in problems]
+    _check_step(run, options)
+    _check_profile(run, options)
+    folders.check(run, system.fingerprint(source), options)
+    if options.print_config:
+        return remarks, ""
+    phases().at("trying two samples")
+    remarks += probe(run, system, source)
+    if options.dry_run:
+        from dstrain.planning.estimate import brief
+        return [*remarks, brief(run, system, resolved, world)], ""
+    try:
+        return remarks, f"{keeps(run, system, resolved, world)}; {free()}"
+    except (RuntimeError, TypeError, ValueError):        # as probe.py meets them on the meta device
+        return remarks, ""
+
+
+def _check_step(run: Run, options: JobOptions) -> None:
+    """ConfigError: --step names no checkpoint of the folder, or the one to go on from is beyond the run's end."""
+    if not options.from_scratch:
+        folders.require_steps(run, folders.last_saved(run.directory) if options.step is None else options.step)
+    if options.step is None:
+        return
+    if options.from_scratch:
+        raise ConfigError(f"--step {options.step} and --from-scratch: give one of the two")
+    store = Store(run.directory / "checkpoints")
+    steps = sorted({*store.steps(), *store.put_aside()})
+    if options.step not in steps:
+        raise ConfigError(f"--step {options.step}: {run.directory} holds no checkpoint of that step; it holds "
+                          f"{', '.join(map(str, steps)) or 'none'}")
+
+
+def _check_profile(run: Run, options: JobOptions) -> None:
+    """ConfigError: the steps of --profile lie beyond the run. Steps before a resume are left to tracking/profile.py."""
+    if options.profile is not None and options.profile[1] > run.steps:
+        raise ConfigError(f"--profile: step {options.profile[1]} lies beyond steps={run.steps}: name steps up to that")
+
+
+def _require_samples(run: Run, system: System) -> None:
+    """ConfigError: the grids of training cannot be drawn as the recipe says. A text encoder is tried here."""
+    samples, draws = run.samples, system.generates or not run.every.sample
+    system.sampler(samples.sampler, "samples.sampler")
+    system.check_sampling(samples)
+    if run.every.sample and system.generates and (problem := system.cannot_draw()):
+        raise ConfigError(f"every.sample={run.every.sample}: {problem}; write every.sample=0, or set `generates` to "
+                          "False in the system")
+    if samples.prompts and not (system.takes_texts and draws):
+        raise ConfigError(f"samples.prompts: {run.system} draws nothing for texts while it trains; leave it out")
+    if samples.num_frames is not None:
+        if not (system.num_frames and draws):
+            raise ConfigError(f"samples.num_frames={samples.num_frames}: {run.system} draws no videos; leave it out")
+        if (samples.num_frames - 1) % system.temporal_patch_size:
+            raise ConfigError(f"samples.num_frames={samples.num_frames}: clips of this model have 1 + k * "
+                              f"{system.temporal_patch_size} frames")
+        if samples.num_frames > system.num_frames:
+            raise ConfigError(f"samples.num_frames={samples.num_frames}: this model has {system.num_frames} at most")
+    if samples.prompts and run.every.sample:
+        system.conditions_from_texts([samples.prompts[0]])
+
+
+def _initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
+    """What `init_from` would load, where the run begins by it. ConfigError: the weights do not fit."""
+    from dstrain.runs.weights import fitted
+
+    if run.init_from is None or options.from_scratch or folders.last_saved(run.directory):
+        return []
+    changes = [change for _, changed in fitted(run.init_from, system).values() for change in changed]
+    return [f"init_from: {change}" for change in changes] if options.dry_run else []

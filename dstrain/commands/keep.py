@@ -1,0 +1,203 @@
+"""A supervisor: starts a training command again until its run is complete, whatever launcher it begins with."""
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from dstrain.distributed import exit_codes
+from dstrain.distributed.processes import descendants
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs import folders
+
+FRUITLESS = 4                                # starts in a row that save no step, after which it gives up
+_LONGEST = 300.0                             # seconds between two starts
+_ONCE = {"--from-scratch": 0, "--step": 1, "--profile": 1}    # options of one command alone, with the words they take
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_SUBREAPER = 36                              # prctl: orphans below this process become its children
+
+
+@dataclass(frozen=True)
+class KeepOptions:
+    """What was typed. backoff: seconds before a restart, doubled with each start that saved no step."""
+
+    words: tuple[str, ...]                   # the command, with its launcher
+    max_restarts: int = 20
+    backoff: float = 5.0
+    restart_on_stop: bool = False            # also where the run was stopped and saved (75)
+
+
+def keep(options: KeepOptions, run: Run) -> int:
+    """Runs the command, and again where it has died; the exit code of the last start, 0 where the run is complete."""
+    return _Supervisor(options, run).run()
+
+
+class _Supervisor:
+    def __init__(self, options: KeepOptions, run: Run):
+        self._options, self._run, self._folder = options, run, run.directory
+        self._signal: int | None = None                  # that was passed on: no restart after it
+        self._process: subprocess.Popen | None = None
+        self._new = not (self._folder / "run.yaml").exists()
+        self._before = self._traces()
+        self._unwritten: list[str] = []                  # lines for restarts.log, until the folder is a run's
+
+    def run(self) -> int:
+        """Starts until an end that a restart would not change."""
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:           # nohup ignores SIGHUP
+                signal.signal(number, self._pass_on)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+        fruitless, words = 0, list(self._options.words)
+        for restart in range(self._options.max_restarts + 1):
+            saved = folders.last_saved(self._folder)
+            code = self._start(words)
+            self._write_down()
+            now = folders.last_saved(self._folder)
+            fruitless = 0 if now > saved else fruitless + 1
+            if self._final(code, now):
+                return _exit_code(code)
+            end = f"{_reason(code)}, step {now} is saved ({now - saved:+d})"
+            if saved and not (self._folder / "run.yaml").exists():
+                self._say(f"{end}; no further restart, which would begin anew: {self._folder} is no longer there")
+                break
+            if fruitless == FRUITLESS or restart == self._options.max_restarts:
+                why = f"{FRUITLESS} starts in a row have saved no step" if fruitless == FRUITLESS else \
+                    f"--max-restarts {restart} is reached"
+                self._say(f"{end}; no further restart: {why}")
+                break
+            pause = min(self._options.backoff * 2 ** fruitless, _LONGEST)
+            words = self._again()
+            self._say(f"{end}; restart {restart + 1} of {self._options.max_restarts} in {pause:g} s: "
+                      f"{shlex.join(words)}")
+            self._wait(pause)
+            if self._signal:
+                break
+        return _exit_code(code) or exit_codes.BUG                       # 0, and the run is not complete
+
+    def _start(self, words: list[str]) -> int:
+        """Runs the command until none of its processes lives and the folder's lock is free; how it ended."""
+        with tempfile.NamedTemporaryFile(prefix="dstrain-ended-") as file:
+            try:
+                self._process = subprocess.Popen(words, env=exit_codes.asking(file.name), start_new_session=True)
+            except OSError as error:
+                raise ConfigError(f"{words[0]} cannot be started ({error.strerror}): name the launcher behind --, such "
+                                  "as deepspeed or python") from None
+            if self._signal:                                         # it came while the command was being started
+                self._pass_on(self._signal)
+            code = self._process.wait()
+            self._end_the_rest()
+            if (self._folder / "run.yaml").exists():
+                folders.claim(self._folder).close()                  # rank 0 may run on another machine
+            noted = exit_codes.noted(file.name)
+        if self._signal and exit_codes.STOPPED in noted:
+            return exit_codes.STOPPED
+        # torchrun turns every code into 1, as does deepspeed after a signal; and into 0 where its own child was killed.
+        vague = code == exit_codes.BUG or code == exit_codes.DONE and folders.last_saved(self._folder) < self._run.steps
+        return next((number for number in exit_codes.DELIBERATE if number in noted), code) if vague else code
+
+    def _end_the_rest(self) -> None:
+        """Waits for the ranks that a launcher has left behind: they save and end by themselves, or are killed."""
+        end = time.monotonic() + 60 * self._run.faults.timeout_minutes
+        while rest := descendants(os.getpid()):
+            if time.monotonic() > end:
+                self._say(f"{len(rest)} processes of the last start still run and are killed")
+                for pid in rest:
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.2)
+        while True:                                                  # those that ended as orphans are its children
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    return
+            except ChildProcessError:
+                return
+
+    def _final(self, code: int, saved: int) -> bool:
+        """Whether the command would end so again, or is not to be started again."""
+        if self._signal or code in (exit_codes.WRONG_INPUT, exit_codes.DIVERGED):
+            return True
+        return code == exit_codes.STOPPED and not self._options.restart_on_stop or \
+            code == exit_codes.DONE and saved >= self._run.steps
+
+    def _again(self) -> list[str]:
+        """The command for a restart: without the options of one command, once this one has obeyed them."""
+        words = list(self._options.words)
+        if self._new or self._traces() != self._before:
+            for option, values in _ONCE.items():
+                words = [word for word in words if not word.startswith(f"{option}=")]
+                while option in words:
+                    del words[words.index(option):words.index(option) + 1 + values]
+        return words
+
+    def _traces(self) -> tuple[set[str], int]:
+        """What changes in the folder when --from-scratch or --step moves its files aside, or a step is saved."""
+        return {path.name for path in self._folder.glob("earlier_*")}, folders.last_saved(self._folder)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Passes a signal on to the command's process group.
+
+        The first Ctrl-C becomes SIGTERM: a rank ends at the second SIGINT without saving, and torchrun would send that.
+        """
+        first, self._signal = self._signal is None, number
+        if number in (signal.SIGINT, signal.SIGHUP) and first:
+            number = signal.SIGTERM
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                pass
+
+    def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._signal:
+            time.sleep(0.1)
+
+    def _say(self, text: str) -> None:
+        """To stderr, and to restarts.log once the folder is a run's."""
+        line = f"{datetime.now().astimezone().isoformat(timespec='seconds')} keep: {text}"
+        print(line, file=sys.stderr, flush=True)
+        self._unwritten.append(line + "\n")
+        self._write_down()
+
+    def _write_down(self) -> None:
+        if self._unwritten and (self._folder / "run.yaml").exists():
+            try:
+                with open(self._folder / "restarts.log", "a", encoding="utf-8") as file:
+                    file.writelines(self._unwritten)
+                self._unwritten.clear()
+            except OSError as error:
+                print(f"keep: restarts.log cannot be written: {error}", file=sys.stderr)
+
+
+def _exit_code(code: int) -> int:
+    """Of this process, for a command that has ended with `code`: below 0, by a signal."""
+    return code if code >= 0 else 128 - code
+
+
+def _reason(code: int) -> str:
+    """How a command ended. Signal N that has killed a rank is 256 - N of deepspeed, 128 + N of shells; 255 is ssh's."""
+    names = {number.value: number.name for number in signal.Signals}
+    if code < 0:
+        return f"the launcher was killed by {names.get(-code, -code)}"
+    number = 256 - code if code >= 192 else code - 128
+    if number in names and 128 < code < 255:
+        return f"ended with {code} ({names[number]})"
+    remark = {exit_codes.DONE: " before the run was complete", exit_codes.HUNG: " (a rank hung: see stacks/)"}
+    return f"ended with {code}{remark.get(code, '')}"
+
+
+def command_of(words: Sequence[str]) -> list[str]:
+    """The arguments of launch/train.py in a command line. ConfigError: it is not there."""
+    names = [Path(word).name for word in words]
+    if "train.py" not in names:
+        raise ConfigError("write the command behind --, for example: launch/keep.py -- deepspeed launch/train.py")
+    return list(words[names.index("train.py") + 1:])

@@ -1,0 +1,321 @@
+"""The samples of any data as shards of encoded files, or as webdataset tars: launch/pack.py.
+
+The files are copied as they are, and nothing is decoded; pixels that lie in arrays become PNG. Samples are dealt to the
+shards in their order, so many each, and shards to the ranks in turn. A shard is complete or absent, and its bytes are a
+function of the data alone. The same command again keeps the shards that are whole and makes the others.
+"""
+
+import io
+import json
+import os
+import tarfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+from PIL import Image
+
+from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
+from dstrain.data.decode.pixels import FORMATS
+from dstrain.data.files.storage import read_text, require_regular, storage_fails, with_retries
+from dstrain.data.formats import packing
+from dstrain.data.formats.base import Layout
+from dstrain.data.formats.packing import FORMAT, INDEX, PACKING, ShardWriter, hash_of
+from dstrain.data.index.build import from_first
+from dstrain.data.index.index import Index
+from dstrain.data.index.source import Indexed
+from dstrain.data.open import holds_videos, index_of
+from dstrain.data.source import Item
+from dstrain.data.sources.captioned import texts_beside
+from dstrain.disk import atomic, sealed, small
+from dstrain.distributed import group
+from dstrain.distributed.bars import Bar
+from dstrain.recipe import ConfigError, Data, NotRead, write_errors
+
+_SAMPLED = 1000                            # files whose sizes say how many samples a shard of --shard-bytes has
+_MOST_BYTES = 1 << 28                      # of one file
+_THREADS = 8                               # that read ahead
+_TARS = "tars.json"                        # as pack.json, beside tars
+_CLASSES = "classes.txt"                   # beside tars, which hold the numbers of classes: their names, a line each
+_RECORDS = ".records"                      # a record of each shard that is written, until pack.json has them all
+
+class _Packable(Indexed):
+    """The samples of an index as files, for the fingerprint of their names, labels, captions and sizes."""
+
+    @property
+    def beside(self) -> bool:
+        """The captions of clips may stand in files beside them, and not in the index."""
+        return bool(self.layout.notes.get("beside"))
+
+    def captions(self, row: int) -> tuple[str, ...]:
+        """OSError, ConfigError: a text beside a clip cannot be read."""
+        if not self.beside:
+            return self.index.captions(row)
+        return (read_text((self.path / self.index.name(row)).with_suffix(".txt")),)
+
+    def _texts(self, numbers: range) -> bytes:
+        return texts_beside(self.path, self._files(numbers)) if self.beside else super()._texts(numbers)
+
+    def __getitem__(self, index: int) -> Item:
+        raise NotImplementedError("files are copied, and not decoded")
+
+    def _summary(self) -> str:
+        return f"{self.layout.request.noun} n={len(self)} names={self._names()}"
+
+
+Sampled = tuple[str, bytes, int | None, tuple[str, ...]]      # name, encoded bytes, label, captions
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """What was typed. data: the section of a recipe, without what says how samples are cropped."""
+
+    data: Data
+    out: Path
+    format: Literal["shards", "tar"] = "shards"
+    shard_bytes: int = 1 << 28             # about so many; the samples of a shard are as many as of others
+    images: bool = False                   # of a folder with pictures and videos, the pictures alone
+    captions: bool = False                 # of pictures: theirs, too
+    max_bad_fraction: float = 0.01
+
+
+def pack(options: PackOptions) -> dict[str, Any]:
+    """Writes options.out, on all ranks together; returns what its pack.json says. ConfigError: what prevents it."""
+    layout, index = _opened(options)
+    first = group.rank() == 0
+    files = _Packable(layout, index)                   # on all ranks together
+    plan = from_first(lambda: _plan(options, files))
+    if first:
+        words = f"{len(index.classes):,} classes" if index.classes else "no classes"
+        words += ", captions" if plan["captions"] else ", no captions"
+        print(f"data: {options.data.path}: {len(index):,} {plan['noun']}, {words}; {plan['shard_samples']:,} a shard",
+              flush=True)
+    with claimed(options.out, "packs", lambda: _prepare(options, plan)):
+        plan = from_first(lambda: _planned(options.out))              # an earlier command has counted, too
+        count = -(-len(index) // plan["shard_samples"])
+        earlier = from_first(lambda: _earlier(options.out))
+        mine = range(group.rank(), count, group.world())
+        records = {number: record for number in mine
+                   if (record := _whole(options.out, plan["format"], number, earlier)) is not None}
+        whole = {number for number, _ in of_all_ranks(records.items())}
+        missing = [number for number in range(count) if number not in whole]
+        records |= _make(options, plan, files, missing)
+        return _finish(options, plan, index, dict(of_all_ranks(records.items())))
+
+
+def _opened(options: PackOptions) -> tuple[Layout, Index]:
+    data = options.data
+    if data.path.startswith("builtin:") or data.mixture:
+        raise ConfigError(f"{data.path}: what is built in is not packed; name a folder or a file of data" if
+                          not data.mixture else "data.mixture: pack its sources one by one, and mix what was packed")
+    if "://" not in data.path and Path(data.path).resolve() in (out := options.out.resolve(), *out.parents):
+        raise ConfigError(f"--out {options.out} lies in {data.path}, where the shards would count as data: name a "
+                          "folder beside it")
+    clips = not options.images and (data.num_frames is not None or holds_videos(data.path))
+    return index_of(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
+
+
+def _plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
+    """What determines the shards, as packing.json says it."""
+    layout, index = files.layout, files.index
+    rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLED).astype(int)).tolist()
+    sizes = [len(content) for _, content, _, _ in _read(files, rows, lambda name, reason: None)]
+    samples = max(1, round(options.shard_bytes / max(np.mean(sizes), 1)))
+    return {"format": options.format, "noun": layout.request.noun, "number": len(index), "shard_samples": samples,
+            "shard_bytes": options.shard_bytes, "classes": len(index.classes),
+            "captions": 1 if files.beside else index.most_captions, "data": files.contents()}
+
+
+def _prepare(options: PackOptions, plan: dict[str, Any]) -> str | None:
+    """Makes the folder ready; returns why it cannot be, else None."""
+    out = options.out
+    if (out / PACKING).exists():
+        try:
+            before = _planned(out)
+            changes = [f"{key} {before[key]} there, {value} here" for key, value in plan.items()
+                       if key != "shard_samples" and before[key] != value]
+        except (OSError, ValueError, KeyError, TypeError):
+            return f"--out {out} has a {PACKING} that cannot be read: name another folder"
+        return f"--out {out} holds other shards: {'; '.join(changes)}. Name another folder" if changes else None
+    if strangers := sorted(path.name for path in out.iterdir() if path.name != ".lock"):
+        return f"--out {out} holds {', '.join(strangers[:3])}, which launch/pack.py has not written: name a new folder"
+    atomic.write(out / PACKING, json.dumps({"plan": plan, "of": options.data.path}, indent=1, sort_keys=True) + "\n")
+    return None
+
+
+def _planned(out: Path) -> dict[str, Any]:
+    return small.read_json(out / PACKING)["plan"]
+
+
+def _shard(out: Path, kind: str, number: int) -> Path:
+    return out / (packing.shard_name(number) if kind == "shards" else f"files-{number:06d}.tar")
+
+
+def _record(out: Path, number: int) -> Path:
+    return out / _RECORDS / f"{number}.json"
+
+
+def _earlier(out: Path) -> dict[int, dict[str, Any]]:
+    """The records in pack.json, where an earlier command has written it."""
+    for name in (INDEX, _TARS):
+        body = sealed.parse((out / name).read_bytes()) if (out / name).is_file() else None
+        if body is not None:
+            return dict(enumerate(body["shards"]))
+    return {}
+
+
+def _whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+    """The record of a shard that is there and has its hash; else None, and it is gone."""
+    path, record = _shard(out, kind, number), _record(out, number)
+    known = earlier.get(number) or (sealed.parse(record.read_bytes()) if record.is_file() else None)
+    if known is not None and path.is_file() and path.stat().st_size == known["size"] and hash_of(path) == known["hash"]:
+        return known
+    if path.exists():
+        print(f"{path} is damaged, or was not finished; it is made anew", flush=True)
+        path.unlink()
+    return None
+
+
+def _make(options: PackOptions, plan: dict[str, Any], files: _Packable,
+          missing: list[int]) -> dict[int, dict[str, Any]]:
+    """Writes this rank's share of the missing shards; a record of each."""
+    mine, size, total = missing[group.rank()::group.world()], plan["shard_samples"], len(files)
+    bad: list[tuple[str, str]] = []
+    rows = (row for number in mine for row in range(number * size, min((number + 1) * size, total)))
+    samples = _read(files, rows, lambda name, reason: bad.append((name, reason)))
+    write = _write_shard if plan["format"] == "shards" else _write_tar
+    records = {}
+    done = total - sum(min(size, total - number * size) for number in missing)
+    with Bar("packing", total=total, initial=done, unit=f" {plan['noun']}", unit_scale=True) as bar:
+        for number in mine:
+            here, before = min(size, total - number * size), len(bad)
+            path = _shard(options.out, plan["format"], number)
+            with write_errors(path, SAME_COMMAND), atomic.replacing(path) as temporary:
+                with open(temporary, "wb") as file:
+                    write(file, islice(samples, here), number * size, files.layout.request.suffixes)
+                record = {"name": path.name, "size": temporary.stat().st_size, "hash": hash_of(temporary),
+                          "samples": here, "bad": [list(entry) for entry in bad[before:]]}
+            require_readable(len(bad), total, options.max_bad_fraction, "files")
+            with write_errors(options.out, SAME_COMMAND):
+                atomic.write(_record(options.out, number), sealed.render(record))
+            records[number] = record
+            bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))    # others are as far
+    return records
+
+
+def _read(files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str, str], None]) -> Iterator[Sampled]:
+    """The samples of some rows, read ahead by threads. One that cannot be read has no bytes; `bad` gets its name."""
+    layout, index = files.layout, files.index
+
+    def read(row: int) -> tuple[Sampled, str | None]:
+        place, captions = index.place(row), ()
+        try:
+            content, problem = with_retries(lambda: _encoded(layout.read(place))), None
+            captions = with_retries(lambda: files.captions(row))
+        except NotRead:
+            raise
+        except Exception as error:                    # a hostile file may raise anything
+            path = Path(layout.root, place.name)
+            if storage_fails(error, path):
+                raise NotRead(f"{path} cannot be read ({error}), and the fault is not the file's: mend the storage, "
+                              "then give the same command again") from None
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            content, problem = b"", kind + " ".join(str(error).split())[:200]
+        label = index.label(row) if index.labelled else None
+        return (place.name, content, label, captions), problem
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        waiting: deque = deque()
+        try:
+            for row in rows:
+                waiting.append(pool.submit(read, row))
+                if len(waiting) > 2 * _THREADS:
+                    yield _noted(*waiting.popleft().result(), bad)
+            while waiting:
+                yield _noted(*waiting.popleft().result(), bad)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _noted(sample: Sampled, problem: str | None, bad: Callable[[str, str], None]) -> Sampled:
+    if problem is not None:
+        bad(sample[0], problem)
+    return sample
+
+
+def _encoded(content: Path | bytes | np.ndarray) -> bytes:
+    """The bytes of a file. ConfigError: it has none, too many, or is no regular file."""
+    if isinstance(content, np.ndarray):
+        image = Image.fromarray(content[..., 0] if content.shape[-1] == 1 else content)
+        image.save(buffer := io.BytesIO(), "PNG")
+        return buffer.getvalue()
+    if isinstance(content, Path):
+        require_regular(content)
+        with open(content, "rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    if not 0 < len(content) <= _MOST_BYTES:
+        raise ConfigError(f"has {len(content)} bytes or more; a file has at least 1 and at most {_MOST_BYTES}")
+    return content
+
+
+def _write_shard(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes: tuple[str, ...]) -> None:
+    writer = ShardWriter(file)
+    for name, content, label, captions in samples:
+        writer.add(name, content, label, captions)
+    writer.close()
+
+
+def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes: tuple[str, ...]) -> None:
+    """Members as webdataset names them: 000000012.jpg, .cls with the number of its class, .txt with its caption.
+
+    Several captions stand in .json, as "caption". `first`: the number of the first sample.
+    """
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for number, (name, content, label, captions) in enumerate(samples, first):
+            members = {_suffix(name, content, suffixes): content}
+            if label is not None:
+                members["cls"] = str(label).encode()
+            if len(captions) == 1:
+                members["txt"] = captions[0].encode("utf-8", "replace")
+            elif captions:
+                members["json"] = json.dumps({"caption": captions}).encode()
+            for suffix, member in members.items():
+                entry = tarfile.TarInfo(f"{number:09d}.{suffix}")         # without times and owners: the same bytes
+                entry.size = len(member)
+                archive.addfile(entry, io.BytesIO(member))
+
+
+def _suffix(name: str, content: bytes, suffixes: tuple[str, ...]) -> str:
+    """The ending of a member's name: of the file's own, else what its bytes are."""
+    own = os.path.splitext(name)[1].lower()
+    if own in suffixes:
+        return own[1:]
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            return {"jpeg": "jpg"}.get(image.format.lower(), image.format.lower())
+    except Exception:                                                     # unreadable, and bad when it is read again
+        return suffixes[0][1:]
+
+
+def _finish(options: PackOptions, plan: dict[str, Any], index: Index,
+            records: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """pack.json, written last, by rank 0."""
+    body = {"format": FORMAT, "noun": plan["noun"], "number": len(index), "classes": list(index.classes),
+            "captions": plan["captions"], "shards": [records[number] for number in sorted(records)]}
+    bad = sum(len(record["bad"]) for record in body["shards"])
+    require_readable(bad, len(index), options.max_bad_fraction, "files")
+    if group.rank() == 0:
+        with write_errors(options.out, SAME_COMMAND):
+            if plan["format"] == "tar" and index.classes:
+                atomic.write(options.out / _CLASSES, "".join(f"{name}\n" for name in index.classes))
+            atomic.write(options.out / (INDEX if plan["format"] == "shards" else _TARS), sealed.render(body))
+            for number in records:
+                _record(options.out, number).unlink(missing_ok=True)
+            if (options.out / _RECORDS).is_dir():
+                (options.out / _RECORDS).rmdir()
+    return body

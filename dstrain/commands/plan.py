@@ -1,0 +1,246 @@
+"""What a run will cost, before it is started: bytes, traffic, operations, time; and what makes it fit."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dstrain import systems
+from dstrain.disk import small
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
+from dstrain.engine.settings import precision, resolve, stage
+from dstrain.planning.advice import LARGEST, Case, advice, more_gpus, search
+from dstrain.planning.calibration import Measured, rates
+from dstrain.planning.count import count
+from dstrain.planning.counts import Counts, Layout
+from dstrain.planning.estimate import Estimate, as_json, changes, held
+from dstrain.planning.step import counted_step
+from dstrain.planning.steptime import LAUNCHES
+from dstrain.recipe import ConfigError, Run
+from dstrain.tracking.hardware import chip
+
+_ROWS = 20                                   # of a search, in a table that fits a screen
+_HEAD = (f"{'stage':>5} {'micro':>6} {'steps x':>8} {'recompute':>10} {'GPU GB':>8} {'free GB':>8} {'s a step':>9} "
+         f"{'samples/s':>10}")
+
+
+def case(run: Run, ds_config: Path, world: int, gpus_per_node: int, gpu: str, network: float | None) -> Case:
+    """What is asked about; `network` in Gbit/s of a GPU, None for the chip's own.
+
+    ConfigError: an unknown chip, the JSON, or the recipe on so many ranks.
+    """
+    if world > LARGEST:
+        raise ConfigError(f"--world {world}: to count more than {LARGEST:,} ranks takes minutes, since DeepSpeed goes "
+                          f"over all of them in Python: give --world {LARGEST} or fewer, with batch.global in "
+                          "proportion; on more GPUs each keeps no more")
+    device = chip(gpu)
+    if network is not None and device.name is None:
+        raise ConfigError(f"--network: --gpu {gpu} names no chip, so that nothing is timed: leave it out, or name one")
+    device = device if network is None else replace(device, network=network * 1e9 / 8)
+    resolve(ds_config, run, world, "cuda")                   # complaints that name the file
+    return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device)
+
+
+@contextmanager
+def first_stage_may_be_away(run: Run) -> Iterator[None]:
+    """Adds to the complaint about an autoencoder that is not here how the rest is planned without it."""
+    try:
+        yield
+    except ConfigError as error:
+        if not str(error).startswith("first_stage."):
+            raise
+        side = run.data.image_size // 8
+        raise ConfigError(f"{error}; or plan the run without it: model.first_stage=null model.image_size={side} "
+                          f"data.image_size={side} data.channels=4, for latents of 4 channels and an eighth of the "
+                          "side") from None
+
+
+def plan(case: Case, json: bool = False) -> tuple[str, bool]:
+    """The costs of a run, and whether it fits; where it does not, also the smallest change with which it does."""
+    estimate = case.estimate()
+    change = None if estimate.fits else advice(estimate, case) or more_gpus(case)
+    if json:
+        advised = None if change is None else change.figures() | {"changes": changes(estimate, change)}
+        return as_json(estimate.figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
+    lines = [*_head(estimate), *_device(estimate), *_step(estimate), *_whole(estimate), *_verdict(estimate)]
+    if not estimate.fits:
+        lines += _advice(estimate, change)
+    return "\n".join(lines), estimate.fits
+
+
+def ways(case: Case, json: bool = False) -> tuple[str, bool]:
+    """The table of stage x micro-batch x recomputation that fits, the fastest first, and whether any does.
+
+    Each row is also printed on stderr as soon as it is counted, since all of them may take an hour.
+    """
+    print(_HEAD, file=sys.stderr, flush=True)
+    estimates = search(case, lambda tried: print(_row(tried), file=sys.stderr, flush=True))
+    if json:
+        return as_json([estimate.figures() for estimate in estimates]), bool(estimates)
+    if not estimates:
+        return "no stage, micro-batch and recomputation fits: take more GPUs, or offload", False
+    lines = [f"{case.run.name} on {_where(estimates[0])}: what fits, "
+             + ("the fastest first" if case.chip.name else "the least memory first"), _HEAD,
+             *map(_row, estimates[:_ROWS])]
+    if len(estimates) > _ROWS:
+        lines.append(f"and {len(estimates) - _ROWS} more; --json prints all")
+    return "\n".join(lines + _small(estimates[0])), True
+
+
+def _row(estimate: Estimate) -> str:
+    time, free = estimate.time, estimate.chip.memory - estimate.needed - estimate.reserve
+    speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
+    return (f"{stage(estimate.settings):>5} {estimate.micro:>6} {estimate.settings['gradient_accumulation_steps']:>8} "
+            f"{estimate.choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
+            + ("" if estimate.fits else "  does not fit"))
+
+
+def calibrated(run: Run, ds_config: Path, json: bool = False) -> str:
+    """Times two short steps on this device, of the micro-batch and a quarter of it; predicts others, and depths."""
+    from dstrain.bench.calibrate import step_seconds
+
+    if group.place().world > 1:
+        raise ConfigError("--calibrate times one process: start it as `python launch/plan.py --calibrate`")
+    micro = run.batch.micro or run.batch.global_
+    if micro < 4:
+        raise ConfigError("--calibrate compares two micro-batches: write batch.global and batch.micro of 4 or more")
+    cases = {size: _one_batch(run, ds_config, size) for size in (micro, micro // 4)}
+    largest, settings = cases[micro]
+    number = counted_step(largest, systems.build(largest.system, largest.model))
+    seconds, clock = step_seconds(largest, settings, number, tuple(cases))
+    fitted = rates(*(Measured(_costs(*cases[size]), size, seconds[size]) for size in cases))
+    depths = [max(int(run.model["depth"] * share), 1) for share in (0.5, 1, 2)] if "depth" in run.model else [None]
+    rows = []
+    for depth in depths:
+        model = run.model if depth is None else {**run.model, "depth": depth}
+        for size in sorted({max(int(micro * share), 1) for share in (0.25, 0.5, 1, 2, 4)}):
+            case = _one_batch(run.model_copy(update={"model": model}), ds_config, size)
+            rows.append({"depth": depth, "micro": size, "seconds": fitted.seconds(_costs(*case))})
+    if json:
+        return as_json({"measured": seconds, "clock": clock, "per_operation": fitted.per_operation,
+                        "per_weight": fitted.per_weight, "predicted": rows})
+    lines = [f"{run.name}: a step of {' and '.join(map(str, cases))} samples took "
+             f"{' and '.join(f'{value:.4g}' for value in seconds.values())} s ({clock})",
+             f"so this device does {_short(1 / fitted.per_operation)}FLOP a second, and "
+             f"{fitted.per_weight * 1e9:.3g} ns a weight once a step. Predicted:",
+             f"{'depth':>6} {'samples':>8} {'seconds':>9} {'samples/s':>10}"]
+    return "\n".join(lines + [f"{row['depth'] or '-':>6} {row['micro']:>8} {row['seconds']:>9.4g} "
+                              f"{row['micro'] / row['seconds']:>10,.1f}" for row in rows])
+
+
+def _one_batch(run: Run, ds_config: Path, micro: int) -> tuple[Run, dict[str, Any]]:
+    """The run with one micro-batch of that size in one process, and its settings."""
+    run = run.model_copy(update={"batch": run.batch.model_copy(update={"micro": micro, "global_": micro})})
+    return run, resolve(ds_config, run, 1, group.device().type)
+
+
+def _costs(run: Run, settings: dict[str, Any]) -> Counts:
+    phases().at("counting what other micro-batches and depths take")
+    return count(run, settings, Layout(1, 1), group.device().type)
+
+
+def _where(estimate: Estimate) -> str:
+    layout, chip = estimate.layout, estimate.chip
+    name = chip.name.removeprefix("NVIDIA ") if chip.name else f"{chip.memory / 1e9:.1f} GB"
+    each = f", {min(layout.gpus_per_node, layout.world)} a machine" if layout.world > 1 else ""
+    return f"{layout.world:,} x {name}{each}"
+
+
+def _head(estimate: Estimate) -> list[str]:
+    run, settings = estimate.run, estimate.settings
+    sizes = (f"batch {run.batch.global_:,} = {estimate.layout.world:,} ranks x {estimate.micro} x "
+             f"{settings['gradient_accumulation_steps']}")
+    host = [name for name, value in estimate.choices().items() if value == "cpu"]
+    return [f"{run.name} on {_where(estimate)}",
+            f"stage {stage(settings)}, {precision(settings)}, {sizes}, recompute "
+            f"{estimate.choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
+            "weights    " + ", ".join(f"{part} {_short(number)}" for part, number in estimate.counts.weights.items())]
+
+
+def _device(estimate: Estimate) -> list[str]:
+    lines = ["", "on each GPU, when a step takes most"]
+    lines += [f"  {kind:14} {_short(size):>10}B" for kind, size in estimate.counts.device.items() if size]
+    lines += [f"  {kind:14} {'none':>10}    then; at other moments {_short(size)}B at most"
+              for kind, size in estimate.counts.elsewhen.items()]
+    lines += [f"  {'counted':14} {_short(estimate.needed):>10}B",
+              f"  {'reserve':14} {_short(estimate.reserve):>10}B   CUDA context, NCCL, loss of the allocator"]
+    hosts = ", ".join(f"{kind} {_short(size)}B" for kind, size in estimate.counts.host.items() if size)
+    per_machine = estimate.host * min(estimate.layout.gpus_per_node, estimate.layout.world)
+    return lines + [f"in the host's memory, of a rank: {hosts or 'nothing'}; of a machine: {_short(per_machine)}B"]
+
+
+def _step(estimate: Estimate) -> list[str]:
+    counts, time = estimate.counts, estimate.time
+    largest = " in the largest bucket" if estimate.run.data.buckets else ""
+    lines = ["", f"a step of a rank{largest}: {_short(counts.flops)}FLOP"
+             + (f", and {_short(counts.recomputed)}FLOP done again" if counts.recomputed else "")]
+    lines += [f"  {call.operation:14} {call.count:8.4g} calls {_short(call.bytes):>9}B  among {call.ranks:,}"
+              for call in counts.collectives]
+    if time:
+        hidden = max(time.network - time.exposed, 0.0)
+        lines += [f"  it takes {_span(time.total)}: computing {_span(time.compute)}, update {_span(time.update)}, "
+                  f"network {_span(time.exposed)} (and {_span(hidden)} hidden)"]
+    return lines + [f"  {line}" for line in _small(estimate)]
+
+
+def _small(estimate: Estimate) -> list[str]:
+    """A warning about a time that is too short to be true."""
+    if estimate.time is None or estimate.time.total >= LAUNCHES:
+        return []
+    return [f"no step is that short: below {_span(LAUNCHES)} Python and the launches of kernels, which are not "
+            "modelled, take most"]
+
+
+def _whole(estimate: Estimate) -> list[str]:
+    run, time, figures = estimate.run, estimate.time, estimate.figures()
+    checkpoint = f"checkpoint {_short(estimate.counts.checkpoint)}B"
+    if time is None:
+        return ["", f"{checkpoint}; no times, since --gpu names no chip"]
+    return ["", f"{figures['samples_per_second']:,.0f} samples/s (MFU {100 * figures['mfu']:.0f} %), "
+            f"{run.steps:,} steps in {_days(figures['days'])}, {figures['kwh']:,.4g} kWh of the GPUs",
+            f"{checkpoint}, written in {_span(time.save)} beside training, which waits {_span(time.stall)}"]
+
+
+def _verdict(estimate: Estimate) -> list[str]:
+    return ["", f"{'it fits' if estimate.fits else 'IT DOES NOT FIT'}: {held(estimate)}"]
+
+
+def _advice(estimate: Estimate, change: Estimate | None) -> list[str]:
+    if change is None:
+        return ["no micro-batch, recomputation, stage and offload makes it fit, nor does any doubling of the GPUs that "
+                f"divides batch.global={estimate.run.batch.global_}: take larger GPUs"]
+    words = [_word(name, value) for name, value in changes(estimate, change).items()]
+    speed = f", {_span(change.time.total)} a step" if change.time else ""
+    return [f"with {', '.join(words)} it fits: {held(change)}{speed}"]
+
+
+def _word(name: str, value: Any) -> str:
+    """A choice as a user writes it: for the command line, or for the JSON."""
+    if name == "world":
+        return f"--world {value}"
+    if not name.startswith("zero_optimization."):
+        return f"{name}={value}"
+    key = name.removeprefix("zero_optimization.")
+    return f'"{key}": {value}' if key == "stage" else f'"{key}": {{"device": "{value}"}}'
+
+
+def _days(days: float) -> str:
+    for number, unit in ((days, "days"), (24 * days, "hours"), (24 * 60 * days, "minutes")):
+        if number >= 2:
+            return f"{number:,.1f} {unit}"
+    return f"{24 * 3600 * days:.2g} seconds"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{1000 * seconds:.4g} ms"
+
+
+def _short(number: float) -> str:
+    """A number with three digits and a prefix of thousands."""
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10 ** power:
+            return f"{number / 10 ** power:.4g} {prefix}"
+    return f"{number:.4g} "

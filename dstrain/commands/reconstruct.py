@@ -1,0 +1,144 @@
+"""Averages of any width, made of a trained run's snapshots: chosen when training is over.
+
+    RUN/reconstructed/WIDTH/step_N/    as a checkpoint: one kind, ema.WIDTH, of each averaged part, float32; buffers
+
+launch/reconstruct.md says what a width is. ema/combine.py solves and streams. Every verb finds what is written here
+by --ema WIDTH (runs/trained.py).
+"""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.checkpoint import validate
+from dstrain.checkpoint.layout import COMMON, RECONSTRUCTED, shard_name
+from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.store import Store
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
+from dstrain.engine.ema import snapshots
+from dstrain.engine.ema.combine import Combined, Snapshot, identity, together
+from dstrain.recipe import ConfigError, write_errors
+from dstrain.runs import trained
+
+USUAL = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25)
+
+
+@dataclass(frozen=True)
+class ReconstructOptions:
+    """Which averages to make."""
+
+    folder: Path                               # of the run
+    widths: tuple[float, ...] | None = None    # None: those that were tracked, and USUAL ones that these make
+    step: int | None = None                    # of a snapshot; None: the newest
+
+
+@dataclass(frozen=True)
+class Made:
+    """One average that was written."""
+
+    width: float
+    path: Path
+    misfit: float                              # the largest of its parts: profiles.Solution
+
+
+def reconstruct(options: ReconstructOptions) -> list[Made]:
+    """Writes the averages, each whole or not at all, on all ranks together, which share the elements.
+
+    ConfigError: there are no such snapshots, or they make no average of some width.
+    """
+    snapshots = usable(options.folder, options.step)
+    step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": identity(snapshots)}
+    parts = [Combined(snapshots, part) for part in snapshots[-1].parts]
+    usual = sorted({*USUAL, *(width for part in parts for width in snapshots[-1].averages(part.part)["widths"])})
+    widths = options.widths or [width for width in usual if all(part.makes(width) for part in parts)]
+    misfits = {width: {part.part: part.solve(width).misfit for part in parts} for width in widths}
+    folder = options.folder / RECONSTRUCTED
+    with write_errors(f"folder={options.folder}", "make room there"):
+        stores = {width: Store(folder / repr(width), sys.maxsize, check=validate.check) for width in widths}
+        missing = [width for width, store in stores.items() if not _made(store, step, origin)]
+        if missing:
+            _write(snapshots[-1], parts, {width: stores[width] for width in missing},
+                   {width: {**origin, "misfit": misfits[width]} for width in missing})
+    return [Made(width, _path(stores[width], step), max(misfits[width].values())) for width in widths]
+
+
+def usable(folder: Path, step: int | None) -> list[Snapshot]:
+    """The run's whole snapshots up to `step` (None: the newest) that can be combined with the last of them.
+
+    ConfigError: there is none, or none of that step.
+    """
+    run, store = trained.read(folder), Store(folder / snapshots.FOLDER, check=validate.check)
+    steps = group.from_first(store.steps())
+    if not steps:
+        raise ConfigError(f"{folder} holds no snapshots of averages" + (
+            f": the first is written at step {run.ema.snapshots}" if run.ema.snapshots else
+            ", of which others are made: train with ema.profiles=[0.05,0.10] and ema.snapshots=N"))
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        listed = ", ".join(map(str, steps[:3] + ["..."] * (len(steps) > 6) + steps[-3:] if len(steps) > 6 else steps))
+        before = " lies before the first snapshot" if step < steps[0] else " is of no snapshot"
+        raise ConfigError(f"--step {step}{before} of {folder}; there are {listed}")
+    whole = []
+    for number in steps[:steps.index(step) + 1]:
+        if fault := store.fault(number):
+            if number == step:
+                raise ConfigError(f"the snapshot of step {step} in {store.folder} is damaged ({fault}): take another "
+                                  "--step")
+            if group.rank() == 0:
+                print(f"the snapshot of step {number} in {store.folder} is damaged and left out: {fault}",
+                      file=sys.stderr)
+        else:
+            whole.append(_path(store, number))
+    return together(whole)
+
+
+def _made(store: Store, step: int, origin: dict[str, Any]) -> bool:
+    """Whether this average was made of the same snapshots before; what was made of others goes."""
+    if step not in group.from_first(store.steps()):
+        return False
+    if store.fault(step) is None and origin.items() <= manifest(_path(store, step))["extra"].items():
+        return True
+    group.barrier()                                               # all have read it
+    if group.rank() == 0:
+        shutil.rmtree(_path(store, step))
+    group.barrier()
+    return False
+
+
+def _write(last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store], extras: dict[float, Any]) -> None:
+    need = (last.path / COMMON).stat().st_size + sum(part.nbytes for part in parts) + (1 << 20)
+    folders = {}
+    phases().at(f"writing averages of step {last.step}")
+    for width, store in stores.items():
+        folders[width] = store.begin(last.step, need * len(stores) if group.rank() == 0 else 0)
+        if folders[width] is None:
+            raise ConfigError(f"--ema {width}: {store.error}")
+    hashed: dict[float, Any] = {width: {} for width in stores}
+    failed, share = None, (group.rank(), group.world())
+    try:
+        for part in parts:
+            name = shard_name(part.part, *share)
+            entries = part.write([folder / name for folder in folders.values()], list(folders), *share)
+            for width, entry in zip(folders, entries):
+                hashed[width][name] = entry
+        for folder in folders.values() if group.rank() == 0 else ():
+            shutil.copyfile(last.path / COMMON, folder / COMMON)
+    except (OSError, ConfigError) as error:                       # the other ranks wait in commit
+        failed = str(error)
+    for width, store in stores.items():
+        if not store.commit(last.step, extras[width], failed, hashed[width]):
+            raise ConfigError(f"--ema {width}: {store.error}")
+
+
+def _path(store: Store, step: int) -> Path:
+    return store.folder / f"step_{step:08d}"
+
+
+def report(made: Sequence[Made]) -> str:
+    """The lines that are printed in the end."""
+    return "\n".join(f"--ema {one.width}: {one.path}" + (
+        f"; its profile is met to {one.misfit:.1%}" if one.misfit > 5e-4 else "") for one in made)

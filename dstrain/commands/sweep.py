@@ -1,0 +1,105 @@
+"""How good each length of a run's averages is: the held-out loss or a metric by width, as JSON and a curve.
+
+The averages are those that launch/reconstruct.py has written; every rank loads one after another.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain import systems
+from dstrain.checkpoint.layout import RECONSTRUCTED
+from dstrain.commands.quality import QualityOptions, quality, require_measurable
+from dstrain.data.batches import held_out
+from dstrain.data.open import open_sources
+from dstrain.data.source import Source
+from dstrain.data.views import Spread
+from dstrain.disk import atomic
+from dstrain.distributed import group
+from dstrain.metrics.table import HIGHER, LOWER
+from dstrain.recipe import ConfigError, Run, reworded
+from dstrain.runs import trained
+from dstrain.sampling.draw import score
+from dstrain.tracking import figures
+
+
+def require_sweep(folder: Path, options: QualityOptions | None) -> None:
+    """ConfigError, before any average is made: the run holds no samples out (options: None), or as `sweep_metric`."""
+    if options is None:
+        _unseen(folder, trained.read(folder))
+        return
+    if options.metrics[0] not in (*LOWER, *HIGHER):
+        raise ConfigError(f"--metric {options.metrics[0]}: name one of {', '.join((*LOWER, *HIGHER))}")
+    with reworded(options={"--metrics ": "--metric "}):
+        require_measurable(options)
+
+
+def _unseen(folder: Path, run: Run) -> Source:
+    source = open_sources(run.data, run=folder)[1]
+    if source is None:
+        raise ConfigError(f"--sweep: {folder} holds no samples out: train with data.held_out=0.05, or name a --metric")
+    return source
+
+
+def sweep(folder: Path, step: int, widths: Sequence[float], num: int | None = None,
+          batch: int = 32) -> tuple[Path, dict[str, Any]]:
+    """Held-out losses of the averages of these widths at `step`, on all ranks together: the JSON file, and its content.
+
+    num: held-out samples, evenly spaced; None: all. batch: samples of one rank at a time. Samples meet the same noise
+    at every width. ConfigError: the run holds no samples out.
+    """
+    run = trained.read(folder)
+    source, system = Spread(_unseen(folder, run), num), systems.build(run.system, run.model)
+    scores = []
+    for width in widths:
+        path = trained.checkpoint(folder, step, width)
+        networks = trained.networks(system, path, trained.kinds(system, path, width), torch.float32)
+        batches = held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
+        scores.append(score(system, networks, batches))
+    return _written(folder, {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}, "loss",
+                    widths, scores)
+
+
+def sweep_metric(options: QualityOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
+    """As `sweep`, by the one metric of `options`: of what each average draws, of the same noise at every width.
+
+    ConfigError: as `quality`, and a metric of several figures.
+    """
+    require_sweep(options.folder, options)
+    metric = options.metrics[0]
+    results = [quality(replace(options, ema=width))[1] for width in widths]
+    facts = {name: results[0][name] for name in ("run", "step", "split", "samples", "reference", "sampling")}
+    return _written(options.folder, facts, metric, widths, [result["figures"] for result in results])
+
+
+def _written(folder: Path, facts: dict[str, Any], judge: str, widths: Sequence[float],
+             scores: Sequence[dict[str, float | None]]) -> tuple[Path, dict[str, Any]]:
+    """Writes the scores of all widths, of which `judge` chooses the best."""
+    columns = {name: [None if one[name] is None or not math.isfinite(one[name]) else one[name] for one in scores]
+               for name in scores[0]}
+    finite = [(value, width) for width, value in zip(widths, columns[judge]) if value is not None]
+    best = (max if judge in HIGHER else min)(finite, key=itemgetter(0))[1] if finite else None
+    result = {**facts, "judge": judge, "widths": list(widths), "scores": columns, "best": best}
+    metric = "" if judge == "loss" else f"_{judge}"
+    path = folder / RECONSTRUCTED / f"sweep{metric}_step_{facts['step']:08d}.json"
+    if group.rank() == 0:
+        atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        figures.sweep(path.with_suffix(".png"), result)
+    group.barrier()
+    return path, result
+
+
+def report(path: Path, result: dict[str, Any]) -> str:
+    """The lines that are printed in the end."""
+    judge = result["judge"]
+    rows = [f"  --ema {width:<8}" + ("not finite" if value is None else f"{value:.6g}")
+            for width, value in zip(result["widths"], result["scores"][judge])]
+    name = "held-out loss" if judge == "loss" else judge
+    return "\n".join([f"{name} of {result['samples']} samples at step {result['step']}, by width", *rows,
+                      f"best: --ema {result['best']}", f"{path} and {path.with_suffix('.png').name}"])

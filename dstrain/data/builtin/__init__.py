@@ -1,0 +1,1 @@
+"""The data that ship with the package."""

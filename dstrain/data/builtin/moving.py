@@ -1,0 +1,129 @@
+"""The built-in clips: Fashion-MNIST items moving over a black canvas, captioned: "an ankle boot moving left".
+
+A sample (see videos.py for what items hold) is a function of its index alone: which item, which of the five motions,
+how fast, from where. A straight motion covers 0.6 to 1 of the free length, which is the canvas without the item's side;
+a bouncing item covers 1.2 to 2.2 of it along each axis, so that it turns at least once. Between pixels it is blended.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dstrain import rng
+from dstrain.data.cached.rows import packed
+from dstrain.data.order import Order
+from dstrain.data.source import Item, Source
+from dstrain.data.sources.images import FASHION, Fashion
+from dstrain.recipe import ConfigError
+
+MOVING = "builtin:moving-fashion"
+MOTIONS = {"moving left": (-1, 0), "moving right": (1, 0), "moving up": (0, -1), "moving down": (0, 1),
+           "bouncing": (1, 1)}                    # direction along x and y, which grows downwards
+_VERSION = 1                                      # of the clips, for the fingerprint
+
+
+@dataclass
+class MovingFashion(Source):
+    """Every item in every motion, in a fixed shuffled order: 10,000 clips to train on, 2,500 of the held-out items.
+
+    num_frames, height, width: of the clips. Items are squares of two thirds of the shorter side; smaller ones would
+    leave most of a clip black. split: "train" or "held_out".
+    """
+
+    num_frames: int
+    height: int = 32
+    width: int = 32
+    channels: int = 1
+    split: str = "train"
+    noun = "clips"
+    classes = FASHION
+    captioned = True
+    light = True
+
+    def __post_init__(self) -> None:
+        side = 2 * min(self.height, self.width) // 3
+        if side < 5:
+            raise ConfigError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 24")
+        self.items = Fashion(side, 1, self.split)
+        self.permutation = Order(len(self)).index_at(np.arange(len(self))).astype(np.int32)
+
+    def __len__(self) -> int:
+        return len(self.items) * len(MOTIONS)
+
+    def __getitem__(self, index: int) -> Item:
+        item = self.items[self._parts(index)[0]]
+        x, y = self._positions(index)
+        video = _pasted(item["image"][0], x, y, self.height, self.width)                          # (T, H, W)
+        return {"video": video[:, None].expand(-1, self.channels, -1, -1), "frames": self.num_frames,
+                "caption": packed(self.caption(index)), "label": item["label"]}
+
+    def caption(self, index: int) -> str:
+        """A sentence on what the clip shows."""
+        number, motion = self._parts(index)
+        return caption_of(FASHION[int(self.items.labels[number])], motion)
+
+    def _parts(self, index: int) -> tuple[int, str]:
+        """The number of the item, and the motion."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number, motion = divmod(int(self.permutation[index]), len(MOTIONS))
+        return number, list(MOTIONS)[motion]
+
+    def _positions(self, index: int) -> tuple[Tensor, Tensor]:
+        """The x and y of the item's upper left corner in each frame, pixels: float32 (T,) each."""
+        key = rng.keys_of_seeds(torch.tensor([int(self.permutation[index])]))
+        speed, start, across, quadrant = rng.uniform(key, "motion", (4,))[0].tolist()      # all in [0, 1)
+        side = self.items.image_size
+        lengths = self.width - side, self.height - side                  # the largest x and y
+        time = torch.linspace(0, 1, self.num_frames) if self.num_frames > 1 else torch.full((1,), 0.5)
+        directions, positions = MOTIONS[self._parts(index)[1]], []
+        for axis, (length, direction) in enumerate(zip(lengths, directions)):
+            if all(directions):                                          # bouncing, with one speed along both axes
+                distance = (1.2 + speed) * max(lengths)
+                direction = 1 if int(quadrant * 4) >> axis & 1 else -1
+                period = 2 * length                                      # to the other side and back
+                position = ((start, across)[axis] * period + direction * distance * time) % period
+                positions.append(length - (position - length).abs())
+            elif direction:
+                distance = (0.6 + 0.4 * speed) * length
+                position = start * (length - distance) + distance * time
+                positions.append(position if direction > 0 else length - position)
+            else:
+                positions.append(torch.full_like(time, across * length))
+        return positions[0], positions[1]
+
+    def name(self, index: int) -> str:
+        return f"{MOVING}/{self.split}/{index}"
+
+    def class_counts(self) -> np.ndarray:
+        return self.items.class_counts() * len(MOTIONS)
+
+    def fingerprint(self) -> str:
+        return f"{MOVING} {_VERSION} n={len(self)} of {self.items.fingerprint()}"
+
+
+def caption_of(name: str, motion: str) -> str:
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {motion}"
+
+
+def captions() -> dict[str, tuple[int, int]]:
+    """Every caption of the built-in clips, the items in turn: (index into FASHION, index into MOTIONS)."""
+    return {caption_of(name, motion): (item, number)
+            for number, motion in enumerate(MOTIONS) for item, name in enumerate(FASHION)}
+
+
+def _pasted(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
+    """An item uint8 (S, S) on a black canvas, with its corner at x, y float32 (T,) each: uint8 (T, height, width)."""
+    side, frames = len(item), torch.zeros(len(x), height + 1, width + 1)
+    near = F.pad(item.float(), (1, 1, 1, 1))                                                      # (S + 2, S + 2)
+    columns, tops = x.long(), y.long()
+    right, down = (x - columns)[:, None, None], (y - tops)[:, None, None]
+    # Shifted by a fraction of a pixel, pixel s shows a blend of the pixels s - 1 and s of the item.
+    rows = (1 - down) * near[1:] + down * near[:-1]                                               # (T, S + 1, S + 2)
+    shifted = (1 - right) * rows[:, :, 1:] + right * rows[:, :, :-1]                              # (T, S + 1, S + 1)
+    for frame, patch, left, top in zip(frames, shifted, columns.tolist(), tops.tolist()):
+        frame[top:top + side + 1, left:left + side + 1] = patch
+    return frames[:, :height, :width].round().byte()

@@ -1,0 +1,1 @@
+"""What an encoder has written, read again: latents, tokens, embeddings."""

@@ -1,0 +1,261 @@
+"""Pairs of image and text embeddings as sources, in the layout of clip-retrieval and img2dataset.
+
+    FOLDER/img_emb/*.npy           float16 or float32 (float64 is rounded) (n, D), the image embeddings
+    FOLDER/text_emb/*.npy          (n, T), optional where there are captions
+    FOLDER/text_encodings/*.npy    (n, L, E), optional, a vector for each text token
+    FOLDER/text_mask/*.npy         bool (n, L), optional, False where an encoding is padding
+    FOLDER/metadata/*.parquet      a column caption (or TEXT, text), read where text embeddings are missing
+
+The folders' files are matched in the order of the numbers in their names, which must agree, and row by row. Arrays are
+mapped into memory: opening reads headers alone. Items are {"image_embed", "text_embed", ...} float32, and "caption",
+UTF-8 as uint8 (CAPTION_BYTES,) filled up with zeros. Held-out items also have the text of another pair, as
+other_text_embed and other_caption: that of the next pair, so that over a split each text stands once beside another
+pair's image.
+
+The splits train, validation and test are stretches of a fixed permutation of all rows, their bounds the rounded
+cumulative fractions of the number of rows.
+"""
+
+import json
+import lzma
+import re
+from fractions import Fraction
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain.data.cached.rows import FOLDERS, Captions, Table, as_float32, fault_of, packed
+from dstrain.data.order import Order
+from dstrain.data.source import BadSample, Source
+from dstrain.recipe import ConfigError
+
+SPLITS = ("train", "validation", "test")
+BUILTIN = "builtin:emoji-pairs"
+_FILE = Path(__file__).parents[1] / "builtin" / "emoji-pairs.npz"
+PLAN = "pairs.json"                               # of launch/encode.py: what it makes, and whether it is complete
+_SCANNED = 1 << 26                                # bytes of arrays up to which opening looks through all rows
+_COMPARED = 256                                   # rows of a larger table that enter the fingerprint
+_LISTED = 1 << 22                                 # rows of a split up to which their order is kept as a list
+
+
+def is_embeddings(path: str | Path) -> bool:
+    """Whether a data path holds embedding pairs."""
+    return str(path) == BUILTIN or (Path(path) / FOLDERS["image_embed"]).is_dir()
+
+
+def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: int = 1) -> "Pairs | None":
+    """The pairs of one split, or of all as a held-out set; None where the split's fraction is 0.
+
+    ConfigError: no such layout, rows that do not match, fractions that do not sum to 1, a split that leaves one of the
+    `world` ranks without a pair of its own, NaN (in data small enough to look through; else met when read).
+    """
+    pairs = open_stored(path)
+    begin, end = (0, len(pairs)) if split == "all" else _bounds(len(pairs), splits, world)[SPLITS.index(split)]
+    return Pairs(pairs, split, begin, end) if end > begin else None
+
+
+def open_stored(path: str | Path) -> "Stored":
+    """All pairs of a path. ConfigError as `open_pairs`."""
+    return builtin_pairs() if str(path) == BUILTIN else _folder(Path(path))
+
+
+def encoder_of(path: str | Path) -> str | None:
+    """What made the image embeddings: the fingerprint of the encoder; None of folders that do not say so."""
+    return BUILTIN if str(path) == BUILTIN else (_plan(Path(path) / PLAN) or {}).get("image_encoder")
+
+
+def made_of(path: str | Path) -> str | None:
+    """The fingerprint of the captioned images that launch/encode.py has embedded; None as of `encoder_of`."""
+    return (_plan(Path(path) / PLAN) or {}).get("data")
+
+
+class Pairs(Source):
+    """Rows `begin` to `end` of the permuted rows of `stored`."""
+
+    noun = "embedding pairs"
+
+    def __init__(self, stored: "Stored", split: str, begin: int, end: int) -> None:
+        self.stored, self.split, self.begin, self.count = stored, split, begin, end - begin
+        self.light = stored.size < 1 << 30            # small tables: workers only cost
+        self.permutation = Order(len(stored))
+        self.rows = self.permutation.index_at(np.arange(begin, end)) if self.count <= _LISTED else None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        item = self.stored.read(self._row(index))
+        if self.split != "train" and len(self) > 1:
+            other = self.stored.read(self._row((index + 1) % len(self)))
+            item |= {f"other_{name}": other[name] for name in ("text_embed", "caption") if name in other}
+        return item
+
+    def name(self, index: int) -> str:
+        return self.stored.tables["image_embed"].name(self._row(index))
+
+    def fingerprint(self) -> str:
+        return (f"embeddings {self.split} n={len(self)} of {len(self.stored)} from {self.begin} "
+                f"{self.stored.fingerprint()}")
+
+    def describe(self) -> str:
+        names = [*self.stored.tables, *(["caption"] if self.stored.captions is not None else [])]
+        return f"{len(self):,} of {len(self.stored):,} {self.noun}: {', '.join(names)}"
+
+    def _row(self, index: int) -> int:
+        return int(self.rows[index]) if self.rows is not None else self.permutation.index_at(self.begin + index)
+
+
+class Stored:
+    """All rows: tables by their name in a batch, and captions where these may have to be encoded."""
+
+    def __init__(self, tables: dict[str, Table], captions: Captions | None = None) -> None:
+        self.tables, self.captions = tables, captions
+        self.size = sum(table.size for table in tables.values())         # bytes
+        if self.size <= _SCANNED:
+            for table in tables.values():
+                table.scan()
+
+    def __len__(self) -> int:
+        return len(self.tables["image_embed"])
+
+    def read(self, row: int) -> dict[str, Tensor]:
+        """One row. BadSample: a value that is not finite, or an embedding of zeros alone."""
+        item = {name: self.values(name, row) for name in self.tables}
+        if self.captions is not None:
+            try:
+                item["caption"] = self.captions[row]
+            except BadSample:
+                if "text_embed" not in self.tables:
+                    raise
+                item["caption"] = packed("")      # with a text embedding the pair is of use without a caption
+        return item
+
+    def values(self, name: str, row: int) -> Tensor:
+        """What one table has in a row, float32, or bool of a mask. BadSample as `read`."""
+        table = self.tables[name]
+        values = as_float32(table[row])
+        if fault := fault_of(values[None], name):
+            raise BadSample(table.name(row), fault[1])
+        return torch.from_numpy(values)
+
+    def fingerprint(self) -> str:
+        """Of the files and their ends, and of all rows, or in larger tables of 256 rows."""
+        digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
+        for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
+            part.add_to(digest)
+        for table in self.tables.values():
+            table.add_rows(rows, None if self.size <= _SCANNED else _COMPARED)
+        return f"shards={digest.hexdigest()} rows={rows.hexdigest()}"
+
+
+def _folder(root: Path) -> Stored:
+    if not is_embeddings(root):
+        raise ConfigError(f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
+                          f".npy files (clip-retrieval's layout), or {BUILTIN}")
+    if (root / PLAN).is_file() and not (_plan(root / PLAN) or {}).get("complete"):     # other tools write no plan
+        raise ConfigError(f"data.path={root} is not embedded to the end: give the command of launch/encode.py that "
+                          "began it once more, and it goes on where it stopped")
+    tables = {}
+    for key, folder in FOLDERS.items():
+        names = _names(root, folder, ".npy")
+        if names:
+            tables[key] = Table(key, names, root)
+    if "image_embed" not in tables:
+        raise ConfigError(f"data.path={root}: img_emb/ holds no .npy file")
+    names = _names(root, "metadata", ".parquet")
+    if "text_embed" not in tables and not names:
+        raise ConfigError(f"data.path={root} has neither text_emb/*.npy nor captions in metadata/*.parquet: add one")
+    # Beside text embeddings, only models that read text tokens use captions, which may be missing.
+    needed = "text_embed" not in tables or "text_encodings" not in tables and names and Captions.exist(root, names)
+    captions = Captions(root, names) if needed else None
+    first = tables["image_embed"]
+    for other in (*list(tables.values())[1:], *([captions] if captions else [])):
+        _match(first, other)
+    if "text_mask" in tables and "text_encodings" in tables and \
+            tables["text_mask"].shape != tables["text_encodings"].shape[:1]:
+        raise ConfigError(f"data.path={root}: text_mask/ has {tables['text_mask'].shape[0]} tokens a row, "
+                          f"text_encodings/ {tables['text_encodings'].shape[0]}")
+    return Stored(tables, captions)
+
+
+def _plan(path: Path) -> dict[str, Any] | None:
+    """What launch/encode.py says of a folder; None: nothing that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _match(first: Table, other: Any) -> None:
+    """ConfigError names the first pair of files whose names or rows do not match."""
+    ends, others = ([_end(name) for name in names] for names in (first.names, other.names))
+    for a, b, x, y in zip(first.names, other.names, ends, others):
+        # Words may name the content (part_images, part_texts), unless both folders use the same words.
+        if x != y and (x.isdigit() and y.isdigit() or set(ends) & set(others)):
+            raise ConfigError(f"data.path: {a} and {b} would be pairs, and their names say otherwise: each file needs "
+                              "its counterpart of the same number")
+    for a, b, rows, other_rows in zip(first.names, other.names, first.lengths, other.lengths):
+        if rows != other_rows:
+            raise ConfigError(f"data.path: {a} has {rows} rows and {b} {other_rows}: rows of one number are one pair; "
+                              "make the files anew from one list of pairs")
+    if len(first.names) != len(other.names):
+        raise ConfigError(f"data.path: {len(first.names)} files like {first.names[0]} and {len(other.names)} like "
+                          f"{other.names[0]}: each needs its counterpart")
+
+
+def _names(root: Path, folder: str, suffix: str) -> list[str]:
+    """Relative names in the order of the numbers in them: img_emb_2 before img_emb_10."""
+    if not (root / folder).is_dir():
+        return []
+    names = [path.name for path in (root / folder).iterdir() if path.suffix == suffix and path.name[0] != "."]
+    key = lambda name: [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [f"{folder}/{name}" for name in sorted(names, key=key)]
+
+
+def _end(name: str) -> str:
+    """What follows the last underscore of a file's name, numbers without leading zeros."""
+    word = Path(name).stem.rpartition("_")[2]
+    return str(int(word)) if word.isdigit() else word
+
+
+def builtin_pairs() -> Stored:
+    """The built-in pairs, in the order of `builtin_captions`."""
+    with np.load(_FILE) as file:
+        tables = {}
+        for key, name in (("image_embed", "image"), ("text_embed", "text")):
+            levels = np.frombuffer(lzma.decompress(file[name].tobytes()), np.int8).reshape(int(file["dim"]), -1).T
+            values = levels.astype(np.float32) * file[f"{name}_scale"]
+            values /= np.linalg.norm(values, axis=1, keepdims=True)
+            tables[key] = Table(key, [f"{BUILTIN}/{name}"], arrays=[values])
+    return Stored(tables)
+
+
+def builtin_captions() -> dict[str, int]:
+    """Row of each built-in pair by its caption."""
+    with np.load(_FILE) as file:
+        captions = lzma.decompress(file["captions"].tobytes()).decode().split("\n")
+    return {caption: row for row, caption in enumerate(captions)}
+
+
+def _bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
+    """First and past-the-end place of each split: rounded cumulative fractions, in exact arithmetic."""
+    shares = json.dumps(list(splits))
+    parts = [Fraction(str(fraction)) for fraction in splits]
+    if len(parts) != len(SPLITS) or min(parts) < 0 or abs(sum(parts) - 1) > Fraction(1, 10 ** 6):
+        raise ConfigError(f"data.splits={shares}: give the shares of {', '.join(SPLITS)}, 0 or more, which sum to 1")
+    ends = [int(count * sum(parts[:k + 1]) / sum(parts) + Fraction(1, 2)) for k in range(len(parts))]
+    bounds = list(zip([0, *ends[:-1]], ends))
+    for split, fraction, (begin, end) in zip(SPLITS, parts, bounds):
+        if (fraction or split == "train") and end - begin < world:
+            raise ConfigError(f"data.splits={shares} of {count} pairs leaves {end - begin} for {split}, fewer than the "
+                              f"{world} ranks: give more pairs, a larger share, or 0 to leave {split} out")
+    return bounds
+
+

@@ -1,0 +1,273 @@
+"""Cached codes of a first stage as a source: latents or token ids that launch/encode.py has written as shards.
+
+Items of images are {"latent_mean", "latent_std": (C, h, w), as stored; "label"}, or {"tokens": int64 (h, w), "label"}.
+Codes are never mirrored, since an encoder is not symmetric: the mirrored image was encoded by itself, and `take` reads
+the codes of either.
+
+Items of videos are {"tokens": int64 (t, h, w), "frames", "label"}. Videos are never mirrored. With captions, an item of
+either has "caption" uint8 (CAPTION_BYTES,), too; with encoded captions "text_encodings" (L, E), as stored, and
+"text_mask" bool (L,). Of several crops and several captions of a sample, its key chooses one each; of held-out samples
+the first ones are read.
+
+Opening reads the index and the files' sizes alone; the samples are mapped into memory. What a rank or worker holds does
+not grow with the samples, but for the size of each shard and the counts of members.py.
+"""
+
+import hashlib
+import os
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain.data.cached.rows import CAPTION_BYTES
+from dstrain.data.cached.shards import Arrays, Layout, check, is_cache, mapped, read_ahead, read_index, shard_name
+from dstrain.data.index.held_out import Members
+from dstrain.data.source import Bad, Source
+from dstrain.recipe import ConfigError
+
+_MAPPED = 4096                # shards that a process keeps mapped: each map holds a descriptor
+_COUNTED = 1024               # shards whose labels are counted when a command starts; one takes some 0.1 ms
+_TEXTS = ("caption", "text_encodings", "text_mask")
+_VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts; takes some seconds
+_REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
+
+
+def is_encoded(path: str | Path) -> bool:
+    """Whether a folder holds cached codes, or a part of them. A folder of images may have an index.json, too."""
+    return is_cache(Path(path))
+
+
+@dataclass
+class Latents(Source):
+    """The codes in a folder.
+
+    path: what launch/encode.py wrote. split: "train", "held_out" or "all". held_out: share, by the hash of a number.
+    Raises ConfigError where the index or a shard is missing, or has not the size that the index says.
+    """
+
+    path: str | Path
+    split: str = "all"
+    held_out: float = 0.0
+    batched = True
+    expects = True
+
+    def __post_init__(self) -> None:
+        self.path = Path(self.path)
+        index = read_index(self.path)
+        self.index = {name: entry for name, entry in index.items() if name not in ("shards", "bad_files")}
+        self.encoding: dict[str, Any] = index["encoding"]
+        self.classes = tuple(index["classes"])
+        self.extras = _extras(self.encoding)                         # shapes of what an item has beside its codes
+        self.crops, self.num_captions = self.encoding.get("crops", 1), self.encoding.get("num_captions", 1)
+        self.captioned = "caption" in self.extras
+        if max(self.crops, self.num_captions) > 1:                   # a number for the crop, and one for the caption
+            self.chance_name, self.chance_count = "variant", 2
+        self.sizes = np.array([shard["size"] for shard in index["shards"]], np.int64)
+        self.hash = hashlib.blake2b("".join(shard["hash"] for shard in index["shards"]).encode(), digest_size=8)
+        self.hash, self.unreadable = self.hash.hexdigest(), len(index["bad_files"])
+        # Where all files fit into half of the memory, the page cache keeps them, and workers only cost.
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.light = bool(self.sizes.sum() < memory // 2)
+        for number, size in enumerate(self.sizes.tolist()):
+            path = self.path / shard_name(number)
+            if not path.exists():
+                raise ConfigError(f"{path} is missing; {_REMEDY}")
+            if path.stat().st_size != size:
+                raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {size}; {_REMEDY}")
+        self.members = None if self.split == "all" or not self.held_out else self._members()
+        self.noun = (f"cached {'clips' if 'num_frames' in self.encoding else 'images'} "
+                     f"({self.encoding['kind']} {' x '.join(map(str, self.encoding['shape']))}"
+                     f"{f', {self.crops} crops each' if self.crops > 1 else ''})")
+        # shard -> codes (rows * crops * flips, numbers), label (rows,) and extras, in the order of their last use
+        self._open: dict[int, Arrays] = {}
+        self._layouts: dict[int, Layout] = {}                        # of shards with so many rows
+
+    def _members(self) -> Members:
+        members = Members(self.encoding["number"], self.held_out, self.split)
+        if not len(members):
+            raise ConfigError(f"data.held_out={self.held_out} leaves none of the {members.number} samples of "
+                              f"{self.path} for the {self.split} split: choose another fraction or give "
+                              "data.held_out_path")
+        return members
+
+    def __len__(self) -> int:
+        return self.encoding["number"] if self.members is None else len(self.members)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        batch = self.take(torch.tensor([index]))
+        return {name: values[0] if values.ndim > 1 else int(values[0]) for name, values in batch.items()}
+
+    def take(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> dict[str, Tensor]:
+        """The samples at `index` int64 (b,) as a batch; `mirrored` bool (b,): those of the mirrored image.
+
+        chance: uniform in [0, 1) (b, 2), which choose among crops and captions; None takes the first ones.
+        ConfigError: some are mirrored, and the folder has no mirrored images.
+        """
+        shards, rows, codes_rows = self._places(index, mirrored, chance)
+        groups = np.searchsorted(np.unique(shards), shards) // _most_mapped()                # (b,)
+        if groups.any():                                             # a large batch from more shards than may be mapped
+            parts = [self.take(*(None if values is None else values[groups == group]
+                                 for values in (index, mirrored, chance))) for group in range(groups.max() + 1)]
+            places = torch.from_numpy(np.argsort(np.argsort(groups, kind="stable")))
+            return {name: torch.cat([part[name] for part in parts])[places] for name in parts[0]}
+        opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
+
+        def gathered(name: str, places: np.ndarray) -> Tensor:
+            return torch.from_numpy(_rows({shard: arrays[name] for shard, arrays in opened.items()}, shards, places))
+
+        codes = gathered("codes", codes_rows).view(len(index), *_shape(self.encoding))
+        rest = {name: gathered(name, rows) for name in ("label", *self.extras) if name not in _TEXTS}
+        if self.captioned:
+            texts = self._text_rows(rows, chance, rest.pop("captions", None))
+            rest |= {name: gathered(name, texts) for name in self.extras if name in _TEXTS}
+        if self.encoding["kind"] == "tokens":
+            return {"tokens": codes.long(), **rest}
+        std = codes[:, 1] if codes.shape[1] == 2 else torch.zeros_like(codes[:, 0])
+        return {"latent_mean": codes[:, 0], "latent_std": std, **rest}
+
+    def _places(self, index: Tensor, mirrored: Tensor | None,
+                chance: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each sample its shard, its row there, and the row of its codes. ConfigError as `take`."""
+        number = index.numpy() if self.members is None else self.members.at(index.numpy())
+        flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
+        if flip.any() and self.encoding["flips"] == 1:
+            raise ConfigError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
+        shards, rows = np.divmod(number, self.encoding["shard_size"])
+        crop = 0 if chance is None else (chance[:, 0].double().numpy() * self.crops).astype(np.int64)
+        return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
+
+    def _text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
+        """The rows of the captions that are chosen; `counts` says how many each sample has, None: one."""
+        if counts is None or chance is None:
+            return rows * self.num_captions
+        return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
+
+    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+        """As of Source. Of several captions all are read, since their number must be read first."""
+        shards, rows, codes_rows = self._places(index, mirrored, chance)
+        for shard in np.unique(shards).tolist():
+            arrays, here = self._shard(shard), shards == shard
+            read_ahead(arrays["codes"], codes_rows[here])
+            for name in ("label", *self.extras):
+                texts = self.num_captions if name in _TEXTS else 1
+                read_ahead(arrays[name].reshape(-1, texts * arrays[name][0].size), rows[here])
+
+    def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
+                   chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
+        self.expect(index, mirrored, chance)                         # the first batches, which nobody has expected
+        return self.take(index, mirrored, chance), []
+
+    def describe(self) -> str:
+        bad = self.unreadable
+        return super().describe() + (f"; {bad:,} unreadable files were replaced when they were encoded" if bad else "")
+
+    def class_counts(self) -> np.ndarray | None:
+        if not self.classes:
+            return None
+        if self.members is None and "class_counts" in self.index:
+            return np.array(self.index["class_counts"], np.int64)
+        if len(self.sizes) > _COUNTED:
+            return None
+        counts = np.zeros(len(self.classes), np.int64)
+        for number in range(len(self.sizes)):
+            labels = self._shard(number)["label"]
+            first = number * self.encoding["shard_size"]
+            own = slice(None) if self.members is None else self.members.holds(np.arange(first, first + len(labels)))
+            counts += np.bincount(labels[own], minlength=len(counts))
+        return counts
+
+    def _shard(self, number: int) -> Arrays:
+        arrays = self._open.pop(number, None)
+        if arrays is None:
+            arrays = self._mapped(number)
+            while len(self._open) >= _most_mapped():
+                del self._open[next(iter(self._open))]
+        self._open[number] = arrays
+        return arrays
+
+    def _mapped(self, number: int) -> Arrays:
+        path, encoding = self.path / shard_name(number), self.encoding
+        rows = min(encoding["shard_size"], encoding["number"] - number * encoding["shard_size"])
+        arrays = mapped(path, int(self.sizes[number]), self._layouts, rows)
+        codes = "tokens" if encoding["kind"] == "tokens" else "moments"
+        shapes = {codes: (self.crops * encoding["flips"], *_shape(encoding)), "label": (), **self.extras}
+        for name, shape in shapes.items():
+            stored = arrays[name].shape if name in arrays else None
+            if stored != (rows, *shape):
+                raise ConfigError(f"{path} holds {name} {stored} instead of {(rows, *shape)}; {_REMEDY}")
+        if "num_captions" in encoding:
+            arrays |= {name: arrays[name].reshape(-1, *arrays[name].shape[2:]) for name in _TEXTS if name in arrays}
+        return arrays | {"codes": arrays[codes].reshape(rows * self.crops * encoding["flips"], -1)}
+
+    def verify(self) -> None:
+        """Compares hashes: of all shards where they are small, else of as many random ones as some seconds allow.
+
+        ConfigError names the first that is damaged. launch/encode.py verifies all of them whenever it runs again.
+        """
+        shards, left = read_index(self.path)["shards"], _VERIFIED
+        order = np.random.default_rng(time.time_ns()).permutation(len(shards))
+        if sum(shard["size"] for shard in shards) <= left:
+            order.sort()
+        for number in order:
+            left -= shards[number]["size"]
+            if left < 0:
+                return
+            try:
+                check(self.path / shards[number]["name"], shards[number])
+            except ConfigError as error:
+                raise ConfigError(f"{error}; {_REMEDY}") from None
+
+    def name(self, index: int) -> str:
+        number = index if self.members is None else int(self.members.at(np.array([index]))[0])
+        shard, row = divmod(number, self.encoding["shard_size"])
+        return f"{shard_name(shard)}[{row}]"
+
+    def fingerprint(self) -> str:
+        return f"codes {self.split} n={len(self)} classes={len(self.classes)} shards={self.hash}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}}                 # a worker maps the files by itself
+
+
+def _most_mapped() -> int:
+    """Shards that may be mapped at a time: a quarter of the descriptors that a process may have, at most _MAPPED."""
+    return max(1, min(_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+
+
+def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """A copy of some rows of arrays that lie in several shards: (n, ...)."""
+    if len(opened) == 1:
+        return next(iter(opened.values()))[rows]
+    first = next(iter(opened.values()))
+    copy = np.empty((len(rows), *first.shape[1:]), first.dtype)
+    for i, (shard, row) in enumerate(zip(shards.tolist(), rows.tolist())):
+        copy[i] = opened[shard][row]                         # row by row beats fancy indexing shard by shard (measured)
+    return copy
+
+
+def _extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What a sample has in a shard beside its codes and label: name -> shape."""
+    shapes: dict[str, tuple[int, ...]] = {"frames": ()} if "num_frames" in encoding else {}
+    several = (encoding["num_captions"],) if "num_captions" in encoding else ()
+    if several:
+        shapes["captions"] = ()
+    if encoding.get("captions"):
+        shapes["caption"] = (*several, CAPTION_BYTES)
+    if encoding.get("text"):
+        length, width = encoding["text"]["shape"]
+        shapes |= {"text_encodings": (*several, length, width), "text_mask": (*several, length)}
+    return shapes
+
+
+def _shape(encoding: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of one image's codes, with mean and deviation, or the mean alone where a sample of it was encoded."""
+    moments = (encoding.get("moments", 2),) if encoding["kind"] == "latents" else ()
+    return (*moments, *encoding["shape"])

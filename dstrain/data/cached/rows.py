@@ -1,0 +1,236 @@
+"""Rows of embeddings and captions on disk, each kind in consecutive files. See embeddings.py for the layout."""
+
+import errno
+import zipfile
+import zlib
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain.data.files.storage import require_regular
+from dstrain.data.source import BadSample
+from dstrain.recipe import ConfigError
+
+FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_encodings": "text_encodings",
+           "text_mask": "text_mask"}              # name in a batch -> folder
+_ENDS = 1 << 16                                   # bytes at either end of a file of captions, for the fingerprint
+CAPTION_BYTES = 512                               # of a caption; the rest is cut off
+_COLUMNS = ("caption", "TEXT", "text")
+_MAPPED = 64                                      # files of a kind that a process keeps mapped: each is an open file
+_AXES = {"image_embed": ("n", "D"), "text_embed": ("n", "T"), "text_encodings": ("n", "L", "E"),
+         "text_mask": ("n", "L")}
+
+
+class Table:
+    """Arrays (n, ...) of one kind, whose rows count on from array to array.
+
+    Files below `root` are mapped when they are read, and the _MAPPED last used ones stay mapped; without a root
+    `arrays` are kept in memory. ConfigError: a shape or dtype that this kind does not have.
+    """
+
+    def __init__(self, key: str, names: list[str], root: Path | None = None, arrays: list[np.ndarray] = ()) -> None:
+        self.key, self.names, self.root = key, names, root
+        self.shape, self.lengths, self.size = (), [], 0
+        self.arrays: dict[int, np.ndarray] = dict(enumerate(arrays))     # in the order of their last use
+        axes, kinds = _AXES[key], (np.bool_,) if key == "text_mask" else (np.float16, np.float32, np.float64)
+        for number, name in enumerate(names):
+            array = self.arrays[number] if root is None else mapped(root, name)
+            if array.ndim != len(axes) or array.dtype not in kinds:
+                raise ConfigError(f"data.path: {name} is {array.dtype} {array.shape}: {FOLDERS[key]} holds "
+                                  f"({', '.join(axes)}) of {'bool' if key == 'text_mask' else 'float16 or float32'}; "
+                                  "reshape it, or make it anew")
+            if number and array.shape[1:] != self.shape:
+                raise ConfigError(f"data.path: rows of {name} are {array.shape[1:]}, those of {names[0]} {self.shape}: "
+                                  "one encoder made them all?")
+            self.shape = array.shape[1:]
+            self.lengths.append(len(array))
+            self.size += array.nbytes
+        self.ends = np.cumsum(self.lengths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mapped array would travel to a worker as a copy of the file.
+        return {**self.__dict__, "arrays": {} if self.root is not None else self.arrays}
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        number, inner = self._place(row)
+        return self._array(number)[inner]
+
+    def _array(self, number: int) -> np.ndarray:
+        if self.root is None:
+            return self.arrays[number]
+        array = self.arrays.pop(number, None)
+        if array is None:
+            array = mapped(self.root, self.names[number])
+            while len(self.arrays) >= _MAPPED:
+                del self.arrays[next(iter(self.arrays))]
+        self.arrays[number] = array
+        return array
+
+    def _place(self, row: int) -> tuple[int, int]:
+        number = int(np.searchsorted(self.ends, row, side="right"))
+        return number, row - int(self.ends[number] - self.lengths[number])
+
+    def name(self, row: int) -> str:
+        number, inner = self._place(row)
+        return f"{self.names[number]}[{inner}]"
+
+    def scan(self) -> None:
+        """Looks through all rows. ConfigError names the first that cannot be used."""
+        for number, name in enumerate(self.names):
+            fault = fault_of(as_float32(self._array(number)), self.key)
+            if fault:
+                raise ConfigError(f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or "
+                                  "embed it again")
+
+    def add_to(self, digest: Any) -> None:
+        """Adds to a hash the names, lengths and shapes, and of each file the first and the last row."""
+        for number, name in enumerate(self.names):
+            last = int(self.ends[number]) - 1
+            ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
+            digest.update(f"{name} {self.lengths[number]} {self.shape} {zlib.crc32(ends)}\n".encode())
+
+    def add_rows(self, digest: Any, count: int | None) -> None:
+        """Adds to a hash all values, or those of `count` evenly spaced rows; none of data inside the package."""
+        if self.root is None:
+            return
+        if count is None:
+            for number in range(len(self.names)):
+                digest.update(np.ascontiguousarray(self._array(number)))
+        else:
+            for row in np.linspace(0, len(self) - 1, min(count, len(self))).astype(int).tolist():
+                digest.update(np.ascontiguousarray(self[row]))
+
+
+def mapped(root: Path, name: str) -> np.ndarray:
+    """A .npy file, mapped into memory. ConfigError names the file, or the limit of open files where that is reached."""
+    try:
+        require_regular(root / name)
+        array = np.load(root / name, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, ArithmeticError, zipfile.BadZipFile) as error:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            raise ConfigError(f"data.path: {name} cannot be opened, since too many files are open: raise the limit "
+                              "(ulimit -n), or set a smaller data.workers") from None
+        reason = " ".join(str(error).split())[:150]
+        if "pickle" in reason:                                 # numpy's remedy would execute what the file says
+            reason = "it is of another kind, or holds Python objects"
+        raise ConfigError(f"data.path: {name} is no readable .npy file ({reason}): write it with numpy.save") from None
+    if not isinstance(array, np.ndarray):                      # np.load reads a zip of arrays under any name
+        raise ConfigError(f"data.path: {name} is a zip file (.npz, or torch's): save each array as .npy")
+    if not array.ndim or not len(array):
+        raise ConfigError(f"data.path: {name} holds no rows; remove it")
+    return array
+
+
+def read_embeddings(path: Path) -> Tensor:
+    """float32 (N, D) of a .npy file. ConfigError: it holds others, no rows, or some that cannot be used."""
+    array = mapped(path.parent, path.name)
+    if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
+        raise ConfigError(f"{path} is {array.dtype} {array.shape}, and embeddings are float (N, D)")
+    values = as_float32(array)
+    if fault := fault_of(values, "image_embed"):
+        raise ConfigError(f"{path}: row {fault[0]} {fault[1]}: leave it out, or embed it again")
+    return torch.from_numpy(values)
+
+
+def as_float32(values: np.ndarray) -> np.ndarray:
+    """Masks as they are, numbers as float32; those that are too large for it become infinite."""
+    with np.errstate(over="ignore"):
+        return np.array(values, dtype=bool if values.dtype == bool else np.float32)
+
+
+class Captions:
+    """The caption column of parquet files; a file's captions stay in memory once one of them was read."""
+
+    def __init__(self, root: Path, names: list[str]) -> None:
+        parquet = _parquet()
+        self.root, self.names, self.columns, self.cached = root, names, [], {}
+        lengths = []
+        for name in names:
+            try:
+                require_regular(root / name)
+                schema = parquet.ParquetFile(root / name)
+            except (OSError, ValueError) as error:               # pyarrow's own errors are ValueErrors
+                raise ConfigError(f"data.path: {name} is no readable parquet file ({error})") from None
+            column = next((column for column in _COLUMNS if column in schema.schema_arrow.names), None)
+            if column is None:
+                raise ConfigError(f"data.path: {name} has no column {', '.join(_COLUMNS)}, only "
+                                  f"{', '.join(schema.schema_arrow.names[:8])}")
+            _require_text(name, schema.schema_arrow.field(column))
+            self.columns.append(column)
+            lengths.append(schema.metadata.num_rows)
+        self.lengths, self.ends = lengths, np.cumsum(lengths)
+
+    @staticmethod
+    def exist(root: Path, names: list[str]) -> bool:
+        """Whether all files have a column of captions; True for unreadable files, which the constructor refuses."""
+        try:
+            for name in names:
+                require_regular(root / name)
+            return all(set(_COLUMNS) & set(_parquet().read_schema(root / name).names) for name in names)
+        except (OSError, ValueError):
+            return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "cached": {}}
+
+    def __getitem__(self, row: int) -> Tensor:
+        number = int(np.searchsorted(self.ends, row, side="right"))
+        if number not in self.cached:
+            table = _parquet().read_table(self.root / self.names[number], columns=[self.columns[number]])
+            self.cached[number] = table.column(0).combine_chunks()
+        inner = row - int(self.ends[number] - self.lengths[number])
+        text = self.cached[number][inner].as_py()
+        if not text:
+            raise BadSample(f"{self.names[number]}[{inner}]", "has no caption")
+        return packed(text)
+
+    def add_to(self, digest: Any) -> None:
+        """Adds to a hash names, rows, sizes, and the first and last bytes: the last hold the places of all pages."""
+        for name, length in zip(self.names, self.lengths):
+            with open(self.root / name, "rb") as file:
+                head = file.read(_ENDS)
+                size = file.seek(0, 2)
+                file.seek(max(0, size - _ENDS))
+                ends = blake2b(head + file.read(_ENDS), digest_size=8)
+            digest.update(f"{name} {length} {size} {ends.hexdigest()}\n".encode())
+
+
+def packed(caption: str) -> Tensor:
+    """A caption as it stands in batches: UTF-8 as uint8 (CAPTION_BYTES,), cut off between characters."""
+    encoded = caption.encode("utf-8", "replace")[:CAPTION_BYTES].decode("utf-8", "ignore").encode("utf-8")
+    return torch.from_numpy(np.frombuffer(encoded.ljust(CAPTION_BYTES, b"\0"), np.uint8).copy())
+
+
+def fault_of(rows: np.ndarray, key: str) -> tuple[int, str] | None:
+    """The first of rows (n, ...) that cannot be used, and the reason; None: all can."""
+    if rows.dtype == np.bool_:
+        return None
+    flat = rows.reshape(len(rows), -1)
+    wrong = ~np.isfinite(flat).all(axis=1)
+    if wrong.any():
+        return int(wrong.argmax()), "holds NaN or infinity"
+    empty = ~flat.any(axis=1)
+    if key != "text_encodings" and empty.any():
+        return int(empty.argmax()), "is all zeros, which has no direction"
+    return None
+
+
+def _require_text(name: str, field: Any) -> None:
+    import pyarrow.types
+
+    kind = field.type.value_type if pyarrow.types.is_dictionary(field.type) else field.type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_null(kind)):
+        raise ConfigError(f"data.path: column {field.name} of {name} holds {field.type}: write captions as strings")
+
+
+def _parquet() -> Any:
+    import pyarrow.parquet  # slow to import, and only captions need it
+
+    return pyarrow.parquet

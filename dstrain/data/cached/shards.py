@@ -1,0 +1,302 @@
+"""Shards of encoded samples: the format that dstrain/commands/encode.py writes and data/cached/latents.py reads.
+
+    FOLDER/encoding.json               what is encoded by what, written first: another encoding is refused by it
+    FOLDER/shard_00000.safetensors     `shard_size` samples each, the last one fewer
+    FOLDER/index.json                  written last: the same, statistics, size and hash of each shard
+
+A shard holds, for its n samples in the order of the data,
+
+    moments   float16 or float32 (n, flips, 2, C, h, w)    latent mean and standard deviation, of the plain image and,
+                                                           with flips 2, of the mirrored one; (n, flips, 1, C, h, w)
+                                                           where samples of the posterior were taken over from others
+    tokens    int32 (n, flips, h, w)                       instead of moments, where the codes are discrete
+    label     int64 (n,)                                   class
+    source    int64 (n,)                                   index in the data; another one's where a file was unreadable
+
+With several crops, one follows the other, each with its mirrored one: (n, crops * flips, ...). For videos, tokens are
+int32 (n, 1, t, h, w), and there are frames int64 (n,), how many of a clip's frames are real; padding follows. Texts are
+
+    caption   uint8 (n, 512)                               UTF-8 filled up with zeros; for images (n, K, 512)
+    captions  int64 (n,)                                   for images: how many of the K captions are there
+    text_encodings float16 or float32 (n, L, E), text_mask bool (n, L)     the last states of a text encoder's tokens,
+                                                           for images (n, K, L, E) and (n, K, L)
+
+The header holds, as JSON under `shard`, sums for the statistics, the unreadable files, and a hash of the whole shard. A
+shard is thus a function of its content alone and proves by itself that it is whole. What is used together (mean and
+deviation of one image) lies together on the disk.
+"""
+
+import hashlib
+import io
+import json
+import math
+import mmap
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from dstrain.data.files.storage import with_retries
+from dstrain.disk import sealed
+from dstrain.recipe import ConfigError, NotRead
+
+INDEX, ENCODING = "index.json", "encoding.json"
+FORMAT = 1
+_DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_}
+_NAMES = re.compile(r"(index\.json|encoding\.json|shard_\d{5,}\.safetensors)(\.tmp)?")
+
+Arrays = dict[str, np.ndarray]
+
+
+def shard_name(number: int) -> str:
+    return f"shard_{number:05d}.safetensors"
+
+
+def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
+    """The bytes of a shard; `facts` is JSON."""
+    # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
+    arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)
+    for name, array in arrays.items():
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array)
+    # One metadata entry: safetensors writes several in random order.
+    return save(arrays, {"shard": json.dumps({**facts, "hash": digest.hexdigest()}, sort_keys=True)})
+
+
+def facts_of(data: bytes) -> dict[str, Any]:
+    """The `facts` that a shard was packed with, its `hash`, and how often each of its `labels` occurs.
+
+    ConfigError: its bytes are not whole.
+    """
+    try:
+        facts, arrays = json.loads(_header(io.BytesIO(data))["__metadata__"]["shard"]), load(data)
+        whole = pack(arrays, {name: value for name, value in facts.items() if name != "hash"}) == data
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
+        whole = False
+    if not whole:                                            # packed again: not even a byte of padding may differ
+        raise ConfigError("has altered or missing bytes")
+    return facts | {"labels": _counted(arrays["label"])}
+
+
+def stated(path: Path) -> dict[str, Any] | None:
+    """As `facts_of`, of a file whose header and labels alone are read, so the hash is not proved; None: unreadable."""
+    try:
+        if not path.is_file():                               # a FIFO would wait for ever
+            return None
+        with open(path, "rb") as file:
+            header = _header(file)
+            begin, end = header["label"]["data_offsets"]
+            file.seek(begin, io.SEEK_CUR)
+            return json.loads(header["__metadata__"]["shard"]) | {
+                "labels": _counted(np.frombuffer(file.read(end - begin), np.int64))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _counted(labels: np.ndarray) -> list[tuple[int, int]]:
+    values, counts = np.unique(labels, return_counts=True)
+    return list(zip(values.tolist(), counts.tolist()))
+
+
+def check(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`facts_of` a file, whose hash must be that of an index's `entry`. ConfigError names the file."""
+    try:
+        facts = facts_of(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path} {error}") from None
+    if entry is not None and facts["hash"] != entry["hash"]:
+        raise ConfigError(f"{path} is another shard than the index was written for")
+    return facts
+
+
+def encoding_of(path: Path) -> str | None:
+    """The hash (`short`) of the encoding that a shard's header names; None: the header cannot be read."""
+    return (stated(path) or {}).get("encoding")
+
+
+def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """What an index, and the statistics in it, need to know of a shard."""
+    return {"name": path.name, "size": path.stat().st_size,
+            **{key: facts[key] for key in ("hash", "sums", "bad", "labels")}}
+
+
+Layout = dict[str, tuple[slice, type, list[int]]]      # of each array: bytes after the header, dtype, shape
+
+
+def mapped(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arrays:
+    """The arrays of a shard of `rows` samples and `size` bytes, mapped into memory and read-only.
+
+    Arrays stand at the end of a shard, and shards of a folder that have as many rows hold them alike. So `layouts`
+    keeps one header for each number of rows, and to map another shard reads nothing from the disk.
+    ConfigError names a file that is no shard. NotRead: the storage fails.
+    """
+    def content() -> np.ndarray:
+        with open(path, "rb") as file:
+            if rows not in layouts:
+                layouts[rows] = _layout(file)
+            # Not np.memmap, whose indexing runs Python code for each row.
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+    try:
+        whole = with_retries(content)
+        entries = layouts[rows]
+        begin = size - max(place.stop for place, _, _ in entries.values())
+        if len(whole) != size or begin < 0:
+            raise ValueError
+        return {name: whole[begin + place.start:begin + place.stop].view(dtype).reshape(shape)
+                for name, (place, dtype, shape) in entries.items()}
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing") from None
+    except OSError as error:
+        raise NotRead(f"{path} cannot be read ({error}): mend the storage, then give the same command again") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(f"{path} is no shard, or its header is damaged") from None
+
+
+def read_ahead(array: np.ndarray, rows: np.ndarray) -> None:
+    """The kernel begins to read some rows of an array of `mapped`, all at once and beside what runs on here.
+
+    Whoever takes rows that are not in memory waits for the disk row after row. Rows that are there cost a microsecond.
+    """
+    whole = array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    begin, size, memory = array.ctypes.data - whole.ctypes.data, array[0].nbytes, memoryview(whole.base).obj
+    for offset in (begin + rows * size).tolist():
+        page = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        memory.madvise(mmap.MADV_WILLNEED, page, offset + size - page)
+
+
+def _layout(file: BinaryIO) -> Layout:
+    header = _header(file)
+    header.pop("__metadata__", None)
+    return {name: (slice(*entry["data_offsets"]), _DTYPES[entry["dtype"]], entry["shape"])
+            for name, entry in header.items()}
+
+
+def _header(file: BinaryIO) -> dict[str, Any]:
+    """The JSON at the beginning of a shard, behind its length; then the file stands where the arrays begin."""
+    word = file.read(8)
+    length = int.from_bytes(word, "little")
+    if len(word) < 8 or length > 1 << 26:
+        raise ConfigError("no safetensors header")
+    text = file.read(length)
+    if len(text) < length:
+        raise ConfigError("a truncated safetensors header")
+    return json.loads(text)
+
+
+def sums(codes: np.ndarray) -> dict[str, Any]:
+    """Of one shard: the sums of the latents' means and of their second moments by channel, or the largest token id."""
+    if codes.dtype == np.int32:
+        return {"largest": int(codes.max())}
+    mean = codes[:, :, 0].astype(np.float64)                                                      # (n, flips, C, h, w)
+    variance = codes[:, :, 1].astype(np.float64) ** 2 if codes.shape[2] == 2 else 0.0
+    rest = (0, 1, 3, 4)
+    return {"first": mean.sum(rest).tolist(), "second": (mean ** 2 + variance).sum(rest).tolist()}
+
+
+def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
+    """Mean and standard deviation of posterior samples, over all and by channel, and scaling_factor = 1 / std.
+
+    shards: the `sums` of each. count: values of one channel in all shards. The sums are exact, so they do not depend on
+    the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G) scale latents.
+    """
+    first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
+    second = [math.fsum(values) for values in zip(*(shard["second"] for shard in shards))]
+
+    def moments(a: float, b: float, number: int) -> tuple[float, float]:
+        mean = a / number
+        return mean, math.sqrt(max(b / number - mean ** 2, 0.0))
+
+    channels = [moments(a, b, count) for a, b in zip(first, second)]
+    mean, std = moments(math.fsum(first), math.fsum(second), count * len(first))
+    if not 0 < std < math.inf:
+        raise ConfigError(f"the latents have a standard deviation of {std}: the first stage has learned nothing")
+    return {"mean": mean, "std": std, "channel_mean": [mean for mean, _ in channels],
+            "channel_std": [std for _, std in channels], "scaling_factor": 1 / std}
+
+
+def short(encoding: dict[str, Any]) -> str:
+    """A hash of an encoding, which its shards carry."""
+    return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def body_of(encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]],
+            versions: dict[str, str]) -> dict[str, Any]:
+    """The body of an index, from the records of all shards in order. classes: None, where labels are numbers alone."""
+    summed = [record["sums"] for record in records]
+    if encoding["kind"] == "tokens":
+        summary = {"largest": max(shard["largest"] for shard in summed)}
+    else:
+        views = encoding.get("crops", 1) * encoding["flips"]
+        summary = statistics(summed, encoding["number"] * views * math.prod(encoding["shape"][1:]))
+    counts = Counter()
+    for record in records:
+        counts.update(dict(record["labels"]))
+    if classes is None:
+        classes = [str(label) for label in range(max(counts) + 1)]
+    return {"format": FORMAT, "encoding": encoding, "classes": classes, "statistics": summary, "versions": versions,
+            "class_counts": [counts[label] for label in range(len(classes))],
+            "shards": [{key: record[key] for key in ("name", "size", "hash")} for record in records],
+            "bad_files": sorted({tuple(entry) for record in records for entry in record["bad"]})}
+
+
+def is_cache(folder: Path) -> bool:
+    """Whether launch/encode.py wrote into a folder: by how its files begin, since other tools use these names, too."""
+    for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
+        try:
+            if not (folder / name).is_file():                # a FIFO would wait for ever
+                continue
+            with open(folder / name, "rb") as file:
+                if re.match(begins, file.read(128)):
+                    return True
+        except OSError:
+            continue
+    return encoding_of(folder / shard_name(0)) is not None
+
+
+def earlier(folder: Path) -> dict[str, Any] | None:
+    """The content of encoding.json, or where that cannot be read the index's encoding; None: neither can be read."""
+    try:
+        content = json.loads((folder / ENCODING).read_text(encoding="utf-8"))
+        if isinstance(content["encoding"], dict) and isinstance(content.get("of", {}), dict):
+            return content
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    try:
+        return {"encoding": read_index(folder)["encoding"]}
+    except ValueError:
+        return None
+
+
+def strangers(folder: Path) -> list[str]:
+    """Names in a folder that launch/encode.py does not write; all but hidden files, where it has not written there."""
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
+    return [name for name in names if not _NAMES.fullmatch(name)] if is_cache(folder) else names
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The body of a folder's index. ConfigError: there is none, it is altered, or of another version's format."""
+    path = folder / INDEX
+    try:
+        body = sealed.parse(path.read_bytes())
+    except FileNotFoundError:
+        if (folder / ENCODING).exists():
+            raise ConfigError(f"{folder} is not encoded to the end: give the command of launch/encode.py that began it "
+                              "once more, and it goes on where it stopped") from None
+        raise ConfigError(f"{folder} holds no {INDEX}: name a folder that launch/encode.py has written") from None
+    except OSError:
+        body = None
+    if body is None:
+        raise ConfigError(f"{path} is truncated or altered: repeat the launch/encode.py that wrote it")
+    if body.get("format") != FORMAT:
+        raise ConfigError(f"{path} has format {body.get('format')}, this version reads {FORMAT}: encode again")
+    return body

@@ -1,0 +1,235 @@
+"""From a video file to a clip: the frames of one window, cropped as images are.
+
+    window      frames start, start + stride, ..., at most num_frames of them; see Cut.window
+    clip        uint8 (T, C, H, W) with T = num_frames; behind the last real frame, that frame is repeated
+
+PyAV (FFmpeg) reads mp4, webm, avi, mov and mkv. Pillow reads animated and still pictures; a still one is a clip of one
+frame. Frames are numbered as a decoder outputs them, never by time.
+
+A window deep in a file is decoded from the keyframe before it, where the number of that keyframe is certain: in
+containers that list their packets, and for codecs whose packets are one picture each. All packets before a keyframe are
+shown before it, but pictures that follow it in the file may be shown before it, too ("leading" pictures of an open
+group of pictures). So the number of a keyframe is its place among the packets plus its leading pictures. Other files
+are decoded from the start. Both ways give the same frames.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dstrain.data.decode.pixels import FORMATS, SUFFIXES, center_crop, open_image, require_below_cap, to_mode, to_tensor
+from dstrain.data.files.storage import require_regular, with_retries
+from dstrain.recipe import ConfigError
+
+VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")        # compared in lower case
+PICTURES = (*SUFFIXES, ".gif", ".apng")
+
+_FORMATS = (*FORMATS, "GIF")
+_SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM")       # of pictures; WebP's stands further in
+# FFmpeg goes by content: it would follow a playlist named .mp4 to other files, or to addresses in the network.
+_OPTIONS = {"format_whitelist": "mov,matroska,webm,avi", "protocol_whitelist": "file"}
+# Codecs whose packets are one visible picture each. VP8 hides some, and MPEG-4 in AVI packs two into one packet.
+_PICTURE_CODECS = ("h264", "hevc", "av1", "vp9", "ffv1", "mjpeg", "rawvideo", "png", "prores")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is cut out of a file. stride: every so many-th frame is taken; still: only the first frame, repeated."""
+
+    num_frames: int
+    height: int                                   # pixels
+    width: int
+    channels: int = 3                             # 1 (grey) or 3 (RGB; transparency is laid on white)
+    stride: int = 1
+    still: bool = False
+
+    def available(self, count: int) -> int:
+        """How many frames a clip may have that is cut out of `count`."""
+        return -(-count // self.stride)
+
+    def window(self, count: int, chance: float | None = None) -> range:
+        """The frames to take of `count` >= 1; fewer than num_frames where the file is shorter.
+
+        In a longer file, `chance` in [0, 1) chooses the start uniformly; None takes the middle.
+        """
+        if self.still:
+            return range(1)
+        spare = count - (self.num_frames - 1) * self.stride - 1
+        if spare < 0:
+            return range(0, count, self.stride)
+        start = spare // 2 if chance is None else int(chance * (spare + 1))
+        return range(start, count - spare + start, self.stride)
+
+
+class Listing(NamedTuple):
+    """How many frames a file has, and at which keyframes decoding may begin."""
+
+    count: int
+    keyframes: tuple[tuple[int, int], ...] = ()   # (place among the packets, time)
+    timestamp: str = "dts"                        # the attribute of a packet that holds its time
+    delay: int = 0                                # from that time to the time of showing, by which FFmpeg seeks
+
+
+def read_clip(file: Path | bytes, cut: Cut, chance: float | None = None,
+              listing: Listing | None = None) -> tuple[Tensor, int, Listing]:
+    """A clip uint8 (T, C, H, W), how many of its frames are real, and the listing, which makes the next call cheaper.
+
+    file: a path, or what a video or a picture file holds.
+    Raises whatever FFmpeg or Pillow raise on a broken file; ConfigError for a file without a frame, one that ends
+    early, a damaged frame, and one above the cap.
+    """
+    def read() -> tuple[list[Tensor], Listing]:
+        if _is_picture(file):
+            return _pictures(file, cut, chance)
+        listed = listing or list_frames(file)
+        return _video(file, cut, cut.window(listed.count, chance), listed), listed
+
+    frames, listing = with_retries(read)
+    padding = frames[-1:] * (cut.num_frames - len(frames))
+    return torch.stack(frames + padding), len(frames), listing
+
+
+def _is_picture(file: Path | bytes) -> bool:
+    if isinstance(file, Path):
+        return file.suffix.lower() in PICTURES
+    return file.startswith(_SIGNATURES) or file[:4] == b"RIFF" and file[8:12] == b"WEBP"
+
+
+def count_frames(file: Path | bytes) -> int:
+    """How many frames a video or a picture file has. Raises as `read_clip`."""
+    def count() -> int:
+        if not _is_picture(file):
+            return list_frames(file).count
+        with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
+            return getattr(image, "n_frames", 1) - _skipped(image)
+
+    return with_retries(count)
+
+
+def list_frames(path: Path | bytes) -> Listing:
+    """Counts the frames of a video: from its index, else from its packets, else by decoding all of it."""
+    with _opened(path) as (container, stream):
+        packaged = stream.codec_context.name in _PICTURE_CODECS or stream.codec_context.name == "libdav1d"
+        indexed = packaged and "mp4" in container.format.name
+        if indexed and stream.frames and stream.frames == len(stream.index_entries):
+            entries = [stream.index_entries[place] for place in range(stream.frames)]
+            if entries[0].is_keyframe and not any(entry.is_discard for entry in entries):
+                delay = (stream.start_time or 0) - entries[0].timestamp
+                return Listing(len(entries), _keyframes(entries, "timestamp"), delay=delay)
+        elif packaged and ("mp4" in container.format.name or "matroska" in container.format.name):
+            packets = [packet for packet in container.demux(stream) if packet.size]
+            whole = not any(packet.is_discard or packet.is_corrupt or packet.pts is None for packet in packets)
+            if packets and packets[0].is_keyframe and whole:
+                return Listing(len(packets), _keyframes(packets, "pts"), "pts")
+    with _opened(path) as (container, stream):
+        count = sum(1 for _ in container.decode(stream))
+    if not count:
+        raise ConfigError("holds no frame")
+    return Listing(count)
+
+
+def _keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int], ...]:
+    return tuple((place, getattr(packet, timestamp)) for place, packet in enumerate(packets) if packet.is_keyframe)
+
+
+@contextmanager
+def _opened(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
+    import av  # only videos need it
+
+    if isinstance(file, Path):
+        require_regular(file)
+    # With "file:", FFmpeg takes no colon in a name for the end of a protocol.
+    source = f"file:{file}" if isinstance(file, Path) else io.BytesIO(file)
+    # Before its release 19 PyAV raises an error for titles that are no UTF-8.
+    lenient = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+    with av.open(source, container_options=_OPTIONS, **lenient) as container:
+        covers = av.stream.Disposition.attached_pic
+        stream = next((stream for stream in container.streams.video if not stream.disposition & covers), None)
+        if stream is None or stream.codec_context is None:
+            raise ConfigError("has no video stream that can be decoded")
+        require_below_cap(stream.codec_context.width, stream.codec_context.height)
+        stream.codec_context.thread_count = 1     # the workers are the threads
+        yield container, stream
+
+
+def _video(path: Path | bytes, cut: Cut, window: range, listing: Listing) -> list[Tensor]:
+    frames: list[Tensor] = []
+    number = -1
+    for number, frame in _frames(path, window[0], listing):
+        if number in window:
+            if frame.is_corrupt:
+                raise ConfigError(f"frame {number} is damaged")
+            frames.append(_pixels(frame, cut))
+            if len(frames) == len(window):
+                return frames
+    raise ConfigError(f"ends after {number + 1} of {listing.count} frames")
+
+
+def _frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
+    """(number, frame), beginning at frame `first` or before it."""
+    places = {time: place for place, time in listing.keyframes}
+    before = [time for place, time in listing.keyframes if 0 < place <= first]
+    for time in before[:-3:-1]:                   # two keyframes: with its leading pictures, one may lie behind `first`
+        with _opened(path) as (container, stream):
+            container.seek(time + listing.delay, stream=stream)
+            packets = container.demux(stream)
+            head, leading = _head(packets)
+            place = places.get(getattr(head[0], listing.timestamp)) if head else None
+            if place is None or place + leading > first:
+                continue
+            shown = (frame for packet in chain(head, packets) for frame in packet.decode()
+                     if frame.pts is None or frame.pts >= head[0].pts)
+            keyframe = next(shown, None)
+            if keyframe is not None and keyframe.pts == head[0].pts and not keyframe.is_corrupt:
+                yield from enumerate(chain([keyframe], shown), place + leading)
+                return
+    with _opened(path) as (container, stream):
+        yield from enumerate(container.decode(stream))
+
+
+def _head(packets: Iterator[Any]) -> tuple[list[Any], int]:
+    """The packets from a keyframe to the first that is not leading, and how many are leading; ([], 0): no keyframe."""
+    head: list[Any] = []
+    for packet in packets:
+        if packet.size and packet.pts is None or not head and not packet.is_keyframe:
+            return [], 0
+        head.append(packet)
+        if not packet.size or packet.pts > head[0].pts:
+            break
+    return head, sum(1 for packet in head if packet.size and packet.pts < head[0].pts)
+
+
+def _pixels(frame: Any, cut: Cut) -> Tensor:
+    transparent = any(component.is_alpha for component in frame.format.components)
+    image = Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24"))
+    if frame.rotation % 360:                      # of a telephone held upright
+        image = image.rotate(frame.rotation, expand=True)
+    return _cropped(image, cut)
+
+
+def _pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
+    with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
+        skipped = _skipped(image)
+        count, frames = getattr(image, "n_frames", 1) - skipped, []
+        for number in cut.window(count, chance):
+            image.seek(number + skipped)
+            image.load()
+            frames.append(_cropped(image, cut))
+    return frames, Listing(count)
+
+
+def _skipped(image: Image.Image) -> int:
+    """1 for an animated PNG with one more picture in front, for viewers that cannot play it."""
+    return int(getattr(image, "n_frames", 1) > 1 and bool(image.info.get("default_image")))
+
+
+def _cropped(image: Image.Image, cut: Cut) -> Tensor:
+    return to_tensor(center_crop(to_mode(image, cut.channels), cut.width, cut.height))

@@ -1,0 +1,127 @@
+"""Crops of images, as data.crop names them. A random one is a function of numbers that belong to the sample's key.
+
+    center          ADM's, see `center_crop`
+    random          ADM's random crop (Dhariwal and Nichol 2021): the image is scaled so that the crop keeps a share of
+                    its shorter side, `scale` = 0.8 to 1, and is cut out anywhere
+    random_resized  torchvision's RandomResizedCrop (Szegedy et al. 2014): a part of `scale` = 0.08 to 1 of the area, of
+                    an aspect of `ratio` = 3/4 to 4/3 times the target's, brought to the target's size
+    dalle           of DALL-E's dVAE (Ramesh et al. 2021, listing 1): a square of the shorter side anywhere, reduced by
+                    areas to 9/8 to 12/8 of the target, and the target anywhere in it; of square targets
+    none            the image as it is, which must have the size
+
+Without these numbers, as in evaluation, a random crop is the centre crop.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from PIL import Image
+
+from dstrain.data.decode.pixels import center_crop, reduced
+from dstrain.recipe import Data
+
+_TRIES = 10                                    # of random_resized, then the largest part in the middle
+_NUMBERS = {"random": 3, "random_resized": 2 * _TRIES + 2, "dalle": 5}
+_SCALES = {"random": (0.8, 1.0), "random_resized": (0.08, 1.0)}
+
+
+class Cut(NamedTuple):
+    """An image of the target's size, and where it lay in the scaled whole, in pixels from each side."""
+
+    image: Image.Image
+    top: int
+    left: int
+    right: int
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Cuts an RGB, RGBA or L image to a size. scale, ratio: None as published, see above."""
+
+    kind: str = "center"
+    scale: tuple[float, float] | None = None
+    ratio: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, data: Data) -> "Crop":
+        return cls(data.crop, data.crop_scale, data.crop_ratio)
+
+    @property
+    def numbers(self) -> int:
+        """How many random numbers in [0, 1) a crop takes."""
+        return _NUMBERS.get(self.kind, 0)
+
+    def __call__(self, image: Image.Image, width: int, height: int, numbers: Sequence[float] | None = None) -> Cut:
+        """ValueError: the image has not the size that `none` asks for."""
+        if self.kind == "none":
+            if image.size != (width, height):
+                raise ValueError(f"{image.width} x {image.height} pixels, and data.crop=none takes {width} x {height}")
+            return Cut(image, 0, 0, 0)
+        if image.mode == "RGBA":               # colours weighted by opacity: invisible ones never show at an edge
+            cut = self(image.convert("RGBa"), width, height, numbers)
+            return cut._replace(image=cut.image.convert("RGBA"))
+        if self.kind == "center" or numbers is None:
+            return _centre(image, width, height)
+        make = {"random": self._random, "random_resized": self._random_resized, "dalle": _dalle}[self.kind]
+        return make(image, width, height, numbers)
+
+    def _random(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+        least, most = self.scale or _SCALES["random"]
+        shorter = min(width, height)
+        low, high = math.ceil(shorter / most), math.ceil(shorter / least)
+        side = low + int(numbers[0] * (high - low + 1))
+        cover = width * side / shorter, height * side / shorter
+        image = reduced(image, *cover)
+        scale = max(cover[0] / image.width, cover[1] / image.height)
+        image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+        return _anywhere(image, width, height, numbers[1:])
+
+    def _random_resized(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+        least, most = self.scale or _SCALES["random_resized"]
+        low, high = (math.log(ratio * width / height) for ratio in self.ratio or (3 / 4, 4 / 3))
+        for number in range(_TRIES):
+            area = image.width * image.height * (least + numbers[2 * number] * (most - least))
+            aspect = math.exp(low + numbers[2 * number + 1] * (high - low))
+            wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < wide <= image.width and 0 < tall <= image.height:
+                return _scaled(_anywhere(image, wide, tall, numbers[-2:]), width, height)
+        aspect = min(max(image.width / image.height, math.exp(low)), math.exp(high))
+        wide, tall = min(image.width, round(image.height * aspect)), min(image.height, round(image.width / aspect))
+        top, left = (image.height - tall) // 2, (image.width - wide) // 2
+        part = image.crop((left, top, left + wide, top + tall))
+        return _scaled(Cut(part, top, left, image.width - wide - left), width, height)
+
+
+def _centre(image: Image.Image, width: int, height: int) -> Cut:
+    wide, high = image.size
+    while wide >= 2 * width and high >= 2 * height:           # as `center_crop` halves
+        wide, high = wide // 2, high // 2
+    scale = max(width / wide, height / high)
+    x, y = round(wide * scale) - width, round(high * scale) - height
+    return Cut(center_crop(image, width, height), y // 2, x // 2, x - x // 2)
+
+
+def _dalle(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+    shorter, target = min(image.size), max(width, height)
+    square = _anywhere(image, shorter, shorter, numbers)
+    low, high = min(shorter, round(9 / 8 * target)), min(shorter, round(12 / 8 * target))
+    side = max(low + int(numbers[2] * (high - low + 1)), target)                 # a smaller image is enlarged
+    whole = _scaled(square, side, side, Image.Resampling.BOX)
+    part = _anywhere(whole.image, width, height, numbers[3:])
+    return Cut(part.image, part.top + whole.top, part.left + whole.left, part.right + whole.right)
+
+
+def _anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+    """A part of an image that holds it, by two numbers: from the top and from the left."""
+    top = int(numbers[0] * (image.height - height + 1))
+    left = int(numbers[1] * (image.width - width + 1))
+    return Cut(image.crop((left, top, left + width, top + height)), top, left, image.width - width - left)
+
+
+def _scaled(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
+    """A part brought to a size, and its place in the whole scaled alike."""
+    across, down = width / part.image.width, height / part.image.height
+    return Cut(part.image.resize((width, height), filter_), round(part.top * down), round(part.left * across),
+               round(part.right * across))

@@ -1,0 +1,206 @@
+"""From an image file to a square of pixels: guarded decoding, RGB, and the ADM centre crop.
+
+The crop is the one of Dhariwal and Nichol 2021 (ADM), which DiT and the ImageNet literature use: halve with BOX while
+the shorter side is at least twice the target, resize it to the target with BICUBIC, cut out the middle. EXIF
+orientation is ignored, as in ADM. Unlike in ADM, transparency is laid on white (without its alpha channel an image
+shows whatever colours lie beneath), and 16-bit grey is scaled to 8 bits (Pillow would clip it at 255).
+"""
+
+import math
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from dstrain.data.files.storage import require_regular, with_retries
+from dstrain.recipe import ConfigError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")     # compared in lower case
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")                  # by content; Pillow's other parsers stay out of reach
+# 512 MiB a worker at Pillow's 4 bytes a pixel: above any camera (a 100 megapixel back fits), and below the 179
+# megapixels at which Pillow refuses by itself.
+PIXEL_CAP = 1 << 27
+
+
+def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
+    """Decodes and centre-crops one file: uint8 (channels, image_size, image_size).
+
+    draft: lets JPEG decode at 1/2, 1/4 or 1/8 where that is still no smaller than the crop (faster, other pixels).
+    Raises whatever Pillow raises on a broken file, OSError on storage that fails again and again, ConfigError for what
+    is no file, and for a header with more pixels than PIXEL_CAP, before anything is decoded.
+    """
+    return with_retries(lambda: decode(path, image_size, channels, draft))
+
+
+def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
+    """`read_image` without retries; also of an open file, such as a member of an archive."""
+    return to_tensor(center_crop(decoded(file, channels, (image_size, image_size) if draft else None), image_size))
+
+
+def decoded(file: str | Path | BinaryIO | np.ndarray, channels: int,
+            draft: tuple[int, int] | None = None) -> Image.Image:
+    """An encoded image, or pixels uint8 (H, W, C), as L, RGB or RGBA. draft: the size that a reduced one must cover."""
+    if isinstance(file, np.ndarray):
+        return to_mode(Image.fromarray(file[..., 0] if file.shape[-1] == 1 else file), channels)
+    with open_image(file, FORMATS) as image:
+        if draft:
+            image.draft(None, draft)
+        image.load()
+        return to_mode(image, channels)
+
+
+@contextmanager
+def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[Image.Image]:
+    """A Pillow image whose header was read. ConfigError: it is no file, a video, or has more pixels than PIXEL_CAP."""
+    if isinstance(file, (str, Path)):
+        require_regular(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)                    # our own cap follows
+        try:
+            opened = Image.open(file, formats=formats)
+        except UnidentifiedImageError:
+            _refuse_video(file)
+            raise UnidentifiedImageError("it is no image that Pillow can read") from None   # its own names an address
+        with opened as image:
+            require_below_cap(image.width, image.height)
+            yield image
+
+
+def _refuse_video(file: str | Path | BinaryIO) -> None:
+    """ConfigError: it begins as .mp4, .mov, .webm, .mkv and .avi do."""
+    with open(file, "rb") if isinstance(file, (str, Path)) else nullcontext(file) as stream:
+        stream.seek(0)
+        head = stream.read(12)
+    movie = head[4:8] == b"ftyp" and head[8:12] not in (b"avif", b"heic", b"heix", b"mif1")
+    if movie or head[:4] == b"\x1aE\xdf\xa3" or head[:4] + head[8:] == b"RIFFAVI ":
+        raise ConfigError("it is a video, and no picture: choose a system that learns from clips, such as "
+                          "system=phenaki.tokenizer")
+
+
+def require_below_cap(width: int, height: int) -> None:
+    """ConfigError: an image or a frame has more pixels than PIXEL_CAP."""
+    if width * height > PIXEL_CAP:
+        raise ConfigError(f"{width} x {height} pixels exceed the cap of {PIXEL_CAP}")
+
+
+def to_mode(image: Image.Image, channels: int) -> Image.Image:
+    """Any Pillow image as RGBA (channels 4), RGB (3) or L (1)."""
+    mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
+    if image.mode == mode and "transparency" not in image.info:
+        return image                                           # convert() would copy
+    if image.mode.startswith("I"):
+        wide = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)
+        image = Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8))
+    elif image.has_transparency_data and channels != 4:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert(mode)
+
+
+def center_crop(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
+    """The ADM centre crop, bit for bit, of an RGB or L image: to (width, height), or without a height to a square.
+
+    For a rectangle, an image is halved while both sides are at least twice the target's, then resized to just cover it.
+
+    The colours of RGBA are weighted by opacity, as Pillow does in each pass; here it is done once for all passes, so
+    that invisible colours never show at an edge.
+
+    Pillow resizes columns first, then rows, and rounds to 8 bits in between. Hence the two passes may be called one by
+    one, and the middle be cut out between them, without a changed bit. (A `box` would save more, but its corners are
+    float32 inside Pillow, which changes a few pixels.) Recent versions take rows first where an image is more than
+    twice as high as wide: such an image, and any near that shape, is resized in one call.
+    """
+    height = height or width
+    if image.mode == "RGBA":
+        return center_crop(image.convert("RGBa"), width, height).convert("RGBA")
+    image = reduced(image, width, height)
+    scale = max(width / image.width, height / image.height)
+    wide, high = round(image.width * scale), round(image.height * scale)
+    x, y = (wide - width) // 2, (high - height) // 2
+    if image.height > 1.75 * image.width:
+        image = image.resize((wide, high), Image.Resampling.BICUBIC)
+        return image.crop((x, y, x + width, y + height))
+    image = _columns(image, wide, high, y, height)
+    image = image.crop((x, 0, x + width, image.height))
+    image = image.resize((width, high), Image.Resampling.BICUBIC)
+    return image if high == height else image.crop((0, y, width, y + height))
+
+
+def reduced(image: Image.Image, width: float, height: float) -> Image.Image:
+    """The image halved while both sides are at least twice a target's."""
+    while image.width >= 2 * width and image.height >= 2 * height:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    return image
+
+
+def _columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
+    """The first pass: columns resized to `wide`, in the rows that the second pass reads for y .. y + height of `high`.
+
+    The other rows are blank.
+    """
+    full, ratio = image.height, image.height / high
+    reach = 2 * max(ratio, 1.0) + 2                      # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
+    top = max(0, math.floor(y * ratio - reach))
+    bottom = min(full, math.ceil((y + height) * ratio + reach))
+    if (top, bottom) == (0, full):
+        return image.resize((wide, full), Image.Resampling.BICUBIC)
+    image = image.crop((0, top, image.width, bottom))
+    image = image.resize((wide, bottom - top), Image.Resampling.BICUBIC)
+    return image.crop((0, -top, wide, full - top))
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """An image as uint8 (C, H, W); going by bands costs half as much as transposing an array."""
+    bands = image.split()
+    pixels = bytearray().join(band.tobytes() for band in bands)
+    return torch.frombuffer(pixels, dtype=torch.uint8).view(len(bands), image.height, image.width)
+
+
+def read_pictures(path: Path, channels: int) -> Tensor:
+    """uint8 (N, channels, H, W): all pictures of a folder by name, or `arr_0` of an .npz of launch/generate.py.
+
+    ConfigError: no such pictures, or of several sizes.
+    """
+    path = samples_path(path)
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+        if not files:
+            raise ConfigError(f"{path} holds no pictures ({', '.join(SUFFIXES)}): name another")
+        try:
+            sizes = {file: Image.open(file, formats=FORMATS).size for file in files}
+            if len(set(sizes.values())) != 1:
+                raise ConfigError(f"{path} holds pictures of {len(set(sizes.values()))} sizes; give one size only")
+            return torch.stack([read_image(file, min(sizes[file]), channels) for file in files])
+        except OSError as error:
+            raise ConfigError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None
+    array = read_samples(path)
+    if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] not in (1, 3) or not len(array):
+        raise ConfigError(f"{path}: arr_0 is {array.dtype} {array.shape}, and pictures are uint8 (N, H, W, 1 or 3)")
+    pictures = torch.from_numpy(array).permute(0, 3, 1, 2)
+    if channels == 1 and pictures.shape[1] == 3:
+        grey = (Image.fromarray(picture).convert("L") for picture in array)
+        return torch.stack([torch.from_numpy(np.array(picture))[None] for picture in grey])
+    return pictures.expand(-1, channels, -1, -1)
+
+
+def samples_path(path: Path) -> Path:
+    """The .npz of samples in a folder that launch/generate.py wrote (it holds a grid, too); else the path itself."""
+    files = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
+    return files[-1] if files else path
+
+
+def read_samples(path: Path) -> np.ndarray:
+    """`arr_0` of an .npz as launch/generate.py writes it. ConfigError: there is none."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return file["arr_0"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, zlib.error):
+        raise ConfigError(f"{path} is no folder of pictures, nor a .npz with arr_0 as generate writes it") from None

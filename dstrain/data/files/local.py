@@ -1,0 +1,152 @@
+"""Files below a root, by relative names with slashes: on a disk here, or behind an address in remote.py."""
+
+import errno
+import os
+import re
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+from dstrain.data.files.storage import require_regular, with_retries
+from dstrain.recipe import ConfigError
+
+_T = TypeVar("_T")
+_LOOKED = 1000                             # files of a pattern that are looked for at each start, and the last
+_MOST_NAMES = 1_000_000                    # that a pattern stands for
+
+
+class Stat(NamedTuple):
+    size: int                              # bytes; of a folder 0
+    version: str                           # changes when the file does: its time of change, or a store's tag
+
+
+class Files(ABC):
+    """Access to the files below `root`. OSError: they cannot be read. Pickled to the workers."""
+
+    root: str
+    far = False                            # at an address: what is needed soon is worth reading ahead
+
+    @abstractmethod
+    def names(self, folder: str = "") -> list[tuple[str, bool]]:
+        """(name, whether it is a folder) of what a folder holds, sorted by name; hidden ones left out."""
+
+    @abstractmethod
+    def stat(self, name: str) -> Stat:
+        """Size and version of a file or folder."""
+
+    @abstractmethod
+    def open(self, name: str) -> BinaryIO:
+        """A regular file, open for reading, that can be searched."""
+
+    @abstractmethod
+    def span(self, name: str, offset: int, size: int) -> bytes:
+        """`size` bytes of a file. ConfigError: it ends before."""
+
+    @abstractmethod
+    def local(self, name: str) -> Path:
+        """The file as one on this machine, for libraries that open files themselves."""
+
+    def ahead(self, read: Callable[[_T], Any], places: Iterable[_T]) -> None:
+        """Calls `read` of places that are needed soon, and does not wait; in vain for files on a disk here."""
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a name is not of the data: .DS_Store, ._photo.jpg; __MACOSX of zip files, @eaDir of Synology."""
+    return name[0] == "." or name in ("__MACOSX", "@eaDir")
+
+
+def is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:            # a link to itself leads nowhere, as a dangling one
+            raise
+        return False
+
+
+class LocalFiles(Files):
+    """A folder, a single file, or the files of a pattern such as shards/{00..99}.tar, on this machine.
+
+    single: the name of a single file, which is the only one below the root. Of a pattern, names are relative to the
+    last folder before its first brace or star, and whether the files are there shows when they are read.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        path = str(root)
+        self.single = os.path.basename(path) if os.path.isfile(path) else None
+        self.listed: list[str] = [self.single] if self.single else []
+        self.root = os.path.dirname(path) if self.single else path
+        base = before_pattern(path)
+        if base is not None and not os.path.exists(path):
+            self.root = base
+            self.listed = [name[len(base):].lstrip("/") for name in expanded(path)] if "{" in path else []
+        self.root = str(Path(self.root))
+
+    def names(self, folder: str = "") -> list[tuple[str, bool]]:
+        if self.listed:
+            start = len(folder) + 1 if folder else 0
+            below = [name[start:] for name in self.listed if not folder or name.startswith(f"{folder}/")]
+            return sorted({(name.split("/")[0], "/" in name) for name in below})
+        with os.scandir(os.path.join(self.root, folder)) as entries:
+            return sorted((entry.name, is_folder(entry)) for entry in entries if not is_hidden(entry.name))
+
+    def stat(self, name: str) -> Stat:
+        status = os.stat(os.path.join(self.root, name))
+        return Stat(0 if stat.S_ISDIR(status.st_mode) else status.st_size, str(status.st_mtime_ns))
+
+    def open(self, name: str) -> BinaryIO:
+        require_regular(self.local(name))
+        return open(self.local(name), "rb")
+
+    def span(self, name: str, offset: int, size: int) -> bytes:
+        def read() -> bytes:
+            with self.open(name) as file:
+                file.seek(offset)
+                return file.read(size)
+
+        content = with_retries(read)
+        if len(content) < size:
+            raise ConfigError(f"{name} ends after {offset + len(content)} bytes, before a sample does")
+        return content
+
+    def local(self, name: str) -> Path:
+        return Path(self.root, name)
+
+
+def require_there(data: str, files: Files) -> None:
+    """ConfigError: a pattern, which `data` is with its key, names files that are not on the disk."""
+    listed = files.listed if isinstance(files, LocalFiles) else []
+    looked = [*listed[::max(1, len(listed) // _LOOKED)], *listed[-1:]]
+    absent = next((name for name in looked if not os.path.exists(files.local(name))), None)
+    if absent is not None:
+        raise ConfigError(f"{data} names {len(listed):,} files, and {absent} is not there: shorten the pattern, or "
+                          "fetch what is missing")
+
+
+def before_pattern(path: str) -> str | None:
+    """The last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet; None: there is none."""
+    place = re.search(r"[{*]", path)
+    return path[:place.start()].rpartition("/")[0] if place else None
+
+
+def expanded(pattern: str) -> list[str]:
+    """What a shell makes of x{000..127}.tar or {a,b}/x.tar; of several braces, all of each.
+
+    ConfigError: a brace without its other one, no names, or more than a million.
+    """
+    names = [pattern]
+    while brace := re.search(r"\{([^{}]*)\}", names[0]):
+        first, last = brace[1].split("..") if re.fullmatch(r"\d{1,9}\.\.\d{1,9}", brace[1]) else ("", "")
+        padded = any(end[:1] == "0" and len(end) > 1 for end in (first, last))
+        width = max(len(first), len(last)) if padded else 1
+        words = range(int(first), int(last) + 1) if first else brace[1].split(",")
+        if not 0 < len(words) * len(names) <= _MOST_NAMES:
+            raise ConfigError(f"{pattern}: {brace[0]} stands for none or for more than {_MOST_NAMES:,} names: write a "
+                              "range as {00000..00099}, the smaller number first, or a list as {a,b}")
+        names = [name.replace(brace[0], word, 1) for name in names
+                 for word in (f"{word:0{width}}" if first else word for word in words)]
+    if "{" in names[0] or "}" in names[0]:
+        raise ConfigError(f"{pattern}: a brace stands alone: write a range as {{00000..00099}}, or a list as {{a,b}}")
+    return names

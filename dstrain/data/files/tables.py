@@ -1,0 +1,185 @@
+"""Tables that others wrote, row by row in bounded memory: .csv, .tsv, .jsonl and .parquet.
+
+Nothing in a table is believed: a line has at most 16 MB, a parquet file is read in batches of rows of the columns that
+are needed, and what is no text (UTF-8) is refused with its line.
+"""
+
+import csv
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dstrain.data.files.local import Files
+from dstrain.data.files.storage import with_retries
+from dstrain.disk.small import parse_json
+from dstrain.recipe import ConfigError, NotRead
+
+_LONGEST = 1 << 24                         # bytes of a line
+_BATCH = 1024                              # rows of a parquet file that are in memory
+# Bytes that the needed columns of a row group may have: a page of it is unpacked as a whole, and a row may be a bomb.
+_SMALL, _WIDEST, _LARGEST = 1 << 26, 1 << 12, 1 << 32          # always; for each row; at most
+
+
+class Table(ABC):
+    """A table in `files`. ConfigError, from any method: it cannot be read; the line or row group is named.
+
+    where: what a message calls the table.
+    """
+
+    noun = "line"                          # what a message counts
+
+    def __init__(self, files: Files, name: str, where: str) -> None:
+        self.files, self.name, self.where = files, name, where
+
+    @abstractmethod
+    def columns(self) -> list[str]:
+        """Names of the columns; of .jsonl those of the first row."""
+
+    @abstractmethod
+    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(line, values by column) of the rows in a group, a value that is missing left out or None."""
+
+    def groups(self) -> int:
+        """How many groups of rows can be read one by one."""
+        return 1
+
+    def holds_files(self) -> bool:
+        """Whether a column holds the bytes of files, as `datasets` writes pictures."""
+        return False
+
+
+def open_table(files: Files, name: str, where: str) -> Table:
+    """The table in a file whose suffix is one of TABLES."""
+    return TABLES["." + name.lower().rpartition(".")[2]](files, name, where)
+
+
+def lines(files: Files, name: str, where: str) -> Iterator[str]:
+    """The lines of a text file with their ends. ConfigError: one is no UTF-8, or too long."""
+    try:
+        file = files.open(name)
+    except NotRead:
+        raise
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
+    with file:
+        number = 0
+        while line := with_retries(lambda: file.readline(_LONGEST + 1)):
+            number += 1
+            if len(line) > _LONGEST:
+                raise ConfigError(f"{where}, line {number}: longer than {_LONGEST >> 20} MB: is this a text file?")
+            yield _decoded(line, number, where)
+
+
+def _decoded(line: bytes, number: int, where: str) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}, line {number}: byte {line[error.start]:#x} is no UTF-8: write the file in UTF-8, "
+                          "as `iconv -f LATIN1 -t UTF-8 OLD > NEW` does for text in Latin-1") from None
+
+
+class _Csv(Table):
+    delimiter, separators = ",", "commas"
+
+    def _reader(self) -> "csv.DictReader[str]":
+        return csv.DictReader(lines(self.files, self.name, self.where), delimiter=self.delimiter)
+
+    def columns(self) -> list[str]:
+        try:
+            names = [name for name in self._reader().fieldnames or () if name]
+        except csv.Error as error:
+            raise ConfigError(f"{self.where}, line 1: {error}") from None
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"{self.where}, line 1: two columns are called {twice}: rename or remove one")
+        return names
+
+    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        reader = self._reader()
+        try:
+            for row in reader:
+                if any(row.get(None, ())):             # where the reader puts what is beyond the first line's columns
+                    raise ConfigError(f"{self.where}, line {reader.line_num}: more fields than the first line has: put "
+                                      f"quotation marks around text with {self.separators}")
+                yield reader.line_num, row
+        except csv.Error as error:
+            raise ConfigError(f"{self.where}, line {reader.line_num}: {error}: is a quotation mark left open?"
+                              ) from None
+
+
+class _Tsv(_Csv):
+    delimiter, separators = "\t", "tabs"
+
+
+class _Jsonl(Table):
+    def columns(self) -> list[str]:
+        return next((list(row) for _, row in self.rows(())), [])
+
+    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, line in enumerate(lines(self.files, self.name, self.where), 1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{self.where}, line {number}: no JSON object: write {{\"path\": ...}}, one a line")
+            yield number, row
+
+
+class _Parquet(Table):
+    noun = "row"
+
+    def _opened(self) -> Any:
+        import pyarrow
+        from pyarrow import parquet  # half a second, which only parquet needs
+
+        try:
+            return parquet.ParquetFile(self.files.open(self.name), pre_buffer=False, buffer_size=1 << 16)
+        except NotRead:
+            raise
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise ConfigError(f"{self.where} is no readable parquet file ({' '.join(str(error).split())[:200]}): make "
+                              "it anew, or take it away") from None
+
+    def columns(self) -> list[str]:
+        with self._opened() as file:
+            return list(file.schema_arrow.names)
+
+    def holds_files(self) -> bool:
+        from pyarrow import types
+
+        with self._opened() as file:
+            return any(types.is_binary(field.type) or types.is_large_binary(field.type) or
+                       types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0
+                       for field in file.schema_arrow)
+
+    def groups(self) -> int:
+        with self._opened() as file:
+            return file.num_row_groups
+
+    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        import pyarrow
+
+        with self._opened() as file:
+            number = 1 + sum(file.metadata.row_group(before).num_rows for before in range(group))
+            content = file.metadata.row_group(group)
+            sizes = [content.column(place).total_uncompressed_size for place in range(content.num_columns)
+                     if content.column(place).path_in_schema.split(".")[0] in columns]
+            if sum(sizes) > min(max(_SMALL, _WIDEST * content.num_rows), _LARGEST):
+                raise ConfigError(f"{self.where}: row group {group} has {sum(sizes) >> 20} MB of {', '.join(columns)} "
+                                  f"in {content.num_rows:,} rows, too much for a list: write smaller row groups, with "
+                                  f"rows below {_WIDEST >> 10} KB")
+            try:
+                for batch in file.iter_batches(_BATCH, row_groups=[group], columns=list(columns)):
+                    for row in batch.to_pylist():
+                        yield number, row
+                        number += 1
+            except NotRead:
+                raise
+            except (pyarrow.ArrowException, OSError, ValueError) as error:
+                raise ConfigError(f"{self.where}, row {number} or soon behind it cannot be read "
+                                  f"({' '.join(str(error).split())[:200]}): make the file anew") from None
+
+
+TABLES = {".csv": _Csv, ".tsv": _Tsv, ".jsonl": _Jsonl, ".parquet": _Parquet}

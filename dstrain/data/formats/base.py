@@ -1,0 +1,157 @@
+"""The interface of a layout: one form in which people keep data, such as class folders, tar shards or a parquet list.
+
+A layout lists its samples once, on one rank, for the index (data/index/). Every worker then reads samples by
+their places. A layout is pickled to the workers, so it keeps the names of its parts and never a list of samples.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from dstrain.data.files.local import Files, LocalFiles, is_folder
+from dstrain.data.formats.class_list import ClassList, read_class_list
+from dstrain.recipe import Cache, NotRead
+
+_PEEKED = 4096                             # names of a folder by which its form is judged
+
+
+class Place(NamedTuple):
+    """Where the bytes of a sample are. What `file`, `offset` and `size` mean is the layout's own affair."""
+
+    name: str                              # of the sample; of a file below the root: its relative path
+    file: int = 0                          # number of the file that holds it, mostly a place in `parts()`
+    offset: int = 0                        # a byte, or a row
+    size: int = -1                         # bytes there; -1: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample as a layout lists it."""
+
+    place: Place
+    label: int | str | None = None         # a number, or the name of a class; all samples have one or none has
+    captions: tuple[str, ...] = ()         # any number; all samples have some or none has
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command wants from data: which files count, and where labels and captions stand."""
+
+    suffixes: tuple[str, ...]              # of the files that count, in lower case: pictures or clips
+    noun: str = "images"                   # what a message calls the samples
+    key: str = "data.path"                 # what a message calls the data
+    captions: bool = False                 # captions are needed; without, a layout need not look for any
+    captions_file: str | None = None       # data.captions
+    labels: str = "auto"                   # data.labels: auto, prefix (ADM's CLASS_name.png) or none
+    class_list: str | None = None          # data.class_list: a file with a class (synset) a line
+    columns: dict[str, str | list[str]] = field(default_factory=dict)   # data.columns: path, image, label, caption
+    cache: Cache = field(default_factory=Cache)             # data.cache, of data at an address
+    mixed: bool = False                    # one of several sources, which share the entries above
+    measured: bool = False                 # sizes or frames are asked of all samples, and kept beside the index
+
+
+class Layout(ABC):
+    """Data of one form below `root`. ConfigError, from any method but `read`: what is wrong with them, and the remedy.
+
+    files: access to the files, local or at an address. classes: names of the classes where the layout knows them before
+    its samples are listed; with labels that are numbers and no names, the classes are numbered. notes: what else is to
+    be known of the listed samples, as JSON; it is kept in the index, and is there again with it.
+    """
+
+    kind: ClassVar[str]                    # as the README's table calls it: "zip with dataset.json"
+    light: bool = False                    # reading a sample costs less than passing it between processes
+    columns_read: ClassVar[tuple[str, ...]] = ()       # keys of data.columns that it heeds
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        self.root, self.files, self.request = root, files, request
+        self.classes: tuple[str, ...] = ()
+        self.notes: dict[str, Any] = {}
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        """Whether these data have this form, judged by names and first bytes alone."""
+
+    @abstractmethod
+    def parts(self) -> list[str]:
+        """What is listed one after the other and need not be listed again after an interruption: folders, shards."""
+
+    @abstractmethod
+    def samples(self, part: str) -> Iterator[Sample]:
+        """The samples of a part, in the order that they have for ever."""
+
+    @abstractmethod
+    def read(self, place: Place) -> Path | bytes | np.ndarray:
+        """A sample as a file, as the encoded bytes of one, or as pixels uint8 (H, W, C).
+
+        Any error, but those of storage.py, means that this sample cannot be read, and another takes its place.
+        """
+
+    @cached_property
+    def class_list(self) -> ClassList:
+        """data.class_list, read."""
+        return read_class_list(self.request.class_list)
+
+    def label(self, own: int | str | None, name: str) -> int | str | None:
+        """A sample's label as data.labels and data.class_list have it, from the one that its form gives it."""
+        if self.request.labels == "none" or own is None and self.request.labels == "auto":
+            return None
+        at = f"{self.request.key}={self.root}"
+        return self.class_list.prefix(name, at) if self.request.labels == "prefix" else self.class_list.number(own, at)
+
+    def prepare(self, folder: Path) -> None:
+        """Unpacks what can only be read from its beginning, once, on one rank, into a folder that need not exist yet.
+
+        Called before anything else, and in vain where it is unpacked already. Most data need not be unpacked.
+        """
+
+    def unseen(self) -> str | None:
+        """The path of the samples that these data hold out by themselves, such as CIFAR's test_batch; None: none."""
+
+    def advice(self) -> str:
+        """What is slow about these data and how to mend it, or left out, for the start of a command; "": nothing."""
+        return ""
+
+    def expect(self, places: Iterable[Place]) -> None:
+        """Samples that are read soon: of data at an address their bytes are fetched. Does not wait."""
+        self.files.ahead(self.read, places)
+
+    def seen(self) -> Iterator[str]:
+        """Names of files that are there, whatever they are, to say what data without samples hold."""
+        return iter(())
+
+    def watched(self) -> list[str]:
+        """Files and folders whose size and time of change show, in a moment, whether the data are still the same."""
+        return self.parts()
+
+    def require_whole(self) -> None:
+        """ConfigError: what shows only after all samples were listed, such as an empty class."""
+
+
+def peek(files: Files) -> list[tuple[str, bool]]:
+    """As `files.names()`, but of a large folder some thousand names only, and of one that cannot be listed none."""
+    if not isinstance(files, LocalFiles) or files.listed:
+        return files.names()
+    try:
+        with os.scandir(files.root) as entries:
+            return sorted((entry.name, is_folder(entry)) for entry in islice(entries, _PEEKED) if entry.name[0] != ".")
+    except OSError:
+        return []
+
+
+def exists(files: Files, name: str) -> bool:
+    """Whether a file or a folder is there."""
+    try:
+        files.stat(name)
+        return True
+    except NotRead:
+        raise
+    except OSError:
+        return False

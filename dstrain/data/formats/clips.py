@@ -1,0 +1,138 @@
+"""Folders of clips, with their captions: in a captions file, or in X.txt beside X.mp4.
+
+A captions file has lines NAME<TAB>CAPTION, or is a .csv or .jsonl with `file` and `caption`; names as below the folder.
+"""
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from dstrain.data.files.listing import few
+from dstrain.data.files.local import Files
+from dstrain.data.formats.base import Request, Sample
+from dstrain.data.formats.folders import Folders
+from dstrain.disk.small import require_file
+from dstrain.recipe import ConfigError
+
+
+class Clips(Folders):
+    """As Folders. Captions of a captions file are in the index; those beside the clips, notes["beside"], are not."""
+
+    kind = "folder of clips"
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        super().__init__(root, files, request)
+        self._captions: dict[str, str] | None = None    # of the captions file
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        return request.noun == "clips" and super().recognises(root, files, request)
+
+    def parts(self) -> list[str]:
+        parts = super().parts()
+        file = self.request.captions_file
+        self._captions = None if file is None else read_captions(Path(file))
+        return parts
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        samples = list(super().samples(part))
+        names = [sample.place.name for sample in samples]
+        _require_one_clip_a_name(self.root, names)
+        if self._captions is None:
+            self._note_beside(names)
+            yield from samples
+            return
+        if missing := [name for name in names if name not in self._captions]:
+            raise ConfigError(f"data.captions={self.request.captions_file}: no caption of {few(missing, 1)}, of "
+                              f"{len(names)} clips in {self.root}: write a line for each")
+        self.notes["captioned"] = self.notes.get("captioned", 0) + len(names)
+        for sample in samples:
+            yield Sample(sample.place, sample.label, (self._captions[sample.place.name],))
+
+    def _note_beside(self, names: list[str]) -> None:
+        """ConfigError: some clips have their .txt, and others have none."""
+        beside, first = _have_texts_beside(self.root, names), self.notes.setdefault("first", names[0])
+        if self.notes.setdefault("beside", beside) != beside:
+            raise ConfigError(f"{self.root}: no .txt with a caption beside {first if beside else names[0]}, and others "
+                              "have theirs: write it, or remove the clip; clips have captions all or none")
+
+    def require_whole(self) -> None:
+        captions, number = self._captions or {}, self.notes.get("captioned", 0)
+        if len(captions) > number:
+            superfluous = sorted(name for name in captions if not os.path.lexists(os.path.join(self.root, name)))
+            raise ConfigError(f"data.captions={self.request.captions_file}: {few(superfluous or sorted(captions), 1)} "
+                              f"not among the {number} clips in {self.root}: put the files there, or take out the "
+                              "lines")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_captions": None}
+
+
+def _require_one_clip_a_name(root: str, names: list[str]) -> None:
+    """ConfigError: two files differ in their suffix alone: X.jpg may be the thumbnail of X.mp4, and both have X.txt."""
+    stems: dict[str, str] = {}
+    for name in names:
+        other = stems.setdefault(os.path.splitext(name)[0], name)
+        if other != name:
+            raise ConfigError(f"{root}: {other} and {name} have one name: remove or rename the other")
+
+
+def _have_texts_beside(root: str, names: list[str]) -> bool:
+    """Whether every clip has its X.txt, or none. ConfigError: only some have it."""
+    texts_in: dict[str, set[str]] = {}            # by one look at each folder, not one at each file
+    without = []
+    for name in names:
+        folder, stem = os.path.split(os.path.splitext(name)[0])
+        if folder not in texts_in:
+            texts_in[folder] = {name for name in os.listdir(os.path.join(root, folder)) if name.endswith(".txt")}
+        if f"{stem}.txt" not in texts_in[folder]:
+            without.append(name)
+    if without and len(without) < len(names):
+        raise ConfigError(f"{root}: no .txt with a caption beside {few(without, 1)}, of {len(names)} clips: write it, "
+                          "or remove the clip; clips have captions all or none")
+    return not without
+
+
+def read_captions(file: Path) -> dict[str, str]:
+    """File name -> caption, of NAME<TAB>CAPTION lines, .csv or .jsonl. ConfigError names the line that is wrong."""
+    where = f"data.captions={file}"
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{where} is no file: name one with a line for each clip")
+    try:
+        require_file(file)
+        with open(file, encoding="utf-8-sig", newline="") as lines:
+            rows = list(_rows(lines, file.suffix.lower()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
+    texts: dict[str, str] = {}
+    for number, name, caption in rows:
+        if not isinstance(name, str) or not isinstance(caption, str) or not name or not caption.strip():
+            raise ConfigError(f"{where}, line {number}: no file and caption in it; write NAME<TAB>CAPTION, or a .csv "
+                              "or .jsonl with `file` and `caption`")
+        if name in texts:
+            raise ConfigError(f"{where}, line {number}: {name} a second time; keep one")
+        texts[name] = caption.strip().encode("utf-8", "replace").decode()
+    return texts
+
+
+def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Any, Any]]:
+    """(line number, file name, caption) of each line of a captions file, None for what a line lacks."""
+    if suffix == ".csv":
+        table = csv.DictReader(lines)
+        yield from ((table.line_num, row.get("file"), row.get("caption")) for row in table)
+        return
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if suffix == ".jsonl":
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            yield number, *((row.get("file"), row.get("caption")) if isinstance(row, dict) else (None, None))
+        else:
+            name, _, caption = line.rstrip("\r\n").partition("\t")
+            yield number, name, caption or None

@@ -1,0 +1,251 @@
+"""Lists of files: a table (.csv, .tsv, .jsonl, .parquet) with a row a sample, or Hugging Face's metadata beside files.
+
+Columns are known by their names, or named by data.columns={path: url_local, caption: text, label: category}. Paths are
+relative to the table's folder, or absolute; a list is what its writer says, so paths may lead out of the folder through
+`..` and links. Whatever they lead to is only ever decoded as a picture or a clip.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dstrain.data.files.listing import few
+from dstrain.data.files.local import Files, LocalFiles
+from dstrain.data.files.tables import TABLES, Table, open_table
+from dstrain.data.formats.base import Layout, Place, Request, Sample
+from dstrain.data.formats.class_list import read_class_list
+from dstrain.recipe import ConfigError, NotRead
+
+COLUMNS = {                                # names by which a column is known, the first that is there counts
+    "path": ("file_name", "path", "file", "filename", "file_path", "filepath", "image", "image_path", "image_file",
+             "video", "video_path"),
+    "label": ("label", "class", "class_name", "category"),
+    "caption": ("caption", "captions", "text", "prompt")}
+_METADATA = tuple(f"metadata{suffix}" for suffix in TABLES)
+_NAMED = 20                                # columns that a message names
+_LOOKED = 20                               # first rows whose files are looked for
+_NUMBER = re.compile(r"-?[0-9]{1,19}(\.0+)?")     # a whole number as tables write it
+_FRACTION = re.compile(r"[-+]?[0-9]*\.[0-9]*[1-9][0-9]*")      # a score, which would be a class of its own in each row
+_VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
+
+
+class TableList(Layout):
+    """A table as `data.path`."""
+
+    kind = "csv, tsv, jsonl or parquet list"
+    columns_read = ("path", "label", "caption")
+    bases: ClassVar[tuple[str, ...]] = ("",)         # folders in which the files may be, from that of the list
+    known: ClassVar[dict[str, tuple[str, ...]]] = COLUMNS
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        super().__init__(root, files, request)
+        self.names = read_class_list(request.class_list)
+        self.classes = self.names.classes
+        self.numbers: bool | None = None
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        name = os.path.basename(root)
+        if not is_list(root, files, tuple(TABLES)):
+            return False
+        # A parquet file with the pictures themselves is no list, but another layout's.
+        return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").holds_files()
+
+    def parts(self) -> list[str]:
+        if self.request.captions_file is not None:
+            raise ConfigError(f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions "
+                              "stand in a column of it: write data.columns={caption: NAME}")
+        return [f"{table.name}:{group}" for table in self._tables() for group in range(table.groups())]
+
+    def watched(self) -> list[str]:
+        return [table.name for table in self._tables()]
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        name, _, group = part.rpartition(":")
+        table = self._table(name)
+        columns = self._columns(table)
+        label = columns["label"] if self.request.labels == "auto" else []
+        if label and self.numbers is None:
+            self.numbers = not self.classes and self._are_numbers()
+        base = self._base(table, columns)
+        for line, row in table.rows([column for kind in columns.values() for column in kind], int(group)):
+            at = f"{table.where}, {table.noun} {line}"
+            path = self._path(row, columns["path"], at)
+            texts = tuple(text for column in columns["caption"] for text in captions(row.get(column), at))
+            yield Sample(Place(path if path.startswith("/") else base + path),
+                         self._label(row.get(label[0]), at) if label else self._unlabelled(path, at),
+                         texts or ("",) * bool(columns["caption"]))          # without a text, it will be a bad sample
+
+    def read(self, place: Place) -> Path:
+        return self.files.local(place.name)
+
+    def _tables(self) -> list[Table]:
+        return [self._table(os.path.basename(self.root))]
+
+    def _table(self, name: str) -> Table:
+        return open_table(self.files, name, f"{self.request.key}={self.root}")
+
+    def _columns(self, table: Table) -> dict[str, list[str]]:
+        """The columns of the table by what they hold; paths in one at least. ConfigError: a missing one."""
+        columns = {kind: _column(kind, table, self.request, self.known) for kind in self.known}
+        if not self.request.captions:
+            columns["caption"] = []
+        if not columns["path"]:
+            if not table.columns():
+                raise ConfigError(f"{table.where} is empty: write a first line with the names of columns, as file_name,"
+                                  f"label, then a line for each of the {self.request.noun}")
+            raise ConfigError(f"{table.where} has no column with the paths of {self.request.noun}, only "
+                              f"{few(table.columns(), _NAMED)}: name it, data.columns={{path: NAME}}")
+        return columns
+
+    def _path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
+        """The file of a row, as it stands there. ConfigError: there is none, or an address."""
+        path = row.get(columns[0])
+        if not isinstance(path, str) or not path.strip() or "\0" in path:
+            raise ConfigError(f"{at}: no path in the column {columns[0]}: write one, or take the row out")
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            raise ConfigError(f"{at}: {path!r} holds half a character, which no path has: mend it") from None
+        if "://" in path:
+            raise ConfigError(f"{at}: {path} is an address: fetch the files first, for example with img2dataset or "
+                              "video2dataset, whose output is read as it is")
+        if not isinstance(self.files, LocalFiles) and (path[0] == "/" or ".." in path.split("/")):
+            raise ConfigError(f"{at}: {path} leads out of the folder of the list, which only a list on a disk may do")
+        return path.removeprefix("./")
+
+    def _label(self, label: Any, at: str) -> int | str:
+        if isinstance(label, float) and label.is_integer():           # pandas, where a column has gaps
+            label = int(label)
+        if type(label) is not int and (not isinstance(label, str) or not label.strip()):
+            raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
+        label = label.strip() if isinstance(label, str) else label
+        if isinstance(label, str) and _FRACTION.fullmatch(label) and label not in self.names.places:
+            raise ConfigError(f"{at}: the label {label} is neither a whole number nor a name: name the column of "
+                              "labels, data.columns={label: NAME}, or write data.labels=none")
+        if self.numbers or self.classes and label not in self.names.places:
+            label = int(str(label).partition(".")[0]) if _is_number(label) else label
+        if self.classes:
+            return self.names.number(label, at)
+        if type(label) is int and not 0 <= label < 1 << 20:
+            raise ConfigError(f"{at}: the label {label} is no number from 0 to {(1 << 20) - 1:,}")
+        return label
+
+    def _unlabelled(self, path: str, at: str) -> str | int | None:
+        """The label of a row without a column of labels."""
+        return self.names.prefix(path, at) if self.request.labels == "prefix" else None
+
+    def _are_numbers(self) -> bool:
+        """Whether all labels are whole numbers: "10" then is 10, and not the name of a class."""
+        for table in self._tables():
+            columns = self._columns(table)["label"]
+            for group in range(table.groups()):
+                if not all(_is_number(row.get(columns[0])) for _, row in table.rows(columns, group)):
+                    return False
+        return True
+
+    def _base(self, table: Table, columns: dict[str, list[str]]) -> str:
+        """The folder of `bases` in which the files are, "" or with a slash at its end.
+
+        ConfigError: none of the first files is there, or they are videos and images are asked for.
+        """
+        rows = islice(table.rows(columns["path"]), _LOOKED)
+        paths = [self._path(row, columns["path"], f"{table.where}, {table.noun} {line}") for line, row in rows]
+        if not paths:
+            raise ConfigError(f"{table.where} has no rows: name a list of {self.request.noun}")
+        if paths[0].lower().endswith(_VIDEOS) and not paths[0].lower().endswith(self.request.suffixes):
+            raise ConfigError(f"{table.where} lists videos: write data.num_frames=17, say, for clips")
+        for base in self.bases:
+            if any(exists(self.files, os.path.join(base, path)) for path in paths):
+                return base
+        raise ConfigError(f"{table.where}: none of its first {len(paths)} files is there, the first is "
+                          f"{self.files.local(paths[0])}: paths are relative to the folder of the list, or absolute; "
+                          "move the list, or name another column, data.columns={path: NAME}")
+
+
+class Metadata(TableList):
+    """A folder with metadata.csv or metadata.jsonl as Hugging Face's `imagefolder` reads it: file_name and more.
+
+    It counts where it says what folders do not: labels, or captions that are asked for.
+    """
+
+    kind = "metadata.csv, metadata.jsonl or metadata.parquet beside files (Hugging Face)"
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        if request.captions_file is not None:
+            return False
+        names = [name for name in _METADATA if exists(files, name)]
+        tables = [open_table(files, name, f"{request.key}={root}: {name}") for name in names]
+        tables = [table for table in tables if "file_name" in _columns_if_readable(table)]   # else it is someone else's
+        if len(tables) > 1:
+            raise ConfigError(f"{request.key}={root} has {' and '.join(table.name for table in tables)}: which of them "
+                              "counts? Keep one")
+        return any(request.labels == "auto" and _column("label", table, request) or
+                   request.captions and _column("caption", table, request) for table in tables)
+
+    def _tables(self) -> list[Table]:
+        tables = (self._table(name) for name in _METADATA if exists(self.files, name))
+        return [next(table for table in tables if "file_name" in _columns_if_readable(table))]
+
+    def _table(self, name: str) -> Table:
+        return open_table(self.files, name, f"{self.request.key}={self.root}: {name}")
+
+
+def captions(value: Any, at: str) -> Iterator[str]:
+    """The captions in a value: a text, or a list of texts; none where it is empty. ConfigError: it is no such."""
+    for text in value if isinstance(value, list) else [value]:
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise ConfigError(f"{at}: {str(text)[:60]} is no caption: name the column of texts, "
+                              "data.columns={caption: NAME}")
+        if text.strip():
+            yield text.strip().encode("utf-8", "replace").decode()
+
+
+def is_list(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
+    """Whether the data are a single file with one of the suffixes."""
+    name = os.path.basename(root)
+    return name.lower().endswith(suffixes) and not os.path.isdir(root) and exists(files, name)
+
+
+def exists(files: Files, name: str) -> bool:
+    """Whether a file is there; a folder is none."""
+    try:
+        with files.open(name):
+            return True
+    except NotRead:
+        raise
+    except (OSError, ConfigError):
+        return False
+
+
+def _column(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:
+    """The columns that hold the `kind`: named by data.columns, else known by their names. Captions may have several.
+
+    ConfigError: a named column is not there.
+    """
+    columns, names = table.columns(), request.columns.get(kind)
+    if names is None:
+        return [name for name in known[kind] if name in columns][:1]
+    names = [names] if isinstance(names, str) else list(names)
+    if missing := [name for name in names if name not in columns]:
+        raise ConfigError(f"{table.where} has no column {missing[0]}, which data.columns names, only "
+                          f"{few(columns, _NAMED) or 'nothing'}: write one of these")
+    return names
+
+
+def _columns_if_readable(table: Table) -> list[str]:
+    try:
+        return table.columns()
+    except ConfigError:
+        return []
+
+
+def _is_number(label: Any) -> bool:
+    return type(label) is int or (isinstance(label, float) and label.is_integer()) or (
+        isinstance(label, str) and _NUMBER.fullmatch(label.strip()) is not None)

@@ -1,0 +1,104 @@
+"""Images with their captions beside them, at any depth: X.png with X.txt, or with X.json.
+
+    X.txt      one caption a line: several lines are several captions
+    X.json     "caption", "text" or "prompt": a text or a list of texts; X.txt counts first where both are there
+
+Images without either are left out. Where all images lie in folders, the first folder of each is its class.
+"""
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from dstrain.data.files.listing import listing, of_each, walk
+from dstrain.data.files.local import Files
+from dstrain.data.files.storage import with_retries
+from dstrain.data.formats.base import Place, Request, Sample
+from dstrain.data.formats.class_list import read_class_list
+from dstrain.data.formats.folders import Folders
+from dstrain.data.formats.lists import COLUMNS
+from dstrain.data.source import BadSample, reading
+from dstrain.disk import small
+
+_TEXTS = (".txt", ".json")
+_LOOKED = 100                              # first images beside which captions are looked for
+_WATCHED = 5000                            # files with captions whose changes are noticed
+_UNREADABLE = ("",)                        # the sample will count as bad, as one whose caption is empty
+
+
+class Beside(Folders):
+    """Its note "uncaptioned" is the number of images that were left out when the samples were listed."""
+
+    kind = "images with X.txt or X.json"
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        super().__init__(root, files, request)
+        self._texts: list[str] = []                     # files with captions, evenly spaced
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        if request.noun == "clips" or not request.captions or not super().recognises(root, files, request):
+            return False
+        with listing(root, request.key):
+            first = islice(walk(Path(root), "", request.suffixes), _LOOKED)
+            return any(os.path.lexists(f"{os.path.join(root, os.path.splitext(name)[0])}{text}")
+                       for name in first for text in _TEXTS)
+
+    def parts(self) -> list[str]:
+        self.classes = read_class_list(self.request.class_list).classes
+        return [""]
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        at, names = f"{self.request.key}={self.root}", read_class_list(self.request.class_list)
+        with listing(self.root, self.request.key):
+            files = self._below("", *_TEXTS)
+        beside = {name for name in files if name.lower().endswith(_TEXTS)}
+        images = [name for name in files if name not in beside]
+        in_folders = self.request.labels == "auto" and all("/" in name for name in images)
+        self._texts = sorted(beside)[::1 + len(beside) // _WATCHED]
+        self.notes["uncaptioned"] = 0
+        for name, captions in zip(images, of_each(lambda name: self._captions(name, beside), images)):
+            if not captions:
+                self.notes["uncaptioned"] += 1
+            elif self.request.labels == "prefix":
+                yield Sample(Place(name), names.prefix(name, at), captions)
+            else:
+                label = names.number(name.split("/")[0], at) if in_folders else None
+                yield Sample(Place(name), label, captions)
+
+    def _captions(self, name: str, beside: set[str]) -> tuple[str, ...]:
+        """The captions of an image, () where there are none beside it."""
+        stem = os.path.splitext(name)[0]
+        for file in (f"{stem}{suffix}" for suffix in _TEXTS if f"{stem}{suffix}" in beside):
+            path = Path(self.root, file)
+            try:
+                with reading(file, path):
+                    text = with_retries(lambda: small.read_text(path))
+                    captions = in_text(text) if file.endswith(".txt") else in_json(text)
+            except BadSample:
+                return _UNREADABLE
+            if captions or file.endswith(".txt"):
+                return captions or _UNREADABLE
+        return ()
+
+    def watched(self) -> list[str]:
+        return [".", *self._deeper, *self._texts]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_texts": []}
+
+
+def in_text(text: str) -> tuple[str, ...]:
+    """The captions in a text, one a line."""
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
+def in_json(text: str | bytes) -> tuple[str, ...]:
+    """The captions in a JSON object; () where it has none. ValueError: it is no JSON."""
+    content = small.parse_json(text)
+    value = next((content[name] for name in COLUMNS["caption"] if name in content), None) if (
+        isinstance(content, dict)) else None
+    texts = value if isinstance(value, list) else [value]
+    return tuple(text.strip() for text in texts if isinstance(text, str) and text.strip())

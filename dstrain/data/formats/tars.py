@@ -1,0 +1,220 @@
+"""Tar shards as webdataset writes them: KEY.jpg, KEY.cls, KEY.json, KEY.txt are one sample; also of videos, KEY.mp4.
+
+    data.path=FOLDER                           all its .tar files, in the order of their names
+    data.path=FILE.tar
+    data.path=shards/{00000..00099}.tar        also {a,b}.tar
+
+A key ends at the first dot of the file's name. Labels are in .cls, else in .json as "label": a number, or a class's
+name. Captions are in .txt, one a line, else in .json (see beside.py). A tar file is never extracted: one pass over its
+headers finds where members lie, and they are read by offset. Names in it are data, never paths. Only regular members
+are read; links, devices and sparse files are passed over. Of several images of a key the first counts, of members with
+one name none.
+"""
+
+import contextlib
+import tarfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from dstrain.data.files.listing import listing
+from dstrain.data.files.local import Files
+from dstrain.data.files.stores import Missing
+from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
+from dstrain.data.formats.sidecars import in_json, in_text
+from dstrain.disk import small
+from dstrain.recipe import ConfigError, NotRead
+
+MAX_BYTES = 1 << 28                        # of a member that is read
+_MOST_TEXT = 1 << 20                       # of a text that is read
+_LONGEST_LABEL = 1000                      # characters
+_MOST_HEADER = 1 << 20                     # of a long name or of further attributes
+_UNPACK = {".tar.gz": "gunzip {}", ".tgz": "gunzip {}", ".tar.bz2": "bunzip2 {}", ".tar.xz": "unxz {}",
+           ".tar.zst": "unzstd --rm {}", ".tar.lz4": "unlz4 --rm {}"}
+_ENDS = (".tar", *_UNPACK)
+
+
+class Tars(Layout):
+    """A sample is a member of a shard; `offset` and `size` are its bytes there, and its name begins with the shard's.
+
+    Its note "uncaptioned" is the number of images that were left out, where captions are needed; clips need none.
+    """
+
+    kind = "webdataset tars"
+    _first: str                            # of the parts
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        """Whether there are tar files, and no images or folders beside them; for captions these do not count."""
+        if _several(root):
+            return _is_tar(root)
+        if request.captions:
+            with listing(root, request.key):
+                return any(not folder and _is_tar(name) for name, folder in files.names())
+        names = peek(files)
+        beside = any(folder or name.lower().endswith(request.suffixes) for name, folder in names)
+        return not beside and any(_is_tar(name) for name, _ in names)
+
+    def parts(self) -> list[str]:
+        """ConfigError: there is a compressed tar file, in which nothing can be read by its place."""
+        names = list(_tars(self.files, _several(self.root)))
+        for name in names:
+            packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
+            if packed and (name[:-len(packed)] + ".tar") not in names:
+                raise ConfigError(f"{self.request.key}={self.root}: {name} is compressed, and its members cannot be "
+                                  f"read one by one: unpack it, {_UNPACK[packed].format(f'{self.files.root}/{name}')}")
+        self.classes = self.class_list.classes
+        shards = [name for name in names if name.lower().endswith(".tar")]
+        self._first = shards[0]
+        return shards
+
+    def watched(self) -> list[str]:
+        return ["", *self.parts()]
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        members = self._members(part)
+        if self.request.captions and part == self._first:              # listing begins, perhaps anew
+            self.notes["uncaptioned"] = 0
+        labelled = any(sample.get("cls", sample.get("label")) is not None for sample in members.values())
+        for key in sorted(members):
+            sample = members[key]
+            if "place" not in sample:
+                if "dotted" in sample:
+                    raise ConfigError(f"{self.request.key}={self.root}: {part}: {sample['dotted']} has several dots. A "
+                                      "key ends at the first one, so its suffix is not known: pack it under a name "
+                                      "with one dot")
+                continue
+            if labelled and "damaged" in sample and sample.get("cls", sample.get("label")) is None:
+                raise ConfigError(f"{self.request.key}={self.root}: {part}: {sample['damaged']} is empty or damaged, "
+                                  "and other samples have labels: mend it, take its sample out, or write "
+                                  "data.labels=none")
+            captions = sample.get("txt") or sample.get("captions") or ()
+            if self.request.captions and not captions and self.request.noun != "clips":
+                self.notes["uncaptioned"] += 1
+                continue
+            label = self.label(sample.get("cls", sample.get("label")), key)
+            yield Sample(Place(f"{part}/{key}", 0, *sample["place"]), label, captions)
+
+    def seen(self) -> Iterator[str]:
+        for part in self.parts():
+            with self.files.open(part) as file, tarfile.open(fileobj=_Headers(file), mode="r:") as archive:
+                yield from (f"{part}/{member.name}" for member in archive if member.isreg())
+
+    def read(self, place: Place) -> bytes:
+        if place.size > MAX_BYTES:
+            raise ConfigError(f"its header says {place.size} bytes, above the cap of {MAX_BYTES}")
+        end = place.name.lower().index(".tar/") + len(".tar")
+        return self.files.span(place.name[:end], place.offset, place.size)
+
+    def _members(self, part: str) -> dict[str, dict[str, Any]]:
+        """Of each key the place of its sample, and what its texts say. ConfigError: no tar file, or a damaged one."""
+        members: dict[str, dict[str, Any]] = {}
+        try:
+            with self.files.open(part) as file, tarfile.open(fileobj=_Headers(file), mode="r:") as archive:
+                last = -1
+                for member in archive:
+                    archive.members = []                               # tarfile would keep them all in memory
+                    if member.offset <= last or member.size < 0:
+                        raise tarfile.ReadError("a header leads backwards")
+                    last = member.offset
+                    folder, _, name = member.name.rpartition("/")
+                    stem, _, suffix = name.partition(".")
+                    if not stem or not member.isreg() or member.issparse():
+                        continue
+                    sample = members.setdefault(f"{folder}/{stem}" if folder else stem, {})
+                    if f".{suffix}".lower() in self.request.suffixes:
+                        self._add_place(sample, f".{suffix}".lower(), member)
+                    elif suffix.lower() in ("cls", "json", "txt"):
+                        self._add_text(sample, suffix.lower(), file, member)
+                    elif f".{suffix.rpartition('.')[2]}".lower() in self.request.suffixes:
+                        sample["dotted"] = member.name
+                file.seek(archive.offset)
+                if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):     # which tarfile takes for an end
+                    raise tarfile.ReadError("it is cut off: no block of zeros ends it")
+        except (NotRead, Missing):
+            raise
+        except (tarfile.TarError, OSError, ValueError) as error:
+            raise ConfigError(f"{self.request.key}={self.root}: {part} is no readable tar file ({error}); make it "
+                              "anew, or take it away") from None
+        return members
+
+    def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
+        """The first image of a key counts; of clips the video, and not the picture that is shown for it."""
+        if suffix in sample.get("suffixes", ()):
+            raise tarfile.TarError(f"it has two members {member.name}")
+        sample["suffixes"] = (*sample.get("suffixes", ()), suffix)
+        is_clip = self.request.noun == "clips"
+        rank = self.request.suffixes.index(suffix) if is_clip else 0         # videos stand before pictures
+        if "place" not in sample or rank < sample["rank"]:
+            sample |= {"place": (member.offset_data, member.size), "rank": rank}
+
+    def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
+        """Adds what a text member says, which follows its header, so that it costs little to read now."""
+        wants_captions, wants_labels = self.request.captions, self.request.labels != "none"
+        if kind in sample or not (wants_captions if kind == "txt" else wants_labels if kind == "cls" else True):
+            return
+        file.seek(member.offset_data)
+        content = file.read(min(member.size, _MOST_TEXT))
+        if kind == "txt":
+            sample[kind] = in_text(_decoded(content)) or ("",)           # a caption that cannot be read: a bad sample
+        elif kind == "cls":
+            sample[kind] = _label(_decoded(content))
+            if sample[kind] is None:
+                sample["damaged"] = member.name
+        else:
+            sample[kind] = True
+            try:
+                sample["captions"] = in_json(content) if wants_captions else ()
+                section = small.parse_json(content)
+            except ValueError:
+                sample["damaged"] = member.name
+                return
+            with contextlib.suppress(ValueError, AttributeError):        # no label, or no section
+                label = section.get("label")
+                if wants_labels and type(label) in (int, str):
+                    sample["label"] = label if type(label) is int else _label(label)
+
+
+class _Headers:
+    """A file as tarfile reads headers from it: no size in a header is believed that no header has."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self._file, self.mode, self.name = file.seek, file.tell, file, "rb", None
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MOST_HEADER:
+            raise tarfile.ReadError(f"a header says that it has {size:,} bytes")
+        return self._file.read(size)
+
+
+def _several(root: str) -> bool:
+    """Whether files are named one by one: by a pattern, or as addresses with spaces between them."""
+    return "{" in root or "://" in root and " " in root
+
+
+def _tars(files: Files, deep: bool, folder: str = "") -> Iterator[str]:
+    """The tar files of a folder, and of those below it where a pattern names them."""
+    for name, is_folder in files.names(folder):
+        path = f"{folder}/{name}" if folder else name
+        if is_folder and deep:
+            yield from _tars(files, deep, path)
+        elif not is_folder and _is_tar(name):
+            yield path
+
+
+def _is_tar(name: str) -> bool:
+    return name.lower().endswith(_ENDS)
+
+
+def _decoded(content: bytes) -> str:
+    """A text without the white space around it, empty where it is no UTF-8: a caption that cannot be read."""
+    try:
+        return content.decode("utf-8").strip()
+    except UnicodeDecodeError:
+        return ""
+
+
+def _label(text: str) -> int | str | None:
+    """A number or the name of a class. ValueError: it is too long for either."""
+    if len(text) > _LONGEST_LABEL:
+        raise ValueError(f"a label has {len(text):,} characters")
+    return int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else text or None

@@ -1,0 +1,144 @@
+"""A zip file of images, never extracted: with a dataset.json as dataset_tool of EDM and EDM2 writes it, or with one
+folder for each class, or without classes. Samples have the order, names and labels of the folder that was packed.
+
+Members may be stored or deflated. A folder that holds everything else counts as the root.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from dstrain.data.files.listing import few, listing
+from dstrain.data.files.local import Files, is_hidden
+from dstrain.data.files.stores import Missing
+from dstrain.data.files.zipped import DEFLATED, STORED, Members, directory, payload
+from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
+from dstrain.data.formats.labels import LABELS, MOST_BYTES, is_split, parsed_labels
+from dstrain.data.formats.tars import MAX_BYTES
+from dstrain.disk import small
+from dstrain.recipe import ConfigError
+
+
+class Zips(Layout):
+    """A sample is a member; `offset` is its local header, `size` its bytes in the zip file."""
+
+    kind = "zip"
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        super().__init__(root, files, request)
+        self.name = peek(files)[0][0]
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        names = peek(files)
+        return len(names) == 1 and names[0][0].lower().endswith(".zip") and not names[0][1]
+
+    def parts(self) -> list[str]:
+        return [self.name]
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        """ConfigError: no zip file, or a damaged one; encrypted members; images beside class folders; no labels."""
+        try:
+            with listing(self.root, self.request.key):
+                members, labels, top = self._members(part)
+            members.require_apart()
+        except Missing:
+            raise
+        except ConfigError as error:
+            raise self._refusal(f"{part} cannot be read: {error}; pack it anew") from None
+        names = [name[len(top):] for name in members.names]
+        if labels is None and self.request.labels == "auto":
+            by_name = self._by_folders(names)
+            order = sorted(range(len(names)), key=lambda place: names[place].replace("/", "\0", 1))
+        else:
+            labels = labels or {}
+            if missing := [name for name in names if labels and name not in labels]:
+                raise self._refusal(f"{LABELS} has no label of {few(missing, 1)}, of {len(names)} "
+                                    f"{self.request.noun}: pack it anew")
+            if labels:
+                self.classes = tuple(map(str, range(max(labels.values()) + 1)))
+            by_name, order = labels.get, sorted(range(len(names)), key=names.__getitem__)
+        self.classes = self.class_list.classes or (self.classes if self.request.labels == "auto" else ())
+        for place in order:
+            name = names[place]
+            yield Sample(Place(name, 0, members.offsets[place], members.packed[place]), self.label(by_name(name), name))
+
+    def seen(self) -> Iterator[str]:
+        with self.files.open(self.name) as file:
+            yield from (f"{self.name}/{member.name}" for member in directory(file))
+
+    def read(self, place: Place) -> bytes:
+        return payload(self.files, self.name, place.offset, place.size, MAX_BYTES)
+
+    def advice(self) -> str:
+        outside = self.notes.get("outside", 0)
+        return f"{outside:,} whose names lead outside are left out" if outside else ""
+
+    def _members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
+        """The members that count, the labels of a dataset.json (None: there is none), and the folder around all."""
+        members, tables, top, outside = Members(), [], None, 0
+        with self.files.open(part) as file:
+            for member in directory(file):
+                folders = member.name.split("/")
+                if (".." in folders or not folders[0]) and member.name.lower().endswith(self.request.suffixes):
+                    outside += 1
+                if any(not folder or is_hidden(folder) for folder in folders):
+                    continue
+                is_table = folders[-1] == LABELS
+                if not is_table and not member.name.lower().endswith(self.request.suffixes):
+                    continue
+                if member.encrypted or member.method not in (STORED, DEFLATED):
+                    fault = "encrypted" if member.encrypted else f"compressed by method {member.method}"
+                    raise ConfigError(f"its member {member.name[:100]} is {fault}")
+                if is_table:
+                    tables.append(member)
+                    continue
+                folder = member.name[:member.name.rfind("/") + 1]
+                top = folder if top is None else _common(top, folder)
+                members.add(member)
+        if outside:
+            self.notes["outside"] = outside
+        if top is None:                                                # which is refused in the end
+            return members, None, ""
+        top = next((folder for folder in _above(top) if any(folder + LABELS == table.name for table in tables)), top)
+        labels = None
+        for table in tables:
+            if table.name == top + LABELS:
+                if table.size > MOST_BYTES:
+                    raise ConfigError(f"its {LABELS} has {table.size:,} bytes")
+                content = payload(self.files, part, table.offset, table.packed, max(table.size, table.packed))
+                try:
+                    labels = parsed_labels(small.parse_json(content), self.root, self.request.key)
+                except ValueError as error:
+                    raise ConfigError(f"its {LABELS} cannot be read ({error})") from None
+        return members, labels, top
+
+    def _by_folders(self, names: list[str]) -> Any:
+        """A function from a name to its class, the first folder in it; None for all where there are no folders."""
+        classes = sorted({name.partition("/")[0] for name in names if "/" in name})
+        if not classes:
+            return lambda name: None
+        if flat := next((name for name in names if "/" not in name), None):
+            raise self._refusal(f"{self.request.noun} ({flat}) beside class folders ({few(classes)}): is this one "
+                                "class or several? Pack a folder with a folder for each class, or with a dataset.json")
+        splits = [name for name in classes if is_split(name)]
+        if len(splits) > 1 or splits == classes:                       # one may be a class among others: train, plane
+            raise self._refusal(f"{few(splits)} are splits, not classes: pack each by itself, and name the unseen one "
+                                "in data.held_out_path")
+        self.classes = tuple(classes)
+        return lambda name: name.partition("/")[0]
+
+    def _refusal(self, text: str) -> ConfigError:
+        return ConfigError(f"{self.request.key}={self.root}: {text}")
+
+
+def _common(one: str, other: str) -> str:
+    """The folder that holds two folders; each ends in a slash, but for the root, which is empty."""
+    words = os.path.commonprefix([one.split("/")[:-1], other.split("/")[:-1]])
+    return "".join(f"{word}/" for word in words)
+
+
+def _above(folder: str) -> Iterator[str]:
+    """A folder and those that hold it, the root first."""
+    words = folder.split("/")[:-1]
+    return ("".join(f"{word}/" for word in words[:count]) for count in range(len(words) + 1))

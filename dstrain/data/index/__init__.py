@@ -1,0 +1,1 @@
+"""What the data hold, listed once and mapped by every process."""

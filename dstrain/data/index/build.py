@@ -1,0 +1,302 @@
+"""Making the index of data: on one rank, part by part, and found again by every later command.
+
+    FOLDER/KEY/            the index; KEY is a hash of the data's path and of what a command asks of them
+    FOLDER/KEY.building/   what is listed so far, with journal.jsonl: after an interruption it goes on from there
+    FOLDER/KEY.unpacked/   what a layout has unpacked, since it can only be read from its beginning
+    FOLDER/KEY.lock        one command at a time lists
+
+FOLDER is data.index, else `index` in the folder of the run, or the user's cache, where launch/index.py makes it.
+Without data.index, fewer than 50,000 samples are listed anew by each command, and kept in memory, unless buckets need
+their sizes, too, which take longer to read. Rank 0 lists, the others wait.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from dstrain.data.files.listing import few, of_each
+from dstrain.data.files.local import Files, require_there
+from dstrain.data.formats import files_of, recognised
+from dstrain.data.formats.base import Layout, Request
+from dstrain.data.index.columns import ELSEWHERE, Columns
+from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed
+from dstrain.disk import atomic, lines, sealed
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
+from dstrain.recipe import ConfigError, NotRead, write_errors
+
+_SMALL = 50_000                            # samples that are kept in memory
+_WATCHED = 10_000                          # files and folders that are asked for their time of change
+_SYNC = 1.0                                # seconds of listing that may be lost
+_TICK = 20_000_000                         # ns in which a file system's clock may stand still
+_BESIDE = ("noun", "key", "cache", "mixed", "measured")    # of a request: they do not decide what is listed
+_OF_REQUEST = ("data.captions=", "data.class_list=")       # files elsewhere, which are watched, too
+_T = TypeVar("_T")
+
+
+def open_index(path: str | Path, request: Request, kept: str | Path | None = None,
+               run: Path | None = None) -> tuple[Layout, Index]:
+    """The layout of the data at a path and their index, on all ranks together.
+
+    kept: data.index, where the index is written whatever its size. run: folder of the run that the command is about.
+    ConfigError: there are no such data, or what the layout says of them.
+    """
+    layout, index = from_first(lambda: _open(str(path), request, kept, run))
+    missing = None
+    try:
+        len(index)
+    except ConfigError as error:
+        missing = error
+    if group.agree(missing is not None):
+        raise missing or ConfigError(f"the index of {path} is not to be seen on another machine: write data.index="
+                                     "FOLDER, a folder that all machines share")
+    return layout, index
+
+
+def write_splits(index: Index, held_out: float) -> None:
+    """Makes the splits of an index on a disk, unless they stand there; one command at a time.
+
+    ConfigError: they cannot be written there.
+    """
+    if not index.has_splits(held_out):
+        with locked(index.folder):
+            if not index.has_splits(held_out):
+                index.write_splits(held_out)
+
+
+def from_first(make: Callable[[], _T]) -> _T:
+    """What `make` returns on rank 0, on every rank; or the ConfigError or NotRead that it raises there."""
+    if group.world() == 1:
+        return make()
+    value, error = None, None
+    if group.rank() == 0:
+        try:
+            value = make()
+        except (ConfigError, NotRead) as problem:
+            error = problem
+    value, error = group.from_first((value, error))
+    if error is not None:
+        raise error
+    return value
+
+
+def _open(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
+    files, key = files_of(path, request), _key(path, request)
+    folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _usual_folders(run)]
+    if kept is not None and not files.far and Path(path).resolve() in (place := Path(kept).resolve(), *place.parents):
+        raise ConfigError(f"data.index={kept} lies in {request.key}={path}, where it would count as data: name a "
+                          "folder beside it")
+    for folder in folders:
+        found = _found(folder, path, files, request)
+        if found is not None:
+            return found
+    require_there(f"{request.key}={path}", files)
+    layout, folder = recognised(path, files, request), folders[0]
+    layout.prepare(_unpacked(folder))
+    if kept is None and not request.measured and not _building(folder).exists():
+        index = _in_memory(layout)
+        if index is not None:
+            return layout, index
+    with locked(folder):
+        return _found(folder, path, files, request, anew=True) or (layout, _on_disk(layout, folder))
+
+
+def _key(path: str, request: Request) -> str:
+    own = {name: value for name, value in asdict(request).items() if name not in _BESIDE}
+    place = path if "://" in path else os.path.abspath(path)
+    return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where launch/index.py keeps indexes, and commands without a run do."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "index"
+
+
+def _usual_folders(run: Path | None) -> list[Path]:
+    """Where an index is looked for; it is made in the first. A run of somebody else may not be written to."""
+    if run is None:
+        return [cache_folder()]
+    existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
+    folders = [run / "index", cache_folder()]
+    return folders if os.access(existing, os.W_OK) else folders[::-1]
+
+
+def _building(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.building")
+
+
+def _unpacked(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.unpacked")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Waits until no other command makes this index. ConfigError: it cannot be written there."""
+    with write_errors(folder.parent, ELSEWHERE):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = open(folder.with_name(f"{folder.name}.lock"), "a")
+    with file:
+        phases().at("waiting for another command that lists the same data")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:                    # a file system without locks
+            pass
+        yield
+
+
+def _found(folder: Path, path: str, files: Files, request: Request, anew: bool = False) -> tuple[Layout, Index] | None:
+    """The index on the disk, where the data are as they were when they were listed.
+
+    anew: the index is about to be made anew where they are not, and so it is said what has changed.
+    """
+    index = Index.open(folder)
+    watched = index and read_sealed(folder / WATCHED)
+    if not watched:
+        return None
+    if not index.is_whole():
+        if anew:
+            phases().say(f"data: {path}: the index in {folder} was altered; listing the data anew")
+        return None
+    layout = recognised(path, files, request)
+    if index.header["layout"] != type(layout).__name__:        # a list of labels or the like was put beside the data
+        return None
+    layout.classes, layout.notes = index.classes, index.header["notes"]
+    layout.prepare(_unpacked(folder))
+    now = _stats(layout, watched["names"])
+    if now == watched["stats"]:
+        return layout, index
+    if not anew:
+        return None
+    changed = [name for name, old, new in zip(watched["names"], watched["stats"], now) if old != new]
+    phases().say(f"data: {path}: {few(changed, 3)} changed since the index was made; listing the data anew")
+    return None
+
+
+def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
+    """[size, version] of each file and folder below the root, or of a file that the request names."""
+    def stat(name: str) -> list[int | str]:
+        try:
+            if not name.startswith(_OF_REQUEST):
+                return list(layout.files.stat(name))
+            status = os.stat(name.partition("=")[2])
+            return [status.st_size, str(status.st_mtime_ns)]
+        except NotRead:
+            raise
+        except OSError:
+            return [-1, ""]
+    return list(of_each(stat, names))
+
+
+def _watch_list(layout: Layout) -> list[str]:
+    """The names to watch, evenly spaced where there are many."""
+    request, names = layout.request, layout.watched()
+    if len(names) > _WATCHED:
+        names = [names[place] for place in np.linspace(0, len(names) - 1, _WATCHED).astype(int).tolist()]
+    lists = zip(_OF_REQUEST, (request.captions_file, request.class_list))
+    return [*names, *(f"{key}{path}" for key, path in lists if path is not None)]
+
+
+def _in_memory(layout: Layout) -> Index | None:
+    """The index of few samples; None: there are more."""
+    parts = layout.parts()
+    columns = Columns(classes=layout.classes)
+    for part in parts:
+        for sample in layout.samples(part):
+            columns.add(sample, layout)
+            if columns.number > _SMALL:
+                return None
+    layout.require_whole()
+    return columns.finished(layout)
+
+
+def _on_disk(layout: Layout, folder: Path) -> Index:
+    building, parts = _building(folder), layout.parts()
+    watch_list = _watch_list(layout)
+    _settle(stats := _stats(layout, watch_list))
+    plan = {"version": VERSION, "layout": type(layout).__name__, "number": len(parts), "watched": [watch_list, stats],
+            "parts": blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()}
+    journal = building / "journal.jsonl"
+    columns, done = _resumed(building, journal, plan, layout)
+    if columns is None:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        lines.append(journal, json.dumps(plan) + "\n")
+        columns, done = Columns(building, classes=layout.classes), 0
+    _list(layout, columns, parts, done, journal)
+    layout.require_whole()
+    more = [name for name in _watch_list(layout) if name not in set(watch_list)]      # folders met while listing
+    phases().at(f"writing the index of {layout.root}")
+    columns.finished(layout)
+    atomic.write(building / WATCHED, sealed.render({"names": watch_list + more, "stats": stats + _stats(layout, more)}))
+    if folder.exists():
+        old = folder.with_name(f"{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+    atomic.publish(building, folder)
+    return Index.open(folder)
+
+
+def _list(layout: Layout, columns: Columns, parts: list[str], done: int, journal: Path) -> None:
+    """Adds the samples of the parts from `done` on; what the journal says stands on the disk, whatever ends this."""
+    state: dict[str, Any] | None = None
+    synced, noun = time.monotonic(), layout.request.noun
+
+    def sync() -> None:
+        columns.write(durable=True)
+        lines.append(journal, json.dumps(state) + "\n")
+
+    with tqdm(initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None,
+              desc=f"listing {layout.root}") as bar:
+        try:
+            for number, part in enumerate(parts[done:], done + 1):
+                for sample in layout.samples(part):
+                    columns.add(sample, layout)
+                    if columns.number % CHUNK == 0:
+                        columns.write()
+                        bar.update(columns.number - bar.n)
+                        phases().at(f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of "
+                                    f"{len(parts):,}")
+                state = {"done": number, "notes": dict(layout.notes)} | columns.state()
+                if time.monotonic() - synced > _SYNC:
+                    sync()
+                    synced = time.monotonic()
+        finally:
+            if state is not None:
+                sync()
+        bar.update(columns.number - bar.n)
+
+
+def _settle(stats: list[list[int | str]]) -> None:
+    """Waits until a change that follows would have another time than these have."""
+    times = [int(version) for _, version in stats if str(version).isdecimal()]
+    while times and 0 <= time.time_ns() - max(times) < _TICK:
+        time.sleep(_TICK / 4e9)
+
+
+def _resumed(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
+    """The columns that an interrupted command has written of the same data, and how many parts they hold."""
+    try:
+        lines.cut_torn(journal)
+        first, *rows = [json.loads(line) for line in journal.read_text().splitlines()]
+        if first != plan or not rows:
+            return None, 0
+        for name, size in rows[-1]["sizes"].items():
+            if os.stat(building / f"{name}.bin").st_size < size:
+                return None, 0
+            os.truncate(building / f"{name}.bin", size)
+        layout.notes = rows[-1]["notes"]
+        return Columns(building, layout.classes, rows[-1]), rows[-1]["done"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, 0

@@ -1,0 +1,196 @@
+"""The columns of an index while they grow: written down as they come, numbered and hashed in the end."""
+
+import os
+import sys
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dstrain.data.files.listing import few
+from dstrain.data.formats.base import Layout, Sample
+from dstrain.data.formats.no_samples import without_samples
+from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, digests, name_hash
+from dstrain.data.index.verified import write_sums
+from dstrain.disk import atomic, sealed
+from dstrain.recipe import ConfigError, write_errors
+
+ELSEWHERE = "make room, or name another folder for the index with data.index=FOLDER"
+_RENUMBERED = "label.new"                  # the column of labels, once classes are sorted
+_LARGEST = 1 << 30                         # label
+_CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
+
+
+class Columns:
+    """Columns that grow: in memory, or with a folder on the disk, where `write` empties what is in memory."""
+
+    def __init__(self, folder: Path | None = None, classes: Sequence[str] = (),
+                 state: dict[str, Any] | None = None) -> None:
+        """classes: those that are known; others are numbered as they come. state: what `state` has returned."""
+        state = state or {"number": 0, "sizes": {}, "kinds": None, "classes": list(classes), "most": 0}
+        self.folder = folder
+        self.number: int = state["number"]
+        self.sizes: dict[str, int] = dict(state["sizes"])      # bytes on the disk
+        self.buffers = {name: self._buffer(name) for name in self.sizes}
+        self.kinds: list[Any] | None = state["kinds"]          # [kind of label, whether there are captions]
+        self.numbers = {name: place for place, name in enumerate(state["classes"])}
+        self.most: int = state["most"]                         # captions of a sample
+        for name in ("names", "name_ends", "name_hash"):
+            self._begin(name, None)
+
+    @staticmethod
+    def _buffer(name: str) -> bytearray | array:
+        dtype = COLUMNS[name][0]
+        return bytearray() if dtype is None else array(_CODES[dtype])
+
+    def _begin(self, name: str, default: int | None) -> None:
+        """Makes a column, with the default of the samples before this one."""
+        if name not in self.buffers:
+            self.sizes[name], self.buffers[name] = 0, self._buffer(name)
+            if default is not None:
+                self.buffers[name].extend([default] * self.number)
+
+    def add(self, sample: Sample, layout: Layout) -> None:
+        """A row. ConfigError: its label or captions are no such as those before have."""
+        place, label, captions = sample.place, sample.label, sample.captions
+        self._require_alike(sample, layout)
+        encoded = os.fsencode(place.name)
+        self._text("names", "name_ends", encoded)
+        self.buffers["name_hash"].append(name_hash(encoded))   # here, once: at the start of a run it takes a minute
+        if isinstance(label, str):
+            label = self.numbers.setdefault(label, len(self.numbers))
+        for name, value in (("file", place.file), ("offset", place.offset), ("size", place.size), ("label", label)):
+            default = COLUMNS[name][1]
+            if name not in self.buffers and value is not None and value != default:
+                self._begin(name, default)
+            if name in self.buffers:
+                self.buffers[name].append(value)
+        if captions:
+            self._begin("captions", None)
+            for caption in captions:
+                self._text("captions", "caption_ends", caption.encode("utf-8", "replace"))
+            self._end("captions_ends", len(captions))
+            self.most = max(self.most, len(captions))
+        self.number += 1
+
+    def _require_alike(self, sample: Sample, layout: Layout) -> None:
+        kind = "none" if sample.label is None else "str" if isinstance(sample.label, str) else "int"
+        kinds = [kind, bool(sample.captions)]
+        self.kinds = self.kinds or kinds
+        where = f"{layout.request.key}={layout.root}: {sample.place.name}"
+        if kinds[1] != self.kinds[1]:
+            raise ConfigError(f"{where} has {'a' if kinds[1] else 'no'} caption, unlike those before: write captions "
+                              "for all, or for none")
+        if kind != self.kinds[0]:
+            words = {"none": "no label", "str": "a class as its label", "int": "a number as its label"}
+            raise ConfigError(f"{where} has {words[kind]}, and those before it {words[self.kinds[0]]}: label all alike")
+        if kind == "int" and not 0 <= sample.label < _LARGEST:
+            raise ConfigError(f"{where} has the label {sample.label}: labels are whole numbers from 0 on")
+
+    def _text(self, blob: str, ends: str, text: bytes) -> None:
+        self._begin(blob, None)
+        self.buffers[blob] += text
+        self._end(ends, len(text))
+
+    def _end(self, name: str, length: int) -> None:
+        self._begin(name, None)
+        buffer = self.buffers[name]
+        buffer.append((buffer[-1] if buffer else self._last(name)) + length)
+
+    def _last(self, name: str) -> int:
+        """The last end that stands on the disk."""
+        if not self.sizes[name]:
+            return 0
+        with open(self.folder / f"{name}.bin", "rb") as file:
+            file.seek(self.sizes[name] - 8)
+            return int.from_bytes(file.read(8), sys.byteorder)
+
+    def write(self, durable: bool = False) -> None:
+        """Moves what is in memory to the disk. ConfigError: it is full."""
+        for name, buffer in self.buffers.items():
+            with write_errors(self.folder, ELSEWHERE), open(self.folder / f"{name}.bin", "ab") as file:
+                file.write(buffer)
+                self.sizes[name] += len(buffer) * getattr(buffer, "itemsize", 1)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            self.buffers[name] = self._buffer(name)
+
+    def state(self) -> dict[str, Any]:
+        """What one can go on from, once `write` was called."""
+        sizes = {name: self.sizes[name] + len(buffer) * getattr(buffer, "itemsize", 1)
+                 for name, buffer in self.buffers.items()}
+        return {"number": self.number, "sizes": sizes, "kinds": self.kinds, "classes": list(self.numbers),
+                "most": self.most}
+
+    def finished(self, layout: Layout) -> Index:
+        """The index, whose columns are on the disk where there is a folder. ConfigError: no samples, unknown labels."""
+        folder = self.folder
+        if folder is not None:
+            self.write()
+        if not self.number:
+            raise without_samples(layout)
+        kind, _ = self.kinds
+        columns = {}
+        for name, buffer in self.buffers.items():
+            dtype = COLUMNS[name][0]
+            if folder is None:
+                columns[name] = bytes(buffer) if dtype is None else np.frombuffer(buffer, dtype)
+            elif not self.sizes[name]:
+                columns[name] = b"" if dtype is None else np.empty(0, dtype)
+            else:
+                columns[name] = np.memmap(folder / f"{name}.bin", dtype or np.uint8, "r")
+        classes, counts = self._labels(layout, columns)
+        names, rest = digests(columns, self.number)
+        header = {"version": VERSION, "layout": type(layout).__name__, "number": self.number, "classes": list(classes),
+                  "labelled": kind != "none", "most_captions": self.most, "counts": counts, "names": names,
+                  "single": not {"file", "offset", "size"} & set(columns), "rest": rest,
+                  "columns": self.sizes, "notes": layout.notes}
+        if folder is None:
+            return Index(header, columns)
+        (folder / "journal.jsonl").unlink(missing_ok=True)     # with other labels, nobody may go on from here
+        if (folder / _RENUMBERED).exists():
+            os.replace(folder / _RENUMBERED, folder / "label.bin")
+        for name, column in columns.items():
+            write_sums(folder / f"{name}.bin", column)
+        atomic.write(folder / HEADER, sealed.render(header))
+        return Index(header, columns, folder)
+
+    def _labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:
+        """The classes and how many samples each has; numbers of names become places among the sorted classes."""
+        kind, classes, names = self.kinds[0], layout.classes, list(self.numbers)
+        if kind == "none":
+            return (), []
+        where = f"{layout.request.key}={layout.root}"
+        if kind == "str":
+            classes = classes or tuple(sorted(names))
+            places = {name: place for place, name in enumerate(classes)}
+            if unknown := [name for name in names if name not in places]:
+                raise ConfigError(f"{where}: the labels {few(unknown)} are not among the {len(classes)} classes "
+                                  f"{few(classes)}")
+            if list(classes) != names:
+                self._renumber(columns, np.array([places[name] for name in names], np.int32))
+        counts = np.zeros(len(classes), np.int64)
+        for start in range(0, self.number, CHUNK):
+            stop = min(start + CHUNK, self.number)
+            labels = columns["label"][start:stop] if "label" in columns else np.zeros(stop - start, np.int32)
+            more = np.bincount(labels, minlength=len(counts))
+            more[:len(counts)] += counts
+            counts = more
+        classes = classes or tuple(map(str, range(len(counts))))
+        if len(counts) > len(classes):
+            raise ConfigError(f"{where}: the label {len(counts) - 1} is not among the {len(classes)} classes")
+        return classes, counts.tolist()
+
+    def _renumber(self, columns: dict[str, Any], places: np.ndarray) -> None:
+        """Puts the label of each sample in another column, or file: the old one is what one can go on from."""
+        old = columns["label"]
+        if self.folder is None:
+            columns["label"] = places[old]
+            return
+        with open(self.folder / _RENUMBERED, "wb") as file:
+            for start in range(0, self.number, CHUNK):
+                file.write(places[old[start:start + CHUNK]].tobytes())
+        columns["label"] = np.memmap(self.folder / _RENUMBERED, np.int32, "r")

@@ -1,0 +1,302 @@
+"""The index of data: of every sample its name, place, label and captions, listed once and mapped by all processes.
+
+    FOLDER/index.json       sealed (disk/sealed.py): numbers, classes, and the bytes of each column
+    FOLDER/watched.json     sealed: sizes and times of change of the files and folders that were listed
+    FOLDER/COLUMN.bin       a value a sample, see COLUMNS; a column whose values are all the default is left out
+    FOLDER/COLUMN.sums      checksums, by which all that is read of a column is verified (verified.py)
+    FOLDER/held_out-0.02/   the samples of each split, made when they are first asked for
+
+An index of few samples is kept in memory instead, in arrays of the same names. index_build.py makes both.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dstrain.data.formats.base import Place
+from dstrain.data.index.verified import CHECKED, Verified, mapped, open_whole, write_sums
+from dstrain.disk import atomic, sealed
+from dstrain.distributed.progress import phases
+from dstrain.recipe import ConfigError, write_errors
+
+HEADER, WATCHED, VERSION = "index.json", "watched.json", 3
+COLUMNS = {                                # name: (type, default); of "ends" the place behind the last byte or entry
+    "names": (None, None), "name_ends": (np.uint64, None), "name_hash": (np.uint64, None), "file": (np.int32, 0),
+    "offset": (np.int64, 0), "size": (np.int64, -1), "label": (np.int32, 0), "captions": (None, None),
+    "caption_ends": (np.uint64, None),
+    "captions_ends": (np.uint64, None)}    # of the captions of a sample, in caption_ends
+CHUNK = 1 << 16                            # samples that are worked on at a time
+
+
+class Split(NamedTuple):
+    """The samples of one split. members: their places in the index, None for all; counts: samples of each class."""
+
+    number: int
+    members: np.ndarray | Verified | None
+    counts: list[int]
+    names: str                             # a hash of names and labels
+
+
+class Index:
+    """The samples 0 .. len - 1, as a layout lists them. Pickled, one on a disk is a path, whatever its size.
+
+    classes: names of the classes, () without labels.
+    """
+
+    def __init__(self, header: dict[str, Any], columns: dict[str, Any], folder: Path | None = None) -> None:
+        self.header, self._columns, self.folder = header, columns, folder
+        self.classes = tuple(header["classes"])
+        self.labelled: bool = header["labelled"]           # samples have labels
+        self.most_captions: int = header["most_captions"]  # of a sample; 0: there are none
+        self.rest: str = header["rest"]                    # a hash of all but names and labels; "": there is no more
+        self.single: bool = header["single"]               # every sample is a file of its own, named as the sample
+
+    @classmethod
+    def open(cls, folder: Path) -> "Index | None":
+        """An index on a disk; None where there is none, or a damaged one."""
+        header = read_sealed(folder / HEADER)
+        if header is None or header.get("version") != VERSION:
+            return None
+        columns: dict[str, Any] = {}
+        for name, size in header["columns"].items():
+            try:
+                columns[name] = Verified(folder / f"{name}.bin", COLUMNS[name][0], size)
+            except (OSError, ValueError):
+                return None
+        return cls(header, columns, folder)
+
+    def __len__(self) -> int:
+        return self.header["number"]
+
+    def is_whole(self) -> bool:
+        """Whether all columns are what was written; a large index is not read for that, but verified as it is used."""
+        if sum(self.header["columns"].values()) > CHECKED:
+            return True
+        return all(column.is_whole() for column in self._columns.values())
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self.name_bytes(index))
+
+    def name_bytes(self, index: int) -> bytes:
+        """A name as the file system has it."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._text("names", "name_ends", index)
+
+    def names(self, start: int, stop: int) -> list[bytes]:
+        """The names of some samples, as the file system has them."""
+        text, ends = self.name_block(start, stop)
+        places = ends.tolist()
+        return [text[begin:end] for begin, end in zip(places, places[1:])]
+
+    def name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
+        """The names of some samples in one, and where each ends, behind a 0."""
+        ends = self._columns["name_ends"][max(start - 1, 0):stop]
+        ends = ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
+        return self._columns["names"][int(ends[0]):int(ends[-1])], ends - ends[0]
+
+    def name_hashes(self, start: int, stop: int) -> np.ndarray:
+        return self._columns["name_hash"][start:stop]
+
+    def place(self, index: int) -> Place:
+        return Place(self.name(index), *(self._value(name, index) for name in ("file", "offset", "size")))
+
+    def label(self, index: int) -> int:
+        return self._value("label", index)
+
+    def labels(self, index: slice | np.ndarray) -> np.ndarray:
+        """int32 labels of some samples."""
+        if "label" in self._columns:
+            return self._columns["label"][index]
+        return np.zeros(len(range(*index.indices(len(self)))) if isinstance(index, slice) else len(index), np.int32)
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        if not self.most_captions:
+            return ()
+        ends = self._columns["captions_ends"]
+        numbers = range(int(ends[index - 1]) if index else 0, int(ends[index]))
+        return tuple(self._text("captions", "caption_ends", number).decode("utf-8") for number in numbers)
+
+    def split(self, split: str, held_out: float) -> Split:
+        """The split "train", "held_out" or "all". A name is held out by its hash, so that no other moves it.
+
+        Of an index on a disk, `write_splits` has been called. ConfigError: that has no such split here.
+        """
+        if split == "all" or not held_out:
+            return Split(len(self), None, self.header["counts"], self.header["names"])
+        if self.folder is None:
+            parts = [part[split] for part in _members(self, held_out)]
+            names = blake2b(b"".join(text for _, text in parts), digest_size=8)
+            return _counted(self, np.concatenate([rows for rows, _ in parts]), names)
+        folder, header = self._split_folder(held_out), self._splits(held_out)
+        if header is None:
+            raise ConfigError(f"{folder} is not to be seen from here, damaged, or of other data: remove it, or write "
+                              "data.index=FOLDER, a folder that all machines share")
+        row = header[split]
+        return Split(row["number"], Verified(*_members_of(folder, split, row)), row["counts"], row["names"])
+
+    def has_splits(self, held_out: float) -> bool:
+        """Whether the splits stand on the disk as they were written; large ones are verified as they are used."""
+        if not held_out:
+            return True
+        folder, header = self._split_folder(held_out), self._splits(held_out)
+        return header is not None and all(open_whole(*_members_of(folder, split, header[split]))
+                                          for split in ("train", "held_out"))
+
+    def write_splits(self, held_out: float) -> None:
+        """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: it cannot be written there.
+
+        Other processes may have mapped the old files: they are replaced, never written to.
+        """
+        folder, header = self._split_folder(held_out), {"index": self._known()}
+        with write_errors(folder, "write data.index=FOLDER, a folder that can be written"):
+            folder.mkdir(exist_ok=True)
+            names = {split: blake2b(digest_size=8) for split in ("train", "held_out")}
+            with ExitStack() as stack:
+                paths = {split: stack.enter_context(atomic.replacing(folder / f"{split}.bin")) for split in names}
+                files = {split: stack.enter_context(open(path, "wb")) for split, path in paths.items()}
+
+                def put(part: dict[str, tuple[np.ndarray, bytes]]) -> None:
+                    for name, (rows, text) in part.items():
+                        files[name].write(rows.tobytes())
+                        names[name].update(text)
+
+                # A third of the time goes into the hash, which another core may do meanwhile; one chunk waits.
+                with ThreadPoolExecutor(1) as pool:
+                    ahead: Future | None = None
+                    for part in _members(self, held_out):
+                        if ahead is not None:
+                            ahead.result()
+                        ahead = pool.submit(put, part)
+                    if ahead is not None:
+                        ahead.result()
+            dtype, unseen = _rows_type(self).__name__, None
+            for name in ("held_out", "train"):                         # the few are counted
+                members = np.frombuffer(mapped(folder / f"{name}.bin"), dtype)
+                counts = None if unseen is None else np.subtract(self.header["counts"], unseen).tolist()
+                split = _counted(self, members, names[name], counts)
+                header[name] = {"number": split.number, "dtype": dtype, "counts": split.counts, "names": split.names}
+                write_sums(folder / f"{name}.bin", members)
+                unseen = split.counts
+            atomic.write(folder / HEADER, sealed.render(header))
+
+    def _splits(self, held_out: float) -> dict[str, Any] | None:
+        """The header of both splits on the disk; None where they are missing, damaged, or of another index."""
+        folder = self._split_folder(held_out)
+        header = read_sealed(folder / HEADER)
+        if header is None or header.get("index") != self._known():
+            return None
+        rows = {split: header[split] for split in ("train", "held_out")}
+        try:
+            number = sum(len(Verified(*_members_of(folder, split, row))) for split, row in rows.items())
+        except (OSError, ValueError):
+            return None
+        return header if number == len(self) else None
+
+    def _split_folder(self, held_out: float) -> Path:
+        return self.folder / f"held_out-{held_out!r}"
+
+    def _text(self, blob: str, ends: str, index: int) -> bytes:
+        column = self._columns[ends]
+        return bytes(self._columns[blob][int(column[index - 1]) if index else 0:int(column[index])])
+
+    def _value(self, name: str, index: int) -> int:
+        return int(self._columns[name][index]) if name in self._columns else COLUMNS[name][1]
+
+    def _known(self) -> str:
+        return f"{self.header['names']} {self.rest}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """On a disk, where it is and which one it is: it is mapped when it is used in the other process."""
+        if self.folder is None:
+            return self.__dict__
+        return {"folder": self.folder, "known": self._known()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a pickled index has not opened yet. ConfigError: it is not there, or another one."""
+        if name.startswith("__") or "header" in self.__dict__ or self.__dict__.get("folder") is None:
+            raise AttributeError(name)
+        index = Index.open(self.folder)
+        if index is None or index._known() != self.__dict__["known"]:
+            fault = "is not to be seen from here" if index is None else "was made anew meanwhile, of other data"
+            raise ConfigError(f"the index of the data at {self.folder} {fault}: name a folder that all machines share, "
+                              "data.index=FOLDER, then give the same command again")
+        self.__dict__.update(index.__dict__)
+        return getattr(self, name)
+
+
+def digests(columns: dict[str, Any], number: int) -> tuple[str, str]:
+    """A hash of all names, then all labels; and one of what the other columns hold."""
+    names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
+    for start in range(0, len(columns["names"]), 1 << 20):
+        names.update(columns["names"][start:start + (1 << 20)])
+    for start in range(0, number, CHUNK):
+        zeros = np.zeros(min(CHUNK, number - start), np.int32)
+        names.update(columns["label"][start:start + CHUNK].tobytes() if "label" in columns else zeros.tobytes())
+    more = sorted(set(columns) - {"names", "name_ends", "name_hash", "label"})
+    for name in more:
+        rest.update(name.encode())
+        for start in range(0, len(columns[name]), 1 << 17):
+            rest.update(bytes(columns[name][start:start + (1 << 17)]))
+    return names.hexdigest(), rest.hexdigest() if more else ""
+
+
+def name_hash(name: bytes) -> int:
+    """What decides whether a sample is held out: below the share of 2 ** 64, it is."""
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+
+
+def _rows_type(index: Index) -> type[np.unsignedinteger]:
+    return np.uint32 if len(index) < 1 << 32 else np.uint64
+
+
+def _members(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
+    """The rows of each split and their names, of a chunk of the index after the other."""
+    dtype = _rows_type(index)
+    bound = np.uint64(math.ceil(held_out * 2.0 ** 64))       # below 2 ** 64, since the share is below 1
+    for start in range(0, len(index), CHUNK):
+        phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
+        unseen = index.name_hashes(start, start + CHUNK) < bound
+        rows = np.arange(start, start + len(unseen), dtype=dtype)
+        text, ends = index.name_block(start, start + len(unseen))
+        yield {"train": (rows[~unseen], _joined(text, ends, ~unseen)),
+               "held_out": (rows[unseen], _joined(text, ends, unseen))}
+
+
+def _joined(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
+    """The names of some rows, run by run: far fewer slices than names. ends: one more than rows, from 0."""
+    edges = ends[np.flatnonzero(np.diff(own, prepend=False, append=False))].tolist()
+    return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
+
+
+def _counted(index: Index, members: np.ndarray, names: Any, known: list[int] | None = None) -> Split:
+    """The split of these rows. names: a hash of their names so far; known: how many of each class there are."""
+    counts = np.zeros(len(index.classes), np.int64)
+    for start in range(0, len(members), CHUNK):
+        labels = index.labels(members[start:start + CHUNK])
+        names.update(labels.tobytes())
+        if len(counts) and known is None:
+            counts += np.bincount(labels, minlength=len(counts))
+    return Split(len(members), members, counts.tolist() if known is None else known, names.hexdigest())
+
+
+def _members_of(folder: Path, split: str, row: dict[str, Any]) -> tuple[Path, str, int]:
+    """The file with the places of a split's samples, their type, and its bytes."""
+    return folder / f"{split}.bin", row["dtype"], row["number"] * np.dtype(row["dtype"]).itemsize
+
+
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    try:
+        return sealed.parse(path.read_bytes())
+    except OSError:
+        return None

@@ -1,0 +1,182 @@
+"""What sources of images and of clips share: the samples of one split of an index, their labels and fingerprint."""
+
+import json
+import shlex
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dstrain.data.decode.pixels import SUFFIXES
+from dstrain.data.files.listing import few, of_each
+from dstrain.data.formats.base import Layout
+from dstrain.data.index.build import from_first, write_splits
+from dstrain.data.index.index import CHUNK, Index
+from dstrain.data.source import Source
+from dstrain.recipe import ConfigError, NotRead
+
+_ASKED = 10_000                            # files whose sizes are asked for whenever a run starts
+
+
+class Indexed(Source):
+    """Samples of a split of an index; made on all ranks together.
+
+    split: "train", "held_out" or "all". held_out: fraction that is held out. classes: names that the data's must be
+    among, whose places the labels then are; empty for those of the data. key: in messages. ConfigError: unknown
+    classes, a split without samples.
+    """
+
+    def __init__(self, layout: Layout, index: Index, split: str = "all", held_out: float = 0.0,
+                 classes: tuple[str, ...] = (), key: str = "data.path") -> None:
+        self.layout, self.index, self.light = layout, index, layout.light
+        self.split, self._held_out = split, held_out
+        self.expects = layout.files.far
+        self.path = Path(layout.root)
+        self.where, self.check = f"{layout.request.key}={layout.root}", _check(layout)
+        self.classes, self._renumbered = index.classes, None
+        if classes and index.classes:
+            if unknown := [name for name in index.classes if name not in set(classes)]:
+                raise ConfigError(f"{key}={self.path}: class folders {few(unknown)} are not among the classes of the "
+                                  f"training data ({few(classes)}): rename or remove them")
+            places = {name: place for place, name in enumerate(classes)}
+            self.classes = classes
+            if classes != index.classes:
+                self._renumbered = np.array([places[name] for name in index.classes], np.int32)
+        if index.folder is not None:
+            from_first(lambda: write_splits(index, held_out))
+        self.chosen = index.split(split, held_out)
+        if not self.chosen.number:
+            raise ConfigError(f"{key}={self.path}: data.held_out={held_out} leaves no {self.noun.removesuffix('s')} of "
+                              f"{len(index)} for the {split} split: choose another fraction or give "
+                              "data.held_out_path")
+
+    def __len__(self) -> int:
+        return self.chosen.number
+
+    def name(self, index: int) -> str:
+        return self.index.name(self.row(index))
+
+    def row(self, index: int) -> int:
+        """Place of a sample in the index."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return index if self.chosen.members is None else int(self.chosen.members[index])
+
+    def label(self, row: int) -> int:
+        label = self.index.label(row)
+        return label if self._renumbered is None else int(self._renumbered[label])
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int32 (N,), all of them: for data that are known to be small."""
+        return np.concatenate([labels for _, labels in self._chunks()])
+
+    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+        self.layout.expect(self.index.place(self.row(sample)) for sample in index.tolist())
+
+    def describe(self) -> str:
+        advice = self.layout.advice()
+        return super().describe() + (f"; {advice}" if advice else "")
+
+    def class_counts(self) -> np.ndarray | None:
+        if not self.classes:
+            return None
+        counts = np.zeros(len(self.classes), np.int64)
+        counts[slice(None) if self._renumbered is None else self._renumbered] = self.chosen.counts
+        return counts
+
+    def fingerprint(self) -> str:
+        count = self._num_files()
+        files = range(count) if count <= _ASKED else np.linspace(0, count - 1, _ASKED).astype(int)
+        return f"{self._summary()} {self._sizes(files)}"
+
+    def contents(self) -> str:
+        return f"{self._summary()} {self._sizes(range(self._num_files()))}"
+
+    @abstractmethod
+    def _summary(self) -> str:
+        """Kind, split, numbers and names, for the fingerprint."""
+
+    def _names(self, texts: Iterable[bytes] = ()) -> str:
+        """A hash of all names, then all labels, then `texts`."""
+        if self._renumbered is None and not texts:
+            return self.chosen.names
+        digest = blake2b(digest_size=8)
+        for rows, _ in self._chunks():
+            digest.update(b"".join(self._names_of(rows)))
+        for _, labels in self._chunks():
+            digest.update(labels.tobytes())
+        for text in texts:
+            digest.update(text)
+        return digest.hexdigest()
+
+    def _chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
+        """Rows of the index and their labels int32, some at a time."""
+        for start in range(0, len(self), CHUNK):
+            stop = min(start + CHUNK, len(self))
+            rows = range(start, stop) if self.chosen.members is None else self.chosen.members[start:stop]
+            labels = self.index.labels(slice(start, stop) if isinstance(rows, range) else rows)
+            yield rows, labels if self._renumbered is None else self._renumbered[labels]
+
+    def _names_of(self, rows: range | np.ndarray) -> list[bytes]:
+        if isinstance(rows, range):
+            return self.index.names(rows.start, rows.stop)
+        return [self.index.name_bytes(row) for row in rows.tolist()]
+
+    def _num_files(self) -> int:
+        return len(self) if self.index.single else len(self.layout.parts())
+
+    def _files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
+        """The names of some of the files that hold the samples, a chunk at a time."""
+        parts = [] if self.index.single else self.layout.parts()
+        for start in range(0, len(numbers), CHUNK):
+            some = numbers[start:start + CHUNK]
+            yield [self.name(int(number)) if self.index.single else parts[number] for number in some]
+
+    def _sizes(self, numbers: Sequence[int]) -> str:
+        """The bytes of these files, and a hash of the size of each (-1 where it is unknown) and of `_texts`.
+
+        Times do not count: a folder that was copied is the same data.
+        """
+        total, digest = 0, blake2b(digest_size=8)
+        for names in self._files(numbers):
+            sizes = np.fromiter(of_each(self._size, names), np.int64, len(names))
+            total += int(sizes.sum())
+            digest.update(sizes.tobytes())
+        digest.update(self._texts(numbers))
+        return f"bytes={total} contents={digest.hexdigest()}"
+
+    def _texts(self, numbers: Sequence[int]) -> bytes:
+        """For the fingerprint: what is known of these files beside names, labels and sizes."""
+        return self.index.rest.encode()
+
+    def _size(self, name: str) -> int:
+        try:
+            return self.layout.files.stat(name).size
+        except NotRead:
+            raise
+        except OSError:
+            return -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of an index on a disk the split is there, too, and mapped anew."""
+        return self.__dict__ | ({} if self.index.folder is None else {"chosen": None})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.chosen = self.chosen or self.index.split(self.split, self._held_out)
+
+
+def _check(layout: Layout) -> str:
+    """The command that lists what cannot be read, for a shell."""
+    request, words = layout.request, ["python", "launch/index.py", layout.root]
+    entries = {"num_frames": None if request.suffixes == SUFFIXES else 1, "captions": request.captions_file,
+               "labels": None if request.labels == "auto" else request.labels, "class_list": request.class_list,
+               "columns": json.dumps(request.columns) if request.columns else None}
+    words += [f"data.{name}={value}" for name, value in entries.items() if value is not None]
+    words += ["--captions"] if request.captions and request.suffixes == SUFFIXES else []
+    return shlex.join([*words, "--check"])

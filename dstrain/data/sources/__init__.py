@@ -1,0 +1,1 @@
+"""Samples by number: images, videos, captions, buckets."""

@@ -1,0 +1,266 @@
+"""Images and clips by bucket: the samples of a source, sorted by the bucket that each belongs to, and cut to its shape.
+
+Which samples a bucket has is worked out once, by rank 0, from what sizes.py reads. Beside the index it is kept in a
+file that all ranks and workers map, so that none of them holds a list:
+
+    buckets-KEY/index.json      sealed: how many samples each bucket has, and how many are left out or enlarged
+    buckets-KEY/members.bin, .sums
+                                the places of the samples in the source, bucket after bucket; in each in their order
+"""
+
+import os
+import shutil
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dstrain.data.bucket_order import BucketOrder, nearest, upscale
+from dstrain.data.index.build import from_first
+from dstrain.data.index.index import CHUNK, HEADER, read_sealed
+from dstrain.data.index.source import Indexed
+from dstrain.data.index.verified import Verified, open_shared, open_whole, write_sums
+from dstrain.data.source import Chance, Item, Source
+from dstrain.data.sources.images import Images
+from dstrain.data.sources.sizes import frame_counts, pixel_sizes
+from dstrain.data.sources.videos import Mixed, Videos
+from dstrain.data.views import View
+from dstrain.disk import atomic, sealed
+from dstrain.recipe import ConfigError, write_errors
+from dstrain.recipe.shapes import Shape
+
+_OUT = 65535                                   # uint16, the bucket of samples that are left out
+
+
+@dataclass
+class _Members:
+    """Places of samples in a file, which another process maps again."""
+
+    path: Path
+    dtype: str
+    size: int                                  # bytes of the file
+    array: Verified | None = field(default=None, repr=False)
+
+    def at(self, index: int) -> Any:
+        """ConfigError: the file is not to be seen from here. NotRead: it was altered."""
+        if self.array is None:
+            self.array = open_shared(self.path, self.dtype, self.size)
+        return self.array[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"array": None}
+
+
+class Bucketed(View):
+    """The samples of `whole` by bucket. shapes: of the buckets; table: what decides (sizes.py); rule: as shapes, what
+    else the choice depends on. Its `header` says how many samples each bucket has, and what `choose` has counted.
+
+    On all ranks together.
+    """
+
+    ends: tuple[int, ...] = ()                 # behind the last sample of each bucket
+
+    def __init__(self, whole: Indexed, shapes: tuple, table: Verified, rule: Any) -> None:
+        super().__init__(whole)
+        self.chance_name, self.chance_count = whole.chance_name, whole.chance_count
+        self.shapes, self.rule = shapes, rule
+        key = repr([shapes, rule, whole.split, whole.chosen.number, whole.chosen.names])
+        folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
+        self.header, self.members = from_first(lambda: _sorted(self, table, folder))
+        self.counts = tuple(self.header["counts"])
+        self.ends = tuple(np.cumsum(self.counts).tolist())
+
+    @abstractmethod
+    def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        """The buckets int64 (n,) of samples by their rows of the table, and which are left out, bool (n,) or None.
+
+        What is to be known of them is counted in `header`, which is empty before the first block.
+        """
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def place(self, index: int | Tensor) -> int | Tensor:
+        return int(self.members.at(int(index)))
+
+    def shape(self, index: int) -> Any:
+        """The entry of `shapes` that a sample belongs to."""
+        return self.shapes[int(np.searchsorted(self.ends, index, side="right"))]
+
+    def read(self, index: int, chance: Chance | None = None) -> Item:
+        return self.whole.read(self.place(index), chance, self.shape(index))
+
+    def __getitem__(self, index: int) -> Item:
+        return self.read(index)
+
+    def order(self, global_batch: int, seed: int) -> BucketOrder:
+        return BucketOrder(self.counts, global_batch, seed)
+
+    def squares(self) -> Source:
+        return self.whole
+
+    def class_counts(self) -> np.ndarray | None:
+        return self.whole.class_counts()
+
+    def contents(self) -> str:
+        return self.whole.contents()
+
+    def describe(self) -> str:
+        full = [(count, shape) for count, shape in zip(self.counts, self.shapes) if count]
+        (least, small), (most, large) = min(full), max(full)
+        return ", ".join([self.whole.describe(), f"in {len(full)} of {len(self.shapes)} buckets of {least:,} "
+                          f"({self.shape_words(small)}) to {most:,} ({self.shape_words(large)})", *self.remarks()])
+
+    @abstractmethod
+    def shape_words(self, shape: Any) -> str:
+        """An entry of `shapes`, for people."""
+
+    @abstractmethod
+    def remarks(self) -> list[str]:
+        """What the header has counted, for people."""
+
+
+class Sized(Bucketed):
+    """Images by width and height. Those that a bucket would enlarge more than `max_upscale` times are left out; None
+    leaves none out.
+
+    On all ranks together. ConfigError: no image is left.
+    """
+
+    def __init__(self, whole: Images, shapes: tuple[Shape, ...], max_upscale: float | None = None) -> None:
+        super().__init__(whole, shapes, pixel_sizes(whole.layout, whole.index), max_upscale)
+        if not sum(self.counts):
+            raise ConfigError(f"data.max_upscale={max_upscale}: every bucket would enlarge every image of {whole.path} "
+                              f"more often, up to {self.header['most']:.1f} times: give smaller data.buckets")
+
+    def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        targets, max_upscale = np.array(self.shapes), self.rule
+        bucket = nearest(block, self.shapes, max_upscale or 1.0)
+        factor = np.where(block.min(1) > 0, upscale(block, targets[bucket]), 1.0)
+        out = factor > max_upscale if max_upscale else np.zeros(len(block), bool)
+        header["left_out"] = header.get("left_out", 0) + int(out.sum())
+        header["enlarged"] = header.get("enlarged", 0) + int((factor[~out] > 1).sum())
+        header["most"] = max(header.get("most", 1.0), float(factor.max()))
+        return bucket, out
+
+    def shape_words(self, shape: Shape) -> str:
+        return "{} x {}".format(*shape)
+
+    def remarks(self) -> list[str]:
+        left_out, enlarged = self.header["left_out"], self.header["enlarged"]
+        words = [f"{left_out:,} left out by data.max_upscale"] if left_out else []
+        return words + ([f"{enlarged:,} enlarged, up to {self.header['most']:.1f} times (data.max_upscale leaves such "
+                         "out)"] if enlarged else [])
+
+
+class Timed(Bucketed):
+    """Clips by how many frames they have: each belongs to the longest bucket that it fills. One that fills none belongs
+    to the shortest, where its last frame is repeated; one that cannot be read is left out.
+
+    durations: frames of the buckets, which stand from the longest to the shortest, since whoever shows or tries a few
+    samples takes the first. On all ranks together. ConfigError: no clip can be read.
+    """
+
+    def __init__(self, whole: Videos, durations: tuple[int, ...]) -> None:
+        durations = tuple(sorted(durations, reverse=True))
+        super().__init__(whole, durations, frame_counts(whole.layout, whole.index), whole.cut.stride)
+        if not sum(self.counts):
+            raise ConfigError(f"{whole.where}: none of its {len(whole):,} clips is sound: `{whole.check}` lists what "
+                              "cannot be read")
+
+    def fingerprint(self) -> str:
+        return f"{self.whole.fingerprint()}, {self.shapes} frames: {self.counts}"
+
+    def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        frames, unread = self.whole.cut.available(block[:, 0]), block[:, 0] == 0
+        fills = frames[:, None] >= np.array(self.shapes)                          # (n, buckets), False ... True
+        header["unread"] = header.get("unread", 0) + int(unread.sum())
+        header["short"] = header.get("short", 0) + int((~fills[:, -1] & ~unread).sum())
+        return np.where(fills[:, -1], fills.argmax(1), len(self.shapes) - 1), unread
+
+    def shape_words(self, shape: int) -> str:
+        return f"{shape} frame{'s' * (shape != 1)}"
+
+    def remarks(self) -> list[str]:
+        short, unread, least = self.header["short"], self.header["unread"], self.shape_words(self.shapes[-1])
+        words = [f"{unread:,} left out, which cannot be read"] if unread else []
+        return words + ([f"{short:,} shorter than {least}: their last frame is repeated"] if short else [])
+
+
+def by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
+    """Clips in buckets; images that are mixed into them are clips of one frame, in a bucket of their own."""
+    if isinstance(source, Mixed):
+        return source.apart(Timed(source.videos, durations))
+    return Timed(source, durations)
+
+
+def _sorted(source: Bucketed, table: Verified, folder: Path) -> tuple[dict[str, Any], _Members]:
+    """How many samples the buckets have, and their places; written to the folder, unless they stand there."""
+    dtype = "uint32" if len(source.whole) < 1 << 32 else "uint64"
+    header = _whole(folder, dtype)
+    if header is None:
+        with write_errors(folder, "name another folder for the index with data.index=FOLDER"):
+            header = _written(source, table, folder, dtype)
+    return header, _Members(folder / "members.bin", dtype, _size(header, dtype))
+
+
+def _whole(folder: Path, dtype: str) -> dict[str, Any] | None:
+    """What stands in the folder; None: it is not there, or altered."""
+    header = read_sealed(folder / HEADER)
+    return header if header and open_whole(folder / "members.bin", dtype, _size(header, dtype)) else None
+
+
+def _size(header: dict[str, Any], dtype: str) -> int:
+    """Bytes of members.bin: an empty file cannot be mapped."""
+    return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
+
+
+def _written(source: Bucketed, table: Verified, folder: Path, dtype: str) -> dict[str, Any]:
+    """Makes the folder, which is there at once and whole: other commands may be about the same one."""
+    building = folder.with_name(f"{folder.name}.{os.getpid()}")
+    building.mkdir(parents=True, exist_ok=True)
+    try:
+        buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(source.whole),))
+        header = _chosen(buckets, source, table)
+        number = _size(header, dtype) // np.dtype(dtype).itemsize
+        members = np.memmap(building / "members.bin", dtype, "w+", shape=(number,))
+        _fill(members, buckets, header["counts"])
+        members.flush()
+        write_sums(building / "members.bin", members)
+        (building / "by_sample.bin").unlink()
+        atomic.write(building / HEADER, sealed.render(header))
+        if _whole(folder, dtype) is None:
+            shutil.rmtree(folder, ignore_errors=True)          # damaged
+            atomic.publish(building, folder)
+    except OSError:
+        if _whole(folder, dtype) is None:                      # else another command was faster by a moment
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return header
+
+
+def _chosen(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:
+    """Writes the bucket of each sample, uint16, and counts them."""
+    counts, header, members = np.zeros(len(source.shapes), np.int64), {}, source.whole.chosen.members
+    for start in range(0, len(buckets), CHUNK):
+        rows = slice(start, min(start + CHUNK, len(buckets)))
+        bucket, out = source.choose(table[rows] if members is None else table[members[rows]], header)
+        buckets[rows] = bucket if out is None else np.where(out, _OUT, bucket)
+        counts += np.bincount(bucket if out is None else bucket[~out], minlength=len(counts))
+    return header | {"counts": counts.tolist()}
+
+
+def _fill(members: np.ndarray, buckets: np.ndarray, counts: list[int]) -> None:
+    """The samples sorted by bucket, some at a time."""
+    free = np.cumsum(counts) - counts                          # where the next sample of each bucket goes
+    for start in range(0, len(buckets), CHUNK):
+        block = np.asarray(buckets[start:start + CHUNK])
+        for bucket in np.unique(block[block != _OUT]).tolist():
+            own = np.flatnonzero(block == bucket) + start
+            members[free[bucket]:free[bucket] + len(own)] = own
+            free[bucket] += len(own)

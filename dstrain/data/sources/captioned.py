@@ -1,0 +1,90 @@
+"""Captioned images as pairs, for launch/encode.py: X.png with X.txt or X.json in folders, tar shards, lists and tables.
+
+Items are {"image": uint8 (3, S, S), "caption": UTF-8 as uint8 (CAPTION_BYTES,)}, with the first of several captions.
+"""
+
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from dstrain.data.decode.pixels import SUFFIXES
+from dstrain.data.files.listing import of_each
+from dstrain.data.files.storage import require_regular
+from dstrain.data.formats.base import Request
+from dstrain.data.formats.sidecars import Beside
+from dstrain.data.index.build import open_index
+from dstrain.data.index.index import CHUNK
+from dstrain.data.source import Item
+from dstrain.data.sources.images import Images
+from dstrain.recipe import ConfigError, reworded
+
+_NONE = " holds no image with a caption of its name beside it (X.png and X.txt), nor tar shards;"
+
+
+def open_captioned(path: str | Path, image_size: int) -> "Captioned":
+    """Data in a form of layouts/ that has captions, on all ranks together. ConfigError: there is no pair."""
+    with reworded(options={"data.path=": "--data ", ", or builtin:fashion": "", ": no images in it;": _NONE}):
+        layout, index = open_index(path, Request(SUFFIXES, captions=True))
+    if not index.most_captions:
+        raise ConfigError(f"--data {path}{_NONE} images end in {' '.join(SUFFIXES)}")
+    return Captioned(layout, index, image_size, captions=True)
+
+
+class Captioned(Images):
+    """Pairs of an image and its caption; others are counted in `num_uncaptioned` and not read."""
+
+    noun = "captioned images"
+
+    @property
+    def num_uncaptioned(self) -> int:
+        return self.layout.notes.get("uncaptioned", 0)
+
+    def read(self, index: int, chance: float | None = None) -> Item:
+        item = super().read(index, chance)
+        return {name: item[name] for name in ("image", "caption")}
+
+    def describe(self) -> str:
+        return f"{len(self):,} {self.noun}, and {self.num_uncaptioned:,} images without a caption, which are left out"
+
+    def fingerprint(self) -> str:
+        """Of all files, since all will be read."""
+        return self.contents()
+
+    def names(self) -> str:
+        """The beginning of the fingerprint: number of pairs, and a hash of their names."""
+        return self._summary()
+
+    def _summary(self) -> str:
+        digest = blake2b(digest_size=8)
+        for start in range(0, len(self), CHUNK):
+            digest.update(b"".join(self.index.names(start, min(start + CHUNK, len(self)))))
+        return f"captioned n={len(self)} names={digest.hexdigest()}"
+
+    def _texts(self, numbers: range) -> bytes:
+        """Of captions beside images their files, as they are now."""
+        if not isinstance(self.layout, Beside):
+            return super()._texts(numbers)
+        return texts_beside(self.path, self._files(numbers))
+
+
+def texts_beside(root: Path, files: Iterable[list[str]]) -> bytes:
+    """A hash of the texts beside files, whose names come some at a time."""
+    texts = blake2b()
+    for names in files:
+        add_captions(texts, root, names)
+    return texts.digest()
+
+
+def add_captions(digest: Any, root: Path, names: list[str]) -> None:
+    """Adds to a hash the text beside each file: X.txt of X.png, none where that cannot be read."""
+    def text_of(name: str) -> bytes:
+        try:
+            path = (root / name).with_suffix(".txt")
+            require_regular(path)
+            return path.read_bytes().strip()
+        except (OSError, ConfigError):            # it will be a bad sample, as one whose caption is empty
+            return b""
+
+    for text in of_each(text_of, names):
+        digest.update(len(text).to_bytes(8, "little") + text)

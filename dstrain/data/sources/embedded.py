@@ -1,0 +1,75 @@
+"""Images with the embeddings that launch/encode.py --image-encoder has made of them: what a decoder learns from.
+
+Row n of the pairs is of image n of the same data, listed with their captions. The folder of the pairs says which data
+that were, by their number and a hash of their names: others are refused.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from dstrain.data.builtin.emoji import EMOJI, Emoji
+from dstrain.data.cached.embeddings import BUILTIN, Stored, made_of, open_stored
+from dstrain.data.source import Chance, Item, Source
+from dstrain.data.sources.captioned import Captioned
+from dstrain.data.sources.images import Images
+from dstrain.recipe import ConfigError, reworded
+
+
+class Embedded(Source):
+    """The items of `images` and image_embed float32 (D,), as it is on the disk. Captions are left out."""
+
+    def __init__(self, images: Emoji | Images, stored: Stored) -> None:
+        self.images, self.stored = images, stored
+        for name in ("noun", "classes", "light", "chance_name", "chance_count", "expects"):
+            setattr(self, name, getattr(images, name))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.read(index)
+
+    def read(self, index: int, chance: Chance | None = None) -> Item:
+        item = self.images.read(index, chance)
+        item.pop("caption", None)
+        return item | {"image_embed": self.stored.values("image_embed", self.images.row(index))}
+
+    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+        self.images.expect(index, mirrored, chance)
+
+    def name(self, index: int) -> str:
+        return self.images.name(index)
+
+    def class_counts(self) -> np.ndarray | None:
+        return self.images.class_counts()
+
+    def describe(self) -> str:
+        return f"{self.images.describe()}; embeddings of width {self.stored.tables['image_embed'].shape[0]}"
+
+    def fingerprint(self) -> str:
+        return f"{self.images.fingerprint()} {self.stored.fingerprint()}"
+
+    def contents(self) -> str:
+        return f"{self.images.contents()} {self.stored.fingerprint()}"
+
+
+def with_embeddings(images: Source, path: str) -> Embedded:
+    """The images with the embeddings of data.embeddings=PATH. ConfigError: these are of other images."""
+    with reworded(options={"data.path=": "data.embeddings="}):
+        stored = open_stored(path)
+    refusal = f"data.embeddings={path} is not of these images: "
+    if isinstance(images, Emoji) != (path == BUILTIN):
+        raise ConfigError(f"{refusal}{BUILTIN} goes with data.path={EMOJI}, and a folder of images with what "
+                          "launch/encode.py --image-encoder has made of it")
+    if isinstance(images, Emoji):
+        return Embedded(images, stored)
+    whole = Captioned(images.layout, images.index, images.image_size, captions=True)
+    source, names = made_of(path), whole.names()
+    if source is None:
+        raise ConfigError(f"data.embeddings={path} does not say of which images it is: make it by launch/encode.py "
+                          f"--image-encoder ... --data {images.path}")
+    if not source.startswith(f"{names} "):
+        raise ConfigError(f"{refusal}{images.path} holds {len(whole):,} with captions, and the embeddings are of "
+                          f"{len(stored):,}, or of other names; make them by launch/encode.py --image-encoder ... "
+                          f"--data {images.path}")
+    return Embedded(images, stored)

@@ -1,0 +1,190 @@
+"""Image sources: the built-in Fashion-MNIST and emoji, and images in any form of layouts/.
+
+Items are {"image": uint8 (C, H, W), "label": int, index into `classes`} and, where captions are asked for, {"caption":
+UTF-8 as uint8 (CAPTION_BYTES,)}; where sizes are asked for {"size": int64 (6,), the height and width of the image, the
+top and left of the crop in the scaled image, the height and width of the crop} and {"right": int}, what lies beyond it.
+"""
+
+import io
+import lzma
+import zlib
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from dstrain.data.builtin.emoji import EMOJI, Emoji
+from dstrain.data.cached.rows import packed
+from dstrain.data.decode.crops import Crop
+from dstrain.data.decode.pixels import SUFFIXES, center_crop, decoded, to_tensor
+from dstrain.data.files.storage import with_retries
+from dstrain.data.formats.base import Layout, Place, Request
+from dstrain.data.formats.imagenet import taken_apart
+from dstrain.data.index.build import from_first, open_index
+from dstrain.data.index.index import Index
+from dstrain.data.index.source import Indexed
+from dstrain.data.source import Chance, Item, Source, reading
+from dstrain.recipe import ConfigError
+
+FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+SPLITS = ("train", "held_out", "all")
+
+
+def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: str = "train", held_out: float = 0.0,
+                held_out_path: str | Path | None = None, draft: bool = False, request: Request | None = None,
+                index: str | Path | None = None, run: Path | None = None, crop: Crop = Crop(),
+                sizes: bool = False) -> "Fashion | Emoji | Images":
+    """Opens a source of square images, on all ranks together.
+
+    path: "builtin:fashion", "builtin:emoji", or data in a form of layouts/. image_size: side of the square, pixels.
+    channels: 1 (grey), 3 (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out:
+    fraction of the data that is held out; the built-in data have their own. held_out_path: other data, with the same
+    classes, that are the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. request:
+    None for images without captions. index, run: see `open_index`. crop: how they become squares. sizes: items say the
+    size of the image. ConfigError: a path.
+    """
+    if channels not in (1, 3, 4):
+        raise ConfigError(f"channels is 1, 3 or 4, not {channels}")
+    if split not in SPLITS:
+        raise ConfigError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
+    if not 0 <= held_out < 1:
+        raise ConfigError(f"data.held_out is a fraction in [0, 1), not {held_out}")
+    builtin = str(path).startswith("builtin:")
+    if builtin and str(path) not in ("builtin:fashion", EMOJI):
+        raise ConfigError(f"data.path={path}: the built-in images are builtin:fashion and {EMOJI}")
+    if builtin and (crop != Crop() or sizes):
+        size = "32 x 32" if path == EMOJI else "28 x 28"
+        key = f"data.crop={crop.kind}" if crop != Crop() else "data.size_conditions"
+        raise ConfigError(f"{key}: {path} has images of {size} pixels, which are not cropped: leave it out")
+    if builtin and (held_out_path is None or split == "train"):
+        return (Emoji if path == EMOJI else Fashion)(image_size, channels, split)
+    request = request or Request(SUFFIXES)
+    if not builtin:
+        path, held_out_path = from_first(lambda: taken_apart(path, held_out, held_out_path, split == "all",
+                                                                     request.cache))
+    if held_out_path is None and split == "held_out" and held_out == 0:
+        raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
+    if held_out_path is not None and held_out and not builtin:
+        raise ConfigError("data.held_out and data.held_out_path exclude each other: keep one")
+    images = partial(Images, image_size=image_size, channels=channels, draft=draft, captions=request.captions,
+                     crop=crop, sizes=sizes)
+    if held_out_path is None:
+        return images(*open_index(path, request, index, run), split=split, held_out=held_out)
+    if split == "train":
+        return images(*open_index(path, request, index, run))
+    classes = (() if path == EMOJI else FASHION) if builtin else open_index(path, request, index, run)[1].classes
+    unseen = replace(request, key="data.held_out_path")
+    return images(*open_index(held_out_path, unseen, index, run), classes=classes, key=unseen.key)
+
+
+@cache
+def _unpacked(split: str) -> tuple[bytes, np.ndarray]:
+    """The pixels and labels of a split of Fashion; a command opens it several times."""
+    with np.load(Path(__file__).parents[1] / "builtin" / "fashion-mini.npz") as file:
+        return lzma.decompress(file[split].tobytes()), file[f"{split}_label"]
+
+
+@dataclass
+class Fashion(Source):
+    """2,000 training and 500 held-out images of Fashion-MNIST, 28 x 28 grey, inside the package (see builtin/).
+
+    image_size 28 gives them as they are, 32 with a border of zeros; any other size resizes those 32 x 32.
+    """
+
+    image_size: int = 32
+    channels: int = 1
+    split: str = "train"
+    noun = "images"
+    classes = FASHION
+    light = True
+
+    def __post_init__(self) -> None:
+        splits = ("train", "held_out") if self.split == "all" else (self.split,)
+        pixels = b"".join(_unpacked(split)[0] for split in splits)
+        self.labels = np.concatenate([_unpacked(split)[1] for split in splits])
+        images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
+        self.images = images if self.image_size == 28 else F.pad(images, (2, 2, 2, 2))           # (N, 32, 32)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Item:
+        image = self.images[index]
+        if image.shape[-1] != self.image_size:
+            image = to_tensor(center_crop(Image.fromarray(image.numpy()), self.image_size))[0]
+        if self.channels == 4:
+            image = torch.stack((image, image, image, torch.full_like(image, 255)))
+        return {"image": image.expand(self.channels, -1, -1), "label": int(self.labels[index])}
+
+    def name(self, index: int) -> str:
+        return f"builtin:fashion/{self.split}/{index}"
+
+    def class_counts(self) -> np.ndarray:
+        return np.bincount(self.labels, minlength=len(FASHION))
+
+    def fingerprint(self) -> str:
+        crc = zlib.crc32(self.images.numpy().tobytes())
+        return f"builtin:fashion {self.split} n={len(self)} crc={crc:08x}"
+
+
+class Images(Indexed):
+    """The images of a layout, by its index; arguments as `Indexed` and `open_images`.
+
+    captions: items have a caption. Where a sample has several, `read` takes one by `chance`, without it the first.
+    """
+
+    noun = "images"
+
+    def __init__(self, layout: Layout, index: Index, image_size: int, channels: int = 3, draft: bool = False,
+                 captions: bool = False, crop: Crop = Crop(), sizes: bool = False, **choice: Any) -> None:
+        super().__init__(layout, index, **choice)
+        self.image_size, self.channels, self.draft, self.crop, self.sizes = image_size, channels, draft, crop, sizes
+        self.captioned = captions and index.most_captions > 0
+        self.chance_name = "caption" if self.captioned and index.most_captions > 1 else None
+        if crop.numbers:                          # the last number is the caption's
+            self.chance_name, self.chance_count = "crop", crop.numbers + 1
+
+    def __getitem__(self, index: int) -> Item:
+        return self.read(index)
+
+    def read(self, index: int, chance: Chance | None = None, shape: tuple[int, int] | None = None) -> Item:
+        """shape: width and height; None: a square of image_size."""
+        row = self.row(index)
+        place = self.index.place(row)
+        *numbers, choice = chance if isinstance(chance, list) else [chance or 0.0]
+        with reading(place.name, self.path / place.name):
+            item = with_retries(lambda: self._cut(place, *(shape or (self.image_size,) * 2), numbers or None))
+            item["label"] = self.label(row)
+            if self.captioned:
+                captions = self.index.captions(row)
+                text = captions[int(choice * len(captions))]
+                if not text:
+                    raise ConfigError("its caption is empty, or cannot be read")
+                item["caption"] = packed(text)
+        return item
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        """All captions of a sample."""
+        return self.index.captions(self.row(index))
+
+    def _cut(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
+        image = decoded(encoded(self.layout, place), self.channels, (width, height) if self.draft else None)
+        cut = self.crop(image, width, height, numbers)
+        if not self.sizes:
+            return {"image": to_tensor(cut.image)}
+        size = torch.tensor([image.height, image.width, cut.top, cut.left, height, width])
+        return {"image": to_tensor(cut.image), "size": size, "right": cut.right}
+
+    def _summary(self) -> str:
+        return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._names()}"
+
+
+def encoded(layout: Layout, place: Place) -> Path | BinaryIO | np.ndarray:
+    """A sample as its layout reads it, but bytes as an open file."""
+    content = layout.read(place)
+    return io.BytesIO(content) if isinstance(content, bytes) else content

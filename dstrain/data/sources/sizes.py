@@ -1,0 +1,111 @@
+"""What decides on the bucket of each sample of an index: the size of an image, or how many frames a clip has.
+
+It is read once, by several threads of one rank, from the headers of the files; the frames of some clips are counted by
+reading them whole. It is kept beside the index, with checksums: sizes.bin, int32 (N, 2), and frames.bin, int32 (N, 1).
+An interruption loses some seconds of it.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from dstrain.data.decode.clips import count_frames
+from dstrain.data.decode.pixels import FORMATS, open_image
+from dstrain.data.files.listing import of_each
+from dstrain.data.files.storage import with_retries
+from dstrain.data.formats.base import Layout, Place
+from dstrain.data.index.build import from_first, locked
+from dstrain.data.index.columns import ELSEWHERE
+from dstrain.data.index.index import CHUNK, Index
+from dstrain.data.index.verified import Verified, mapped, open_shared, open_whole, write_sums
+from dstrain.data.source import BadSample, reading
+from dstrain.data.sources.images import encoded
+from dstrain.distributed.progress import phases
+from dstrain.recipe import write_errors
+
+_CLIPS = 1024                              # files between two writes, where each may take long
+
+
+def pixel_sizes(layout: Layout, index: Index) -> Verified:
+    """int32 (N, 2): width and height of each image of the index, 0 where it cannot be read; on all ranks together.
+
+    The index stands on a disk. NotRead: the storage fails.
+    """
+    return _table(layout, index, "sizes", 2, lambda place: size_of(layout, place), CHUNK)
+
+
+def frame_counts(layout: Layout, index: Index) -> Verified:
+    """int32 (N, 1): how many frames each clip of the index has, 0 where it cannot be read; as `pixel_sizes`."""
+    return _table(layout, index, "frames", 1, lambda place: (frames_of(layout, place),), _CLIPS)
+
+
+def size_of(layout: Layout, place: Place) -> tuple[int, int]:
+    """Width and height of an image, from its header. BadSample: it has none."""
+    def read() -> tuple[int, int]:
+        content = encoded(layout, place)
+        if isinstance(content, np.ndarray):
+            return content.shape[1], content.shape[0]
+        with open_image(content, FORMATS) as image:
+            return image.size
+
+    with reading(place.name, Path(layout.root, place.name)):
+        return with_retries(read)
+
+
+def frames_of(layout: Layout, place: Place) -> int:
+    """How many frames a clip has. BadSample: it cannot be read."""
+    with reading(place.name, Path(layout.root, place.name)):
+        return count_frames(layout.read(place))
+
+
+def _table(layout: Layout, index: Index, name: str, width: int, measure: Callable[[Place], tuple[int, ...]],
+           chunk: int) -> Verified:
+    """int32 (N, width): the measure of each sample, 0 where it cannot be read; on all ranks together.
+
+    One command at a time writes it. ConfigError: it cannot be written there.
+    """
+    path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
+    found = partial(open_whole, path, dtype, len(index) * dtype.itemsize)
+
+    def make() -> None:
+        if found() is None:
+            with locked(index.folder), write_errors(index.folder, ELSEWHERE):
+                if found() is None:
+                    _write(path, layout, index, dtype, measure, chunk)
+
+    from_first(make)
+    return open_shared(path, dtype, len(index) * dtype.itemsize)
+
+
+def _write(path: Path, layout: Layout, index: Index, dtype: np.dtype, measure: Callable[[Place], tuple[int, ...]],
+           chunk: int) -> None:
+    """Measures `chunk` samples at a time; goes on where an interrupted command was."""
+    def known(row: int) -> tuple[int, ...]:
+        try:
+            return measure(index.place(row))
+        except BadSample:
+            return (0,) * dtype.shape[0]
+
+    part = path.with_suffix(".part")
+    done = part.stat().st_size // dtype.itemsize if part.exists() else 0
+    with tqdm(total=len(index), initial=done, unit=f" {layout.request.noun}", delay=2, disable=None,
+              desc=f"measuring {layout.root}") as bar:
+        for start in range(done, len(index), chunk):
+            phases().at(f"measuring {layout.root}: {start:,} of {len(index):,}")
+            stop = min(start + chunk, len(index))
+            _append(part, np.array(list(of_each(known, range(start, stop))), np.int32), start * dtype.itemsize)
+            bar.update(stop - start)
+    write_sums(path, mapped(part))
+    os.replace(part, path)
+
+
+def _append(path: Path, block: np.ndarray, offset: int) -> None:
+    """Writes rows behind whole ones; what a crash has left of others is cut off."""
+    with open(path, "r+b" if path.exists() else "wb") as file:
+        file.truncate(offset)
+        file.seek(offset)
+        file.write(block.tobytes())

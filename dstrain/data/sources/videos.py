@@ -1,0 +1,225 @@
+"""Videos as sources, with captions or classes, and images mixed into them.
+
+Items are {"video": uint8 (T, C, H, W), "frames": int, how many of the T are real} and, where the folder has such,
+{"caption": UTF-8 as uint8 (CAPTION_BYTES,), "label": int, index into `classes`}. Captions are the first of these:
+
+    a captions file     layouts/clips.py
+    X.txt               beside X.mp4, for every clip
+    class folders       the name of the folder
+
+In training, the sample's key chooses where in a longer video the window begins. Evaluation takes the middle.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dstrain.data.bucket_order import BucketOrder
+from dstrain.data.cached.rows import packed
+from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, Listing, read_clip
+from dstrain.data.decode.pixels import SUFFIXES
+from dstrain.data.files.storage import read_text, with_retries
+from dstrain.data.formats.base import Layout, Request
+from dstrain.data.formats.clips import Clips
+from dstrain.data.index.build import open_index
+from dstrain.data.index.index import Index
+from dstrain.data.index.source import Indexed
+from dstrain.data.source import Item, Source, reading
+from dstrain.data.sources.captioned import add_captions
+from dstrain.recipe import ConfigError
+
+CLIPS = (*VIDEOS, *PICTURES)
+_STILL = (".jpg", ".jpeg", ".bmp", ".png")        # which are animated never, or hardly ever
+_ASKED = 100                                      # names that are looked at
+_MAX_LISTINGS = 1 << 15                           # kept by a process: some 100 bytes a clip, and 100 a keyframe
+
+
+def open_videos(path: str | Path, cut: Cut, *, split: str = "train", held_out: float = 0.0,
+                held_out_path: str | Path | None = None, captions: str | Path | None = None,
+                images: str | Path | None = None, image_share: float = 0.0, request: Request | None = None,
+                index: str | Path | None = None, run: Path | None = None) -> "Videos | Mixed":
+    """Opens clips in a form of layouts/, on all ranks together.
+
+    split: "train" or "held_out". held_out: fraction of the data that is held out. held_out_path: other data that are
+    the held-out split instead, with their own captions file of the same name. captions: a captions file. images: images
+    that are image_share of the training samples. request: None for clips and their captions. index, run: see
+    `open_index`. ConfigError names the path and the remedy.
+    """
+    request = request or Request(CLIPS, "clips", captions=True)
+    request = replace(request, captions_file=None if captions is None else str(captions))
+    opened = partial(open_index, kept=index, run=run)
+    if held_out_path is None:
+        source = Videos(*opened(path, request), cut, split=split, held_out=held_out)
+    else:
+        source = Videos(*opened(path, request), cut)
+        if split == "held_out":
+            own = None if captions is None else str(Path(held_out_path) / Path(captions).name)
+            other = replace(request, captions_file=own, key="data.held_out_path")
+            unseen = Videos(*opened(held_out_path, other), cut, classes=source.classes, key=other.key)
+            if source.captioned and not unseen.captioned:
+                raise ConfigError(f"data.held_out_path={held_out_path} has no captions and data.path={path} has: write "
+                                  "X.txt beside each X.mp4 there, too")
+            return unseen
+    if split == "held_out" or images is None:
+        return source
+    cut = Cut(cut.num_frames, cut.height, cut.width, cut.channels, still=True)
+    of_images = replace(request, suffixes=SUFFIXES, captions_file=None, key="data.images")
+    stills = Videos(*opened(images, of_images), cut, classes=source.classes, key=of_images.key)
+    stills.noun = "images"
+    return Mixed(source, stills, image_share)
+
+
+class Videos(Indexed):
+    """The clips of a layout, by its index; arguments as `Indexed` and `open_videos`."""
+
+    noun = "clips"
+    chance_name = "clip"
+
+    def __init__(self, layout: Layout, index: Index, cut: Cut, **choice: Any) -> None:
+        super().__init__(layout, index, **choice)
+        self.cut, self.labelled = cut, index.labelled
+        self.captions_from = ("beside" if layout.notes.get("beside") else "file" if index.most_captions else
+                              "classes" if self.labelled else "none")
+        self.captioned = self.captions_from != "none"
+        self.uncaptioned = None if self.captioned else f"{layout.request.key}={self.path}"
+        self._listings: dict[int, Listing] = {}
+
+    def __getitem__(self, index: int) -> Item:
+        return self.read(index)
+
+    def read(self, index: int, chance: float | None = None, frames: int | None = None) -> Item:
+        """The sample; `chance` chooses the window, None takes the middle one. frames: of the clip, None for those of
+        `cut`. BadSample: it cannot be read.
+        """
+        row, cut = self.row(index), replace(self.cut, num_frames=frames or self.cut.num_frames)
+        place = self.index.place(row)
+        with reading(place.name, self.path / place.name):
+            file = self.layout.read(place)
+            video, real, listing = read_clip(file, cut, chance, self._listings.get(index))
+            caption = self._caption(row, file)
+        while len(self._listings) >= _MAX_LISTINGS:
+            del self._listings[next(iter(self._listings))]
+        self._listings[index] = listing
+        item = {"video": video, "frames": real} | ({} if caption is None else {"caption": packed(caption)})
+        return item | ({"label": self.label(row)} if self.labelled else {})
+
+    def _caption(self, row: int, file: Path | bytes) -> str | None:
+        if self.captions_from == "classes":
+            return self.classes[self.label(row)].replace("_", " ")
+        if self.captions_from == "none":
+            return None
+        beside = self.captions_from == "beside"
+        caption = with_retries(lambda: read_text(file.with_suffix(".txt"))) if beside else self.index.captions(row)[0]
+        if not caption:
+            raise ConfigError("its caption is empty")
+        return caption
+
+    def describe(self) -> str:
+        some = {self.name(row).lower().endswith(_STILL) for row in range(0, len(self), -(-len(self) // _ASKED))}
+        still = some == {True} and self.cut.num_frames > 1 and not self.cut.still
+        return super().describe() + "; they are named as still pictures: one frame each, repeated" * still
+
+    def _summary(self) -> str:
+        return (f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "
+                f"names={self._names(self._captions())}")
+
+    def _captions(self) -> Iterable[bytes]:
+        """The captions of a captions file, one after the other."""
+        if not isinstance(self.layout, Clips) or not self.index.most_captions:
+            return ()
+        return (text.encode() for rows, _ in self._chunks() for row in rows for text in self.index.captions(int(row)))
+
+    def _caption_words(self) -> str:
+        file = self.layout.request.captions_file or self.path
+        return {"beside": "captions beside them", "file": f"captions of {file}", "classes": "the classes as captions",
+                "none": "no captions"}[self.captions_from]
+
+    def _texts(self, numbers: Sequence[int]) -> bytes:
+        if not isinstance(self.layout, Clips):
+            return super()._texts(numbers)
+        texts, end = blake2b(), 0
+        for text in self._captions():
+            texts.update(text)
+        for text in self._captions():
+            end += len(text)
+            texts.update(end.to_bytes(8, "little"))
+        for names in self._files(numbers) if self.captions_from == "beside" else ():
+            add_captions(texts, self.path, names)
+        return texts.digest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_listings": {}}             # every worker makes its own
+
+
+@dataclass
+class Mixed(Source):
+    """Videos, then as many slots for images as make them `share` of an epoch; the key chooses which image fills a slot.
+
+    Every video is thus met once in an epoch, and the images in turn by chance; without a key a slot has its own image.
+    Captions and labels are in the items where both have them. frames: of a clip that an image becomes; with a number of
+    their own, the images are the last bucket of the videos.
+    """
+
+    videos: Source
+    images: Videos
+    share: float
+    frames: int | None = None
+    chance_name = "clip"
+
+    def __post_init__(self) -> None:
+        self.slots = max(1, round(len(self.videos) * self.share / (1 - self.share)))
+        self.classes = self.videos.classes if self.images.labelled else ()
+        self.captioned = self.videos.captioned and self.images.captioned
+        self.uncaptioned = self.videos.uncaptioned or self.images.uncaptioned
+        self.where = f"{self.videos.where} or {self.images.where}"
+        self.dropped = {*([] if self.captioned else ["caption"]), *([] if self.classes else ["label"])}
+
+    def __len__(self) -> int:
+        return len(self.videos) + self.slots
+
+    def apart(self, videos: Source) -> "Mixed":
+        """With `videos`, the same ones by bucket, and the images in another bucket, of one frame each."""
+        return replace(self, videos=videos, frames=1)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return (len(self),) if self.frames is None else (*self.videos.ends, len(self))
+
+    def order(self, global_batch: int, seed: int) -> Any:
+        if self.frames is None:
+            return super().order(global_batch, seed)
+        return BucketOrder(tuple(np.diff(self.ends, prepend=0).tolist()), global_batch, seed)
+
+    def squares(self) -> Source:
+        return replace(self, videos=self.videos.squares(), frames=None)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.read(index)
+
+    def read(self, index: int, chance: float | None = None) -> Item:
+        """As Videos.read. Neighbouring slots have different images, so that a broken one is replaced by another."""
+        if index < len(self.videos):
+            item = self.videos.read(index, chance)
+        else:
+            item = self.images.read(self._image(index, chance or 0.0), frames=self.frames)
+        return {name: value for name, value in item.items() if name not in self.dropped}
+
+    def _image(self, index: int, chance: float) -> int:
+        return (index - len(self.videos) + int(chance * len(self.images))) % len(self.images)
+
+    def name(self, index: int) -> str:
+        return self.videos.name(index) if index < len(self.videos) else self.images.name(self._image(index, 0.0))
+
+    def fingerprint(self) -> str:
+        return f"{self.videos.fingerprint()} + {self.share} {self.images.fingerprint()}"
+
+    def contents(self) -> str:
+        return f"{self.videos.contents()} + {self.share} {self.images.contents()}"
+
+    def describe(self) -> str:
+        return f"{self.videos.describe()}; {self.share:.0%} of the samples are images: {self.images.describe()}"

@@ -1,0 +1,288 @@
+"""Rank, world size and the exchanges between ranks; in one process every exchange returns its argument.
+
+Ranks are started by the `deepspeed` launcher, torchrun, srun, mpirun or plain `python`, see launcher.py. The
+process group itself is started by dstrain/engine/.
+"""
+
+import functools
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dstrain.distributed.launcher import place
+
+_thread = threading.local()                                  # .group: what this thread's exchanges go over
+_CUT = "pair closure"                                        # gloo's message, which does not always name gloo
+# Messages of gloo, NCCL and the store about a lost peer. Their other errors are faults of this rank itself.
+_SIGNS = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout",
+          "remote process exited", "unhandled system error", "failed to recv", "failed to send", "socket closed",
+          _CUT)
+
+
+def started() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    return dist.get_rank() if started() else place().rank
+
+
+def world() -> int:
+    return dist.get_world_size() if started() else 1
+
+
+def device() -> torch.device:
+    """The accelerator of this rank, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", place().local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device. The host does not wait for work that the device has yet to do."""
+    if values.device.type == "cpu" and device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=device.type == "cuda")
+
+
+def barrier() -> None:
+    """Waits for all ranks, and not for the work on their GPUs."""
+    if world() > 1:
+        dist.barrier(group=_control())
+
+
+def leave(seconds: float = 60.0) -> None:
+    """Ends the process group, at the end of a command: no rank ends its process while another still exchanges data.
+
+    A barrier alone is not enough: the first rank that comes out of it and ends closes connections that another may
+    still read from (gloo's issue 155), and with rank 0 ends the store. So each rank writes into the store that it is
+    out of the barrier, and rank 0 leaves last. A rank that dies after the barrier is waited for no longer than
+    `seconds`; one that has died before it, until the connection breaks or the process group times out.
+    """
+    if world() == 1:
+        return
+    barrier()
+    store, patience = dist.distributed_c10d._get_default_store(), timedelta(seconds=seconds)
+    try:
+        for event, waits in (("out", True), ("left", rank() == 0)):
+            if store.add(f"dstrain/{event}", 1) == world():
+                store.set(f"dstrain/all_{event}", "1")
+            if waits:
+                store.wait([f"dstrain/all_{event}"], patience)
+    except dist.DistError:
+        pass
+    dist.destroy_process_group()                              # ends its threads, too: see quit_among_others
+    forget()
+
+
+def forget() -> None:
+    """Forgets what was made from a process group that has ended, so that another one may begin."""
+    _usual_control.cache_clear()
+
+
+def lost(error: BaseException) -> str | None:
+    """The message for an error by which this rank has lost the others; None for any other error."""
+    text = str(error).lower()
+    remote = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text)
+    if not remote or not any(sign in text for sign in _SIGNS):
+        return None
+    if not started():
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        happened = (f"has not met the other ranks at {address} within faults.timeout_minutes: that address is not "
+                    "reached, or one of them has not come and says why itself")
+    elif "timed out" in text or "timeout" in text:
+        happened = ("no longer hears from another rank: that rank, its machine or the network between them has failed, "
+                    "or it was busy for longer than faults.timeout_minutes")
+    else:
+        happened = "has lost its connection to another rank, which has ended: what that one says comes first"
+    return (f"rank {place().rank} on {socket.gethostname()} {happened}. All saved is whole; the same command goes on")
+
+
+def fall(error: BaseException, seconds: float = 60.0) -> str:
+    """The line that a rank logs when an error ends it.
+
+    Where it has lost the others, its teardown may wait for ever: for a thread that exchanges data with them, or a file
+    system beyond the broken link. So from here on the process ends after `seconds` at the latest.
+    """
+    if world() > 1 and lost(error):
+        timer = threading.Timer(seconds, end, (error,))
+        timer.daemon = True
+        timer.start()
+    return lost(error) or f"rank {place().rank} ends: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def end(error: BaseException) -> None:
+    """Ends this process at once with an error's traceback and exit code 1, without waiting for threads or ranks."""
+    try:
+        traceback.print_exception(error)
+        print(f"error: {lost(error) or error}", file=sys.stderr, flush=True)
+    finally:                                                  # printing fails where the reader of stderr has gone
+        os._exit(1)
+
+
+def quit_among_others(code: int | str | None) -> None:
+    """Ends this process with an exit code where there is a process group; in one process it does nothing.
+
+    A thread of gloo that frees a tensor while the interpreter shuts down takes the interpreter's lock, which aborts the
+    process: the exit code would be the abort's.
+    """
+    if world() > 1:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def new_group() -> dist.ProcessGroup | None:
+    """A gloo group, for exchanges on the host that do not wait for the GPU's queue. All ranks make it together."""
+    return dist.new_group(backend="gloo") if world() > 1 else None
+
+
+@contextmanager
+def speaking_over(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """This thread's exchanges go over a group of their own, so that they never mix with those of another thread."""
+    _thread.group = group
+    try:
+        yield
+    finally:
+        _thread.group = None
+
+
+def _control() -> dist.ProcessGroup | None:
+    return getattr(_thread, "group", None) or _usual_control()
+
+
+@functools.cache
+def _usual_control() -> dist.ProcessGroup | None:
+    return None if dist.get_backend() == "gloo" else new_group()
+
+
+def agree(flag: bool) -> bool:
+    """True on every rank when it is true on any."""
+    return agreed_max(int(flag)) > 0
+
+
+class Ballot:
+    """A vote that is counted while the ranks work on: every rank casts it, and later asks how it ended."""
+
+    def __init__(self, wish: Callable[[], bool]):
+        self._wish, self._count = wish, None
+
+    def cast(self) -> None:
+        """Votes as this rank wishes now; waits for nobody."""
+        if world() > 1:
+            self._largest = torch.tensor(int(self._wish()))
+            self._count = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=_control(), async_op=True)
+
+    def outcome(self) -> bool:
+        """True on every rank when any wished so; waits for those that have not voted. One process wishes only now."""
+        if self._count is None:
+            return self._wish()
+        self._count.wait()
+        return bool(self._largest.numpy())
+
+
+def agreed_max(value: int) -> int:
+    """The largest of all ranks' integers."""
+    if world() == 1:
+        return value
+    largest = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control())
+    return int(largest.item())
+
+
+def total(values: Tensor) -> Tensor:
+    """Sum of a tensor over ranks; the argument is left as it is."""
+    if world() == 1:
+        return values
+    values = values.clone()
+    dist.all_reduce(values)
+    return values
+
+
+def gather(values: Tensor) -> Tensor:
+    """Rows of all ranks in rank order: (b, ...) -> (sum of b, ...); ranks may hold different numbers of rows."""
+    return values if world() == 1 else _gather(values, _counts(len(values)))
+
+
+def _counts(mine: int) -> list[int]:
+    """Every rank's number of rows, exchanged on the host, so that no GPU is waited for."""
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
+    dist.all_gather(counts, torch.tensor([mine]), group=_control())
+    return torch.cat(counts).tolist()
+
+
+def _gather(values: Tensor, counts: list[int]) -> Tensor:
+    padded = torch.cat((values, values.new_zeros((max(counts) - len(values), *values.shape[1:]))))
+    rows = [torch.empty_like(padded) for _ in range(world())]
+    dist.all_gather(rows, padded.contiguous())
+    return torch.cat([part[:count] for part, count in zip(rows, counts)])
+
+
+def in_order(positions: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of all ranks by name, (b, ...) each, sorted by their positions (b,): (world * b, ...), equal on all ranks.
+
+    Every rank has as many, so that no host waits for another.
+    """
+    if world() > 1:
+        counts = [len(positions)] * world()
+        positions, rows = _gather(positions, counts), {name: _gather(values, counts) for name, values in rows.items()}
+    order = positions.argsort()
+    return {name: values[order] for name, values in rows.items()}
+
+
+def objects(value: Any) -> list[Any]:
+    """Every rank's small Python value, in rank order."""
+    if world() == 1:
+        return [value]
+    values: list[Any] = [None] * world()
+    dist.all_gather_object(values, value, group=_control())
+    return values
+
+
+def to_first(value: Any) -> list[Any] | None:
+    """Every rank's Python value in rank order, on rank 0; None on the others."""
+    if world() == 1:
+        return [value]
+    values: list[Any] | None = [None] * world() if rank() == 0 else None
+    dist.gather_object(value, values, dst=0, group=_control())
+    return values
+
+
+def rows_to_first(rows: Tensor, counts: list[int]) -> Tensor | None:
+    """The first counts[rank] rows of each rank in rank order, on the host of rank 0; None on the others.
+
+    All ranks hold rows of one shape and type. No GPU holds more than its own.
+    """
+    rows = rows.detach().cpu()
+    if world() == 1:
+        return rows[:counts[0]]
+    own = rows[:counts[rank()]].contiguous()
+    if rank() != 0:
+        if len(own):
+            dist.send(own, dst=0, group=_control())
+        return None
+    parts = [own]
+    for other, count in enumerate(counts[1:], 1):
+        if count:
+            parts.append(rows.new_empty((count, *rows.shape[1:])))
+            dist.recv(parts[-1], src=other, group=_control())
+    return torch.cat(parts)
+
+
+def from_first(value: Any) -> Any:
+    """Rank 0's small Python value, on every rank."""
+    if world() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=_control())
+    return values[0]

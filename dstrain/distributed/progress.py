@@ -1,0 +1,122 @@
+"""What a run is at, on rank 0: a line for each phase of its beginning, and a word wherever nothing is heard for long.
+
+    main thread    say("data: ..."): a line at once, which also goes to log.txt once there is one
+                   at("listing data/images"): nothing is printed yet
+    a thread       after 20 s without a line: "still listing data/images, for 20 s, at folder.py:33 (_scan)", and again
+
+It imports no torch, since that alone may take half a minute from a network file system. Words go to stderr, and into no
+file.
+"""
+
+import functools
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+from dstrain import __version__
+from dstrain.distributed.launcher import place
+from dstrain.distributed.stacks import debugged, place_of
+
+_TICK = 1.0                                  # seconds between two looks
+
+
+class Phases(AbstractContextManager):
+    """Within it a thread says what the thread that entered it is at.
+
+    quiet: seconds without a line, after which it does so.
+    """
+
+    def __init__(self, quiet: float = 20.0) -> None:
+        self._quiet = quiet
+        self._phase = ("beginning", time.monotonic())
+        self._heard = time.monotonic()                       # when the last line was printed
+        self._settled = False
+        self._lines: list[str] = []                          # said, and not in log.txt yet
+        self._left = threading.Event()
+        self._print: Callable[[str], None] = _on_stderr
+
+    def __enter__(self) -> "Phases":
+        self._left, self._settled = threading.Event(), False
+        self.at("beginning")
+        self.heard()
+        if place().rank == 0:
+            thread = threading.get_ident()
+            threading.Thread(target=self._listen, args=(thread, self._left), name="phases", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._left.set()
+
+    def at(self, phase: str) -> None:
+        """The main thread is at this from now on, or still."""
+        if phase != self._phase[0]:
+            self._phase = (phase, time.monotonic())
+
+    def say(self, *lines: str) -> None:
+        """Prints lines on rank 0, and keeps them for its log."""
+        if place().rank == 0:
+            self._lines += lines
+            with suppress(OSError, ValueError):              # a closed pipe or terminal ends no training
+                for line in lines:
+                    print(line, flush=True)
+            self.heard()
+
+    def logged(self) -> list[str]:
+        """The lines that were said so far, once: for the log."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def heard(self) -> None:
+        """A line was printed."""
+        self._heard = time.monotonic()
+
+    def settle(self) -> None:
+        """Steps are reported from now on: one that takes no longer than `quiet` needs no word of its own."""
+        self._settled = True
+
+    def through(self, write: Callable[[str], None]) -> None:
+        """Words are printed by `write` from now on, which keeps a progress bar whole."""
+        self._print = write
+
+    def _silent(self, now: float) -> bool:
+        """Whether a word is due."""
+        since = max(self._phase[1], self._heard) if self._settled else self._heard
+        return now - since >= self._quiet
+
+    def _listen(self, thread: int, left: threading.Event) -> None:
+        while not left.wait(_TICK):
+            now = time.monotonic()
+            if not self._silent(now) or debugged(thread):
+                continue
+            phase, since = self._phase
+            lasts = now - since
+            begins = f"still {phase}, for {lasts:.0f} s" if lasts >= self._quiet else f"now {phase}"
+            where, exchanges = place_of(thread)
+            waits = ", waiting for other ranks" if exchanges and place().world > 1 else ""
+            self.heard()
+            if not left.is_set():
+                self._print(f"{begins}{waits}, at {where}")
+
+
+def greeting() -> str:
+    """The first line: what has begun, and where."""
+    own = place()
+    return (f"dstrain {__version__}: rank {own.rank} of {own.world}, process {os.getpid()} on {socket.gethostname()}, "
+            f"Python {platform.python_version()}")
+
+
+def _on_stderr(text: str) -> None:
+    """Without the lock of sys.stderr, which a process that is forked at this moment would inherit."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode("ascii", "backslashreplace"))
+
+
+@functools.cache
+def phases() -> Phases:
+    """This process's own."""
+    return Phases()

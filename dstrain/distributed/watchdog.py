@@ -1,0 +1,256 @@
+"""Sees a run that hangs: writes the stacks of all ranks, names the one at fault, and ends the run.
+
+    main thread     says at each step and phase where it stands: a time stamp, without lock or exchange
+    watch           a thread that looks every second how long that is ago; after too long it asks who is at fault
+    talk            a thread that tells the other ranks where this one stands, over the store of the process group
+
+A step takes too long at `factor` times the median of the steps so far, at least `least` seconds; the first steps, saves
+and pictures only at `most` seconds. Nothing is done while a rank that answers is within its own limit: rank 0 may
+be writing pictures, for which the others wait. Time during which the whole process was suspended does not count.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from dstrain.distributed import exit_codes, group
+from dstrain.distributed.presence import presence
+from dstrain.distributed.processes import identity, stopped
+from dstrain.distributed.progress import phases
+from dstrain.distributed.stacks import debugged, place_of, print_on_request
+
+T = TypeVar("T")
+
+STEP = "step"
+_FIRST = 5                                   # steps before a median is trusted
+_TICK = 1.0                                  # seconds between two looks
+_SUSPENDED = 5.0                             # seconds that a look comes late by, after which time starts over
+_SILENT = 20.0                               # seconds without a word from a rank that seems to run
+_KEY = "dstrain/stand"
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank stands."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    seconds: float                           # spent in it
+    overdue: bool
+    where: str                               # the innermost line of dstrain that its main thread is in
+    waits: bool                              # whether that is within an exchange with other ranks
+    beat: int                                # grows from word to word
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.pid})"
+
+
+class Watchdog(AbstractContextManager):
+    """Watches the thread that makes it, the main thread of a rank, until it is left.
+
+    folder: of the run, where stacks/ is written. factor: 0 leaves `most` alone. least, most: seconds.
+    """
+
+    def __init__(self, folder: Path, factor: float, least: float, most: float):
+        # Exchanges raise after `most` seconds themselves, see group.lost: they come first.
+        self._folder, self._factor, self._least, self._most = folder, factor, least, most + 10
+        self._now = ("start", 0, time.monotonic())
+        self._steps: deque[float] = deque(maxlen=1001)               # seconds
+        self._base = 0.0                                             # time before this does not count
+        self._overdue = False
+        self._closed, self._ending = threading.Event(), threading.Lock()
+        self._heard: dict[int, tuple[Stand, float]] = {}             # the others' latest words, and when they came
+        self._main = threading.get_ident()
+        print_on_request()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def talk(self) -> None:
+        """From here on the ranks hear of each other; once the process group stands."""
+        if group.world() > 1:
+            store = dist.distributed_c10d._get_default_store().clone()         # a connection of its own
+            threading.Thread(target=self._talk, args=(store,), name="talk", daemon=True).start()
+
+    def at(self, step: int, phase: str = STEP) -> None:
+        """The main thread is now at this step, in this phase of it."""
+        now = time.monotonic()
+        before, _, since = self._now
+        if before == STEP:
+            self._steps.append(now - since)
+        self._now = (phase, step, now)
+        phases().at(f"{phase} {step}")
+
+    def each(self, batches: Iterable[T], step: int, phase: str) -> Iterator[T]:
+        """The batches, each of them a phase of its own."""
+        for batch in batches:
+            self.at(step, phase)
+            yield batch
+
+    def lost(self, error: BaseException) -> None:
+        """If an error tells that the others are lost: writes the stacks after a timeout, ends suspended ranks here.
+
+        Where this rank is overdue, the others have found that the run hangs, and this rank ends as they do.
+        """
+        if self._closed.is_set() or not (text := group.lost(error)):
+            return
+        if self._overdue:
+            self._end([text], self._stopped())
+        self._closed.set()
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            self._within(5, self._write_stacks)
+        self._signal(self._stopped(), signal.SIGKILL)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.lost(error)
+        self._closed.set()
+
+    def _limit(self, phase: str) -> float:
+        if phase != STEP or not self._factor or len(self._steps) < _FIRST:
+            return self._most
+        return min(self._most, max(self._least, self._factor * statistics.median(list(self._steps))))
+
+    def _watch(self) -> None:
+        began, last, before = 0.0, time.monotonic(), set()
+        while not self._closed.wait(_TICK):
+            now = time.monotonic()
+            if now - last > _TICK + _SUSPENDED or debugged(self._main):
+                self._base = now
+            last = now
+            phase, _, since = self._now
+            overdue = now - max(since, self._base) > self._limit(phase)
+            began = began if self._overdue and overdue else now      # when it became overdue
+            self._overdue = overdue
+            suspended = self._stopped() if overdue else set()
+            reasons, at_fault = self._reasons(now, began, suspended & before) if overdue else ([], set())
+            before = suspended
+            if reasons and not self._closed.is_set():
+                self._end(reasons, at_fault)
+
+    def _reasons(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
+        """What is at fault, a line each, once it is known, and the ranks that cannot end by themselves.
+
+        began: since when this rank is overdue.
+        """
+        me = self._stand()
+        heard = {rank: stand for rank, (stand, when) in dict(self._heard).items() if when > max(began, now - _SILENT)}
+        if suspended:
+            return [f"{self._name(rank)} is stopped, by SIGSTOP or a debugger" for rank in sorted(suspended)], suspended
+        if group.world() == 1:
+            return [f"{me} hangs at {me.where}"], set()
+        silent = [rank for rank in range(group.world()) if rank not in heard and rank != me.rank]
+        if silent and now - began < _SILENT or any(not stand.overdue for stand in heard.values()):
+            return [], set()
+        if me.rank and len(silent) == group.world() - 1:
+            return [f"{self._name(0)}, through which the ranks hear of each other, does not answer"], {0}
+        return [f"{self._name(rank)} does not answer" for rank in silent] or _behind([me, *heard.values()]), set(silent)
+
+    def _stand(self, beat: int = 0) -> Stand:
+        phase, step, since = self._now
+        where, waits = place_of(self._main)
+        seconds = round(time.monotonic() - max(since, self._base), 1)
+        return Stand(group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits,
+                     beat)
+
+    def _talk(self, store: dist.Store) -> None:
+        """Says every second, or less often in a large world, where this rank stands; while overdue hears the others."""
+        others = [rank for rank in range(group.world()) if rank != group.rank()]
+        beat, pause = 0, max(_TICK, group.world() / 256)
+        try:
+            while not self._closed.wait(pause):
+                beat += 1
+                store.set(f"{_KEY}/{group.rank()}", json.dumps(asdict(self._stand(beat))))
+                if not (self._overdue or beat == 2):                 # the second word is for their names
+                    continue
+                known = others if store.check([f"{_KEY}/{rank}" for rank in others]) else \
+                    [rank for rank in others if store.check([f"{_KEY}/{rank}"])]
+                words = store.multi_get([f"{_KEY}/{rank}" for rank in known]) if known else []
+                for stand in (Stand(**json.loads(word)) for word in words):
+                    if stand.rank not in self._heard or self._heard[stand.rank][0].beat != stand.beat:
+                        self._heard[stand.rank] = stand, time.monotonic()
+        except RuntimeError:                                         # the store has ended, and with it the run
+            pass
+
+    def _stopped(self) -> set[int]:
+        """Ranks of this machine that are suspended."""
+        return {rank for rank, (pid, born) in presence().others().items() if identity(pid) == born and stopped(pid)}
+
+    def _name(self, rank: int) -> str:
+        if rank in self._heard:
+            return str(self._heard[rank][0])
+        pid = presence().others().get(rank)
+        return f"rank {rank} on {socket.gethostname()} (process {pid[0]})" if pid else f"rank {rank}"
+
+    def _end(self, reasons: list[str], at_fault: set[int]) -> None:
+        """Writes what is known, ends ranks at fault here, and then this one. Disks may hang: they get some seconds."""
+        self._ending.acquire()                                       # the watch and the main thread may both come here
+        self._signal(at_fault - self._stopped(), signal.SIGUSR2)     # they write their stacks on stderr
+        self._within(5, self._write_stacks)
+        self._within(5, self._report, reasons)
+        time.sleep(2)                                                # the others find and write the same
+        self._signal(at_fault, signal.SIGKILL)
+        os._exit(exit_codes.HUNG)
+
+    def _report(self, reasons: list[str]) -> None:
+        phase, step, _ = self._now
+        me = self._stand()
+        text = (f"rank {me.rank} on {me.host} has been in {phase} {step} for {me.seconds:.0f} s, and the run ends: "
+                f"{'; '.join(reasons)}. Stacks are in {self._folder / 'stacks'}. All saved is whole; the same command "
+                "goes on. If it was no hang, raise faults.hang_seconds (a step) or faults.timeout_minutes (all else)")
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        if me.rank == 0 or me.rank == 1 and reasons[0].startswith("rank 0 "):
+            with open(self._folder / "log.txt", "a", encoding="utf-8") as log:
+                log.write(f"{text}\n")
+
+    def _write_stacks(self) -> None:
+        """All threads of this rank; on stderr where the folder is not a run's yet."""
+        me = self._stand()
+        if not (self._folder / "run.yaml").exists():
+            faulthandler.dump_traceback(2, all_threads=True)
+            return
+        (self._folder / "stacks").mkdir(exist_ok=True)
+        path = self._folder / "stacks" / f"step_{me.step:08d}_rank_{me.rank}.txt"
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f"{me}: {me.phase} {me.step} for {me.seconds:.0f} s, at {me.where}\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    @staticmethod
+    def _signal(ranks: set[int], number: int) -> None:
+        """Sends a signal to those of some ranks that live on this machine."""
+        for rank, (pid, born) in presence().others().items():
+            if rank in ranks and identity(pid) == born:
+                os.kill(pid, number)
+
+    @staticmethod
+    def _within(seconds: float, work: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+
+def _behind(stands: list[Stand]) -> list[str]:
+    """The ranks that the others wait for, as far as their stands tell."""
+    stands = sorted(stands, key=lambda stand: stand.rank)
+    furthest = max(stand.step for stand in stands)
+    late = [stand for stand in stands if stand.step < furthest]
+    late = late or [stand for stand in stands if not stand.waits]
+    if not 0 < len(late) < len(stands):
+        return [f"all ranks are at {stands[0].where}: see their stacks"]
+    return [f"{stand} is in {stand.phase} {stand.step} at {stand.where}, and the others wait for it" for stand in late]

@@ -1,0 +1,1 @@
+"""Frozen networks of others."""

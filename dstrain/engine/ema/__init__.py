@@ -1,0 +1,1 @@
+"""Averages of the weights: the sharded shadow, its profiles and snapshots, and their combination."""

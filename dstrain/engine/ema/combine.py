@@ -1,0 +1,158 @@
+"""Averages of any width from a run's snapshots (averages.py), solved by profiles.py and combined by streaming.
+
+Memory holds one chunk of a tensor in float64 for each width, and where the tensors lie in all snapshots.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dstrain.checkpoint import validate
+from dstrain.checkpoint.layout import Fragments
+from dstrain.checkpoint.manifest import NAME, Digest, manifest
+from dstrain.checkpoint.safetensors_io import CHUNK, SIZES, Files, floats, render_header
+from dstrain.engine.ema.profiles import Average, Solution, solve
+from dstrain.recipe import ConfigError
+
+MISFIT = 0.1                # above it an average is refused: profiles.Solution
+
+
+class Snapshot(NamedTuple):
+    """A snapshot's folder, its step, and the counters of its parts: contents.counters."""
+
+    path: Path
+    step: int
+    parts: dict[str, dict[str, Any]]
+
+    def averages(self, part: str) -> dict[str, Any]:
+        return self.parts[part]["averages"]
+
+
+def together(paths: Sequence[Path]) -> list[Snapshot]:
+    """Of whole snapshots, ascending, those that began where the last one did: no others can be combined with it.
+
+    ConfigError: one is no snapshot of averages.
+    """
+    snapshots = [Snapshot(path, manifest(path)["step"], validate.counters(path)) for path in paths]
+    for snapshot in snapshots:
+        if not all(counters.get("averages") for counters in snapshot.parts.values()):
+            raise ConfigError(f"{snapshot.path} holds no averages by width: move it away")
+    began = {part: snapshots[-1].averages(part)["began"] for part in snapshots[-1].parts}
+    return [snapshot for snapshot in snapshots if snapshot.parts.keys() == began.keys()
+            and all(snapshot.averages(part)["began"] == began[part] for part in began)]
+
+
+def identity(snapshots: Sequence[Snapshot]) -> str:
+    """A hash of all their bytes."""
+    seals = b"".join((snapshot.path / NAME).read_bytes() for snapshot in snapshots)
+    return hashlib.blake2b(seals, digest_size=16).hexdigest()
+
+
+class Combined:
+    """The averages of one part at the last of some snapshots, of any width."""
+
+    def __init__(self, snapshots: Sequence[Snapshot], part: str):
+        self.part = part
+        by_time = {snapshot.averages(part)["updates"]: snapshot for snapshot in snapshots}       # of equals the last
+        self._time: int = snapshots[-1].averages(part)["updates"]
+        if self._time:                       # else the part has not learned yet: its averages are its weights
+            by_time.pop(0, None)
+        self._sources = [(snapshot, Average(time, width)) for time, snapshot in by_time.items()
+                         for width in snapshot.averages(part)["widths"]]
+        self._fragments = {snapshot.path: Fragments(snapshot.path, part, manifest(snapshot.path)["files"])
+                           for snapshot in by_time.values()}
+
+    def solve(self, width: float) -> Solution:
+        """Over all averages of the snapshots. ConfigError: they make no average of this width."""
+        if not self._time:
+            return Solution([1.0] + [0.0] * (len(self._sources) - 1), 0.0)
+        solution = self._solution(width)
+        if solution.misfit > MISFIT:
+            own = {average.width for _, average in self._sources}
+            steps = {number / 200 for number in range(1, 58)}         # 0.005, 0.01, ... up to the widest, 0.285
+            fits = sorted(filter(self.makes, own | steps))
+            raise ConfigError(
+                f"--ema {width}: the {len(self._fragments)} snapshots up to step {self._last.step} make no average of "
+                f"that width of {self.part}: the nearest misses its profile by {solution.misfit:.0%}. They make those "
+                f"from {fits[0]} to {fits[-1]}; more of them (ema.snapshots) would make others")
+        return solution
+
+    def makes(self, width: float) -> bool:
+        """Whether `solve` would not raise."""
+        return not self._time or self._solution(width).misfit <= MISFIT
+
+    def _solution(self, width: float) -> Solution:
+        return solve([average for _, average in self._sources], Average(self._time, width)).normalised()
+
+    @property
+    def _last(self) -> Snapshot:
+        return self._sources[-1][0]
+
+    def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes, in the order of saving."""
+        fragments = self._fragments[self._last.path]
+        return [(name, fragments.shape(name)) for name in fragments.names(f"ema.{self._sources[-1][1].width!r}")]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a shard that holds one average."""
+        return sum(4 * math.prod(shape) for _, shape in self.tensors())
+
+    def values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
+        """Chunks (W, n) float32 of the elements in `shares` by tensor, in their order; W for as many solutions."""
+        coefficients = np.array([solution.coefficients for solution in solutions])                # (W, sources)
+        with Files() as files:
+            for name, share in shares.items():
+                for start in share[::CHUNK]:
+                    end = min(start + CHUNK, share.stop)
+                    total = np.zeros((len(solutions), end - start))
+                    for (snapshot, average), weights in zip(self._sources, coefficients.T):
+                        values = self._read(files, snapshot, f"ema.{average.width!r}", name, start, end)
+                        total += np.multiply.outer(weights, values.astype(np.float64))
+                    yield total.astype(np.float32)
+
+    def _read(self, files: Files, snapshot: Snapshot, kind: str, name: str, start: int, end: int) -> np.ndarray:
+        fragments = self._fragments[snapshot.path]
+        raw, done = memoryview(bytearray(SIZES[fragments.dtype] * (end - start))), 0
+        for span in fragments.spans(kind, name, start, end):
+            files.read(span, raw[done:done + span.nbytes])
+            done += span.nbytes
+        return floats(raw, fragments.dtype)
+
+    def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int, world: int) -> list[dict[str, Any]]:
+        """A rank's shards with the kind ema.WIDTH, one file a width, synced; {size, hash} of each.
+
+        Each rank has a share of every tensor. ConfigError: as `solve`.
+        """
+        solutions, shapes = [self.solve(width) for width in widths], dict(self.tensors())
+        shares = {name: range(numel * rank // world, numel * (rank + 1) // world)
+                  for name, shape in shapes.items() if (numel := math.prod(shape)) >= world}
+        shares |= {name: range(math.prod(shape)) for name, shape in shapes.items() if name not in shares and not rank}
+        digests = [Digest() for _ in widths]
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(path, "wb")) for path in paths]
+
+            def put(number: int, data: bytes) -> None:
+                files[number].write(data)
+                digests[number].update(memoryview(data))
+
+            for number, width in enumerate(widths):
+                keys = {f"ema.{width!r}/{name}": (shapes[name], share) for name, share in shares.items()}
+                index = {key: [list(shape), share.start, len(share)] for key, (shape, share) in keys.items()}
+                flat = ((key, "F32", [len(share)]) for key, (_, share) in keys.items())
+                metadata = {"part": self.part, "fragments": json.dumps(index, separators=(",", ":"))}
+                put(number, render_header(paths[number], flat, metadata))
+            for chunk in self.values(solutions, shares):
+                for number, row in enumerate(chunk):
+                    put(number, row.tobytes())
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+        return [digest.entry() for digest in digests]

@@ -1,0 +1,115 @@
+"""Sharded moving averages of the fp32 masters: exponential ones by decay, power functions of time by width.
+
+Each rank averages the flats that it owns, so an update communicates nothing and costs 12 bytes an element and average.
+An update does shadow = beta * shadow + (1 - beta) * master:
+
+    decays      beta = Ema.decay_at(decay, step)
+    profiles    beta = (1 - 1/t)^(gamma + 1), see profiles.py; t counts the updates of the part since they began
+
+An average is named by its number, the decay or the width; a recipe has none twice.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dstrain.engine.ema.profiles import exponent
+from dstrain.engine.masters import Masters
+from dstrain.engine.updates import Flag
+from dstrain.recipe import ConfigError, Ema
+
+
+class EmaShadow:
+    """Averages of the masters of every averaged part: `flats[part][decay or width]` in the masters' layout."""
+
+    def __init__(self, masters: Mapping[str, Masters], ema: Ema, averaged: tuple[str, ...]):
+        self._masters = masters
+        self.ema = ema
+        self._powers = {width: exponent(width) + 1 for width in ema.profiles}
+        self.flats: dict[str, dict[float, list[Tensor]]] = {
+            part: {name: [flat.detach().clone() for flat in masters[part].flats] for name in ema.names}
+            for part in averaged}
+        # Of the averages by width: the step at which they began, and each part's updates since, on the device.
+        self.began = 0
+        self._updates = {part: torch.zeros((), dtype=torch.float64, device=masters[part].flats[0].device)
+                         for part in averaged if ema.profiles}
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Starts every average from the present masters."""
+        for part, shadows in self.flats.items():
+            self._copy_masters(part, shadows)
+            self._restart(part, 0)
+
+    @torch.no_grad()
+    def update(self, step: int, applied: Mapping[str, Flag]) -> None:
+        """Averages in the weights that optimizer step `step` made, of the parts where it was applied.
+
+        Whether it was stays on the device: where it was not, the new weights and their time count nothing.
+        """
+        for part, shadows in self.flats.items():
+            if part not in applied:
+                continue
+            flag = applied[part].value
+            if part in self._updates:
+                self._updates[part] += flag
+            for name, shadow in shadows.items():
+                if name in self._powers:
+                    kept = 1 - 1 / self._updates[part].clamp(min=1)
+                    weight = ((1 - kept ** self._powers[name]) * flag).float()
+                else:
+                    weight = (1 - self.ema.decay_at(name, step)) * flag
+                for average, master in zip(shadow, self._masters[part].flats):
+                    average.lerp_(master.detach(), weight)
+
+    def counters(self, part: str) -> dict[str, Any]:
+        """What a checkpoint keeps of a part's averages by width, beside their values: {"averages": ...}, or {}."""
+        if part not in self._updates:
+            return {}
+        updates = int(self._updates[part])
+        return {"averages": {"widths": list(self._powers), "began": self.began, "updates": updates}}
+
+    @torch.no_grad()
+    def take_up(self, part: str, counters: dict[str, Any] | None, step: int) -> bool:
+        """Goes on from what a checkpoint of `step` kept, or begins the averages by width anew; whether it goes on.
+
+        Anew where it lacks one of them: averages of one beginning can be combined, and no others.
+        """
+        if part not in self._updates:
+            return True
+        if goes_on := counters is not None and set(self._powers) <= set(counters["widths"]):
+            self.began = counters["began"]
+            self._updates[part].fill_(counters["updates"])
+        else:
+            self._copy_masters(part, {width: self.flats[part][width] for width in self._powers})
+            self._restart(part, step)
+        return goes_on
+
+    def _copy_masters(self, part: str, shadows: dict[float, list[Tensor]]) -> None:
+        for shadow in shadows.values():
+            torch._foreach_copy_(shadow, [flat.detach() for flat in self._masters[part].flats])
+
+    def _restart(self, part: str, step: int) -> None:
+        if part in self._updates:
+            self.began = step
+            self._updates[part].zero_()
+
+    @contextmanager
+    def swapped(self, name: float | None = None) -> Iterator[None]:
+        """The networks compute with the averages inside, and with the training weights, bit for bit, afterwards.
+
+        `name` is one of the configured decays and widths, None the first. All ranks enter and leave together. A part
+        without averages keeps its training weights. ConfigError: no such average.
+        """
+        with ExitStack() as stack:
+            for part, shadows in self.flats.items():
+                if shadows:
+                    chosen = next(iter(shadows)) if name is None else name
+                    if chosen not in shadows:
+                        raise ConfigError(f"no EMA of decay or width {name}; the recipe's section ema has "
+                                          f"{', '.join(map(str, shadows))}")
+                    stack.enter_context(self._masters[part].showing(shadows[chosen]))
+            yield

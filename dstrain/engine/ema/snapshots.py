@@ -1,0 +1,69 @@
+"""Snapshots of the averages by width, of which averages of any width are made when training is over.
+
+    RUN/averages/step_N/PART-RRRRR-of-WWWWW.safetensors    fragments ema.WIDTH, float32 or bfloat16, of averaged parts
+                        common.safetensors, manifest.json  as in a checkpoint; with the updates of each part
+
+They are written beside training, by a thread of their own, and none is deleted, but for those of steps behind which the
+run has gone back: these are put aside until they are passed again (store.py). Whatever a later checkpoint rests on is
+whole before that checkpoint is written, so that a run that goes on lacks none.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from dstrain.checkpoint import validate
+from dstrain.checkpoint.fragments import write_shard
+from dstrain.checkpoint.layout import shard_name
+from dstrain.checkpoint.saver import Entries, Saver
+from dstrain.checkpoint.store import Hashes, Store
+from dstrain.distributed import group
+from dstrain.engine.ema.shadow import EmaShadow
+from dstrain.engine.masters import Masters
+from dstrain.recipe import Ema
+
+FOLDER = "averages"                          # beside the folder of checkpoints
+
+
+class Averages:
+    """The snapshots in `folder`; every method on all ranks together. `common` gives what is equal on all of them."""
+
+    def __init__(self, folder: Path, masters: dict[str, Masters], shadow: EmaShadow, asynchronous: bool,
+                 common: Callable[[], validate.Common], report: Callable[[str], None]):
+        self.saver = Saver(Store(folder, keep=sys.maxsize, check=validate.check), asynchronous,
+                           lambda line: report(f"averages: {line}"), lambda step: None)
+        self._ema: Ema = shadow.ema
+        self._masters, self._shadow, self._common = masters, shadow, common
+
+    def take(self, step: int, last: bool = False, wait: bool = False) -> None:
+        """Writes the averages of `step`, where the recipe asks for them or it is the run's `last`.
+
+        Not where they begin: they are of no time yet. `wait`: before this returns. NotSaved: as Saver.save.
+        """
+        every = self._ema.snapshots
+        if not every or step == self._shadow.began or not (last or step % every == 0):
+            return
+        if step in group.from_first(self.saver.store.steps()):
+            return                           # of an earlier command, which ended before the run went further
+        common = self._common()
+        entries: Entries = {
+            part: [(f"ema.{width!r}", fragment, view) for width in self._ema.profiles
+                   for fragment, view in self._masters[part].own_views(shadows[width])]
+            for part, shadows in self._shadow.flats.items()}
+        dtype = {"fp32": "F32", "bf16": "BF16"}[self._ema.snapshot_precision]
+
+        def write(folder: Path, entries: Entries) -> Hashes:
+            if group.rank() == 0:
+                validate.write_common(folder, common)
+            names = {part: shard_name(part, group.rank(), group.world()) for part in entries}
+            return {name: write_shard(folder / name, entries[part], {"part": part}, dtype)
+                    for part, name in names.items()}
+
+        nbytes = sum(4 * view.numel() for own in entries.values() for _, _, view in own)
+        self.saver.save(step, entries, write, need_bytes=nbytes + (1 << 20), score=None, last=wait)
+
+    def set_aside(self, after: int) -> None:
+        """Puts snapshots of later steps aside: the run takes these steps again."""
+        self.saver.settle()
+        if max(group.from_first(self.saver.store.steps()), default=0) > after:
+            self.saver.store.set_aside(after)

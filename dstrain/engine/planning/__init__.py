@@ -1,0 +1,1 @@
+"""What a rank keeps and computes, counted on DeepSpeed itself without a GPU."""

@@ -1,0 +1,155 @@
+"""This process as rank 0 of any number of ranks, of which the others do not exist, with tensors that hold no values.
+
+DeepSpeed runs as it always does. Its exchanges go to torch's fake process group, which answers at once and changes
+nothing. Its tensors are torch's fake ones, with shapes, types and devices: networks of any size take no memory.
+Where code reads a value, it gets zero, and where it selects elements by their values, none.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dstrain.checkpoint.fragments import Fragment
+from dstrain.distributed import group
+from dstrain.engine.engines import Engines
+from dstrain.engine.initial import Networks, Values, weights_on_meta
+from dstrain.engine.masters import Masters
+from dstrain.engine.start import import_deepspeed
+
+
+@contextmanager
+def first_of(world: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `world`. It may be entered again, with another `world`."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    deepspeed = import_deepspeed()
+    import cpuinfo
+    from deepspeed.ops import adam
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+    from deepspeed.utils import groups
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None     # it compares values
+    adam.DeepSpeedCPUAdam.step = _first_step
+    cpuinfo.get_cpu_info = dict                   # it measures the CPU for a second, and DeepSpeed asks for the vendor
+    adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(
+        create_adam=lambda *args: None, destroy_adam=lambda *args: None))                 # it would be compiled
+    linear, asked = nn.functional.linear, torch.cuda.is_available
+    found = asked()
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        torch.cuda.is_available = lambda: found   # fake tensors ask at each operation, and each answer loads a library
+        deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
+        with FakeTensorMode(allow_non_fake_inputs=True), _Views(), _Zeros():
+            yield
+    finally:
+        dist.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
+        for name, value in vars(groups).items():                  # groups that it has made, beside its functions
+            if name.endswith("_GROUP") and value is not None:
+                setattr(groups, name, {} if isinstance(value, dict) else None)
+        torch.cuda.is_available = asked
+        nn.functional.linear = linear                             # ZeRO-3 puts its own in this place
+        group.forget()
+
+
+class _Zeros(TorchDispatchMode):
+    """Gives zero where a value of a fake tensor is read, and nothing where elements are selected by a mask."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _zero(args[0])
+        if func is aten.nonzero.default and isinstance(args[0], FakeTensor):
+            return torch.empty((0, args[0].ndim), dtype=torch.int64, device=args[0].device)
+        if func is aten._unique2.default and isinstance(args[0], FakeTensor):         # of none, where they are selected
+            return tuple(torch.empty(0, dtype=dtype, device=args[0].device)
+                         for dtype in (args[0].dtype, torch.int64, torch.int64))
+        if func is aten.index.Tensor and isinstance(args[1][0], FakeTensor) and args[1][0].dtype == torch.bool:
+            return args[0].new_empty((0, *args[0].shape[args[1][0].ndim:]))
+        return func(*args, **(kwargs or {}))
+
+
+class _Views(TorchDispatchMode):
+    """Makes views of fake tensors as torch makes those of others. They are most of what is done in a step, and torch's
+    own way for fake tensors takes up to forty times as long: it derives each new shape and offset in Python.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _VIEWS and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            mode = args[0].fake_mode
+            with in_kernel_invocation_manager(mode):
+                return FakeTensor(mode, func(*args, **(kwargs or {})), args[0].fake_device)
+        return func(*args, **(kwargs or {}))
+
+
+_aten = torch.ops.aten
+_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.view.dtype, _aten.slice.Tensor,
+                    _aten.select.int, _aten.detach.default, _aten.alias.default, _aten.t.default, _aten.transpose.int,
+                    _aten.permute.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default,
+                    _aten.as_strided.default})
+
+
+def _zero(tensor: torch.Tensor) -> bool | int | float:
+    return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
+
+
+@torch.no_grad()
+def _first_step(optimizer: Any, closure: Callable | None = None) -> None:
+    """Of DeepSpeed's AdamW on the host: makes the moments, as its own step does, and computes nothing."""
+    for members in optimizer.param_groups:
+        for weight in members["params"]:
+            state = optimizer.state[weight]
+            if not state:
+                state["step"] = 0
+                state.update((moment, torch.zeros_like(weight.data, device="cpu")) for moment in members["moments"])
+
+
+class PretendedMasters(Masters):
+    """Masters that know what the ranks own that do not exist."""
+
+    def _layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
+        share = self._of_stage3 if self.stage == 3 else self._of_stage12
+        return super()._layouts() if self.replicated else {rank: list(share(rank)) for rank in range(group.world())}
+
+    def _of_stage12(self, rank: int) -> Iterator[tuple[Fragment, int, int]]:
+        """The fragments of a rank: weights lie one behind the other, and are cut into shares of one size."""
+        for number, (weights, flat) in enumerate(zip(self._zero.bit16_groups, self.flats)):
+            begin, own = 0, range(rank * flat.numel(), (rank + 1) * flat.numel())
+            for weight in weights:
+                first, end = max(begin, own.start), min(begin + weight.numel(), own.stop)
+                if first < end:
+                    name, shape = self._names[id(weight)], tuple(weight.shape)
+                    yield Fragment(name, shape, first - begin, end - first), number, first - own.start
+                begin += weight.numel()
+
+
+class PretendedEngines(Engines):
+    """Engines whose networks have neither values nor memory before DeepSpeed gets them."""
+
+    _masters = PretendedMasters
+
+    def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
+        with unset_fake_temporarily(), weights_on_meta():
+            built = networks()
+        for network in built.values():
+            for module in network.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=group.device())
+            # All lies where it belongs. torch cannot move fake weights that something else holds, too.
+            network._apply = lambda function, recurse=True, network=network: network
+        return {part: (network, lambda names=(): iter(())) for part, network in built.items()}

@@ -1,0 +1,83 @@
+"""What engines and averages hold between calls, by kind. Like masters.py, it reaches behind DeepSpeed's interface.
+
+    weights      what the networks compute with, and their buffers: at stage 3 this rank's shares
+    persistent   at stage 3, small weights that stay whole
+    masters      fp32 weights; at stage 0 and in fp32 the weights may be these
+    moments      the optimizer's state
+    gradients    sums of the micro-batches, and reduced gradients
+    average      averages of the masters
+    secondary    of ZeRO++, from the first pass to the update: shares of the weights among the ranks of a machine
+    gathered     at stage 3, weights that are whole for a while
+    staging      of an offloaded optimizer at stages 1 and 2, what passes between the host and the GPU: on the host
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from dstrain.engine.ema.shadow import EmaShadow
+from dstrain.engine.masters import Masters
+
+# What lies in the host's memory between steps, by entry of the JSON.
+OFFLOADED = {"offload_optimizer": ("masters", "moments", "gradients", "average", "staging"),
+             "offload_param": ("weights",)}
+
+
+def saved(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
+    """Bytes that this rank writes into a checkpoint: masters, moments, averages."""
+    kinds = [(own, [own.flats, *map(own.moments, own.kinds), *ema.flats.get(part, {}).values()])
+             for part, own in masters.items()]
+    return (sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.own_views(flats))
+            + sum(codes.nbytes for own in masters.values() for *_, codes in own.own_codes()))
+
+
+def kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
+    """(kind, tensor) of what lives from step to step; a storage has the kind that comes first."""
+    for own in masters.values():
+        module = own.engine.module
+        for weight in module.parameters():
+            if hasattr(weight, "ds_tensor"):
+                yield "weights", weight.ds_tensor
+                yield "persistent" if weight.ds_persist else "gathered", weight.data
+            else:
+                yield "weights", weight.data
+        yield from (("weights", buffer) for buffer in module.buffers())
+        yield from (("masters", flat) for flat in own.flats)
+        yield from (("moments", value) for value in tree_leaves(own.optimizer_state()) if isinstance(value, Tensor))
+        zero = own.engine.optimizer
+        for buffer in (*getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", ()),
+                       *getattr(zero, "accumulated_grads_in_cpu", {}).values()):
+            yield "staging", buffer
+        if hasattr(zero, "temp_grad_buffer_for_cpu_offload"):
+            yield "staging", zero.temp_grad_buffer_for_cpu_offload
+    yield from (("average", flat) for flat in tree_leaves(ema.flats))
+
+
+def makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
+    """Owner, name and kind of methods that make tensors of one kind: whole weights, buckets for gradients."""
+    zero = masters.engine.optimizer
+    if hasattr(zero, "parameter_offload"):
+        yield zero.parameter_offload.get_param_coordinator(), "fetch_sub_module", "gathered"
+    elif hasattr(zero, "setup_buckets"):
+        yield zero, "setup_buckets", "buckets"
+
+
+def gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
+    """The gradients that wait for the optimizer's step or for the next micro-batch."""
+    for own in masters.values():
+        zero, engine = own.engine.optimizer, own.engine
+        held: list[Any] = [getattr(zero, name, None) for name in ("all_grad_tensors", "grad_partitions_flat_buffer")]
+        held += [list(pieces) for pieces in getattr(zero, "averaged_gradients", {}).values() if pieces is not None]
+        held += [weight.grad for weight in chain(engine.module.parameters(), own.flats)]
+        held += [list(engine.wide_sums.held())] if getattr(engine, "wide_sums", None) else []
+        yield from (value for value in tree_leaves(held) if isinstance(value, Tensor))
+
+
+def secondary(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
+    """ZeRO++'s second copy of the weights, where it is."""
+    weights = chain.from_iterable(own.engine.module.parameters() for own in masters.values())
+    copies = (getattr(weight, "ds_secondary_tensor", None) for weight in weights)
+    return (copy for copy in copies if copy is not None)

@@ -1,0 +1,114 @@
+"""The course of a run: which steps were in trouble, how often it went back, which batches it passes over.
+
+    Trouble       More than faults.max_skipped steps in a row were not applied. Or, where faults.spike is set, the loss
+                  of a step lies above faults.spike times its median over the last WINDOW steps: this is seen a step
+                  later.
+    Read late     The device says how a step went when the next one has been handed to it; only where one step more
+                  would be trouble is it waited for. To look at `state` waits, too, and changes nothing in what follows:
+                  a run that saves or stops takes the same way as one that does not.
+    The way back  The run loads the newest good checkpoint, and passes over the batches that it has met since: step s
+                  learns from batch s + shift, and shift grows so far that the data never go back. Noise and dropout
+                  belong to the batch; learning rate, EMA and the systems' own schedules follow s.
+    Once more     Trouble before a newer checkpoint is saved: that one is held for bad, and the one before it is taken.
+    The end       After faults.max_rollbacks of them since the run began or was changed (--allow-change), or with no
+                  checkpoint left, FloatingPointError: exit code 3. The checkpoints that it went back to stay.
+
+All this is state of the run. It stands in the manifest of every checkpoint, and it follows from means over all ranks,
+so it is equal on all of them. A run that is killed in the middle of trouble, or just after it went back, meets the same
+trouble again from an older checkpoint, and takes the same way.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dstrain.checkpoint.validate import State, parse
+from dstrain.distributed import group
+from dstrain.engine.updates import Flag, Late
+from dstrain.recipe import Faults
+
+WINDOW, _LEAST = 64, 16     # losses of each part in a running median, and the number from which on it is trusted
+
+
+class Course:
+    """Takes note of every step; on all ranks together."""
+
+    def __init__(self, faults: Faults = Faults()):
+        self.faults, self._state = faults, State()
+        self._unread: tuple[int, Sequence[Flag], Mapping[str, Late]] | None = None    # the latest step, as it is known
+
+    @property
+    def state(self) -> State:
+        """That of all steps so far. Waits for the device to end the latest."""
+        self._note()
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state, self._unread = state, None
+
+    @property
+    def shift(self) -> int:
+        return self._state.shift
+
+    @property
+    def rollbacks(self) -> int:
+        return len(self._state.rollbacks)
+
+    def trouble(self, done: int, applied: Iterable[Flag], losses: Mapping[str, Sequence[Tensor]],
+                last: bool = False) -> str | None:
+        """Takes note of the step after which `done` are done: what is wrong with it or the one before, None if nothing.
+
+        applied: of each part that had a turn. losses: by part, of each of this rank's micro-batches; they are used only
+        where faults.spike is set. last: nothing follows that could tell.
+        """
+        state = self.state
+        if state.high is None:
+            self._unread = done, list(applied), _means(losses) if self.faults.spike else {}
+            if last or state.in_a_row >= self.faults.max_skipped:
+                self._note()
+        if state.in_a_row > self.faults.max_skipped:
+            return f"{state.in_a_row} steps in a row had gradients that are not finite, and were skipped"
+        return state.high[1] if state.high else None
+
+    def _note(self) -> None:
+        """Brings the state up to the latest step."""
+        if self._unread is None:
+            return
+        (done, applied, losses), self._unread, state = self._unread, None, self._state
+        skipped = not all(applied)
+        state.skipped, state.in_a_row = state.skipped + skipped, state.in_a_row + 1 if skipped else 0
+        for part, late in losses.items():
+            loss, window = late.read(), state.losses.setdefault(part, [])
+            usual = median(window) if len(window) >= _LEAST else math.inf
+            if 0 < usual * self.faults.spike < loss < math.inf:
+                state.high = (done, f"step {done}: {part}'s loss {loss:.4g} is above {self.faults.spike:g} x its "
+                                    f"median {usual:.4g}")
+                return
+            if math.isfinite(loss):
+                window[:] = [*window, loss][-WINDOW:]
+
+    def before(self, done: int) -> int:
+        """The last step that the trouble which is seen after `done` steps had not reached."""
+        return (self.state.high[0] if self.state.high else done) - max(self.state.in_a_row, 1)
+
+    def go_back(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
+        """From `done` steps to a checkpoint of `step`, whose course is `saved`."""
+        rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
+        self.state = parse(saved).model_copy(update={"shift": clock - step, "rollbacks": rollbacks,
+                                                     "forgiven": self.state.forgiven})
+
+    def forgive(self) -> None:
+        """A user has changed the run: it may go back as often as a new one."""
+        self.state.forgiven = self.rollbacks
+
+
+
+def _means(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, Late]:
+    """The mean loss of each part over all micro-batches and ranks."""
+    own = torch.stack([torch.stack([loss.double() for loss in each]).mean() for each in losses.values()])
+    return dict(zip(losses, map(Late, (group.total(own) / group.world()).unbind())))

@@ -1,0 +1,158 @@
+"""Metrics while a run trains (every.metrics): what launch/evaluate.py --metrics measures, of fewer pictures.
+
+They are drawn of all classes or captions in turn, with the recipe's sampler, and belong to their seeds: the figures are
+the same on any number of ranks. The data are described once, and the result is kept in the run's folder.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dstrain.data.builtin.moving import MOVING
+from dstrain.data.builtin.names import FASHION_PATH, built_in, name_of
+from dstrain.data.source import Source
+from dstrain.distributed import group
+from dstrain.metrics import reference, table
+from dstrain.metrics.images import Batch, Images, Sourced
+from dstrain.metrics.statistics import Statistics
+from dstrain.recipe import ConfigError, Run, reworded
+from dstrain.sampling.draw import draw_own
+from dstrain.sampling.requests import make_request, of_all
+from dstrain.systems.base import Nets, Request, System
+
+_BATCH = 100                                  # pictures of the data that are described at once
+_OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics: "}       # the recipe's words
+
+
+class Quality:
+    """What every.metrics measures.
+
+    ConfigError: what the recipe asks for cannot be measured, with the remedy; nothing is drawn or read before.
+    """
+
+    def __init__(self, run: Run, metrics: Sequence[str], system: System, train: Source, unseen: Source | None) -> None:
+        samples, data, key = run.samples, run.data, f"every.metrics={run.every.metrics}"
+        self.metrics, self._run, self._system = tuple(metrics), run, system
+        if not system.generates or (reason := system.cannot_draw()):
+            raise ConfigError(f"{key}: {run.system} draws no pictures while it trains"
+                              f"{f' ({reason})' if system.generates else ''}: write every.metrics=0")
+        if system.starts_from_data:
+            raise ConfigError(f"{key}: {run.system} draws from given pictures: write every.metrics=0, and measure it "
+                              "by launch/evaluate.py RUN --metrics")
+        with reworded(options=_OPTIONS):
+            self._networks = table.chosen_networks(metrics, samples.features)
+        own = built_in(data, samples.metrics_split)
+        if own is None and any(network.name == "builtin" for network in self._networks.values()):
+            raise ConfigError(f"samples.metrics: {', '.join(metrics)} by the built-in classifier is for the "
+                              f"built-in clothes, and {data.path} holds other data: write samples.metrics=[fid] "
+                              "samples.features=[inception:FILE], say, or every.metrics=0")
+        source = train if samples.metrics_split == "train" else unseen
+        self._source = own or source and source.squares()
+        if self._source is None:
+            raise ConfigError(f"samples.metrics_split=held_out: {data.path} holds nothing out: write train")
+        if own is None and data.codes is not None:
+            raise ConfigError(f"{key}: {data.path} holds codes, and not the pictures to compare with: write "
+                              "every.metrics=0, and take launch/evaluate.py --metrics with a --reference")
+        self._request, self._captions = make_request(of_all(samples, data, system), system, samples.metrics_samples,
+                                                     samples.seed)
+        if "accuracy" in metrics and self._captions is None and "label" not in self._request.conditions:
+            raise ConfigError("samples.metrics: accuracy needs labels or captions, and this model is told none: leave "
+                              "it out")
+
+    def describe(self, folder: Path) -> None:
+        """Describes the data, on all ranks, or reads what an earlier command has written into the run's folder."""
+        compared = {metric: network for metric, network in self._networks.items() if table.METRICS[metric].compares}
+        networks = {network.name: network for network in compared.values()}
+        data = self._run.data
+        key = json.dumps([{name: network.fingerprint for name, network in networks.items()},
+                          sorted(table.needs_of(list(compared))), self._source.fingerprint(),
+                          [data.image_size, data.height, data.num_frames, data.channels, data.draft]])
+        path = folder / f"metrics_data_{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}.npz"
+        statistics = {}
+        if group.rank() == 0 and path.exists():
+            with suppress(ConfigError):                       # a damaged file is written anew
+                statistics = reference.read(path, networks.values(), "cpu")
+        statistics = group.from_first(statistics)
+        if table.lacking(compared, statistics):
+            statistics = table.collect(Sourced(self._source), compared, _BATCH, compared=True)
+            if group.rank() == 0:
+                with suppress(ConfigError):                   # a full disk: the next start describes them again
+                    reference.write(path, statistics)
+        self._data = {name: _placed(values) for name, values in statistics.items()}
+
+    def measure(self, nets: Nets, micro: int,
+                watched: Callable[[Iterable[Any]], Iterator[Any]] = iter) -> dict[str, float]:
+        """samples.metrics of what the networks draw, at most `micro` pictures of a rank at a time; not those by class.
+
+        On all ranks together, and the same on all of them. `watched` passes the rounds on, one by one.
+        """
+        drawn = _Drawn(self._system, nets, self._request, self._captions, watched)
+        chunk = min(micro, -(-len(drawn) // group.world()))
+        values = table.figures(self._networks, table.collect(drawn, self._networks, chunk), self._data)
+        return {name: value for name, (value, _) in values.items() if "/" not in name}
+
+    def score(self, figures: dict[str, float]) -> float | None:
+        """The figure of save.best as a score, of which the lowest is the best; None: save.best names no metric."""
+        best = self._run.save.best
+        if not isinstance(best, str):
+            return None
+        return -figures[best] if best in table.HIGHER else figures[best]
+
+
+class _Drawn(Images):
+    """What networks draw of a request, each rank its own share."""
+
+    def __init__(self, system: System, nets: Nets, request: Request, captions: list[str] | None,
+                 watched: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
+        self.system, self.nets, self.request, self.captions, self.watched = system, nets, request, captions, watched
+
+    def __len__(self) -> int:
+        return len(self.request.seeds)
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        labels = self.request.conditions.get("label")
+        for numbers, images in self.watched(draw_own(self.system, self.nets, self.request, size)):
+            numbers = numbers[numbers < len(self)]
+            if len(numbers):
+                yield Batch(numbers, images[:len(numbers)], None if labels is None else labels[numbers],
+                            self.captions and [self.captions[number] for number in numbers.tolist()])
+
+
+def _placed(statistics: Statistics) -> Statistics:
+    """On the rank's device."""
+    for field in fields(statistics):
+        if isinstance(value := getattr(statistics, field.name), Tensor):
+            setattr(statistics, field.name, value.to(group.device()))
+    return statistics
+
+
+def checked_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
+    """What every.metrics measures; None: nothing. ConfigError as Quality."""
+    metrics = run.samples.metrics
+    if run.every.metrics and metrics is None:
+        draws = system.generates and not system.starts_from_data and not system.cannot_draw()
+        name = name_of(run.data)
+        asked = name == MOVING and system.takes_texts or name == FASHION_PATH and "label" in system.conditions(1)
+        metrics = (("fd", "accuracy") if asked else ("fd",)) if draws and name in (FASHION_PATH, MOVING) else ()
+    best, measures = run.save.best, run.every.metrics and metrics
+    quality = Quality(run, metrics, system, train, unseen) if measures else None
+    if isinstance(best, str) and best not in (*table.LOWER, *table.HIGHER):
+        raise ConfigError(f"save.best={best}: it may be one of {', '.join((*table.LOWER, *table.HIGHER))}")
+    if isinstance(best, str) and best not in (metrics or ()):
+        raise ConfigError(f"save.best={best} needs that metric, and these data and this model have "
+                          f"{' and '.join(metrics or ('none',))} by default: name it in samples.metrics")
+    return quality
+
+
+def open_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
+    """What every.metrics measures, ready to measure; None: nothing. On all ranks together. ConfigError as Quality."""
+    quality = checked_quality(run, system, train, unseen)
+    if quality is not None:
+        quality.describe(run.directory)
+    return quality

@@ -1,0 +1,1 @@
+"""Layers and blocks that the systems share, in plain torch."""

@@ -1,0 +1,89 @@
+"""Counts what a run costs on any number of ranks, before it is started, on a machine without a GPU.
+
+    counts.py    what is counted
+    rank.py      counts as rank 0, in a process of its own: its process group and its tensors are not real
+    step.py      three steps of the training loop under a watch
+    watch.py     what is alive when, what goes between ranks, what is computed again
+
+Nothing is computed, so a network of any size is counted whole, in seconds. Blocks are counted as they run eagerly; a
+compiled one keeps less. Not counted: what the driver, the libraries and torch's allocator take beside the tensors.
+"""
+
+import functools
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
+
+from dstrain.planning.counts import Counts, Layout
+from dstrain.recipe import Run
+
+T = TypeVar("T")
+
+
+def count(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cuda") -> Counts:
+    """The costs of a checked recipe with `settings`, which engine/settings.resolve gives for layout.world.
+
+    device      "cuda", or "cpu" where attention is the CPU's
+
+    The first call takes the time of torch's and DeepSpeed's imports. ConfigError: ZeRO++'s quantization cannot be
+    counted. RuntimeError, TypeError, ValueError: the system's code asks for values.
+    """
+    from dstrain.planning.rank import count_here
+    return in_worker(count_here, run, settings, layout, device)
+
+
+def in_worker(work: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function in the process that counts. Ctrl-C ends that process, too: a count may take minutes."""
+    worker = _worker()
+    try:
+        return worker.submit(_portable, work, *arguments).result()
+    except KeyboardInterrupt:
+        for process in worker._processes.values():               # public as kill_workers() from Python 3.14 on
+            process.kill()
+        _worker.cache_clear()
+        raise
+
+
+def _portable(work: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function; an error that cannot go to another process becomes a RuntimeError with its text."""
+    try:
+        return work(*arguments)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            raise RuntimeError("".join(traceback.format_exception(error))) from None
+        raise
+
+
+@functools.cache
+def _worker() -> ProcessPoolExecutor:
+    """The process that counts, kept for the next call."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
+
+
+def _begin() -> None:
+    """Leaves GPUs to others; says nothing, since DeepSpeed tells of ranks that do not exist; ends with its parent. What
+    it imports is no garbage, for which DeepSpeed looks whenever it shards weights.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # of a terminal, which reaches the parent, too
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(nowhere, output)
+    from dstrain.engine.start import import_deepspeed
+    import_deepspeed()
+    gc.freeze()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)

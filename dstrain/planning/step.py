@@ -1,0 +1,155 @@
+"""A few steps of training under a watch: what a rank holds and when, what it exchanges, what it computes again.
+
+The steps are the loop's own, with the run's engines and averages, whether these are real or pretended.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from dstrain.bench.sides import NoTracker, Repeated
+from dstrain.engine.ema.shadow import EmaShadow
+from dstrain.engine.engines import Engines
+from dstrain.engine.planning.memory_kinds import gradients, kept, makers, secondary
+from dstrain.engine.settings import stage
+from dstrain.planning.counts import Collective
+from dstrain.planning.watch import Watch
+from dstrain.recipe import Run
+from dstrain.systems.base import System
+from dstrain.train import take_step
+
+# Steps before the one that counts. The first one makes the moments, and from it ZeRO-3 learns the order of the weights,
+# by which it fetches them ahead in the second.
+_WARM = {0: 1, 1: 1, 2: 1, 3: 2}
+_EVERY = 16                  # a penalty that comes every 1, 2, 4, 8 or 16 steps falls on the step that counts
+_LATE = 4096                 # steps among which the one that counts is looked for
+
+MADE_IN_A_STEP = ("other", "activations", "working")      # kinds of what has no owner that is known yet
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes by kind on this rank, and the rest of one optimizer step.
+
+    kept        between steps
+    passes      when most bytes are alive in the forward and backward passes
+    update      when most are in the optimizer's steps
+    begun       what was exchanged, and computed again, before each micro-batch
+    """
+
+    kept: dict[str, int]
+    passes: dict[str, int]
+    update: dict[str, int]
+    collectives: tuple[Collective, ...]
+    recomputed: float
+    begun: list[tuple[tuple[Collective, ...], float]] = field(default_factory=list)
+
+
+def measure(run: Run, settings: dict[str, Any], system: System,
+            engines_of: Callable[..., Engines] = Engines) -> tuple[Measured, Engines, EmaShadow]:
+    """Builds engines and averages and takes a few steps, of which the last counts."""
+    with Watch() as watch:
+        with watch.making("buckets"):                             # what is made here and has no other owner
+            engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
+        ema = EmaShadow(engines.masters, run.ema, system.averaged)
+        with watch.making("inputs"), unset_fake_temporarily():    # captions are read
+            batches = Repeated(system, settings["train_micro_batch_size_per_gpu"],
+                               settings["gradient_accumulation_steps"])
+        watch.mark((tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())),
+                   "frozen")
+        updates: list[int] = []                                   # where they begin and end, in turn
+        begun: list[tuple[tuple[Collective, ...], float]] = []
+        _label(watch, system, engines, updates, begun)
+        last = counted_step(run, system)
+        for number in range(last - _WARM[stage(settings)], last + 1):
+            _settle(watch, engines, ema)
+            begun.clear()
+            begin = watch.now
+            with watch.making("activations"):
+                take_step(max(0, number), run, system, engines, batches, NoTracker())
+            updates.append(watch.now)
+            with watch.making("working"):
+                ema.update(max(0, number), engines.applied())
+            updates.append(watch.now)
+        moments = [begin, *updates, watch.now]
+        spans = list(zip(moments, moments[1:]))                   # passes, update, passes, ..., averages, nothing
+        result = Measured(dict(watch.alive(begin)), dict(watch.peak(spans[::2])), dict(watch.peak(spans[1::2])),
+                          watch.collectives(), watch.recomputed, begun)
+    return result, engines, ema
+
+
+def build(run: Run, settings: dict[str, Any], system: System,
+          engines_of: Callable[..., Engines]) -> tuple[dict[str, int], Engines, EmaShadow]:
+    """Engines and averages without a step, and the bytes of what has an owner, by kind."""
+    with Watch() as watch:
+        engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
+        ema = EmaShadow(engines.masters, run.ema, system.averaged)
+        for masters in engines.masters.values():
+            for moment in masters.kinds:
+                masters.moments(moment)
+        for kind, tensor in kept(engines.masters, ema):
+            watch.mark([tensor], kind, MADE_IN_A_STEP)
+        watch.mark(gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+        sizes = watch.alive()
+    return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
+
+
+def _label(watch: Watch, system: System, engines: Engines, updates: list[int],
+           begun: list[tuple[tuple[Collective, ...], float]]) -> None:
+    """Has the watch know what is made for which purpose. `updates` gets where each optimizer's step begins and ends,
+    `begun` what has been done before each micro-batch.
+    """
+    @contextmanager
+    def encoding() -> Iterator[None]:
+        begun.append((watch.so_far(), watch.recomputed))
+        with watch.making("inputs"):
+            yield
+
+    around(system, "encode", encoding)
+    around(engines, "learn", lambda: watch.making("working"))
+    system.observe = lambda rows: None                            # it would read values
+
+    @contextmanager
+    def updating() -> Iterator[None]:
+        watch.mark(gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+        watch.mark(secondary(engines.masters), "secondary")
+        updates.append(watch.now)
+        yield
+        updates.append(watch.now)
+
+    for masters in engines.masters.values():
+        around(masters, "step", updating)
+        for owner, name, kind in makers(masters):
+            around(owner, name, partial(watch.making, kind))
+
+
+def around(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:
+    """Has a method run within a context from now on."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
+
+    setattr(owner, name, within)
+
+
+def _settle(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
+    """Between two steps: what is alive stays, and has the kind of its owner; counts begin anew."""
+    for kind, tensor in kept(engines.masters, ema):
+        watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
+    watch.mark(gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
+    watch.mark_rest("other", MADE_IN_A_STEP)
+    watch.collectives()
+    watch.recomputed = 0.0
+
+
+def counted_step(run: Run, system: System) -> int:
+    """A late step that costs as much, and in which as many terms are due, as any."""
+    late = range(run.steps - 1, max(run.steps - 1 - _LATE, -1), -1)
+    return max(late, key=lambda step: (system.workload(step), step % _EVERY == 0))

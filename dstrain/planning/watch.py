@@ -1,0 +1,139 @@
+"""Watches a step: which tensors are alive when most bytes are, what goes between ranks, what is computed again.
+
+It sees every operation, and so every storage from the operation that makes it to its end, on real devices as with
+tensors that hold no values.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dstrain.planning.counts import Collective
+from dstrain.tracking.flops import operations
+
+_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "allgather_base": "all_gather",
+          "allgather_into_tensor_coalesced": "all_gather", "reduce_scatter_base": "reduce_scatter",
+          "reduce_scatter_tensor_coalesced": "reduce_scatter", "alltoall_base": "all_to_all", "alltoall": "all_to_all"}
+
+
+def _computes_again() -> bool:
+    """Whether an operation of a backward pass is one of a forward pass that model.recompute repeats.
+
+    Such passes build a graph. The linear layers of ZeRO-3 compute in a function of their own, within which none is
+    built: there the hook tells that torch.utils.checkpoint puts around a repetition.
+    """
+    return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+class Watch(TorchDispatchMode):
+    """Every storage that operations make inside, its size, and its kind: that of `kind` at its making, or of `mark`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.kinds = "other", {}                       # now; of every storage, by number
+        self.recomputed = 0.0
+        self._numbers: dict[int, int] = {}                        # of living storages, by address
+        self._references: dict[int, Any] = {}
+        self._events: list[tuple[int, int]] = []                  # number of a storage, bytes that it adds or frees
+        self._calls: Counter[tuple[str, int]] = Counter()
+        self._bytes: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].device                                 # asked more often than anything else is done
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._count(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
+        elif self.kind == "working" and _computes_again():
+            self.recomputed += operations(func, args, kwargs or {}, out)
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":     # is_meta would be an operation, too
+                self.see(tensor)
+        return out
+
+    def see(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage, which is noticed here if no operation has made it inside."""
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self._numbers:
+            number = self._numbers[address] = len(self.kinds)
+            self.kinds[number] = self.kind
+            self._references[address] = weakref.ref(storage, lambda _: self._gone(address, size))
+            self._events.append((number, size))
+        return self._numbers[address]
+
+    def _gone(self, address: int, size: int) -> None:
+        del self._references[address]
+        self._events.append((self._numbers.pop(address), -size))
+
+    def mark(self, tensors: Iterable[Tensor], kind: str, instead_of: tuple[str, ...] = ()) -> None:
+        """Gives the storages of tensors a kind; with `instead_of`, those that are of one of these."""
+        for number in set(map(self.see, tensors)):
+            if not instead_of or self.kinds[number] in instead_of:
+                self.kinds[number] = kind
+
+    @contextmanager
+    def making(self, kind: str) -> Iterator[None]:
+        """What is made inside is of this kind."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def alive(self, until: int | None = None) -> Counter[str]:
+        """Bytes by kind, now or after the first `until` events."""
+        totals: Counter[str] = Counter()
+        for number, size in self._events[:until]:
+            totals[self.kinds[number]] += size
+        return +totals
+
+    @property
+    def now(self) -> int:
+        """The number of events so far."""
+        return len(self._events)
+
+    def peak(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
+        """Bytes by kind when they are most, in spans of events."""
+        totals = list(accumulate((size for _, size in self._events), initial=0))
+        moments = (range(begin, end + 1) for begin, end in spans)
+        return self.alive(max(chain.from_iterable(moments), key=totals.__getitem__))
+
+    def mark_rest(self, kind: str, instead_of: tuple[str, ...]) -> None:
+        """Gives all that is alive and of one of these kinds another one."""
+        for number in self._numbers.values():
+            if self.kinds[number] in instead_of:
+                self.kinds[number] = kind
+
+    def _count(self, name: str, args: tuple) -> None:
+        groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+        ranks = dist.ProcessGroup.unbox(groups[0]).size() if groups else dist.get_world_size()
+        for tensor in tree_leaves(args[:2]):
+            if isinstance(tensor, Tensor):
+                self.mark([tensor], "buckets", ("working",))
+        sides = [sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args[:2]]
+        operation = _NAMES.get(name, name)
+        self._calls[operation, ranks] += 1
+        self._bytes[operation, ranks] += max(sides)
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """What went between ranks since the last call."""
+        found = self.so_far()
+        self._calls.clear()
+        self._bytes.clear()
+        return found
+
+    def so_far(self) -> tuple[Collective, ...]:
+        """The same, and the count goes on."""
+        return tuple(Collective(operation, calls, self._bytes[operation, ranks], ranks)
+                     for (operation, ranks), calls in sorted(self._calls.items()) if ranks > 1 and calls)

@@ -1,0 +1,179 @@
+"""Drawing and scoring by all ranks together.
+
+Samples are drawn in chunks of a fixed size, dealt to the ranks in turn. So every rank calls the networks equally often,
+which ZeRO-3 needs, and a seed's picture does not depend on the number of ranks.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dstrain.distributed import group
+from dstrain.systems.base import Batch, Nets, Request, System, Terms
+
+
+@contextmanager
+def resting(nets: Nets) -> Iterator[None]:
+    """Inside, the networks are in evaluation mode, without dropout; afterwards in the mode they had."""
+    modes = [(module, module.training)
+             for net in nets.values() if isinstance(net, nn.Module) for module in net.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def draw(system: System, nets: Nets, request: Request, chunk: int,
+         device: torch.device | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and what System.sample makes
+    of them, (n, ...).
+
+    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks.
+    """
+    total, world = len(request.seeds), group.world()
+    for round, (_, images) in enumerate(draw_own(system, nets, request, chunk, device)):
+        images = group.gather(images).cpu()
+        numbers = round * chunk * world + torch.arange(chunk * world)
+        yield numbers[numbers < total], images[numbers < total]
+
+
+@torch.no_grad()
+def draw_own(system: System, nets: Nets, request: Request, chunk: int,
+             device: torch.device | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """As `draw`, but each rank has the `chunk` samples of its own turn, on its device.
+
+    The last ones may be numbered beyond the request's: they repeat others, so that all ranks call the networks alike.
+    """
+    total, world, device = len(request.seeds), group.world(), device or group.device()
+    for begin in range(0, total, chunk * world):
+        numbers = begin + group.rank() * chunk + torch.arange(chunk)
+        index = numbers % total
+        conditions = {name: value[index].to(device) for name, value in request.conditions.items()}
+        own = replace(request, seeds=request.seeds[index].to(device), conditions=conditions)
+        with resting(nets):
+            images = system.sample(nets, own)
+        yield numbers, images
+
+
+def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None) -> Tensor:
+    """All samples of a request at once, (N, ...) on the CPU."""
+    return torch.cat([images for _, images in draw(system, nets, request, chunk, device)])
+
+
+def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
+    """As `draw_all`, on the host of rank 0 alone; None on the others. No rank's GPU holds more than its own samples."""
+    rounds = [group.rows_to_first(images, shares(len(request.seeds), number, chunk))
+              for number, (_, images) in enumerate(draw_own(system, nets, request, chunk))]
+    return None if rounds[0] is None else torch.cat(rounds)
+
+
+def shares(total: int, round: int, chunk: int) -> list[int]:
+    """How many of a round's samples are each rank's; what its chunk holds beyond repeats others."""
+    first = round * chunk * group.world()
+    return [min(max(total - first - rank * chunk, 0), chunk) for rank in range(group.world())]
+
+
+@torch.no_grad()
+def picture_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
+    """The system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the host of rank 0; None elsewhere.
+    """
+    pictures: dict[str, list[Tensor | None]] = {}
+    total, world = len(batch["key"]), group.world()
+    for round, begin in enumerate(range(0, total, chunk * world)):
+        index = (begin + group.rank() * chunk + torch.arange(chunk)) % total
+        rows = {name: values[index].to(group.device()) for name, values in batch.items() if name != "valid"}
+        with resting(nets):
+            for name, images in system.pictures(nets, system.encode(rows)).items():
+                pictures.setdefault(name, []).append(group.rows_to_first(images, shares(total, round, chunk)))
+    return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
+
+
+def class_columns(request: Request, most: int = 20) -> int | None:
+    """The number of classes, as columns of a grid, where the labels repeat in turn: then each class has a column.
+
+    None where they do not repeat so, or there is one class, or more than `most`.
+    """
+    labels = request.conditions.get("label")
+    count = 0 if labels is None else len(labels.unique())
+    if not 1 < count <= most or count >= len(request.seeds):
+        return None
+    return count if torch.equal(labels[count:], labels[:-count]) else None
+
+
+@dataclass
+class Means:
+    """Sums over valid samples, by (kind, name) float64 (3, K) on the CPU: of values, their squares and their number.
+
+    The kinds are figures, of terms (B,); curves, of terms (B, K); and quarters, of figures by quarter of the timesteps.
+    """
+
+    sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    timesteps: list[int] | None = None                                   # of the columns of curves
+    nonfinite: int = 0                                                   # samples
+
+    def add(self, terms: Terms, valid: Tensor) -> None:
+        valid, terms = valid.cpu(), {name: values.cpu() for name, values in terms.items() if values.ndim}
+        quartile, timestep = terms.pop("quartile", None), terms.pop("timestep", None)
+        if timestep is not None:
+            self.timesteps = timestep[0].tolist()
+        for name, values in terms.items():
+            values = values.double().view(len(valid), -1)                                         # (B, K)
+            self._sum("figures" if terms[name].ndim == 1 else "curves", name, values, valid[:, None])
+            if quartile is not None and terms[name].ndim == 1:
+                self._sum("quarters", name, values, valid[:, None] & (quartile[:, None] == torch.arange(4)))
+        finite = torch.stack([values.view(len(valid), -1).isfinite().all(1) for values in terms.values()]).all(0)
+        self.nonfinite += int((valid & ~finite).sum())
+
+    def _sum(self, kind: str, name: str, values: Tensor, counted: Tensor) -> None:
+        values = torch.where(counted, values, 0.0)
+        sums = torch.stack((values.sum(0), values.square().sum(0), counted.expand_as(values).sum(0)))     # (3, K)
+        self.sums[kind, name] = self.sums.get((kind, name), 0) + sums
+
+    def result(self) -> dict[str, Any]:
+        """Over all ranks, which have all added the same names: figures and standard_errors {name: float}, curves
+        {name: (K,)} and quarters {name: (4,)} float64, timesteps and nonfinite_samples.
+        """
+        names = list(self.sums)
+        flat = torch.cat([*(self.sums[name].flatten() for name in names), torch.tensor([self.nonfinite]).double()])
+        flat = group.total(flat.to(group.device())).cpu()
+        result: dict[str, Any] = {"figures": {}, "standard_errors": {}, "curves": {}, "timesteps": self.timesteps,
+                                  "quarters": {}, "nonfinite_samples": int(flat[-1])}
+        for (kind, name), part in zip(names, flat[:-1].split([self.sums[name].numel() for name in names])):
+            total, squares, count = part.view(3, -1)
+            means = total / count
+            result[kind][name] = means
+            if kind == "figures":
+                variance = (squares / count - means.square()).clamp(min=0) / (count - 1)
+                result[kind][name], result["standard_errors"][name] = means.item(), variance.sqrt().item()
+        return result
+
+
+@torch.no_grad()
+def score(system: System, nets: Nets, batches: Iterable[Batch],
+          curves: dict[str, list[float]] | None = None) -> dict[str, float]:
+    """Means over held-out samples of the system's evaluation terms, the same for any world size.
+
+    A batch's `valid` bool (B,) is False for the repetitions that fill up a rank's last batch. `curves` receives the
+    means of terms (B, K), such as the use of each token. A sample whose term is not finite makes that mean so;
+    `nonfinite_samples` is the number of such samples, unless it is 0.
+    """
+    means = Means()
+    for batch in batches:
+        valid = batch.pop("valid")
+        with resting(nets):
+            terms = system.evaluate(nets, system.encode(batch))
+        means.add({name: values for name, values in terms.items()
+                   if values.shape[:1] == valid.shape and values.ndim <= 2 and name != "quartile"}, valid)
+    result = means.result()
+    if curves is not None:
+        curves |= {name: mean.tolist() for name, mean in result["curves"].items()}
+    bad = result["nonfinite_samples"]                                    # a mean that such a sample enters is NaN
+    figures = dict(sorted(result["figures"].items())) | system.digest(result["curves"])
+    return figures | ({"nonfinite_samples": bad} if bad else {})

@@ -1,0 +1,151 @@
+"""The files that launch/generate.py writes, round by round: the ranks share the single files, rank 0 writes the rest.
+
+    samples/000000.png              pictures; of videos .gif and .mp4. With a caption 000000-a-sneaker-moving-left.gif.
+                                    The folder holds nothing else: tools that score a folder take all of it
+    grid.png, grid.gif              the first of them; of videos the .png shows frames side by side
+    samples_NxHxWx3.npz             arr_0, as ADM's evaluator reads it, of videos (N, T, H, W, 3); arr_1, the labels
+                                    int64 (N,) of a class-conditional run; prompts, where there were texts
+    prompts.txt, captions.jsonl     the texts, and which file of samples/, seed and frames belong to them
+    embeddings.npy                  of a prior, instead of all pictures
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, count
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain.data.files.listing import SAMPLES
+from dstrain.distributed import group
+from dstrain.recipe import ConfigError
+from dstrain.sampling.scenes import Scene
+from dstrain.tracking.pictures import Album, grid, on_white, save_png
+from dstrain.tracking.videos import FPS, film, film_grid, safe_name, save_gif, save_mp4, strip
+
+FORMATS = ("gif", "mp4")
+_IN_GRID = 256                                    # pictures
+_CLIPS_IN_GRID = 64                               # clips
+
+
+@dataclass(frozen=True)
+class About:
+    """What is written beside the samples."""
+
+    num: int
+    seed: int = 0
+    columns: int | None = None                    # of the grid
+    labels: Tensor | None = None                  # int64 (num,)
+    captions: Sequence[str] | None = None         # one a sample
+    scenes: Sequence[Scene] | None = None         # of every sample
+    files: bool = True                            # one for each sample, too
+    formats: Sequence[str] = FORMATS              # of videos
+    fps: int = FPS
+
+    def stem(self, number: int) -> str:
+        """The name of a sample's files."""
+        caption = safe_name(self.captions[number]) if self.captions else ""
+        return f"{self.seed + number:06d}" + (f"-{caption}" if caption else "")
+
+
+class Pictures:
+    """uint8 (n, C, H, W) or (n, T, C, H, W); every rank gives all of them."""
+
+    def __init__(self, out: Path, about: About) -> None:
+        self.out, self.about = out, about
+        self.first: list[Tensor] = []
+        self.album: Album | None = None
+        self.videos = False
+
+    def add(self, numbers: Tensor, samples: Tensor) -> None:
+        """Adds the next samples, in order."""
+        if samples.ndim == 5 and samples.shape[1] == 1:
+            samples = samples[:, 0]
+        self.videos = samples.ndim == 5
+        for number, sample in zip(numbers.tolist(), samples) if self.about.files else ():
+            if number % group.world() == group.rank():
+                self._save(self.out / SAMPLES / self.about.stem(number), sample)
+        if group.rank() == 0:
+            if sum(map(len, self.first)) < (_CLIPS_IN_GRID if self.videos else _IN_GRID):
+                self.first.append(samples)
+            # The layout of ADM's evaluator: channels last, grey repeated.
+            samples = on_white(samples)
+            array = samples.expand(*samples.shape[:-3], 3, *samples.shape[-2:]).movedim(-3, -1).contiguous().numpy()
+            self.album = self.album or Album(self.out, (self.about.num, *array.shape[1:]))
+            self.album.add(array)
+
+    def _save(self, stem: Path, sample: Tensor) -> None:
+        if not self.videos:
+            save_png(f"{stem}.png", sample.permute(1, 2, 0).numpy())
+            return
+        frames = film(sample)
+        for kind in self.about.formats:
+            {"gif": save_gif, "mp4": save_mp4}[kind](f"{stem}.{kind}", frames, self.about.fps)
+
+    def close(self) -> None:
+        """Writes what belongs to all of them; the .npz comes last."""
+        if group.rank() != 0:
+            return
+        about, first = self.about, torch.cat(self.first)[:_CLIPS_IN_GRID if self.videos else _IN_GRID]
+        captions = about.captions and about.captions[:len(first)]
+        if self.videos:
+            save_gif(self.out / "grid.gif", film_grid(first, about.columns, captions), about.fps)
+        save_png(self.out / "grid.png", strip(first, captions) if self.videos else grid(first, about.columns, captions))
+        arrays = {} if about.labels is None else {"arr_1": about.labels.cpu().numpy().astype(np.int64)}
+        if about.captions:
+            _write_prompts(self.out, [scene.caption for scene in about.scenes] if about.scenes else about.captions)
+            kind = (about.formats[0] if self.videos else "png") if about.files else None
+            lines = ({"file": kind and f"{about.stem(number)}.{kind}", "caption": caption, "seed": about.seed + number}
+                     | ({"scenes": [asdict(scene) for scene in about.scenes]} if about.scenes else {})
+                     for number, caption in enumerate(about.captions))
+            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            (self.out / "captions.jsonl").write_text(text, encoding="utf-8")
+            arrays["prompts"] = np.array(about.captions)
+        self.album.close(**arrays)
+
+
+class Embeddings:
+    """float32 (n, D), and the texts that they were drawn for."""
+
+    def __init__(self, out: Path, about: About) -> None:
+        self.out, self.about, self.rows = out, about, []
+
+    def add(self, numbers: Tensor, embeddings: Tensor) -> None:
+        """Adds the next samples, in order."""
+        self.rows.append(embeddings)
+
+    def close(self) -> None:
+        """Writes all samples."""
+        if group.rank() == 0:
+            np.save(self.out / "embeddings.npy", torch.cat(self.rows).float().numpy())
+            if self.about.captions:
+                _write_prompts(self.out, self.about.captions)
+
+
+def _write_prompts(out: Path, texts: Sequence[str]) -> None:
+    (out / "prompts.txt").write_text("".join(f"{' '.join(text.split())}\n" for text in texts), encoding="utf-8")
+
+
+def folder_for(out: Path | None, parent: Path) -> Path:
+    """The folder to write into: `out`, or the first of PARENT/generated, generated_2, ... that is unused.
+
+    ConfigError: `out` cannot be written, or holds samples already.
+    """
+    def used(path: Path) -> bool:
+        # Pictures alone are those of a command that was stopped: they would mix with others.
+        return path.is_dir() and any(chain(path.glob("samples_*.npz"), path.glob("embeddings.npy"),
+                                           path.glob(f"{SAMPLES}/*")))
+
+    if out is None:
+        names = chain(["generated"], (f"generated_{number}" for number in count(2)))
+        return next(parent / name for name in names if not used(parent / name))
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out} cannot be made below {existing}: name a folder that can be written")
+    if used(out):
+        raise ConfigError(f"--out {out} holds samples already: name another folder, or empty it")
+    return out

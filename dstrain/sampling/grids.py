@@ -1,0 +1,39 @@
+"""The grids that training shows: of samples, and the system's own pictures of data, the same ones every time."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from dstrain.data.batches import held_out
+from dstrain.data.source import Source
+from dstrain.distributed import group
+from dstrain.recipe import Run
+from dstrain.sampling.draw import class_columns, draw_on_first, picture_on_first
+from dstrain.sampling.requests import make_request
+from dstrain.systems.base import Nets, System
+
+
+def grids(run: Run, system: System, nets: Nets, source: Source,
+          micro: int) -> Iterator[tuple[Tensor | None, str, int | None, list[str] | None]]:
+    """Images uint8 (N, ...) on the host of rank 0, None on the others; their name, the grid's columns and captions.
+
+    `source` is what a system begins from that begins from data. At most `micro` samples of a rank in one call.
+    """
+    samples = run.samples
+    chunk = min(micro, -(-samples.num // group.world()))
+    data: dict[str, Tensor] = {}
+    columns = None                                                # the same for all grids, so that they align
+    if system.starts_from_data:                                   # the same samples on every rank
+        data = next(held_out(source, min(samples.num, len(source)), seed=run.seed))
+    if system.generates:
+        request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
+        if data:
+            own = {name: data[name] for name in request.conditions}
+            begin = data["image_embed" if system.takes_embeddings else "image"]
+            request.conditions.update(system.conditions_from(begin) | own)
+        images = draw_on_first(system, nets, request, chunk)
+        columns = class_columns(request)
+        yield images, "samples", columns, captions
+    if data:
+        for name, images in picture_on_first(system, nets, data, chunk).items():
+            yield images, name, columns, None

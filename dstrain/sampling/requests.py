@@ -1,0 +1,60 @@
+"""What to draw: the recipe's `samples` section, and what whoever asks chooses otherwise."""
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dstrain.data.builtin.moving import MOVING
+from dstrain.data.builtin.moving import captions as built_in_captions
+from dstrain.data.builtin.names import name_of
+from dstrain.recipe import ConfigError, Data, Samples
+from dstrain.systems.base import CHOICES, Request, System
+
+# Of commands, for the keys that messages name.
+OPTIONS = {"num_steps: ": "--steps: ", "labels: ": "--labels: ", "guidance_scale: ": "--guidance-scale: "}
+
+
+def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, labels: Sequence[int] | None = None,
+                 prompts: Sequence[str] | None = None, images: Tensor | None = None,
+                 **choices: Any) -> tuple[Request, list[str] | None]:
+    """A request for `num` samples, sample i a function of seed + i, and the texts that they are of, one a sample.
+
+    labels and prompts are repeated to `num`. images: uint8 (N, C, H, W), or frames (N, K, C, H, W), that samples begin
+    from, repeated, too. choices: other fields of `samples`, such as sampler and num_steps. None takes the choice of the
+    recipe. ConfigError: the system does not take what is chosen.
+    """
+    choices = {name: value for name, value in choices.items() if value is not None}
+    samples = samples.model_copy(update=choices)
+    if samples.guidance_scale == 1 and (idle := {"guidance_interval", "guidance_rescale"} & choices.keys()):
+        raise ConfigError(f"--{min(idle).replace('_', '-')} changes nothing at --guidance-scale 1, which is none: "
+                          "give another scale, or leave it out")
+    if num < 1:
+        raise ConfigError(f"{num} samples are asked for: ask for 1 or more")
+    if prompts is None and not labels:
+        prompts = samples.prompts
+    captions = None
+    if prompts is not None and labels:
+        raise ConfigError("--labels: the texts of --prompts say what is drawn; leave one of the two out")
+    if prompts is not None:
+        captions = [*islice(cycle(prompts), num)]
+        conditions = system.conditions_from_texts(captions)
+    else:
+        chosen = samples.labels if labels is None else labels
+        conditions = system.conditions(num, None if chosen is None else tuple(chosen))
+    if images is not None:
+        conditions |= system.conditions_from(images[torch.arange(num) % len(images)])
+    system.check_sampling(samples)
+    return Request(seed + torch.arange(num), conditions, samples.num_steps, system.sampler(samples.sampler) or None,
+                   samples.guidance_scale, num_frames=samples.num_frames, size=samples.size,
+                   **{name: getattr(samples, name) for name in CHOICES}), captions
+
+
+def of_all(samples: Samples, data: Data, system: System) -> Samples:
+    """The section for a set that metrics compare with the data: every class in turn, whatever labels the grids show,
+    and every caption of the built-in clips; of other texts the recipe's prompts. Pictures are squares, as the data's.
+    """
+    prompts = tuple(built_in_captions()) if system.takes_texts and name_of(data) == MOVING else samples.prompts
+    return samples.model_copy(update={"labels": None, "prompts": prompts, "size": None})

@@ -1,0 +1,139 @@
+"""Videos that go on: from given frames, and scene after scene, each from the last frames of the one before.
+
+Notation: a clip has T frames, of which K are given, K = 1 + m * p with p the system's temporal_patch_size. Villegas et
+al. 2022 (Phenaki, arXiv 2210.02399), section 2.2: the tokens of given frames are kept, those behind them are drawn.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain import rng
+from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, read_clip
+from dstrain.data.decode.pixels import read_samples, samples_path
+from dstrain.recipe import ConfigError, Data, reworded
+from dstrain.systems.base import Request, System
+
+_LATEST = 1 - 2 ** -53                            # of read_clip's chances: the last window of a file
+
+
+@dataclass(frozen=True)
+class Length:
+    """Frames of one clip, and how many of them are taken over from what comes before."""
+
+    frames: int
+    primed: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A part of a long clip, its frames first .. first + frames - 1."""
+
+    caption: str
+    first: int
+    frames: int
+
+
+def length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
+    """Frames of a clip, None for the system's longest, and those of them that are given, None for 1 + p.
+
+    Of scenes None stands for 1 given frame: with more, the earlier motion goes on against the text (launch/scenes.md).
+
+    ConfigError: frames that the system's clips cannot have.
+    """
+    unit, frames = system.temporal_patch_size, frames or system.num_frames
+    if (frames - 1) % unit:
+        below = frames - (frames - 1) % unit
+        raise ConfigError(f"--num-frames {frames}: clips of this model have 1 + k * {unit} frames: ask for {below} or "
+                          f"{below + unit}")
+    if frames > system.num_frames:
+        raise ConfigError(f"--num-frames {frames}: clips of this model have {system.num_frames} at most: ask for no "
+                          "more, and go on from the last ones (--scenes)")
+    if primed is None:
+        return Length(frames, 1 + unit if 1 + unit < frames and not scenes else 1)
+    if (primed - 1) % unit or primed >= frames:
+        raise ConfigError(f"--prime-frames {primed}: give 1 + m * {unit} of the {frames} frames, and not all")
+    return Length(frames, primed)
+
+
+def frames_of_scenes(captions: tuple[str, ...], length: Length) -> list[Scene]:
+    """Which frames of the long clip belong to which scene: a frame belongs to the scene that drew it."""
+    ends = [length.frames + number * (length.frames - length.primed) for number in range(len(captions))]
+    return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
+
+
+def go_on(system: System, clips: Tensor, seeds: Tensor, scenes: list[dict[str, Tensor]], primed: int, request: Request,
+          draw: Callable[[Request], Tensor]) -> Tensor:
+    """Clips uint8 (N, T, C, H, W) with further scenes behind them, (N, T', C, H, W).
+
+    scenes: the conditions of each, (N, ...), or (1, ...) for all clips. seeds: int64 (N,), of the first scene; every
+    further scene has seeds of its own, which follow from them. request: steps, sampler and guidance. draw: how N clips
+    are drawn of a request.
+    """
+    for texts in scenes:
+        seeds = rng.keys_of_seeds(seeds)
+        conditions = {name: values.expand(len(clips), *values.shape[1:]) for name, values in texts.items()}
+        conditions |= system.conditions_from(clips[:, -primed:])
+        scene = draw(replace(request, seeds=seeds, conditions=conditions))
+        clips = torch.cat((clips, scene[:, primed:]), dim=1)
+    return clips
+
+
+def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) -> Tensor:
+    """The last frames of a clip or picture, of all in a folder, or of an .npz of samples: uint8 (N, K, C, H, W).
+
+    K is `primed`; where clips are shorter and not `exactly` so many are needed, the most 1 + m * unit that all have.
+    Clips and pictures are scaled and cropped to the run's size, as its data are. ConfigError names the file that cannot
+    be read, is too short, or an .npz of another size.
+    """
+    path = samples_path(path)
+    if path.suffix == ".npz":
+        clips = _of_npz(path, data)
+    else:
+        clips = [_read(file, data, primed) for file in _files(path)]
+    shortest = min(map(len, clips))
+    if exactly and shortest < primed:
+        raise ConfigError(f"--prime {path}: there are {shortest} frames, and --prime-frames {primed} are to be given: "
+                          "give a longer clip, or fewer frames")
+    count = min(primed, shortest - (shortest - 1) % unit)
+    return torch.stack([clip[-count:] for clip in clips])
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in (*VIDEOS, *PICTURES))
+    # generate writes each clip as a GIF, which is exact, and as an MP4.
+    files = [file for file in files if file.suffix != ".mp4" or file.with_suffix(".gif") not in files]
+    if not files:
+        raise ConfigError(f"--prime {path} holds no video and no picture: give files such as .mp4, .gif or .png")
+    return files
+
+
+def _read(file: Path, data: Data, most: int) -> Tensor:
+    try:
+        clip, real, _ = read_clip(file, Cut(most, *_size(data), data.channels), _LATEST)
+    except Exception as error:                    # a hostile file may raise anything
+        raise ConfigError(f"--prime {file} cannot be read ({' '.join(str(error).split())[:150]}): give a video or a "
+                          "picture") from None
+    return clip[:real]
+
+
+def _of_npz(path: Path, data: Data) -> Tensor:
+    with reworded("--prime "):
+        array = read_samples(path)
+    array = array[:, None] if array.ndim == 4 else array
+    size = _size(data)
+    if array.dtype != np.uint8 or array.ndim != 5 or array.shape[2:4] != size or array.shape[4] != 3 or not len(array):
+        raise ConfigError(f"--prime {path}: arr_0 is {array.dtype} {array.shape}, and this run goes on from uint8 "
+                          f"(N, T, {size[0]}, {size[1]}, 3)")
+    channels = array[..., :1] if data.channels == 1 else array          # grey is written as three equal channels
+    return torch.from_numpy(channels).permute(0, 1, 4, 2, 3)
+
+
+def _size(data: Data) -> tuple[int, int]:
+    return data.height or data.image_size, data.image_size

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, wandb, TensorBoard, plots and the report."""

@@ -1,0 +1,135 @@
+"""Model FLOPs utilization: the useful floating-point operations of a step over what the chips could do meanwhile.
+
+Useful is what the losses of the parts that learn compute, forward and backward, by torch's own formulas. Not counted:
+recomputation in the backward pass, the frozen networks of `encode`, optimizer and averages. The count runs on the meta
+device, whose tensors have shapes and no values: it takes about a second once, and no memory.
+"""
+
+import copy
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from dstrain.data.batches import placed
+from dstrain.distributed import group
+from dstrain.recipe import Run
+from dstrain.systems.base import System
+from dstrain.tracking.hardware import known_rate
+
+_SAMPLES = 2                                     # of a count; operations grow with the number of samples
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SAME = {torch.ops.aten.addmm_: torch.ops.aten.addmm}       # operations that torch has no formula for
+
+
+class Utilization:
+    """Figures of an interval of training. On the CPU, whose rate belongs to no rank alone, and on ranks that write no
+    report there are none. A system whose loss needs values is not counted, and a warning says so.
+
+    precision: what the networks compute in, fp32, bf16 or fp16.
+    """
+
+    def __init__(self, run: Run, system: System, precision: str) -> None:
+        self._run, self._system, self._flops = run, system, {}
+        counts = group.device().type == "cuda" and group.rank() == 0
+        self._rate = chip_rate(group.device(), _DTYPES[precision]) if counts else None
+
+    def figures(self, first: int, done: int, seconds: float) -> dict[str, float]:
+        """tflops, of one rank, and mfu, its share of the chip's rate: `seconds` of steps `first` + 1 to `done`."""
+        if self._rate is None:
+            return {}
+        try:
+            work = sum(self._of_step(step) for step in range(first, done)) / group.world()
+        except (RuntimeError, TypeError, ValueError) as error:   # as commands/probe.py meets them on the meta device
+            warnings.warn(f"mfu is not reported, since the operations of a step cannot be counted: {error}")
+            self._rate = None
+            return {}
+        return {"tflops": work / seconds / 1e12, "mfu": work / seconds / self._rate}
+
+    def _of_step(self, step: int) -> float:
+        kind = self._system.turns(step), self._system.workload(step)
+        if kind not in self._flops:
+            self._flops[kind] = step_flops(self._system, self._run.batch.global_, step)
+        return self._flops[kind]
+
+
+def step_flops(system: System, batch: int, step: int = 0) -> float:
+    """Useful operations of one step over `batch` samples, on all ranks together. The system stays as it is.
+
+    RuntimeError, TypeError, ValueError: the system's code asks for values, which tensors of the meta device lack.
+    """
+    with torch.random.fork_rng(devices=[]):
+        samples = system.synthetic(_SAMPLES)
+    system, meta = _on_meta(system), torch.device("meta")
+    samples |= {"position": torch.arange(_SAMPLES), "step": torch.full((_SAMPLES,), step)}
+    with torch.random.fork_rng(devices=[]), meta:
+        networks = system.networks()
+        with torch.no_grad():
+            example = placed(system.encode(placed(samples, meta)), meta)
+        with _Useful() as useful:
+            for part in system.turns(step):
+                for name, network in networks.items():           # as in a turn: only this part learns
+                    network.requires_grad_(name == part)
+                useful.backward = False
+                loss = system.loss(part, networks, example)["loss"]
+                useful.backward = True
+                loss.backward()
+    return useful.flops * batch / _SAMPLES
+
+
+class _Useful(TorchDispatchMode):
+    """Sums the operations of what runs inside, without what the backward pass recomputes.
+
+    Backward formulas run without gradient, and what is computed again does so with it, since it is derived again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.backward = 0, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not (self.backward and torch.is_grad_enabled()):
+            self.flops += operations(func, args, kwargs or {}, out)
+        return out
+
+
+def operations(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of a call of aten, by torch's formulas; 0 of all but products and attention."""
+    formula = flop_registry.get(_SAME.get(func._overloadpacket, func._overloadpacket))
+    return formula(*args, **kwargs, out_val=out) if formula is not None else 0
+
+
+def _on_meta(system: System) -> System:
+    """A copy of a system whose frozen networks have shapes and no values."""
+    tensors = [tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())]
+    memo = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
+    memo |= {id(tensor): torch.nn.Parameter(memo[id(tensor)], tensor.requires_grad) for tensor in tensors
+             if isinstance(tensor, torch.nn.Parameter)}
+    return copy.deepcopy(system, memo)
+
+
+def chip_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Dense operations a second of a device in a precision: the maker's figure, or what a product of matrices reaches
+    where the device is not listed. float32 is that of TF32 where torch is allowed to use it.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return known_rate(name, dtype, torch.get_float32_matmul_precision() != "highest") or matmul_rate(device, dtype)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
+    """Operations a second of the best of several square products of random data; some tens of milliseconds."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    seconds = []
+    for _ in range(6):
+        wait()
+        begun = time.perf_counter()
+        a @ b
+        wait()
+        seconds.append(time.perf_counter() - begun)
+    return 2 * size ** 3 / min(seconds)

@@ -1,0 +1,80 @@
+"""On what a command runs, and by which code: for the records of a run."""
+
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain import __version__
+from dstrain.distributed import group
+
+_LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "numpy")
+
+
+def machine() -> dict[str, Any]:
+    """Ranks, device, host, versions and git commit of this command; of rank 0 where machines differ."""
+    versions = {"dstrain": __version__, "python": platform.python_version(), "cuda": torch.version.cuda}
+    for library in _LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[library] = importlib.metadata.version(library)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    return {"world": group.world(), "device": device, "host": socket.gethostname(), "cores": os.cpu_count(),
+            "versions": {library: version for library, version in versions.items() if version}} | commit()
+
+
+def commit(package: Path = Path(__file__).parents[1]) -> dict[str, Any]:
+    """`commit` that is checked out of the code that runs, and whether it is `dirty`: changed since, or joined by files
+    that git neither has nor ignores. Empty where git does not know the package.
+    """
+    def git(*words: str) -> str:
+        # Without the lock by which `status` would write down what it has seen: somebody may commit at this moment.
+        return subprocess.run(["git", "--no-optional-locks", "-C", package.parent, *words], check=True, timeout=10,
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace").stdout
+
+    try:
+        git("ls-files", "--error-unmatch", f"{package.name}/__init__.py")    # else the repository is somebody else's
+        changed = git("status", "--porcelain", "--", package.name, "launch", "ds_configs")
+        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(changed.strip())}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def memory() -> str:
+    """What this process holds, and what is free: a line for a person."""
+    own = torch.cuda.is_available()
+    held = torch.cuda.memory_allocated() if own else _kilobytes().get("VmRSS", 0) * 1000
+    return f"memory: rank {group.rank()} holds {held / 1e9:.2f} GB{' of its GPU' if own else ''}; {free()}"
+
+
+def free() -> str:
+    """What is free for this process: of its GPU, or of the machine."""
+    if torch.cuda.is_available():
+        left, total = torch.cuda.mem_get_info(group.device())
+        return f"{left / 1e9:.2f} of the GPU's {total / 1e9:.2f} GB are free"
+    left, total = (_kilobytes().get(name, 0) / 1e6 for name in ("MemAvailable", "MemTotal"))
+    return f"{left:.2f} of {total:.2f} GB of this machine are free"
+
+
+def _kilobytes() -> dict[str, int]:
+    """What Linux tells of the machine's memory and of this process's, by its names."""
+    sizes = {}
+    with suppress(OSError):
+        for path in ("/proc/meminfo", "/proc/self/status"):
+            for name, _, value in (line.partition(":") for line in Path(path).read_text().splitlines()):
+                if value.split() and value.split()[0].isdigit():
+                    sizes[name] = int(value.split()[0])
+    return sizes
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "cpu"

@@ -1,0 +1,84 @@
+"""RUN/report.html while a run trains: a process of its own writes it, with low priority, so that no step waits."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from dstrain.distributed.progress import phases
+
+
+class Page:
+    """Starts `python -m dstrain.tracking.report FOLDER` every `every` steps; 0 is never. A fault becomes one note."""
+
+    def __init__(self, folder: Path, every: int, done: int, note: Callable[[str], None]) -> None:
+        self._folder, self._every, self._note = folder.absolute(), every, note
+        self._written = self._ended_at = done        # the steps of the last page, and of the last one that was an end
+        self._starter: subprocess.Popen | None = None    # of the writer at work, whose group bears its number
+        self._errors: IO[bytes] | None = None
+        self._failed = False
+
+    def at(self, done: int) -> None:
+        """Starts the writer where it is due after `done` steps, unless the last one is still at work."""
+        if self._every and done // self._every > self._written // self._every and self._ended():
+            self._start(done, niceness=19)
+
+    def finish(self, done: int, seconds: float) -> None:
+        """Writes the page of the last step, in place of an earlier one that is being written, and waits for it, at most
+        `seconds`.
+
+        A writer that takes longer goes on beside the end of the run; under Slurm, which ends a job's processes with its
+        last rank, the page then stays the earlier one.
+        """
+        if self._every and done > self._ended_at:
+            self._ended_at = done
+            phases().at("writing report.html")
+            if not self._ended():
+                os.killpg(self._starter.pid, signal.SIGKILL)
+                self._forget()
+            self._start(done, niceness=0)
+            if not self._ended(seconds):
+                self._note(f"report.html is still being written after {seconds:g} s, which goes on beside the end")
+
+    def _start(self, done: int, niceness: int) -> None:
+        self._written = done
+        try:
+            self._errors = tempfile.TemporaryFile()
+            root = str(Path(__file__).resolve().parents[2])          # a script in launch/ may find dstrain by itself
+            path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+            # In a session of its own: Ctrl-C in the terminal is for the training.
+            self._starter = subprocess.Popen(
+                [sys.executable, "-m", "dstrain.tracking.report", str(self._folder), str(niceness)],
+                env=os.environ | {"PYTHONPATH": path}, start_new_session=True, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=self._errors)
+        except OSError as error:
+            self._fault(str(error))
+
+    def _ended(self, seconds: float = 0.0) -> bool:
+        """Whether no writer is at work, waiting for it at most as long: it holds its output open until its end."""
+        if self._starter is None:
+            return True
+        if not select.select([self._starter.stdout], [], [], seconds)[0]:
+            return False
+        if self._starter.stdout.read() != b"written":
+            self._errors.seek(0)
+            lines = self._errors.read().decode("utf-8", "replace").split("\n")
+            self._fault(next((line.strip() for line in reversed(lines) if line.strip()), "its process was ended"))
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
+        self._errors.close()
+        self._starter.stdout.close()
+        self._starter.wait()
+        self._starter = None
+
+    def _fault(self, reason: str) -> None:
+        if not self._failed:
+            self._failed = True
+            self._note(f"report.html was not written, and training goes on: {reason}")

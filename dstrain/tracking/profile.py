@@ -1,0 +1,75 @@
+"""What `launch/train.py --profile A:B[:N]` writes: where the time and the memory of some steps went.
+
+    profile/steps_A-B_rank_R.json.gz       torch's profiler, for chrome://tracing and ui.perfetto.dev
+    profile/memory_A-B_rank_R.pickle       every allocation on the GPU with its stack, for pytorch.org/memory_viz
+
+of the B - A steps after step A, of rank 0 and of every N-th one after it (N: 1).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain.distributed import group
+
+_ALLOCATIONS = 200_000                           # that a snapshot of memory goes back
+
+
+class Profile:
+    """Records the window once, while `at` is called after each step; not where a run goes on from within or behind it.
+
+    window: A, B and N; None records nothing. done: steps that are done already. note: writes a line into the log, of
+    rank 0 alone.
+    """
+
+    def __init__(self, folder: Path, window: tuple[int, int, int] | None, done: int,
+                 note: Callable[[str], None]) -> None:
+        self._folder, self._note = folder / "profile", note
+        self._first, self._last, ranks = window or (0, 0, 1)
+        self._waits = group.rank() % ranks == 0 and done <= self._first
+        self._profiler: Any = None
+        if window and done > self._first:         # the same command again, as a queue types it
+            note(f"--profile: steps {self._first + 1} to {self._last} are not recorded: the run goes on from step "
+                 f"{done}")
+        self.at(done)
+
+    def at(self, done: int) -> None:
+        """Begins or ends the record, where it is time."""
+        if self._waits and self._first <= done < self._last:
+            self._begin()
+        elif self._profiler is not None and done >= self._last:
+            self.close()
+
+    def _begin(self) -> None:
+        self._waits = False
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.synchronize()              # else the trace begins with kernels of the step before
+            torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profiler.start()
+
+    def close(self) -> None:
+        """Ends a record and writes it, also of a run that ends before step B. Training goes on where it cannot."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        profiler.stop()
+        name = f"{self._first}-{self._last}_rank_{group.rank()}"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(self._folder / f"steps_{name}.json.gz"))
+            if torch.cuda.is_available():
+                torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_{name}.pickle"))
+        except (OSError, RuntimeError) as error:
+            self._note(f"--profile: {self._folder} cannot be written: {error}; training goes on")
+        else:
+            self._note(f"--profile: steps {self._first + 1} to {self._last} are in {self._folder}")
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.memory._record_memory_history(enabled=None)

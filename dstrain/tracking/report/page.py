@@ -1,0 +1,199 @@
+"""report.html: one file that opens offline, with plotly's curves, pictures as data: URLs, and all texts escaped."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dstrain import __version__
+from dstrain.disk import atomic
+from dstrain.recipe import ConfigError, as_text, write_errors
+from dstrain.tracking.figures import duration
+from dstrain.tracking.report import metrics, pictures
+from dstrain.tracking.report.record import Record, read
+
+_POINTS = 300_000                            # of all curves together: some 5 MB of text
+_PER_CURVE = 2000                            # two for each pixel of a wide chart
+_PICTURE_BYTES = 12 << 20                    # of all pictures together, before base64
+_GRIDS = 200                                 # pictures of all kinds and runs together, or a few more
+_MOST_MARKS = 200
+_SHOWN = 200                                 # lines of a log, and of bad files
+_QUARTER = re.compile(r"(.*)_q([0-3])")
+_FIRST = ("loss", "held_out/loss", "lr", "grad_norm", "samples_per_second")      # the order of the charts begins so
+_COLORS = ("#1f4e9c", "#c2571a", "#3a7d44", "#7b4aa0", "#b0343c", "#2b8a9e", "#8a6d1f", "#d16ba5", "#5b6470", "#82a01f")
+
+
+def write(folders: Sequence[Path], out: Path) -> Path:
+    """Writes the report of one run, or of several side by side; `out`, whole or not at all.
+
+    ConfigError: a folder is no run's, plotly is not installed, or `out` cannot be written.
+    """
+    _plotly()
+    folders = [folder.resolve() for folder in dict.fromkeys(folders)]
+    names = [folder.name for folder in folders]
+    if len(set(names)) < len(names):                         # runs of one name are told apart by their folders
+        above = Path(os.path.commonpath([folder.parent for folder in folders]))
+        names = [str(folder.relative_to(above)) for folder in folders]
+    make = out.parent.resolve() not in folders               # a run's folder that is taken away meanwhile stays so
+    records = [read(folder, None if len(folders) == 1 else name) for folder, name in zip(folders, names)]
+    text = html(records)
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
+    with write_errors(f"--out {out}", "name a file in a folder that can be written"):
+        atomic.write(out, text, make=make)
+    return out
+
+
+def html(records: Sequence[Record]) -> str:
+    """The page of one or several runs."""
+    from jinja2 import Environment, PackageLoader, select_autoescape
+    environment = Environment(loader=PackageLoader("dstrain.tracking.report", "."), autoescape=select_autoescape(),
+                              trim_blocks=True, lstrip_blocks=True)
+    grids, plots = _pictures(records)                        # before remarks are shown: it may add some
+    drawn = {"runs": [_run(record, place) for place, record in enumerate(records)], "charts": _charts(records),
+             "grids": grids}
+    return environment.get_template("page.html").render(
+        records=records, drawn=drawn, plots=plots, plotly=_plotly(), version=__version__, duration=duration,
+        now=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"), facts=[_facts(record) for record in records],
+        differences=_differences(records), show=as_text, when=_when, as_json=partial(json.dumps, indent=2),
+        shown=_SHOWN, colors=_COLORS)
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ConfigError("reports are drawn by plotly, which is not installed: pip install plotly") from None
+    return get_plotlyjs()
+
+
+def _run(record: Record, place: int) -> dict[str, Any]:
+    """What the page's script knows of a run: samples of a step, hours by step, and marks on the axis of time."""
+    clock = None
+    if record.hours is not None:
+        rows = pictures.spaced(range(len(record.hours)), _PER_CURVE)
+        clock = {"steps": record.metrics.steps[rows].tolist(), "hours": [round(record.hours[row], 5) for row in rows]}
+    marks = [("resume", start["step"]) for start in record.starts if start["step"] > 0]
+    marks += [("rollback", event["step"]) for event in record.rollbacks]
+    if len(marks) > _MOST_MARKS:
+        record.remarks.append(f"of {len(marks)} resumes and rollbacks the last {_MOST_MARKS} are marked on the curves")
+    return {"label": record.label, "color": _COLORS[place % len(_COLORS)], "clock": clock,
+            "batch": record.run.batch.global_ if record.run else None,
+            "marks": [{"kind": kind, "step": step} for kind, step in marks[-_MOST_MARKS:]]}
+
+
+def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Curves by chart. Quarters of the timesteps share one, and so do the EMA and the training weights, held out."""
+    charts: dict[str, list[tuple[int, str, str]]] = {}       # title: run, column, name within the chart
+    for place, record in enumerate(records):
+        for column in record.metrics.columns:
+            if column == "images_seen":                      # an axis
+                continue
+            title, name = column, ""
+            if match := _QUARTER.fullmatch(column):
+                title, name = f"{match[1]} by quarter of the timesteps", f"quarter {int(match[2]) + 1}"
+            if title.startswith("held_out/"):
+                raw = title.startswith("held_out/raw/")
+                title, name = title.replace("/raw/", "/", 1), ", ".join(filter(None, (name, "raw" if raw else "EMA")))
+            charts.setdefault(title, []).append((place, column, name))
+    most = max(50, min(_PER_CURVE, _POINTS // max(1, sum(map(len, charts.values())))))
+
+    def rank(title: str) -> tuple[int, int]:
+        known = [place for place, first in enumerate(_FIRST) if title == first or title.startswith(f"{first} by ")]
+        return known[0] if known else len(_FIRST), list(charts).index(title)
+
+    return [{"title": title, "traces": [_trace(records[place], place, column, name, most) for place, column, name
+                                        in charts[title]]} for title in sorted(charts, key=rank)]
+
+
+def _trace(record: Record, place: int, column: str, name: str, most: int) -> dict[str, Any]:
+    steps, values = record.metrics.series(column)
+    kept = metrics.thinned(values, most)
+    numbers = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[kept]]
+    return {"run": place, "name": name, "steps": steps[kept].tolist(), "values": numbers}
+
+
+def _pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
+    """Grids by kind: of each run the steps and their pictures; and the plots of evaluations, by path."""
+    most = max(4, _GRIDS // max(1, sum(len(record.pictures) for record in records)))
+    chosen = [(kind, place, pictures.spaced(list(steps), most)) for place, record in enumerate(records)
+              for kind, steps in record.pictures.items()]
+    plots = [(record, plot) for record in records for *_, plot in record.evaluations if plot.is_file()]
+    share = _PICTURE_BYTES // max(1, len(plots) + sum(len(steps) for *_, steps in chosen))
+
+    def picture(record: Record, path: Path) -> str | None:
+        try:
+            return pictures.embedded(path, share)
+        except (OSError, ValueError) as error:
+            record.remarks.append(f"{path.relative_to(record.folder)} is no picture that can be read: {error}")
+            return None
+
+    grids: dict[str, list[dict[str, Any]]] = {}
+    for kind, place, steps in chosen:
+        record = records[place]
+        if len(steps) < len(record.pictures[kind]):
+            record.remarks.append(f"of {len(record.pictures[kind])} pictures ({kind}) {len(steps)} are shown")
+        images = [(step, picture(record, record.pictures[kind][step])) for step in steps]
+        images = [(step, image) for step, image in images if image]
+        if images:
+            grids.setdefault(kind, []).append({"run": place, "steps": [step for step, _ in images],
+                                               "images": [image for _, image in images]})
+    embedded = {plot: picture(record, plot) for record, plot in plots}
+    return [{"title": kind, "runs": runs} for kind, runs in grids.items()], embedded
+
+
+def _facts(record: Record) -> dict[str, str]:
+    """A run in a few figures: what the table on top shows."""
+    state, columns = record.state, record.metrics
+    step = "none" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
+    facts = {"state": state.state, "step": step}
+
+    def put(name: str, column: str, text: str = "{:.4g}") -> None:
+        if (value := columns.last(column)) is not None:
+            facts[name] = text.format(value)
+
+    put("samples seen", "images_seen", "{:,.0f}")
+    put("loss", "loss")
+    if state.loss is not None and not math.isfinite(state.loss):         # the column's last value is an older one
+        facts["loss"] = str(state.loss)
+    put("held-out loss", "held_out/loss")
+    put("samples/s", "samples_per_second")
+    put("MFU", "mfu", "{:.1%}")
+    put("peak memory, GB", "peak_memory_gb", "{:.3g}")
+    if record.hours is not None and len(record.hours):
+        facts["running time"] = duration(3600 * record.hours[-1])
+    put("skipped steps", "skipped", "{:,.0f}")
+    put("rollbacks", "rollbacks", "{:,.0f}")
+    facts["starts"] = f"{len(record.starts):,}" if record.starts else "unknown"
+    facts["unreadable files"] = f"{len(record.bad_files):,}"
+    facts["newest checkpoint"] = "none" if state.checkpoint is None else f"step {state.checkpoint:,}"
+    if record.starts:
+        last = record.starts[-1]
+        facts |= {name: str(last[name]) for name in ("device", "world", "host") if name in last}
+        if "commit" in last:
+            facts["code"] = str(last["commit"])[:12] + (", changed since" if last.get("dirty") else "")
+        if isinstance(weights := last.get("weights"), dict):
+            facts["weights"] = ", ".join(f"{part} {count:,}" for part, count in weights.items() if type(count) is int)
+    return facts
+
+
+def _differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
+    """Entries of recipe and DeepSpeed settings in which runs differ: key, and the value of each run. Those that a run
+    does not have, as runs of two systems have other models, stand last.
+    """
+    tables = [record.flat() for record in records]
+    keys = dict.fromkeys(key for table in tables for key in table if key not in ("name", "folder"))
+    rows = [(key, [table.get(key, "absent") for table in tables]) for key in keys]
+    differing = [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+    return sorted(differing, key=lambda row: "absent" in row[1])
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

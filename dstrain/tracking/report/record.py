@@ -1,0 +1,163 @@
+"""What a run's folder tells of it besides its curves: recipe, DeepSpeed settings, starts, evaluations, faults.
+
+Files may be absent, half-written or somebody else's. What cannot be read becomes a remark, and the rest is shown.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dstrain.disk import small
+from dstrain.recipe import ConfigError, Run, dump, load
+from dstrain.recipe.files import plain
+from dstrain.tracking.figures import table
+from dstrain.tracking.report import metrics, pictures
+from dstrain.tracking.report.state import State, state
+
+_MOST = 100                                  # evaluations, bad files, marks and lines of the log that are shown
+_Read = TypeVar("_Read")
+
+
+@dataclass
+class Record:
+    """One run as its report shows it."""
+
+    folder: Path
+    label: str
+    state: State
+    metrics: metrics.Metrics
+    run: Run | None
+    differing: list[tuple[str, Any, Any]] = field(default_factory=list)      # key, value, default
+    settings: dict[str, Any] = field(default_factory=dict)                   # DeepSpeed's
+    starts: list[dict[str, Any]] = field(default_factory=list)               # of events.jsonl: one of each command
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+    hours: np.ndarray | None = None                                          # after each row of metrics
+    pictures: dict[str, dict[int, Path]] = field(default_factory=dict)       # by kind and step
+    evaluations: list[tuple[str, str, Path]] = field(default_factory=list)   # name, table as text, plot
+    bad_files: list[str] = field(default_factory=list)                       # name and reason
+    log: list[str] = field(default_factory=list)                             # without its lines of metrics
+    recipe: str = ""                                                         # YAML, whole
+    data: str = ""                                                           # fingerprint
+    remarks: list[str] = field(default_factory=list)
+
+    def flat(self) -> dict[str, Any]:
+        """Every entry of the recipe, and of the DeepSpeed settings below `deepspeed`, by dotted key."""
+        return dict(flat(plain(self.run) if self.run else {})) | dict(flat({"deepspeed": self.settings}))
+
+
+def read(folder: Path, label: str | None = None) -> Record:
+    """All that a run's folder holds. ConfigError: it is no run's."""
+    if not (folder / "run.yaml").exists():
+        if state(folder).state == "beginning":
+            raise ConfigError(f"{folder}: the training that holds it has not begun yet: wait for its first report")
+        raise ConfigError(f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
+                          "example runs/dit-small")
+    remarks: list[str] = []
+
+    def attempt(name: str, reader: Callable[[Path], _Read], otherwise: _Read) -> _Read:
+        try:
+            return reader(folder / name)
+        except FileNotFoundError:
+            return otherwise
+        except (OSError, ValueError) as error:               # ConfigError is a ValueError
+            remarks.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
+            return otherwise
+
+    run = attempt("run.yaml", load, None)
+    columns = attempt("metrics.jsonl", metrics.read, metrics.Metrics(np.empty(0, np.int64), np.empty(0), {}))
+    record = Record(folder, label or (run.name if run else folder.name), state(folder), columns, run, remarks=remarks)
+    if run is not None:
+        record.differing, record.recipe = _differing(run, remarks), dump(run)
+    settings = attempt("ds_config.json", small.read_json, {})
+    record.settings = settings if isinstance(settings, dict) else {}
+    events = attempt("events.jsonl", _events, [])
+    record.starts = [event for event in events if event["event"] == "start"]
+    record.rollbacks = [event for event in events if event["event"] == "rollback"]
+    record.hours = metrics.hours(columns, [event["time"] for event in record.starts])
+    record.pictures = pictures.series(folder / "samples")
+    record.evaluations = _evaluations(folder / "evaluation", remarks)
+    record.bad_files = attempt("bad_files.txt", _lines, [])
+    record.log = [line for line in attempt("log.txt", _lines, []) if not _is_metrics(line)]
+    record.data = "\n".join(attempt("data.txt", _lines, []))
+    if columns.foreign:
+        remarks.append(f"half-written or foreign lines of metrics.jsonl, which are left out: {columns.foreign:,}")
+    if columns.dropped:
+        remarks.append(f"{len(columns.dropped):,} names of metrics.jsonl are left out: there are too many")
+    if not len(columns.steps):
+        remarks.append("metrics.jsonl holds no report yet: there are no curves")
+    if not record.pictures:
+        remarks.append("samples/ holds no picture")
+    if not record.starts and record.state.state != "beginning":
+        remarks.append("events.jsonl tells no start (earlier versions wrote none): hardware, versions and resumes are "
+                       "unknown")
+    return record
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all entries of nested sections; an empty section is a value."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _differing(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
+    """Entries of a recipe that are not their schema's defaults: key, value, default."""
+    from dstrain import systems  # loads torch, which nothing else here needs
+    model = {}
+    try:
+        fields = systems.config_class(run.system).model_fields.items()
+        model = {field.alias or name: field.get_default(call_default_factory=True) for name, field in fields
+                 if not field.is_required()}
+    except Exception as error:                               # a system from outside may raise anything
+        remarks.append(f"the system {run.system} is not here, so that the defaults of its model are unknown: {error}")
+    values = dict(flat(plain(run)))
+    defaults = dict(flat(plain(Run()) | {"system": None, "model": plain(model)}))
+    return [(key, value, defaults.get(key)) for key, value in values.items()
+            if key not in ("name", "folder") and value != defaults.get(key)]
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Lines of events.jsonl, see tracking/tracker.py; others are passed over."""
+    events = []
+    for line in _lines(path):
+        try:
+            event = small.parse_json(line)
+            if event["event"] in ("start", "rollback") and math.isfinite(event["time"]) and type(event["step"]) is int:
+                events.append(event)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return events
+
+
+def _evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, Path]]:
+    """What launch/evaluate.py has written, the newest step first: name, table and plot of each."""
+    files = sorted(folder.glob("*.json"), key=lambda path: path.name, reverse=True)
+    if len(files) > _MOST:
+        remarks.append(f"evaluation/ holds {len(files)} files: the newest {_MOST} are shown")
+    found = []
+    for path in files[:_MOST]:
+        try:
+            found.append((path.stem, table(small.read_json(path)), path.with_suffix(".png")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            remarks.append(f"evaluation/{path.name} is no evaluation that can be read: {error}")
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a text file, the last 16 MB of it. OSError: no regular file, or not to be read."""
+    small.require_file(path)
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 16 * small.MEGABYTE))
+        return file.read(16 * small.MEGABYTE).decode("utf-8", "replace").splitlines()
+
+
+def _is_metrics(line: str) -> bool:
+    """Whether a line of log.txt repeats one of metrics.jsonl: "step 25/1200  loss ..."."""
+    words = line.split(maxsplit=2)
+    return len(words) > 1 and words[0] == "step" and words[1].replace("/", "").isdigit() and "/" in words[1]

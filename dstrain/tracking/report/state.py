@@ -1,0 +1,163 @@
+"""Where a run stands, read from its folder without disturbing it, and a table of all runs in a folder."""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.disk import small
+from dstrain.recipe import ConfigError, load
+from dstrain.tracking.figures import duration
+from dstrain.tracking.report import metrics
+
+_BESIDE = ("wandb: ", "report.html ")        # lines that may follow the one of a run's end
+_DEPTH = 4                                   # levels of folders in which runs are looked for
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands; None: its folder does not say."""
+
+    run: str
+    state: str                               # beginning (no report yet), running, complete, stopped, dead, imported, or
+                                             # unknown: no locks there
+    step: int | None
+    steps: int | None
+    loss: float | None
+    samples_per_second: float | None
+    seconds_left: float | None
+    checkpoint: int | None                   # step of the newest one
+    seconds_since: float | None              # the last line of metrics.jsonl
+    picture: str | None                      # path of the newest one
+    note: str | None                         # the last line of log.txt
+
+
+def runs(folders: Iterable[Path]) -> list[Path]:
+    """The runs among folders and in them, but not in a run. ConfigError: a folder is not there."""
+    found: list[Path] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder: name a run, or a folder of runs, for example runs")
+        found += _within(folder, _DEPTH)
+    return list(dict.fromkeys(found))
+
+
+def _within(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "run.yaml").is_file() or _held(folder / ".lock"):       # a start writes run.yaml after its checks
+        yield folder
+    elif depth:
+        try:
+            inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        except OSError:
+            return
+        for path in inner:
+            yield from _within(path, depth - 1)
+
+
+def state(folder: Path) -> State:
+    """Where the run in a folder stands. A file that cannot be read leaves its entries None."""
+    try:
+        run = load(folder / "run.yaml")
+    except ConfigError:
+        run = None
+    try:
+        latest, when = metrics.newest(folder / "metrics.jsonl")
+    except OSError:
+        latest, when = {}, None
+    step, note = latest.get("step"), last_line(folder / "log.txt")
+    steps, rate, saved = run.steps if run else None, latest.get("samples_per_second"), checkpoints(folder)
+    left = None
+    if run and step is not None and rate and rate > 0 and step < steps:      # 0 seconds: the run was to end there
+        left = latest.get("seconds_left") or (steps - step) * run.batch.global_ / rate
+    if steps is not None and step is not None and step >= steps:
+        word = "complete"                                    # though it may be held until the last files are written
+    elif (held := _held(folder / ".lock")) is not False and not _ends(folder, note):
+        word = "unknown" if not held else "beginning" if step is None else "running"
+    else:
+        word = _ended(note) or ("imported" if saved == [0] and step is None else "dead")
+    return State(folder.name if folder.name else str(folder), word, None if step is None else int(step), steps,
+                 latest.get("loss"), rate, left, max(saved, default=None), None if when is None else time.time() - when,
+                 _newest_picture(folder / "samples"), note)
+
+
+def table(states: list[State]) -> str:
+    """States as lines of text, with the last line of its log for each dead run, and damaged recipes."""
+    rows = [("run", "state", "step", "loss", "samples/s", "left", "checkpoint", "last line", "last picture")]
+    for one in states:
+        step = "-" if one.step is None else f"{one.step:,} of {one.steps:,}" if one.steps else f"{one.step:,}"
+        running = one.state in ("running", "unknown")
+        rows.append((one.run, one.state, step, *("-" if value is None else f"{value:.4g}" for value in
+                     (one.loss, one.samples_per_second)), duration(one.seconds_left if running else None),
+                     "-" if one.checkpoint is None else f"{one.checkpoint:,}",
+                     "-" if one.seconds_since is None else f"{duration(one.seconds_since)} ago", one.picture or "-"))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines += [f"{one.run}: {one.note}" for one in states if one.state == "dead" and one.note]
+    return "\n".join(lines + [f"{one.run}: its run.yaml is missing or damaged" for one in states
+                              if one.steps is None and one.state != "beginning"])
+
+
+def as_json(one: State) -> dict[str, Any]:
+    """A state as JSON has it: numbers that are not finite become null."""
+    return {name: None if isinstance(value, float) and not abs(value) < float("inf") else value
+            for name, value in asdict(one).items()}
+
+
+def last_line(path: Path, tail: int = 1 << 14) -> str | None:
+    """The last line of a log that says something of the run itself. None: there is none, or it cannot be read."""
+    try:
+        small.require_file(path)
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - tail))
+            lines = file.read(tail).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(_BESIDE)), None)
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a run's folder, ascending, whole or not."""
+    names = [path.name[5:] for path in (folder / "checkpoints").glob("step_*")]
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+def _ended(note: str | None) -> str | None:
+    """How a run ended by the last line of its log, see runs/folders.py (farewell); None: it does not say."""
+    words = {"complete:": "complete", "stopped at step": "stopped"}
+    return next((word for begins, word in words.items() if (note or "").startswith(begins)), None)
+
+
+def _ends(folder: Path, note: str | None) -> bool:
+    """Whether a run has said that it was stopped, and no command has taken its folder since, see runs/folders.py."""
+    try:
+        written, taken = ((folder / name).stat().st_mtime_ns for name in ("log.txt", ".lock"))
+        return _ended(note) == "stopped" and written > taken
+    except OSError:
+        return False
+
+
+def _held(lock: Path) -> bool | None:
+    """Whether a training holds the lock of its folder, see runs/folders.py (claim); None: locks cannot be asked."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)   # given back at once: a start waits for it
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _newest_picture(samples: Path) -> str | None:
+    names = (path for path in samples.glob("step_*") if path.suffix in (".png", ".gif"))
+    return max(map(str, names), default=None)

@@ -1,0 +1,308 @@
+"""What a run reports while it trains, written by rank 0 into the run's folder.
+
+    metrics.jsonl      one JSON object a report: step, means, figures; figures that depend on the machine stand below
+                       "timing", so that all others are equal bit for bit in a resumed and an uninterrupted run whose
+                       saves fall on reports
+    events.jsonl       a line for each start, with the machine, and each rollback
+    log.txt            the lines that were printed
+    report.html        all of this for a person, see page.py and dstrain/report/
+    samples/           step_00000500.png, grids; of videos step_00000500.gif, and frames side by side as .png
+    wandb/             see wandb_sink.py
+    tensorboard/       where run.track.tensorboard asks for it
+"""
+
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from dstrain.disk import atomic, lines
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
+from dstrain.recipe import ConfigError, Run, dump, write_errors
+from dstrain.tracking.figures import duration, plot_columns
+from dstrain.tracking.machine import machine, memory
+from dstrain.tracking.meter import Meter
+from dstrain.tracking.page import Page
+from dstrain.tracking.pictures import grid, save_png
+from dstrain.tracking.videos import film_grid, save_gif, strip
+from dstrain.tracking.wandb_sink import WandbSink
+
+_PATIENCE = 5.0              # seconds that a run which was stopped early waits for its report.html
+# Figures that depend on the machine: two runs of the same steps differ in them.
+TIMING = ("samples_per_second", "step_seconds", "data_wait", "peak_memory", "seconds", "mfu", "tflops")
+
+
+class Tracker:
+    """Progress, metrics and pictures. Make it and call it on all ranks; only rank 0 writes.
+
+    Lines of metrics.jsonl after `resumed_step` are dropped: those steps are trained anew. A file that cannot be written
+    later is reported once, and training goes on. ConfigError: the recipe asks for tensorboard, and it is not installed;
+    the folder cannot be written.
+    """
+
+    def __init__(self, run: Run, folder: str | os.PathLike, *, parts: Sequence[str], resumed_step: int = 0,
+                 settings: dict[str, Any] | None = None, weights: dict[str, int] | None = None) -> None:
+        if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError("track.tensorboard=true needs a package: `pip install tensorboard`, or write false")
+        self.folder, self._run = Path(folder), run
+        self._meter = Meter(parts)
+        self._first = group.rank() % group.world() == 0
+        self._done = resumed_step
+        self._faults: set[str] = set()
+        self._bar = self._wandb = self._board = None
+        if not self._first:
+            return
+        with write_errors(self.folder / "metrics.jsonl", "make room there, or name another folder="):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            damaged = _drop_after(self.folder / "metrics.jsonl", resumed_step)
+            torn = lines.cut_torn(self.folder / "log.txt")
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+            self._bar = tqdm(total=run.steps, initial=resumed_step, unit="step", dynamic_ncols=True)
+            phases().through(self._print)
+        for line in phases().logged():
+            self._write("log.txt", line + "\n")
+        facts = machine() | ({"weights": weights} if weights else {})
+        recipe, sharding = run.model_dump(mode="json", by_alias=True), {"deepspeed": settings or {}}
+        if run.track.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self._board = SummaryWriter(self.folder / "tensorboard", purge_step=resumed_step + 1)
+            for name, text in (("recipe", dump(run)), ("machine", json.dumps(facts | sharding, indent=2))):
+                self._board.add_text(name, f"```\n{text}\n```", resumed_step)
+        self._wandb = WandbSink(self.folder, run.track.wandb, name=run.name, project=run.track.project,
+                                entity=run.track.entity, tags=run.track.tags, group=run.track.group,
+                                notes=run.track.notes, config=recipe | sharding | {"machine": facts}, note=self.note)
+        if weights:
+            self.note(memory())
+        if damaged or torn:
+            self.note(f"half-written lines were dropped: {damaged} of metrics.jsonl, {int(torn > 0)} of log.txt")
+        self._page = Page(self.folder, run.every.report_page, resumed_step, self.note)
+        self._event("start", resumed_step, facts)
+
+    def add(self, part: str, terms: dict[str, Tensor]) -> None:
+        """Terms of one micro-batch of `part`, see Meter; never waits for the device."""
+        self._meter.add(part, terms)
+
+    def at(self, done: int) -> None:
+        """Moves the progress bar, where there is one, to `done` steps."""
+        self._done = done
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def report(self, done: int, figures: dict[str, float]) -> None:
+        """Writes one line: means since the last report, and the figures, as of `done` steps."""
+        values = self._meter.means() | figures
+        if not self._first:
+            return
+        timing = {name: value for name, value in values.items() if name.rpartition("/")[2].startswith(TIMING)}
+        steady = {name: value for name, value in values.items() if name not in timing}
+        self._write("metrics.jsonl", _line({"step": done, **steady, "timing": timing | {"time": time.time()}}))
+        self.note(self._readable(done, values))
+        phases().settle()
+        self._send({f"train/{name}": value for name, value in steady.items()}
+                   | {f"timing/{name}": value for name, value in timing.items()}, done)
+        self._page.at(done)
+
+    def scores(self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None,
+               kind: str = "held_out") -> None:
+        """Figures of a kind, held_out or metrics, as of `done` steps; curves are drawn as samples/step_N_NAME.png."""
+        if not self._first:
+            return
+        named = {f"{kind}/{name}": value for name, value in scores.items()}
+        self._write("metrics.jsonl", _line({"step": done, **named}))
+        self.note(self._readable(done, named))
+        self._send(named, done)
+        for name, values in (curves or {}).items():
+            path = self.folder / "samples" / f"step_{done:08d}_{name}.png"
+            try:
+                path.parent.mkdir(exist_ok=True)            # and never the run's folder, which may be taken away
+                plot_columns(path, f"{self._run.name} at step {done}, held out", {name: values})
+            except OSError as error:
+                self._fault(path.parent.name, error)
+                return
+            self._wandb.media(f"held_out/{name}", path, done)
+            if self._board is not None:
+                with Image.open(path) as plot:
+                    self._board.add_image(f"held_out/{name}", np.asarray(plot.convert("RGB")), done, dataformats="HWC")
+
+    def samples(self, done: int, images: Tensor | None, name: str = "samples", columns: int | None = None,
+                captions: Sequence[str] | None = None) -> None:
+        """Writes a grid of uint8 (N, C, H, W) as samples/step_N.png, or step_N_NAME.png for another name than samples;
+        on rank 0, the other ranks have none.
+
+        Videos uint8 (N, T, C, H, W) become step_N.gif, and their frames side by side step_N.png.
+        """
+        if not self._first or images is None:
+            return
+        if images.ndim == 5 and images.shape[1] == 1:
+            images = images[:, 0]
+        videos = images.ndim == 5
+        pixels = strip(images, captions) if videos else grid(images, columns, captions)
+        suffix = "" if name == "samples" else f"_{name}"
+        path = self.folder / "samples" / f"step_{done:08d}{suffix}.png"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            save_png(path, pixels)
+            if videos:
+                save_gif(path.with_suffix(".gif"), film_grid(images, columns, captions))
+        except OSError as error:
+            self._fault(path.parent.name, error)
+            return
+        self._wandb.media(name, path.with_suffix(".gif") if videos else path, done)
+        if self._board is not None:
+            self._board.add_image(name, pixels, done, dataformats="HWC")
+
+    def go_back(self, step: int, done: int, trouble: str) -> None:
+        """Forgets what was reported of the steps from `step` to `done`, which are trained anew because of `trouble`."""
+        self._meter.clear()
+        if not self._first:
+            return
+        self._event("rollback", step, {"done": done, "trouble": trouble})
+        try:
+            _drop_after(self.folder / "metrics.jsonl", step)
+        except OSError as error:
+            self._fault("metrics.jsonl", error)
+        self.at(step)
+
+    def holds(self, done: int) -> tuple[bool, bool, bool]:
+        """Whether pictures, held-out figures and metrics of a step are written already; on all ranks together."""
+        drawn = evaluated = measured = False
+        if self._first and done:
+            drawn = any((self.folder / "samples").glob(f"step_{done:08d}*"))
+            path = self.folder / "metrics.jsonl"
+            names = [name for entry in (read_metrics(path) if path.is_file() else ()) if entry["step"] == done
+                     for name in entry]
+            evaluated, measured = (any(name.startswith(f"{kind}/") for name in names)
+                                   for kind in ("held_out", "metrics"))
+        return group.from_first((drawn, evaluated, measured))
+
+    def model(self, done: int, write: Callable[[Path], None]) -> None:
+        """Where track.artifact asks for it: `write` fills the folder RUN/model, which goes to wandb as an artifact."""
+        if not (self._first and self._run.track.artifact and self._wandb.on):
+            return
+        folder = self.folder / "model"
+        try:
+            write(folder)
+        except (OSError, ValueError) as error:
+            self.note(f"track.artifact: the model was not logged: {error}")
+        else:
+            self._wandb.artifact(self._run.name, folder, done)
+
+    def finish(self, done: int) -> None:
+        """Writes report.html of a run that ends, and waits for it: not so long that it looks hung, and where it was
+        stopped early not so long that whoever stopped it loses patience.
+        """
+        if self._first:
+            self._page.finish(done, min(60.0 if done == self._run.steps else _PATIENCE,
+                                        15 * self._run.faults.timeout_minutes))
+
+    def fell(self, text: str, page: bool) -> None:
+        """Notes that an error ends the run; with `page`, report.html shows it."""
+        self._faults.add("log.txt")                   # it would be no news now that training goes on without it
+        self.note(text)
+        if self._first and page:
+            self._page.finish(self._done, _PATIENCE)
+
+    def note(self, text: str) -> None:
+        """Prints a line and writes it to log.txt, on rank 0."""
+        if self._first:
+            self._print(text)
+            self._write("log.txt", text + "\n")
+
+    def close(self) -> None:
+        """Sends what is left, for at most 15 s; may be called again."""
+        for sink in (self._wandb, self._board, self._bar):
+            if sink is not None:
+                sink.close()
+        self._bar = self._board = None
+
+    def _readable(self, done: int, values: dict[str, float]) -> str:
+        """One line for a person, without the means by quarter of the timesteps."""
+        shown = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                 for name, value in values.items() if name[-3:-1] != "_q" and name != "seconds_left"]
+        left = [f"left {duration(values['seconds_left'])}"] if "seconds_left" in values else []
+        return f"step {done}/{self._run.steps}  " + "  ".join(shown + left)
+
+    def _send(self, values: dict[str, float], done: int) -> None:
+        self._wandb.log(values, done)
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, done)
+
+    def _print(self, text: str) -> None:
+        phases().heard()
+        bar = self._bar                              # which the main thread may close meanwhile
+        with suppress(OSError, ValueError):          # a closed pipe or terminal ends no training
+            if bar is not None:
+                bar.write(text, file=sys.stderr)
+            else:
+                print(text, flush=True)
+
+    def _event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
+        self._write("events.jsonl", _line({"event": kind, "time": time.time(), "step": step, **facts}))
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            lines.append(self.folder / name, text)
+        except OSError as error:
+            self._fault(name, error)
+
+    def _fault(self, name: str, error: OSError) -> None:
+        if name not in self._faults:
+            self._faults.add(name)
+            self._print(f"{self.folder / name} can not be written: {error}; training goes on")
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl. What is half-written, as kill -9 may leave it, is skipped."""
+    return _entries(path)[0]
+
+
+def _entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
+    """The entries of a metrics.jsonl, and the number of half-written ones."""
+    entries, damaged = [], 0
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = _entry(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged += 1
+            with suppress(ValueError, KeyError, TypeError, RecursionError):      # a whole one glued to half of one
+                entries.append(_entry(line[line.rindex('{"step"'):]))
+        else:
+            entries.append(entry)
+    return entries, damaged
+
+
+def _entry(line: str) -> dict[str, Any]:
+    if type((entry := json.loads(line))["step"]) is not int:
+        raise TypeError("no number of steps")
+    return entry
+
+
+def _drop_after(path: Path, step: int) -> int:
+    """Rewrites the file without the lines of later steps, whole or not at all; returns how many were half-written."""
+    if not path.is_file():
+        return 0
+    entries, damaged = _entries(path)
+    atomic.write(path, "".join(_line(entry) for entry in entries if entry["step"] <= step))
+    return damaged
+
+
+def _line(entry: dict[str, Any]) -> str:
+    """One line of strict JSON: numbers that are not finite become null."""
+    def strict(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: strict(inner) for name, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(strict(entry), allow_nan=False) + "\n"

@@ -1,0 +1,37 @@
+"""Argument types of the command lines."""
+
+import argparse
+
+import pytest
+
+from dstrain.commands import arguments
+
+
+def test_runs_that_guide(tmp_path):
+    """Oracle: the parts written out; a folder whose name holds a colon or an @ is a folder."""
+    folder = type(tmp_path)
+    assert arguments.guide("runs/a") == (folder("runs/a"), None, None)
+    assert arguments.guide("runs/a:0.99") == (folder("runs/a"), 0.99, None)
+    assert arguments.guide("runs/a@400") == (folder("runs/a"), None, 400)
+    assert arguments.guide("runs/a@400:raw") == (folder("runs/a"), "raw", 400)
+    for name in ("a:0.9", "b@3"):
+        (tmp_path / name).mkdir()
+        assert arguments.guide(str(tmp_path / name)) == (tmp_path / name, None, None)
+        assert arguments.guide(f"{tmp_path / name}@7:raw") == (tmp_path / name, "raw", 7)
+
+
+@pytest.mark.parametrize("kind, text", [("guide", "a:1.5"), ("guide", "a:best"), ("guide", "a@-1"),
+                                        ("interval", "1"), ("portion", "1.1"),
+                                        ("interval", "2,1"), ("interval", "0,inf"), ("portion", "-1"), ("size", "320"),
+                                        ("size", "0x8"), ("size", "8x8x8")])
+def test_what_is_refused(kind, text):
+    """Oracle: argparse's error, which becomes one line."""
+    with pytest.raises(argparse.ArgumentTypeError, match="is not"):
+        getattr(arguments, kind)(text)
+
+
+def test_numbers():
+    """Oracle: the ends of what is allowed."""
+    assert arguments.interval("0,0") == (0, 0) and arguments.interval("0.2,1e3") == (0.2, 1000)
+    assert arguments.size("320x192") == arguments.size("320X192") == (320, 192)
+    assert arguments.portion("0") == 0 and arguments.portion("1") == 1

@@ -1,0 +1,171 @@
+"""What makes a run fit, and what is fastest: every choice counted."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+
+from dstrain.commands import cli, plan
+from dstrain.planning import advice
+from dstrain.planning.estimate import changes
+from dstrain.recipe import ConfigError
+from dstrain.tracking.hardware import CHIPS, Chip
+from tests.support.launch import ROOT
+
+WORLD, BATCH = 4, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _count_once():
+    """What is counted anew for an oracle and by advice is the same: it is counted once."""
+    known, count = {}, advice.count
+
+    def remembering(run, settings, layout):
+        key = run.model_dump_json(), json.dumps(settings, sort_keys=True), layout
+        if key not in known:
+            known[key] = count(run, settings, layout)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advice, "count", remembering)
+        yield
+
+
+def tiny(ds_config, *overrides):
+    """A tiny DiT on four GPUs of more memory than there are."""
+    run = cli.load_recipe(ROOT / "tests/launch/tiny.yaml", ROOT, ["model.hidden_size=64", *overrides])
+    return plan.case(run, ROOT / "ds_configs" / ds_config, WORLD, 8, "900TB", None)
+
+
+@pytest.fixture(scope="module")
+def case():
+    """Two samples a rank at stage 2."""
+    return tiny("zero2.json", f"batch.global={BATCH}", "model.recompute=attention")
+
+
+def on(case, memory):
+    """The case on GPUs with so many bytes."""
+    return replace(case, chip=Chip(memory))
+
+
+def takes(estimate):
+    return estimate.needed + estimate.reserve
+
+
+def neighbours():
+    """Every way to change one choice of the case."""
+    return [{"recompute": "all"}, {"micro": 1}, {"stage": 3}, {"offload": ("offload_optimizer",)}]
+
+
+def test_the_smallest_change(case):
+    """Oracle: all ways to change one choice, each counted anew: advice is one of those that fit, where one does."""
+    ways = {takes(case.changed(**way).estimate()): way for way in neighbours()}
+    least = min(ways)
+    tight = on(case, least)
+    assert not tight.estimate().fits
+    change = advice.advice(tight.estimate(), tight)
+    assert change.fits and takes(change) == least
+    assert changes(tight.estimate(), change) == changes(case.estimate(), case.changed(**ways[least]).estimate())
+    assert len(changes(tight.estimate(), change)) == 1
+
+
+def test_what_computes_least(case):
+    """Oracle: each single change, counted anew: where no chip is named, advice is the one of those that fit which puts
+    least on the host and computes least again; and the network of no chip is refused.
+    """
+    tight = on(case, takes(case.estimate()) - 1)
+    fitting = [other for way in neighbours() if (other := tight.changed(**way).estimate()).fits]
+    costs = sorted((other.host, other.counts.recomputed) for other in fitting)
+    change = advice.advice(tight.estimate(), tight)
+    assert len(set(costs)) > 1 and (change.host, change.counts.recomputed) == costs[0] and change.time is None
+    with pytest.raises(ConfigError, match="^--network: --gpu 900TB names no chip, so that nothing is timed"):
+        plan.case(case.run, ROOT / "ds_configs" / "zero2.json", WORLD, 8, "900TB", 100.0)
+
+
+def test_several_changes(case):
+    """Oracle: all pairs of choices, each counted anew, where no single one fits."""
+    singles = [takes(case.changed(**way).estimate()) for way in neighbours()]
+    pairs = [takes(case.changed(**one, **other).estimate())
+             for one, other in itertools.combinations(neighbours(), 2) if not set(one) & set(other)]
+    assert min(pairs) < min(singles)
+    tight = on(case, min(singles) - 1)
+    change = advice.advice(tight.estimate(), tight)
+    assert change.fits and len(changes(tight.estimate(), change)) == 2 and takes(change) in pairs
+
+
+def test_no_change_fits():
+    """Oracle: a run whose choices all take the least memory already."""
+    least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=all"), 2 ** 30)
+    assert advice.advice(least.estimate(), least) is None
+    assert "take larger GPUs" in plan.plan(least)[0]
+
+
+def test_the_fastest_change(case):
+    """Oracle: the model's time of each single change that fits: of equally few changes, advice is the fastest."""
+    chip = replace(CHIPS["h200"], memory=takes(case.estimate()) - 1)
+    tight = replace(case, chip=chip)
+    assert not tight.estimate().fits
+    ways = [replace(case.changed(**way).estimate(), chip=chip) for way in neighbours()]
+    fitting = [estimate for estimate in ways if estimate.fits]
+    assert len(fitting) >= 2
+    assert advice.advice(tight.estimate(), tight).time.total == min(estimate.time.total for estimate in fitting)
+
+
+def test_the_host_is_full(case):
+    """Oracle: an offload that puts more into the host's memory than it has is no advice."""
+    offloaded = case.changed(offload=("offload_optimizer",)).estimate()
+    assert offloaded.host > 0
+    full = replace(case, chip=Chip(2 ** 40, host=offloaded.host))
+    assert case.estimate().host < 0.9 * offloaded.host
+    assert full.estimate().fits and not full.changed(offload=("offload_optimizer",)).estimate().fits
+
+
+@pytest.mark.slow
+def test_search(case):
+    """Oracle: stage x micro-batch x recomputation, each counted anew; the fastest stands first. All are reported as
+    they are counted, those that do not fit as well.
+    """
+    fast = replace(case, chip=CHIPS["h200"])
+    counted = []
+    estimates = advice.search(fast, counted.append)
+    every = [fast.changed(stage=stage, micro=micro, recompute=choice).estimate()
+             for stage in (1, 2, 3) for micro in (1, 2) for choice in advice.RECOMPUTE]
+    assert len(estimates) == len(counted) == len(every) == 18
+    assert [estimate.time.total for estimate in estimates] == sorted(estimate.time.total for estimate in every)
+    text, some = plan.ways(fast)
+    lines = text.splitlines()
+    assert some and len(lines) == 2 + 18 + 1 and "no step is that short" in lines[-1]
+    assert int(lines[2].split()[1]) == estimates[0].micro
+    sizes = sorted(map(takes, every))
+    assert sorted(map(takes, advice.search(on(fast, sizes[9]), counted.append))) == [
+        size for size in sizes if size <= sizes[9]]
+    assert any(not estimate.fits for estimate in counted)
+    assert not plan.ways(on(fast, sizes[0] - 1))[1]
+
+
+def test_the_table(case):
+    """Oracle: its own JSON: every kind of bytes, the sum, the verdict and the change."""
+    values = json.loads(plan.plan(case, json=True)[0])
+    text, fits = plan.plan(case)
+    assert values["fits"] is fits is True and "it fits" in text and "advice" not in values
+    assert values["device_bytes"] == sum(values["device"].values()) and len(text.splitlines()) <= 40
+    for kind, size in values["device"].items():
+        assert any(line.split()[:1] == [kind] for line in text.splitlines()) == (size > 0)
+    tight = on(case, takes(case.estimate()) - 1)
+    values, (text, fits) = json.loads(plan.plan(tight, json=True)[0]), plan.plan(tight)
+    assert values["fits"] is fits is False and "DOES NOT FIT" in text and values["advice"]["fits"]
+    assert len(values["advice"]["changes"]) == 1
+    assert values["elsewhen"].keys().isdisjoint(values["device"])
+    states = {"weights", "masters", "moments", "gradients", "average"}
+    assert states <= values["elsewhen"].keys() | values["device"].keys()
+    assert all(f"  {kind:14} {'none':>10}    then" in text for kind in values["elsewhen"]) and values["elsewhen"]
+    chips = CHIPS["h200"], replace(CHIPS["h200"], bandwidth=1e6), case.chip          # some ms, minutes, none
+    texts = [plan.plan(replace(case, chip=chip))[0] for chip in chips]
+    assert ["no step is that short: below 5 ms" in text for text in texts] == [True, False, False]
+    fast = json.loads(plan.plan(replace(case, chip=CHIPS["h200"]), json=True)[0])
+    seconds = fast["seconds"]
+    assert seconds["total"] == seconds["compute"] + seconds["update"] + seconds["exposed"]
+    assert fast["days"] == pytest.approx(60 * seconds["total"] / 86400)
+    assert fast["kwh"] == pytest.approx(fast["days"] * 24 * WORLD * 0.7)
+    assert fast["samples_per_second"] == pytest.approx(BATCH / seconds["total"])

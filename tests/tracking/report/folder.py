@@ -1,0 +1,39 @@
+"""A run's folder for tests, written by what writes real ones: recipe, settings, Tracker, an evaluation's plot."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from dstrain.recipe import Run
+from dstrain.runs import folders
+from dstrain.tracking import figures
+from dstrain.tracking.tracker import Tracker
+from tests.tracking.test_figures import result
+
+
+def made(folder: Path, *, steps: int = 40, lr: float = 1e-3, clips: bool = False, **entries) -> Run:
+    """A run of 8 steps a report that has been resumed at step 16 and has gone back from step 30 to step 24."""
+    run = Run(name=folder.name, folder=folder, steps=steps, optimizer={"lr": lr}, batch={"global": 4},
+              track={"wandb": "disabled"}, model={"depth": 2}, **{"every": {"report": 8, "report_page": 0}} | entries)
+    folder.mkdir(parents=True)
+    folders.write_down(run, {"zero_optimization": {"stage": 2}, "gradient_clipping": lr}, "builtin:fashion n=2")
+    tracker = Tracker(run, folder, parts=("denoiser",))
+    for done in range(1, steps + 1):
+        tracker.add("denoiser", {"loss": torch.tensor(1 / done), "loss_each": torch.tensor([1 / done, 2 / done]),
+                                 "quartile": torch.tensor([0, 3])})
+        if done % 8 == 0:
+            tracker.report(done, {"lr": lr, "images_seen": 4 * done, "samples_per_second": 2.0, "skipped": done // 20})
+            tracker.scores(done, {"loss": 2 / done, "raw/loss": 3 / done})
+            shape = (3, 5, 3, 12, 12) if clips else (3, 3, 12, 12)
+            tracker.samples(done, torch.full(shape, 5 * done, dtype=torch.uint8), captions=["<b>a & b</b>", "", "c"])
+        if done == 16:
+            tracker.close()
+            tracker = Tracker(run, folder, parts=("denoiser",), resumed_step=16)
+    tracker.go_back(steps, steps + 6, "a loss of <NaN>")
+    tracker.note(f"complete: {steps} steps")
+    tracker.close()
+    (folder / "evaluation").mkdir()
+    (folder / "evaluation" / "step_00000040_ema0.99.json").write_text(json.dumps(result()))
+    figures.plot(folder / "evaluation" / "step_00000040_ema0.99.png", result())
+    return run

@@ -1,0 +1,72 @@
+"""report.html beside a run that trains: a real process writes it."""
+
+import os
+import random
+import signal
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from dstrain.tracking import machine
+from dstrain.tracking.page import Page
+from tests.tracking.report.folder import made
+
+
+def states() -> list:
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+def test_it_is_written_when_it_is_due(tmp_path):
+    """Oracle: the steps 4 and 9 by hand; no state of a generator of this process changes, so training goes on as ever."""
+    made(tmp_path / "run", steps=8)
+    notes, report, before = [], tmp_path / "run" / "report.html", states()
+    page = Page(tmp_path / "run", 4, 0, notes.append)
+    page.at(3)
+    assert page._starter is None
+    page.at(4)
+    assert page._ended(300) and report.exists()
+    report.unlink()
+    page.finish(9, seconds=300)
+    assert notes == [] and "</html>" in report.read_text() and states() == before
+    assert machine.commit().get("commit", "")[:12] in report.read_text()
+    written = report.stat().st_mtime_ns
+    page.finish(9, 300)                                               # nothing new: a run that was complete already
+    Page(tmp_path / "run", 0, 0, notes.append).finish(9, 300)    # never
+    assert report.stat().st_mtime_ns == written
+
+
+def test_it_outlives_its_run_and_gives_way_to_a_later_one(tmp_path):
+    """Oracle: what DeepSpeed's launcher ends with a rank, by psutil: all that descends from it. A writer that is
+    suspended would never end: the one of the last step takes its place.
+    """
+    made(tmp_path / "run", steps=8)
+    notes: list[str] = []
+    page = Page(tmp_path / "run", 4, 0, notes.append)
+    page.at(4)
+    page._starter.wait(60)
+    group = page._starter.pid
+    assert [child for child in psutil.Process().children(recursive=True) if os.getpgid(child.pid) == group] == []
+    os.killpg(group, signal.SIGSTOP)                            # it is there
+    page.at(8)
+    page.finish(9, seconds=300)
+    assert notes == [] and "</html>" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("ruin, reason", [("plotly", "pip install plotly"), ("folder", "holds no run.yaml")])
+def test_a_fault_is_one_note(tmp_path, monkeypatch, ruin, reason):
+    """Oracle: one line that names the remedy, however often it fails; a plotly that cannot be imported is a real one."""
+    made(tmp_path / "run", steps=8)
+    if ruin == "plotly":
+        (tmp_path / "plotly").mkdir()
+        (tmp_path / "plotly" / "__init__.py").write_text("raise ImportError")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    else:
+        (tmp_path / "run" / "run.yaml").unlink()
+    notes: list[str] = []
+    page = Page(tmp_path / "run", 4, 0, notes.append)
+    for done in (4, 8):
+        page.finish(done, seconds=300)
+    assert len(notes) == 1 and notes[0].startswith("report.html was not written, and training goes on: ")
+    assert reason in notes[0] and not (tmp_path / "run" / "report.html").exists()
