@@ -18,7 +18,7 @@ from dstrain.sampling.draw import draw_all, score
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
 
-_EXPORTED = "recipe.yaml"                      # what `export --format safetensors` writes beside the weights
+_EXPORTED = "recipe.yaml"  # what `export --format safetensors` writes beside the weights
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,21 +27,34 @@ class TrainedRun:
 
     folder: Path
     recipe: Run
-    system: System                             # losses, sampler, conditions: see dstrain/systems/base.py
-    networks: dict[str, nn.Module]             # by part, in evaluation mode; {"denoiser": ...} of a DiT
-    weights: dict[str, str]                    # by part: ema.DECAY, master (the training weights) or exported
-    step: int | None                           # of the checkpoint; None of an export
+    system: System  # losses, sampler, conditions: see dstrain/systems/base.py
+    networks: dict[str, nn.Module]  # by part, in evaluation mode; {"denoiser": ...} of a DiT
+    weights: dict[str, str]  # by part: ema.DECAY, master (the training weights) or exported
+    step: int | None  # of the checkpoint; None of an export
     device: torch.device
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{part}: {kind}" for part, kind in self.weights.items())
         return f"TrainedRun({self.folder}, {self.recipe.system}, step {self.step}, {parts}, {self.device})"
 
-    def sample(self, num: int = 16, *, labels: Sequence[int] | None = None, prompts: Sequence[str] | None = None,
-               images: Tensor | None = None, seed: int = 0, num_steps: int | None = None, sampler: str | None = None,
-               guidance_scale: float | None = None, num_frames: int | None = None, spacing: str | None = None,
-               eta: float | None = None, guidance_rescale: float | None = None,
-               guidance_interval: tuple[float, float] | None = None, batch: int = 16) -> Tensor:
+    def sample(
+        self,
+        num: int = 16,
+        *,
+        labels: Sequence[int] | None = None,
+        prompts: Sequence[str] | None = None,
+        images: Tensor | None = None,
+        seed: int = 0,
+        num_steps: int | None = None,
+        sampler: str | None = None,
+        guidance_scale: float | None = None,
+        num_frames: int | None = None,
+        spacing: str | None = None,
+        eta: float | None = None,
+        guidance_rescale: float | None = None,
+        guidance_interval: tuple[float, float] | None = None,
+        batch: int = 16,
+    ) -> Tensor:
         """Draws uint8 images (num, C, H, W), videos (num, T, C, H, W) or float32 embeddings (num, D), on the CPU.
 
         Sample i is a function of seed + i, the same that launch/generate.py draws. labels and prompts are repeated to
@@ -53,10 +66,23 @@ class TrainedRun:
         if images is None and self.system.starts_from_data and self.system.generates:
             kind = "image embeddings" if self.system.takes_embeddings else "smaller pictures"
             raise ConfigError(f"{self.folder} draws from {kind}: give them as images=, uint8 (N, C, H, W), or (N, D)")
-        request, _ = make_request(self.recipe.samples, self.system, num, seed, labels=labels, prompts=prompts,
-                                  images=images, num_steps=num_steps, sampler=sampler, guidance_scale=guidance_scale,
-                                  num_frames=num_frames, spacing=spacing, eta=eta, guidance_rescale=guidance_rescale,
-                                  guidance_interval=guidance_interval)
+        request, _ = make_request(
+            self.recipe.samples,
+            self.system,
+            num,
+            seed,
+            labels=labels,
+            prompts=prompts,
+            images=images,
+            num_steps=num_steps,
+            sampler=sampler,
+            guidance_scale=guidance_scale,
+            num_frames=num_frames,
+            spacing=spacing,
+            eta=eta,
+            guidance_rescale=guidance_rescale,
+            guidance_interval=guidance_interval,
+        )
         return draw_all(self.system, self.networks, request, min(batch, num), self.device)
 
     def evaluate(self, num: int | None = None, batch: int = 16) -> dict[str, float]:
@@ -67,12 +93,20 @@ class TrainedRun:
         source = open_sources(self.recipe.data, run=self.folder)[1]
         if source is None:
             raise ConfigError(f"{self.recipe.data.path} has no held-out samples: data.held_out=0.02 keeps a share")
-        return score(self.system, self.networks, held_out(source, batch, device=self.device, seed=self.recipe.seed,
-                                                          limit=num))
+        return score(
+            self.system, self.networks, held_out(source, batch, device=self.device, seed=self.recipe.seed, limit=num)
+        )
 
 
-def load(folder: str | Path, *, ema: float | None = None, raw: bool = False, step: int | None = None,
-         device: str | torch.device | None = None, dtype: torch.dtype = torch.float32) -> TrainedRun:
+def load(
+    folder: str | Path,
+    *,
+    ema: float | None = None,
+    raw: bool = False,
+    step: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> TrainedRun:
     """A run's folder, or what `launch/export.py --format safetensors` has made of one.
 
     ema: decay or width of the average to take, None for the recipe's choice. raw: the training weights instead. step:

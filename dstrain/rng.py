@@ -16,9 +16,9 @@ import zlib
 import torch
 from torch import Tensor
 
-_GOLDEN = -7046029254386353131          # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-_FIRST = -4658895280553007687           # 0xBF58476D1CE4E5B9
-_SECOND = -7723592293110705685          # 0x94D049BB133111EB
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_SECOND = -7723592293110705685  # 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 
 
@@ -29,7 +29,7 @@ def keys(seed: int, step: int, positions: Tensor) -> Tensor:
 
 def keys_of_seeds(seeds: Tensor) -> Tensor:
     """Keys of generated samples, one for each seed: int64 (B,) -> int64 (B,)."""
-    return _mix(_mix(seeds) ^ _SECOND)                                    # not a key that `keys` makes
+    return _mix(_mix(seeds) ^ _SECOND)  # not a key that `keys` makes
 
 
 def seed_torch(seed: int, step: int, micro: int) -> None:
@@ -51,8 +51,8 @@ def normal(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     numel = math.prod(shape)
     half = (numel + 1) // 2
     bits = _hash(key, name, half)
-    radius = (-2.0 * torch.log1p(-_unit(bits))).sqrt()                    # 1 - u lies in (0, 1]
-    angle = (bits & 0xFFFFFF).float() * (2 * math.pi / (1 << 24))         # the low 24 bits; _unit takes the high ones
+    radius = (-2.0 * torch.log1p(-_unit(bits))).sqrt()  # 1 - u lies in (0, 1]
+    angle = (bits & 0xFFFFFF).float() * (2 * math.pi / (1 << 24))  # the low 24 bits; _unit takes the high ones
     out = torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)), dim=1)
     return out[:, :numel].reshape(len(key), *shape)
 
@@ -65,9 +65,9 @@ def integers(key: Tensor, name: str, high: int, shape: tuple[int, ...] = ()) -> 
 
 def _hash(key: Tensor, name: str, count: int) -> Tensor:
     """64 random bits for each key and index: (B,) -> int64 (B, count)."""
-    stream = _mix(key ^ _signed(_mix_int(zlib.crc32(name.encode()))))                 # (B,)
-    index = _mix(torch.arange(1, count + 1, device=key.device) * _GOLDEN)             # (count,)
-    return _mix(stream[:, None] + index[None, :])                                     # (B, count)
+    stream = _mix(key ^ _signed(_mix_int(zlib.crc32(name.encode()))))  # (B,)
+    index = _mix(torch.arange(1, count + 1, device=key.device) * _GOLDEN)  # (count,)
+    return _mix(stream[:, None] + index[None, :])  # (B, count)
 
 
 def _unit(bits: Tensor) -> Tensor:

@@ -46,18 +46,18 @@ class Training:
     engines: Engines
     ema: EmaShadow
     saves: Checkpoints
-    saver: Saver                     # what writes them
+    saver: Saver  # what writes them
     batches: Batches
-    shown: Source                    # the source that grids begin from: the held-out one, where there is one
+    shown: Source  # the source that grids begin from: the held-out one, where there is one
     held_out: Source | None
-    quality: Quality | None          # what every.metrics measures
-    micro: int                       # samples of a rank in one call of the networks
+    quality: Quality | None  # what every.metrics measures
+    micro: int  # samples of a rank in one call of the networks
     stops: Stops
     watchdog: Watchdog
     tracker: Tracker
     throughput: Throughput
-    course: Course                   # trouble, and how often the run went back
-    first: int                       # the step that it begins with
+    course: Course  # trouble, and how often the run went back
+    first: int  # the step that it begins with
 
     def close(self) -> None:
         """Lets a save in flight end, ends the workers, and puts back the handlers of signals."""
@@ -68,7 +68,7 @@ class Training:
 
 def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     """Trains to run.steps from the folder's newest whole checkpoint, or as `resume` says; returns DONE or STOPPED."""
-    lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
+    lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()  # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
     with lock, Watchdog(run.directory, *limits) as watchdog:
         training = set_up(run, settings, resume, watchdog)
@@ -97,8 +97,8 @@ def loop(training: Training) -> int:
         done += 1
         throughput.at(done, losses)
         tracker.at(done)
-        training.saves.look()                                     # reports saves that have ended meanwhile
-        stop = ballot.outcome()                                   # everyone together
+        training.saves.look()  # reports saves that have ended meanwhile
+        stop = ballot.outcome()  # everyone together
         if trouble := course.trouble(done, engines.applied().values(), losses, done == run.steps):
             done, stop = go_back(training, done, trouble), False  # raises where there is no way back
             continue
@@ -108,8 +108,10 @@ def loop(training: Training) -> int:
         if due(every.report, done) or last:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks} | training.batches.drawn(done)
             tracker.report(done, throughput.figures(done) | counts | engines.figures())
-        if last or any(due(interval, done) for interval in (every.save, every.sample, every.evaluate, every.metrics,
-                                                            run.ema.snapshots)):
+        if last or any(
+            due(interval, done)
+            for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
+        ):
             with throughput.paused():
                 record(training, done, stop)
     if stop:
@@ -121,16 +123,21 @@ def record(training: Training, done: int, stop: bool) -> None:
     """What is due after a step: saves first, since drawing and evaluating may fail. NotSaved: the folder is gone."""
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_folder(run.directory)
-    judges = [judge for judge, interval, source in ((evaluate, every.evaluate, training.held_out),
-                                                    (measure, every.metrics, training.quality))
-              if source is not None and due(interval, done, last) and not stop]
+    judges = [
+        judge
+        for judge, interval, source in (
+            (evaluate, every.evaluate, training.held_out),
+            (measure, every.metrics, training.quality),
+        )
+        if source is not None and due(interval, done, last) and not stop
+    ]
     chooses = {True: evaluate, False: None}.get(run.save.best, measure)
-    quality = chooses(training, done) if chooses in judges else None      # only save.best waits for its score
+    quality = chooses(training, done) if chooses in judges else None  # only save.best waits for its score
     best = quality is not None and training.saver.improves(quality)
     routine = (due(every.save, done) or best) and training.course.state.good
     training.watchdog.at(done, "save of step")
     if routine or last:
-        training.saves.save(done, last, quality, routine)         # training goes on while it is written
+        training.saves.save(done, last, quality, routine)  # training goes on while it is written
     training.saves.averages.take(done, done == run.steps, last)
     if due(every.sample, done, last) and not stop:
         show(training, done)
@@ -171,8 +178,16 @@ def go_back(training: Training, done: int, trouble: str) -> int:
     return step
 
 
-def take_step(step: int, run: Run, system: System, engines: Engines, batches: Batches, tracker: Any,
-              shift: int = 0, vote: Callable[[], None] | None = None) -> dict[str, list[Tensor]]:
+def take_step(
+    step: int,
+    run: Run,
+    system: System,
+    engines: Engines,
+    batches: Batches,
+    tracker: Any,
+    shift: int = 0,
+    vote: Callable[[], None] | None = None,
+) -> dict[str, list[Tensor]]:
     """One optimizer step: every micro-batch, every network whose turn it is. Returns the losses of each network.
 
     It learns from the batch of `step + shift`, with the noise and dropout of that one; all else follows `step`. `vote`
@@ -181,24 +196,24 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
     engines.set_lr(run.optimizer.lr_at(step, run.steps))
     watched: list[dict[str, Tensor]] = []
     losses: dict[str, list[Tensor]] = {}
-    for micro, batch in enumerate(batches.at(step + shift)):      # batch["key"]: randomness belongs to a sample
+    for micro, batch in enumerate(batches.at(step + shift)):  # batch["key"]: randomness belongs to a sample
         if vote and micro + 1 == batches.accumulation:
             vote()
         if shift:
-            batch["step"] = batch["step"] - shift                 # for schedules of the system's own
+            batch["step"] = batch["step"] - shift  # for schedules of the system's own
         with torch.no_grad():
-            example = system.encode(batch)                        # frozen encoders; building one draws random weights
-        rng.seed_torch(run.seed, step + shift, micro * group.world() + group.rank())     # dropout is torch's own
-        for part in system.turns(step):                           # ("denoiser",) or ("autoencoder", "discriminator")
-            with engines.turn(part) as nets:                      # this part is live, the others are bare and frozen
+            example = system.encode(batch)  # frozen encoders; building one draws random weights
+        rng.seed_torch(run.seed, step + shift, micro * group.world() + group.rank())  # dropout is torch's own
+        for part in system.turns(step):  # ("denoiser",) or ("autoencoder", "discriminator")
+            with engines.turn(part) as nets:  # this part is live, the others are bare and frozen
                 terms = system.loss(part, nets, example)
-                engines.learn(part, terms["loss"])                # DeepSpeed updates on the last micro-batch
+                engines.learn(part, terms["loss"])  # DeepSpeed updates on the last micro-batch
             terms = {name: term.detach() for name, term in terms.items()}
             losses.setdefault(part, []).append(terms["loss"])
             if own := {name: terms.pop(name) for name in system.watched if name in terms}:
                 watched.append(own | {"position": batch["position"]})
             tracker.add(part, terms)
-    if watched:                                                   # what a system learns on the side, by all samples
+    if watched:  # what a system learns on the side, by all samples
         rows = {name: torch.cat([terms[name] for terms in watched]) for name in watched[0]}
         system.observe(group.in_order(rows.pop("position"), rows))
     return losses
@@ -209,12 +224,12 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     folder, say = run.directory, phases().say
     start(run.faults.timeout_minutes)
     watchdog.talk()
-    hosts.check(run, settings)                                    # before anything is moved or written
+    hosts.check(run, settings)  # before anything is moved or written
     source, held_out_source = open_sources(run.data, run=folder)
     if group.rank() == 0:
         say(*described(run.data, source, held_out_source, folder))
     phases().at("building networks")
-    system = systems.build(run.system, run.model)                 # networks, losses, sampler: plain torch
+    system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
     hosts.on_first(lambda: folders.prepare(run, system.fingerprint(source), resume))
     stops = Stops(folder if group.rank() == 0 else None, run.faults.orphan_check)
@@ -222,15 +237,24 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     for network in system.frozen():
         network.to(group.device())
     engines = Engines(system.networks, run, settings, system.decays, system.blocks(), draw=False)
-    ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
+    ema = EmaShadow(engines.masters, run.ema, system.averaged)  # shadows the fp32 weights this rank owns
     weights = engines.counts(system.frozen())
     say("weights: " + ", ".join(f"{part} {count:,}" for part, count in weights.items()))
     if run.save.format == "deepspeed":
         say("note: save.format=deepspeed: going on from these checkpoints needs --trust-pickle")
     say(*(f"note: {remark}" for remark in remarks(settings, group.device().type)), *engines.notes)
     course = Course(run.faults)
-    saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, say,
-                        lambda step: folders.note_saved(folder, step), course, resume.trust_pickle)
+    saves = Checkpoints(
+        folder / "checkpoints",
+        engines,
+        ema,
+        system,
+        run.save,
+        say,
+        lambda step: folders.note_saved(folder, step),
+        course,
+        resume.trust_pickle,
+    )
     first = begin(run, engines, ema, saves, system, resume.step)
     if resume.allow_change:
         course.forgive()
@@ -240,16 +264,45 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         say("an earlier command ended before it saved anything: training begins at step 1 again")
     hosts.on_first(lambda: folders.write_down(run, settings, system.fingerprint(source)))
     micro = settings["train_micro_batch_size_per_gpu"]
-    batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=group.rank(),
-                      world=group.world(), num_workers=run.data.workers, device=group.device(), folder=folder,
-                      max_bad_fraction=run.data.max_bad_fraction, flip=run.data.flip, steps=run.steps + course.shift)
+    batches = Batches(
+        source,
+        global_batch=run.batch.global_,
+        micro_batch=micro,
+        seed=run.seed,
+        rank=group.rank(),
+        world=group.world(),
+        num_workers=run.data.workers,
+        device=group.device(),
+        folder=folder,
+        max_bad_fraction=run.data.max_bad_fraction,
+        flip=run.data.flip,
+        steps=run.steps + course.shift,
+    )
     quality = open_quality(run, system, source, held_out_source)
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first, settings=settings, weights=weights)
     saves.saver.report = tracker.note
-    throughput = Throughput(run, first, lambda: batches.wait_seconds, system, precision(settings), resume.profile,
-                            tracker.note)
-    return Training(run, system, engines, ema, saves, saves.saver, batches, held_out_source or source, held_out_source,
-                    quality, micro, stops, watchdog, tracker, throughput, course, first)
+    throughput = Throughput(
+        run, first, lambda: batches.wait_seconds, system, precision(settings), resume.profile, tracker.note
+    )
+    return Training(
+        run,
+        system,
+        engines,
+        ema,
+        saves,
+        saves.saver,
+        batches,
+        held_out_source or source,
+        held_out_source,
+        quality,
+        micro,
+        stops,
+        watchdog,
+        tracker,
+        throughput,
+        course,
+        first,
+    )
 
 
 def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, request: int | None) -> int:
@@ -263,8 +316,11 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
         phases().say(*(f"init_from: {change}" for _, changes in loaded.values() for change in changes))
         engines.draw({part: values for part, (values, _) in loaded.items()})
         ema.reset()
-    phases().say(f"goes on from step {step} of {run.steps}" if step else
-                 f"begins at step 1 of {run.steps}, with weights from {run.init_from or f'seed {run.seed}'}")
+    phases().say(
+        f"goes on from step {step} of {run.steps}"
+        if step
+        else f"begins at step 1 of {run.steps}, with weights from {run.init_from or f'seed {run.seed}'}"
+    )
     return step
 
 
@@ -278,15 +334,16 @@ def finish(training: Training, done: int) -> None:
         tracker.model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
     tracker.note(folders.farewell(run, run.directory, training.first, done, saved, training.stops.reason))
     tracker.finish(done)
-    group.leave()                                                 # signals are still caught and ignored: all is saved
+    group.leave()  # signals are still caught and ignored: all is saved
 
 
 def show(training: Training, done: int) -> None:
     """The grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
     training.watchdog.at(done, "samples of step")
     with training.ema.swapped(training.run.samples.ema):
-        for images, name, columns, captions in grids(training.run, training.system, training.engines.modules,
-                                                     training.shown, training.micro):
+        for images, name, columns, captions in grids(
+            training.run, training.system, training.engines.modules, training.shown, training.micro
+        ):
             training.tracker.samples(done, images, name, columns, captions)
 
 
@@ -318,8 +375,11 @@ def measure(training: Training, done: int) -> float | None:
     first = next(iter(run.ema.names), None) if run.samples.ema is None else run.samples.ema
     for average in run.ema.names or (None,):
         with training.ema.swapped(average):
-            figures = training.quality.measure(training.engines.modules, training.micro,
-                                               lambda rounds: training.watchdog.each(rounds, done, "metrics of step"))
+            figures = training.quality.measure(
+                training.engines.modules,
+                training.micro,
+                lambda rounds: training.watchdog.each(rounds, done, "metrics of step"),
+            )
         scores |= {name if average == first else f"ema_{average:g}/{name}": value for name, value in figures.items()}
     training.tracker.scores(done, scores, kind="metrics")
     return training.quality.score(scores)

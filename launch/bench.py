@@ -18,8 +18,11 @@ from dstrain.recipe import Run
 
 
 def main() -> None:
-    options = cli.job_arguments("Times a training step beside a plain PyTorch loop and others, in one run.",
-                                "launch/bench.py", Path(__file__).resolve().parents[1])
+    options = cli.job_arguments(
+        "Times a training step beside a plain PyTorch loop and others, in one run.",
+        "launch/bench.py",
+        Path(__file__).resolve().parents[1],
+    )
     job = cli.prepare(options)
     if options.print_config:
         print(cli.describe(job), end="")
@@ -27,6 +30,7 @@ def main() -> None:
         print(cli.headline(job))
     else:
         from dstrain.bench.compare import GRID, compare
+
         micro, world = job.settings["train_micro_batch_size_per_gpu"], group.place().world
 
         def jobs() -> Iterator[tuple[Run, dict[str, Any]]]:

@@ -65,12 +65,19 @@ def main() -> None:
     if threads:
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    columns = [(name, form, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
-               for form in (attend, fused, widened, plain) if (name, form) != ("fp32", widened)]
+    columns = [
+        (name, form, dtype)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+        for form in (attend, fused, widened, plain)
+        if (name, form) != ("fp32", widened)
+    ]
     print(f"{device}, {torch.get_num_threads()} threads, ms: " + ", ".join(f"{n} {f.__name__}" for n, f, _ in columns))
     for shape in SHAPES:
-        print(f"{str(shape):20}" + "".join(f"{milliseconds(form, shape, dtype, device):10.2f}"
-                                           for _, form, dtype in columns), flush=True)
+        print(
+            f"{shape!s:20}"
+            + "".join(f"{milliseconds(form, shape, dtype, device):10.2f}" for _, form, dtype in columns),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

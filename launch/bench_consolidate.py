@@ -52,8 +52,8 @@ class Figures(NamedTuple):
     """What a process has taken."""
 
     seconds: float
-    cpu: float                                 # seconds, of user and system
-    memory: float                              # MB
+    cpu: float  # seconds, of user and system
+    memory: float  # MB
 
 
 def main() -> None:
@@ -101,25 +101,43 @@ def write(folder: str, parameters: int) -> None:
         (tag.parent / "latest").write_text("tag")
         for rank in range(RANKS):
             if stage == 2:
-                mine = flat[rank * part: (rank + 1) * part].clone()
+                mine = flat[rank * part : (rank + 1) * part].clone()
                 state = {"single_partition_of_fp32_groups": [mine], "zero_stage": 2, "partition_count": [RANKS]}
             else:
-                shares = [flat[starts[name]: starts[name] + shape.numel()].chunk(RANKS)[rank]
-                          for name, shape in shapes.items()]
+                shares = [
+                    flat[starts[name] : starts[name] + shape.numel()].chunk(RANKS)[rank]
+                    for name, shape in shapes.items()
+                ]
                 mine = torch.cat(shares)
                 state = {"fp32_flat_groups": [mine], "zero_stage": 3, "partition_count": RANKS}
             moments = {"state": {0: {"exp_avg": mine.clone(), "exp_avg_sq": mine.clone()}}}
             key = "base_optimizer_state" if stage == 2 else "optimizer_state_dict"
-            torch.save({"optimizer_state_dict": {**state, key: moments}, "ds_version": "0.19.8"},
-                       tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+            torch.save(
+                {"optimizer_state_dict": {**state, key: moments}, "ds_version": "0.19.8"},
+                tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+            )
             if rank == 0 or stage == 3:
-                module = {name: flat[starts[name]: starts[name] + shape.numel()].view(shape).bfloat16()
-                          if stage == 2 else torch.empty(0) for name, shape in shapes.items()}
-                torch.save({"module": module, "buffer_names": [], "param_shapes": [shapes], "shared_params": {},
-                            "frozen_param_shapes": {}, "frozen_param_fragments": {}, "global_steps": 1,
-                            "mp_world_size": 1, "ds_config": {"zero_optimization": {"stage": stage}},
-                            "ds_version": "0.19.8"},
-                           tag / f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_00_model_states.pt")
+                module = {
+                    name: flat[starts[name] : starts[name] + shape.numel()].view(shape).bfloat16()
+                    if stage == 2
+                    else torch.empty(0)
+                    for name, shape in shapes.items()
+                }
+                torch.save(
+                    {
+                        "module": module,
+                        "buffer_names": [],
+                        "param_shapes": [shapes],
+                        "shared_params": {},
+                        "frozen_param_shapes": {},
+                        "frozen_param_fragments": {},
+                        "global_steps": 1,
+                        "mp_world_size": 1,
+                        "ds_config": {"zero_optimization": {"stage": stage}},
+                        "ds_version": "0.19.8",
+                    },
+                    tag / f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_00_model_states.pt",
+                )
     write_fragments(root / "fragments" / "checkpoints" / "step_00000001", shapes, flat, starts)
 
 
@@ -132,13 +150,24 @@ def write_fragments(step: Path, shapes: dict[str, Any], flat: Any, starts: dict[
 
     step.mkdir(parents=True)
     for rank in range(RANKS):
-        entries = [(kind, Fragment(name, tuple(shape), rank * (n := shape.numel() // RANKS), n),
-                    flat[starts[name] + rank * n: starts[name] + (rank + 1) * n])
-                   for kind in ("master", "exp_avg", "exp_avg_sq", "ema.0.9999") for name, shape in shapes.items()]
+        entries = [
+            (
+                kind,
+                Fragment(name, tuple(shape), rank * (n := shape.numel() // RANKS), n),
+                flat[starts[name] + rank * n : starts[name] + (rank + 1) * n],
+            )
+            for kind in ("master", "exp_avg", "exp_avg_sq", "ema.0.9999")
+            for name, shape in shapes.items()
+        ]
         write_shard(step / shard_name("network", rank, RANKS), entries)
     save_file({"system/seen": torch.zeros(1)}, step / "common.safetensors", {"counters": "{}"})
-    body: dict[str, Any] = {"files": hash_files(step, sorted(path.name for path in step.iterdir())), "step": 1,
-                            "world": RANKS, "extra": {}, "versions": {}}
+    body: dict[str, Any] = {
+        "files": hash_files(step, sorted(path.name for path in step.iterdir())),
+        "step": 1,
+        "world": RANKS,
+        "extra": {},
+        "versions": {},
+    }
     (step / NAME).write_bytes(render(body))
 
 
@@ -170,8 +199,13 @@ def measured(ways: dict[str, Callable[[Path], list[str]]], out: Path, rounds: in
 def run(words: list[str]) -> Figures:
     """Runs a process to its end."""
     began = time.perf_counter()
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "PYTHONPATH": str(root_folder())})
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root_folder())},
+    )
     assert process.stderr
     errors = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
@@ -182,6 +216,7 @@ def run(words: list[str]) -> Figures:
 
 def same(a: Path, b: Path) -> bool:
     """Whether two folders hold the same tensors, to the bit."""
+
     def bits(folder: Path) -> dict[str, bytes]:
         hashes = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -190,19 +225,24 @@ def same(a: Path, b: Path) -> bool:
                     file.seek(tensor.spans[0].offset)
                     hashes[f"{name} {tensor.shape}"] = hashlib.blake2b(file.read(tensor.spans[0].nbytes)).digest()
         return hashes
+
     return bits(a) == bits(b) != {}
 
 
 def report(title: str, rounds: dict[str, list[Figures]]) -> None:
     """Prints the best of each way's rounds, and its ratios to zero_to_fp32."""
-    best = {name: Figures(min(f.seconds for f in figures), min(f.cpu for f in figures), max(f.memory for f in figures))
-            for name, figures in rounds.items()}
+    best = {
+        name: Figures(min(f.seconds for f in figures), min(f.cpu for f in figures), max(f.memory for f in figures))
+        for name, figures in rounds.items()
+    }
     base = best["zero_to_fp32"]
     for name, figures in rounds.items():
         mine, median = best[name], statistics.median(f.seconds for f in figures)
-        print(f"{title:8} {name:13} {mine.seconds:6.2f} s (median {median:6.2f}), CPU {mine.cpu:6.2f} s, "
-              f"{mine.memory:5.0f} MB; ratios {mine.seconds / base.seconds:.3f}, {mine.cpu / base.cpu:.3f}, "
-              f"{mine.memory / base.memory:.3f}")
+        print(
+            f"{title:8} {name:13} {mine.seconds:6.2f} s (median {median:6.2f}), CPU {mine.cpu:6.2f} s, "
+            f"{mine.memory:5.0f} MB; ratios {mine.seconds / base.seconds:.3f}, {mine.cpu / base.cpu:.3f}, "
+            f"{mine.memory / base.memory:.3f}"
+        )
 
 
 if __name__ == "__main__":

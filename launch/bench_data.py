@@ -47,8 +47,14 @@ _BATCH = 32
 def main() -> None:
     """Parses the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("width", 500), ("height", 375), ("size", 256), ("rounds", 100), ("files", 256),
-                          ("workers", 0)):
+    for name, default in (
+        ("width", 500),
+        ("height", 375),
+        ("size", 256),
+        ("rounds", 100),
+        ("files", 256),
+        ("workers", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--loaders", action="store_true", help="time whole loaders instead")
     parser.add_argument("--start", action="store_true", help="time the start of workers instead")
@@ -71,8 +77,12 @@ def main() -> None:
 
 def crops(path: Path, size: int, rounds: int) -> None:
     """Prints images a second of each way, by CPU time, and its ratio to the plain ones."""
-    ways = {"plain": lambda: plain(path, size), "official": lambda: official(path, size),
-            "read_image": lambda: read_image(path, size), "draft": lambda: read_image(path, size, draft=True)}
+    ways = {
+        "plain": lambda: plain(path, size),
+        "official": lambda: official(path, size),
+        "read_image": lambda: read_image(path, size),
+        "draft": lambda: read_image(path, size, draft=True),
+    }
     assert torch.equal(ways["plain"](), ways["read_image"]()), "the pixels differ"
     print(f"JPEG -> {size}: images a second of CPU time")
     report(timed(ways, rounds, time.thread_time), 1, "plain", "official")
@@ -88,20 +98,23 @@ def loaders(folder: Path, size: int, rounds: int, workers: int) -> None:
     whole = torch.stack([sources["folder"][i]["image"] for i in range(4)])
     for source in sources.values():
         assert torch.equal(torch.stack([source[i]["image"] for i in range(4)]), whole), "the pixels differ"
-    by_rival = torch.stack([rival.dataset[i][0] for i in range(4)])          # mirrored or not
+    by_rival = torch.stack([rival.dataset[i][0] for i in range(4)])  # mirrored or not
     levels = by_rival.mul(127.5).add(127.5).round().byte()
     assert all(torch.equal(a, b) or torch.equal(a, b.flip(-1)) for a, b in zip(levels, whole)), "the pixels differ"
-    each = dict(global_batch=_BATCH, micro_batch=_BATCH, seed=0, num_workers=workers)
+    each = {"global_batch": _BATCH, "micro_batch": _BATCH, "seed": 0, "num_workers": workers}
     batches = {name: Batches(source, **each) for name, source in sources.items()}
     forever = itertools.chain.from_iterable(iter(lambda: iter(rival), None))
     steps = {name: itertools.count() for name in batches}
-    number = 32 * workers or 1                                               # so that what lies ready counts little
+    number = 32 * workers or 1  # so that what lies ready counts little
     ways: dict[str, Callable] = {"official": lambda: [next(forever) for _ in range(number)]}
-    ways |= {name: lambda name=name: [next(batches[name].at(next(steps[name]))) for _ in range(number)]
-             for name in batches}
-    timed(ways, 2, time.perf_counter)                                        # workers start, files come into memory
-    print(f"JPEG -> {size}, batches of {_BATCH}, {workers} workers: images a second "
-          f"{'by the clock' if workers else 'of CPU time'}")
+    ways |= {
+        name: lambda name=name: [next(batches[name].at(next(steps[name]))) for _ in range(number)] for name in batches
+    }
+    timed(ways, 2, time.perf_counter)  # workers start, files come into memory
+    print(
+        f"JPEG -> {size}, batches of {_BATCH}, {workers} workers: images a second "
+        f"{'by the clock' if workers else 'of CPU time'}"
+    )
     clock = time.perf_counter if workers else time.process_time
     report(timed(ways, rounds, clock), number * _BATCH, "official", "folder")
     for loader in batches.values():
@@ -124,18 +137,33 @@ def report(seconds: dict[str, list[float]], images: int, *rivals: str) -> None:
     print(f"{'':12}{'fastest':>10}{'median':>10}" + "".join(f"{'/ ' + name:>12}" for name in rivals))
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     for name, values in seconds.items():
-        print(f"{name:12}{images / min(values):10.0f}{images / middle[name]:10.0f}"
-              + "".join(f"{middle[rival] / middle[name]:12.2f}" for rival in rivals))
+        print(
+            f"{name:12}{images / min(values):10.0f}{images / middle[name]:10.0f}"
+            + "".join(f"{middle[rival] / middle[name]:12.2f}" for rival in rivals)
+        )
 
 
 def official_loader(folder: Path, size: int, workers: int) -> torch.utils.data.DataLoader:
     """The loader of DiT's train.py: ImageFolder, ADM's crop, flip, ToTensor, Normalize, in a DataLoader."""
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
-    transform = transforms.Compose([Crop(size), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-                                    transforms.Normalize([0.5] * 3, [0.5] * 3, inplace=True)])
-    return torch.utils.data.DataLoader(ImageFolder(folder, transform), _BATCH, shuffle=True, num_workers=workers,
-                                       drop_last=True, persistent_workers=workers > 0)
+
+    transform = transforms.Compose(
+        [
+            Crop(size),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize([0.5] * 3, [0.5] * 3, inplace=True),
+        ]
+    )
+    return torch.utils.data.DataLoader(
+        ImageFolder(folder, transform),
+        _BATCH,
+        shuffle=True,
+        num_workers=workers,
+        drop_last=True,
+        persistent_workers=workers > 0,
+    )
 
 
 class Crop:
@@ -162,7 +190,7 @@ def cropped(image: Image.Image, size: int) -> np.ndarray:
     image = image.resize(tuple(round(x * scale) for x in image.size), resample=Image.Resampling.BICUBIC)
     array = np.array(image)
     y, x = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
-    return array[y:y + size, x:x + size]
+    return array[y : y + size, x : x + size]
 
 
 def plain(path: Path, size: int) -> torch.Tensor:
@@ -184,6 +212,7 @@ def starts(folder: str, size: int) -> None:
     import multiprocessing
 
     from dstrain.data import workers
+
     source, default = open_images(f"{folder}/data", size), workers.context
     for method in ("fork", "spawn", "forkserver"):
         workers.context = default

@@ -40,13 +40,17 @@ from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, UniformSampler
 
 # With these the allocator keeps its pages; without them page faults are what is measured.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592",
-               "MALLOC_TOP_PAD_": "268435456", "OMP_NUM_THREADS": "1"}
-STEPS = 1000                                      # of the chain whose losses are timed
-DRAWN = 2048                                      # timesteps in a draw or an update
-VARIED = 16                                       # inputs in turn, so that no branch predictor learns them
-Work = Callable[[int], object]                    # does the work on input number i
-Line = tuple[str, Work, Work, Work]               # name, plain, fast, and what comes before each call
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "268435456",
+    "OMP_NUM_THREADS": "1",
+}
+STEPS = 1000  # of the chain whose losses are timed
+DRAWN = 2048  # timesteps in a draw or an update
+VARIED = 16  # inputs in turn, so that no branch predictor learns them
+Work = Callable[[int], object]  # does the work on input number i
+Line = tuple[str, Work, Work, Work]  # name, plain, fast, and what comes before each call
 
 
 def main() -> None:
@@ -94,6 +98,7 @@ def nothing(number: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- losses
+
 
 def problem(batch: int, size: int, seed: int = 0) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """x_start (B, 3, S, S), VARIED timesteps (B,), noise, and an output of a network (B, 6, S, S), a leaf."""
@@ -182,7 +187,9 @@ class PlainDiffusion:
         return torch.where(t == 0, flat(nll) / math.log(2), flat(kl) / math.log(2))
 
     def likelihood(self, x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-        normal = lambda x: 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
+        def normal(x):
+            return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
+
         centered, sharpness = x - mean, torch.exp(-log_scale)
         upper, lower = normal(sharpness * (centered + 1 / 255)), normal(sharpness * (centered - 1 / 255))
         log_upper, log_rest = torch.log(upper.clamp(min=1e-12)), torch.log((1 - lower).clamp(min=1e-12))
@@ -196,14 +203,19 @@ def flat(values: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------- timesteps
 
+
 def timesteps() -> Iterator[Line]:
     """Draws and updates of DRAWN timesteps; fast draws from uniform numbers that belong to the samples."""
     keys = [rng.keys(0, step, torch.arange(DRAWN)) for step in range(VARIED)]
     uniforms = [rng.uniform(key, "timestep") for key in keys]
     plain, fast = PlainUniform(STEPS), UniformSampler(STEPS)
     yield f"UniformSampler {DRAWN}", lambda i: plain.sample(DRAWN), lambda i: fast.sample(uniforms[i]), nothing
-    yield (f"  with its uniform numbers {DRAWN}", lambda i: plain.sample(DRAWN),
-           lambda i: fast.sample(rng.uniform(keys[i], "timestep")), nothing)
+    yield (
+        f"  with its uniform numbers {DRAWN}",
+        lambda i: plain.sample(DRAWN),
+        lambda i: fast.sample(rng.uniform(keys[i], "timestep")),
+        nothing,
+    )
     for total in (1000, 4000):
         yield from warm(total, uniforms)
 
@@ -218,7 +230,10 @@ def warm(total: int, uniforms: list[Tensor]) -> Iterator[Line]:
         fast.observe(torch.arange(total), losses)
     t = [fast.sample(numbers)[0] for numbers in uniforms]
     observed = [torch.rand(DRAWN, generator=generator) + 0.1 for _ in uniforms]
-    update = lambda i: fast.observe(t[i], observed[i])
+
+    def update(i):
+        return fast.observe(t[i], observed[i])
+
     name = f"{DRAWN} of {total}"
     yield f"LossSecondMoment observe {name}", lambda i: plain.observe(t[i], observed[i]), update, nothing
     yield f"  sample after an update {name}", lambda i: plain.sample(DRAWN), lambda i: fast.sample(uniforms[i]), update
@@ -262,7 +277,7 @@ class PlainLossAware(PlainUniform):
     def weights(self) -> np.ndarray:
         if not (self.counts == self.history_per_term).all():
             return np.ones(self.num_timesteps)
-        weights = np.sqrt(np.mean(self.history ** 2, axis=1))
+        weights = np.sqrt(np.mean(self.history**2, axis=1))
         weights = weights / np.sum(weights)
         return weights * (1 - self.uniform_prob) + self.uniform_prob / self.num_timesteps
 

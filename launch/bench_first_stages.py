@@ -68,7 +68,7 @@ def row(folder: Path) -> list[str]:
     distance = distances.frechet(*moments(torch.cat(made)), *moments(torch.cat(originals)))
     figures = measure(system, nets, source, batch=_BATCH, seed=run.seed)["figures"]
     if "perplexity" in figures:
-        bits = system.side ** 2 * math.log2(system.codebook_size)
+        bits = system.side**2 * math.log2(system.codebook_size)
         usage = [f"{1 - figures['dead_tokens']:.1%}", f"{figures['perplexity']:.0f}"]
     else:
         bits, usage = figures["kl"] / math.log(2), ["", ""]

@@ -36,8 +36,14 @@ from dstrain.disk.sealed import render
 def main() -> None:
     """Parses the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("samples", 10000), ("batch", 256), ("channels", 4), ("size", 32), ("rounds", 50),
-                          ("shard-size", 4096)):
+    for name, default in (
+        ("samples", 10000),
+        ("batch", 256),
+        ("channels", 4),
+        ("size", 32),
+        ("rounds", 50),
+        ("shard-size", 4096),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--step", type=float, default=50.0)
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16")
@@ -52,23 +58,30 @@ def main() -> None:
 def compare(root: Path, options: argparse.Namespace) -> None:
     """Prints samples a second of each way and their ratio."""
     source, random = Latents(root / "shards"), np.random.default_rng(0)
-    ways = {"files": lambda index, side: from_files(root / "files", index),
-            "shards": lambda index, side: source.take(index, side)}
+    ways = {
+        "files": lambda index, side: from_files(root / "files", index),
+        "shards": lambda index, side: source.take(index, side),
+    }
     every = torch.arange(options.samples)
     for way in ways.values():
-        means = way(every[-options.batch:], torch.zeros(options.batch, dtype=torch.bool))["latent_mean"]
-        assert torch.allclose(means.float(), stored(every[-options.batch:], options)[:, 0, 0], atol=1e-2)
+        means = way(every[-options.batch :], torch.zeros(options.batch, dtype=torch.bool))["latent_mean"]
+        assert torch.allclose(means.float(), stored(every[-options.batch :], options)[:, 0, 0], atol=1e-2)
         for part in every.split(options.batch):
             way(part, torch.ones(len(part), dtype=torch.bool))
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, "cold files", "cold", "expected")}
-    drawn = [(torch.from_numpy(random.integers(0, options.samples, options.batch)),
-              torch.from_numpy(random.random(options.batch) < 0.5)) for _ in range(options.rounds)]
+    drawn = [
+        (
+            torch.from_numpy(random.integers(0, options.samples, options.batch)),
+            torch.from_numpy(random.random(options.batch) < 0.5),
+        )
+        for _ in range(options.rounds)
+    ]
     for index, side in drawn:
         for name, way in ways.items():
             start = time.perf_counter()
             way(index, side)
             seconds[name].append(time.perf_counter() - start)
-    source._open.clear()                                           # pages that are mapped stay in memory
+    source._open.clear()  # pages that are mapped stay in memory
     for index, side in drawn:
         drop(*(root / "files" / f"{i}{kind}.npy" for i in index.tolist() for kind in ("", "_label")))
         start = time.perf_counter()
@@ -84,13 +97,17 @@ def compare(root: Path, options: argparse.Namespace) -> None:
             fresh.take(index, side)
             seconds[name].append(time.perf_counter() - start)
             del fresh
-    print(f"latents {options.channels} x {options.size} x {options.size}, batches of {options.batch}: samples a second "
-          "on one core")
+    print(
+        f"latents {options.channels} x {options.size} x {options.size}, batches of {options.batch}: samples a second "
+        "on one core"
+    )
     print(f"{'':12}{'fastest':>12}{'median':>12}{'/ files':>10}")
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     for name, values in seconds.items():
-        print(f"{name:12}{options.batch / min(values):12.0f}{options.batch / middle[name]:12.0f}"
-              f"{middle['files'] / middle[name]:10.1f}")
+        print(
+            f"{name:12}{options.batch / min(values):12.0f}{options.batch / middle[name]:12.0f}"
+            f"{middle['files'] / middle[name]:10.1f}"
+        )
 
 
 def drop(*paths: Path) -> None:
@@ -118,9 +135,19 @@ def write(root: Path, options: argparse.Namespace) -> None:
     """Both caches of the same samples."""
     (root / "files").mkdir()
     (root / "shards").mkdir()
-    encoding = {"kind": "latents", "shape": [options.channels, options.size, options.size], "dtype": options.dtype,
-                "number": options.samples, "flips": 2, "image_size": 8 * options.size, "channels": 3,
-                "shard_size": options.shard_size, "batch": 1, "first_stage": "none", "data": "made up"}
+    encoding = {
+        "kind": "latents",
+        "shape": [options.channels, options.size, options.size],
+        "dtype": options.dtype,
+        "number": options.samples,
+        "flips": 2,
+        "image_size": 8 * options.size,
+        "channels": 3,
+        "shard_size": options.shard_size,
+        "batch": 1,
+        "first_stage": "none",
+        "data": "made up",
+    }
     records = []
     for number, index in enumerate(torch.arange(options.samples).split(options.shard_size)):
         codes = stored(index, options).numpy().astype(options.dtype)

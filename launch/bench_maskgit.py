@@ -43,8 +43,14 @@ WAYS = ("full", "masked", "chunked")
 def main() -> None:
     """Parses the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("batch", 4), ("tokens", 576), ("dim", 256), ("codebook", 65536), ("chunk", 128),
-                          ("rounds", 2)):
+    for name, default in (
+        ("batch", 4),
+        ("tokens", 576),
+        ("dim", 256),
+        ("codebook", 65536),
+        ("chunk", 128),
+        ("rounds", 2),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -59,11 +65,15 @@ def main() -> None:
     for way, figures in measured.items():
         for name in ("loss", "gradient"):
             assert abs(figures[name] - full[name]) <= 1e-4 * abs(full[name]), (way, name, figures, full)
-    print(f"{options.batch} clips of {options.tokens} tokens, {full['rows']} masked, {options.codebook} ids, width "
-          f"{options.dim}\n{'':10}{'MB':>10}{'/ full':>10}{'seconds':>12}{'/ full':>10}")
+    print(
+        f"{options.batch} clips of {options.tokens} tokens, {full['rows']} masked, {options.codebook} ids, width "
+        f"{options.dim}\n{'':10}{'MB':>10}{'/ full':>10}{'seconds':>12}{'/ full':>10}"
+    )
     for way, figures in measured.items():
-        print(f"{way:10}{figures['bytes'] / 2 ** 20:10.0f}{figures['bytes'] / full['bytes']:10.2f}"
-              f"{figures['seconds']:12.2f}{figures['seconds'] / full['seconds']:10.2f}")
+        print(
+            f"{way:10}{figures['bytes'] / 2**20:10.0f}{figures['bytes'] / full['bytes']:10.2f}"
+            f"{figures['seconds']:12.2f}{figures['seconds'] / full['seconds']:10.2f}"
+        )
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
@@ -87,13 +97,19 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
-    gradients = 4 * (head.weight.numel() + states.numel())                # each way makes them
-    return {"bytes": peak(device) - before - gradients, "seconds": min(seconds), "loss": loss.item(),
-            "rows": int(masked.sum()), "gradient": head.weight.grad.norm().item()}
+    gradients = 4 * (head.weight.numel() + states.numel())  # each way makes them
+    return {
+        "bytes": peak(device) - before - gradients,
+        "seconds": min(seconds),
+        "loss": loss.item(),
+        "rows": int(masked.sum()),
+        "gradient": head.weight.grad.norm().item(),
+    }
 
 
-def loss_of(way: str, head: Vocabulary, states: torch.Tensor, targets: torch.Tensor,
-            masked: torch.Tensor) -> torch.Tensor:
+def loss_of(
+    way: str, head: Vocabulary, states: torch.Tensor, targets: torch.Tensor, masked: torch.Tensor
+) -> torch.Tensor:
     """The mean cross-entropy of the masked tokens."""
     if way == "full":
         logits = F.linear(states, head.weight, head.bias)

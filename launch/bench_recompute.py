@@ -20,12 +20,15 @@ from dstrain.engine.planning.activations import flops, kept
 _LATENTS = ["model.first_stage=null", "model.in_channels=4"]
 _PICTURES = ["perceptual=null", "discriminator=null"]
 # Recipes, and entries without networks that are files: a first stage, an encoder of texts, an adversary's judge.
-LARGE = {"dit-xl2-imagenet256": [*_LATENTS, "model.image_size=32"],
-         "dit-xl2-imagenet512": [*_LATENTS, "model.image_size=64"],
-         "iddpm-imagenet64-hybrid": [], "iddpm-lsun256": [],
-         "vae-kl-f8": [f"model.kl.{entry}" for entry in _PICTURES],
-         "phenaki-tokenizer": [f"model.{entry}" for entry in _PICTURES],
-         "prior-1b": ["model.text_encoder=null"]}
+LARGE = {
+    "dit-xl2-imagenet256": [*_LATENTS, "model.image_size=32"],
+    "dit-xl2-imagenet512": [*_LATENTS, "model.image_size=64"],
+    "iddpm-imagenet64-hybrid": [],
+    "iddpm-lsun256": [],
+    "vae-kl-f8": [f"model.kl.{entry}" for entry in _PICTURES],
+    "phenaki-tokenizer": [f"model.{entry}" for entry in _PICTURES],
+    "prior-1b": ["model.text_encoder=null"],
+}
 CHOICES = ("none", "attention", 2, 4, "all")
 
 
@@ -51,7 +54,10 @@ def measure(system: systems.System, choice: str | int, batch: int) -> tuple[int,
         prepare(network, system.blocks(), choice)
     example = {name: value.to("meta") for name, value in system.encode(system.synthetic(batch)).items()}
     weights = (tensor for network in networks.values() for tensor in (*network.parameters(), *network.buffers()))
-    loss = lambda: system.loss(part, networks, dict(example))["loss"]
+
+    def loss():
+        return system.loss(part, networks, dict(example))["loss"]
+
     return kept(loss, [*example.values(), *weights]), flops(loss)
 
 
@@ -61,12 +67,11 @@ def main() -> None:
     parser.add_argument("--batch", type=positive, default=1)
     words = parser.words()
     batch, names = words["batch"], words["recipes"] or list(LARGE)
-    built = {name: system_of(name) for name in names}          # a wrong name is reported before the table begins
+    built = {name: system_of(name) for name in names}  # a wrong name is reported before the table begins
     print("| recipe |", " | ".join(map(str, CHOICES)), "|\n|---|" + "---|" * len(CHOICES))
     for name, system in built.items():
         costs = [measure(system, choice, batch) for choice in CHOICES]
-        cells = [f"{size / batch / 1e6:,.0f} MB, +{100 * (work / costs[0][1] - 1):.1f} %"
-                 for size, work in costs]
+        cells = [f"{size / batch / 1e6:,.0f} MB, +{100 * (work / costs[0][1] - 1):.1f} %" for size, work in costs]
         print(f"| `{Path(name).stem}` |", " | ".join(cells), "|", flush=True)
 
 

@@ -36,8 +36,11 @@ ROUNDS = 3
 
 def main() -> None:
     """Parses the command line, measures and prints."""
-    options = cli.job_arguments("Times the saving of a recipe's checkpoint against raw writes and torch.save.",
-                                "launch/bench_save.py", Path(__file__).resolve().parents[1])
+    options = cli.job_arguments(
+        "Times the saving of a recipe's checkpoint against raw writes and torch.save.",
+        "launch/bench_save.py",
+        Path(__file__).resolve().parents[1],
+    )
     job = cli.prepare(options)
     if options.print_config:
         print(cli.describe(job), end="")
@@ -45,6 +48,7 @@ def main() -> None:
         print(cli.headline(job))
     else:
         from dstrain.engine.start import start
+
         start()
         beside = job.run.directory.parent
         beside.mkdir(parents=True, exist_ok=True)
@@ -60,15 +64,19 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
     from dstrain.bench.sides import Dstrain, Repeated
     from dstrain.engine.checkpoint import Checkpoints
     from dstrain.recipe import ConfigError, Save
+
     run, settings = job.run, job.settings
     system = systems.build(run.system, run.model)
     micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
     trained = Dstrain(run, settings, system, Repeated(system, micro, accumulation))
     engines, ema, step = trained.engines, trained.ema, trained.step
     step(0)
-    values = [flat.detach() for part, masters in engines.masters.items()
-              for flats in (masters.flats, *map(masters.moments, masters.kinds), *ema.flats.get(part, {}).values())
-              for flat in flats]
+    values = [
+        flat.detach()
+        for part, masters in engines.masters.items()
+        for flats in (masters.flats, *map(masters.moments, masters.kinds), *ema.flats.get(part, {}).values())
+        for flat in flats
+    ]
     size = sum(flat.numel() for flat in values)
     figures = {"GB": 4 * size / 1e9}
 
@@ -83,10 +91,15 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
         figures[name] = min(seconds)
 
     least("copy", copier(values, size))
-    least("raw write", lambda number: written(folder / f"raw{group.rank()}", lambda file: [
-        file.write(flat.cpu().numpy().data) for flat in values]))
-    least("torch.save", lambda number: written(folder / f"pickled{group.rank()}",
-                                               lambda file: torch.save(values, file)))
+    least(
+        "raw write",
+        lambda number: written(
+            folder / f"raw{group.rank()}", lambda file: [file.write(flat.cpu().numpy().data) for flat in values]
+        ),
+    )
+    least(
+        "torch.save", lambda number: written(folder / f"pickled{group.rank()}", lambda file: torch.save(values, file))
+    )
     lines: list[str] = []
     plain = Checkpoints(folder / "plain", engines, ema, system, Save(asynchronous=False), lines.append)
     least("save", lambda number: plain.save(1 + number))
@@ -101,7 +114,7 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
 def beside_training(checkpoints: Any, step: Callable[[int], object]) -> dict[str, float]:
     """Seconds of saves while steps go on: what training waits for, the whole save, and a step meanwhile."""
     stalls, wholes, steps = [], [], []
-    for number in range(ROUNDS + 1):                               # the first makes the buffers
+    for number in range(ROUNDS + 1):  # the first makes the buffers
         wait()
         begun = time.perf_counter()
         checkpoints.save(1 + number)
@@ -146,8 +159,13 @@ def report(figures: dict[str, float]) -> None:
     if group.rank():
         return
     print("\n".join(f"  {name:22} {value:.4g}" for name, value in figures.items()))
-    for over, under in (("stall", "copy"), ("stall", "torch.save"), ("save", "torch.save"), ("save", "raw write"),
-                        ("step beside", "step")):
+    for over, under in (
+        ("stall", "copy"),
+        ("stall", "torch.save"),
+        ("save", "torch.save"),
+        ("save", "raw write"),
+        ("step beside", "step"),
+    ):
         print(f"  {over + ' / ' + under:22} {figures[over] / figures[under]:.3f}")
 
 

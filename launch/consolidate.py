@@ -38,8 +38,18 @@ from dstrain.distributed.bars import Bar
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,7 +88,7 @@ def _order(argv: list[str] | None = None) -> consolidate.Order:
     if words.pop("help"):
         print(__doc__, end="")
         raise SystemExit(0)
-    del words["local_rank"]                    # the environment says it, too
+    del words["local_rank"]  # the environment says it, too
     for name, option in (("source", "a run's or a checkpoint's folder"), ("out", "the folder to write: --out DIR")):
         if words[name] is None:
             raise ConfigError(f"name {option}; --help shows how")
@@ -90,20 +100,23 @@ def _bar(stack: ExitStack) -> Callable[[int], Callable[[int], Any]]:
     def begin(total: int) -> Callable[[int], Any]:
         bar = Bar("verifying and writing bytes", total=total, unit="B", unit_scale=True, desc="verify, write")
         return stack.enter_context(bar).update
+
     return begin
 
 
 def main() -> None:
     """Parses the command line, consolidates and says what was written."""
     order = _order()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))              # by way of what removes half a folder
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what removes half a folder
     with phases(), ExitStack() as stack:
         done = consolidate.consolidate(order, _bar(stack))
     for part, entries in done.parts.items():
         name = f"{part} " if part else ""
         tied = f", {len(done.tied[part])} of them tied" if done.tied.get(part) else ""
-        print(f"{name}{done.weights[part]} of step {done.facts['step']}: {len(entries)} tensors{tied}, "
-              f"{sum(entry.nbytes for entry in entries) / 1e6:.1f} MB")
+        print(
+            f"{name}{done.weights[part]} of step {done.facts['step']}: {len(entries)} tensors{tied}, "
+            f"{sum(entry.nbytes for entry in entries) / 1e6:.1f} MB"
+        )
     left = done.facts.get("left_out")
     print(f"in {order.out}" + (f"; left out, for they are no tensors: {', '.join(left)}" if left else ""))
 

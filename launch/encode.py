@@ -91,7 +91,11 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--text-encodings", "--text_encodings", action="store_true")
     words = parser.words(argv)
     alone = not (words["run"] or words["first_stage"] or words["from_latents"])  # then texts are one of two towers
-    if words["image_encoder"] or words["text_encodings"] or alone and (words["text_encoder"] or words["max_text_len"]):
+    if (
+        words["image_encoder"]
+        or words["text_encodings"]
+        or (alone and (words["text_encoder"] or words["max_text_len"]))
+    ):
         return _pairs(words, parser)
     del words["image_encoder"], words["text_encodings"]
     if (words["run"] is None) == (words["first_stage"] is None) and words["from_latents"] is None:
@@ -100,9 +104,11 @@ def _options(argv: list[str] | None = None):
         raise ConfigError("name the folder to write into: --out DIR")
     given = words["ema"] is not None or words["raw"] or words["step"] is not None
     if words["first_stage"] is not None and given:
-        raise ConfigError("--ema, --raw and --checkpoint choose among a run's weights; leave them out with "
-                          "--first-stage")
+        raise ConfigError(
+            "--ema, --raw and --checkpoint choose among a run's weights; leave them out with --first-stage"
+        )
     from dstrain.commands.encode import EncodeOptions
+
     return EncodeOptions(**words)
 
 
@@ -120,6 +126,7 @@ def _pairs(words: dict, parser: argparse.ArgumentParser):
     if other:
         raise ConfigError(f"{', '.join(other)}: not for embedding pairs; leave it out")
     from dstrain.commands.encoding.embeddings import EmbedOptions
+
     return EmbedOptions(**kept, **embeds)
 
 
@@ -129,14 +136,17 @@ def main() -> None:
     from dstrain.commands.encoding import embeddings
     from dstrain.distributed import group
     from dstrain.engine.start import start
+
     if group.place().world > 1:
         start()
     if not isinstance(options, encode.EncodeOptions):
         plan = embeddings.embed(options)
         if group.rank() == 0:
-            print(f"{plan['pairs']} pairs in {options.out}: image_embed {plan['image_embed_dim']}, text_embed "
-                  f"{plan['text_embed_dim']}; {plan['unreadable']} unreadable and replaced, {plan['without_caption']} "
-                  "images without caption")
+            print(
+                f"{plan['pairs']} pairs in {options.out}: image_embed {plan['image_embed_dim']}, text_embed "
+                f"{plan['text_embed_dim']}; {plan['unreadable']} unreadable and replaced, {plan['without_caption']} "
+                "images without caption"
+            )
         group.leave()
         return
     index = encode.encode(options)
@@ -147,8 +157,10 @@ def main() -> None:
         texts = ", with captions" if encoding.get("captions") else ""
         texts += f" and text_encodings {encoding['text']['shape']}" if encoding.get("text") else ""
         bad = f", {len(index['bad_files'])} unreadable files replaced" if index["bad_files"] else ""
-        print(f"{encoding['number']} samples in {options.out}: {encoding['kind']} {encoding['dtype']} "
-              f"{encoding['shape']} x {encoding['flips']}{scale}{texts}{bad}")
+        print(
+            f"{encoding['number']} samples in {options.out}: {encoding['kind']} {encoding['dtype']} "
+            f"{encoding['shape']} x {encoding['flips']}{scale}{texts}{bad}"
+        )
     group.leave()
 
 

@@ -47,11 +47,42 @@ examples:
   deepspeed launch/evaluate.py runs/dit-xl2 --metrics fid,kid,pr,is --features inception:pt_inception.pth \\
       --reference VIRTUAL_imagenet256_labeled.npz --guidance-scale 1.5 --batch 64
 """
-_OF_METRICS = ("features", "reference", "images", "against", "write_reference", "kept", "labels", "prompts", "sampler",
-               "guidance_scale", "spacing", "eta", "guidance_interval", "guidance_rescale", "guide", "seed",
-               "prime_frames")
-_OF_DRAWING = ("num_steps", "ema", "raw", "step", "labels", "prompts", "sampler", "guidance_scale", "spacing", "eta",
-               "guidance_interval", "guidance_rescale", "guide", "seed", "prime_frames")
+_OF_METRICS = (
+    "features",
+    "reference",
+    "images",
+    "against",
+    "write_reference",
+    "kept",
+    "labels",
+    "prompts",
+    "sampler",
+    "guidance_scale",
+    "spacing",
+    "eta",
+    "guidance_interval",
+    "guidance_rescale",
+    "guide",
+    "seed",
+    "prime_frames",
+)
+_OF_DRAWING = (
+    "num_steps",
+    "ema",
+    "raw",
+    "step",
+    "labels",
+    "prompts",
+    "sampler",
+    "guidance_scale",
+    "spacing",
+    "eta",
+    "guidance_interval",
+    "guidance_rescale",
+    "guide",
+    "seed",
+    "prime_frames",
+)
 # Words whose option has another name.
 _TYPED = {"num": "num-samples", "num_steps": "steps", "step": "checkpoint"}
 
@@ -91,6 +122,7 @@ def _options(argv: list[str] | None = None):
     if metrics:
         raise ConfigError(f"--{next(iter(metrics)).replace('_', '-')} is for metrics: name some, as --metrics fid")
     from dstrain.commands.evaluate import EvaluateOptions
+
     del words["metrics"]
     return EvaluateOptions(**words), {}
 
@@ -110,6 +142,7 @@ def _of_metrics(words: dict, metrics: dict):
         metrics["reference"] = metrics.pop("against")
     metrics["features"] = tuple(metrics.get("features", ()))
     from dstrain.commands.quality import QualityOptions
+
     return QualityOptions(**words, **metrics), typed
 
 
@@ -120,20 +153,26 @@ def _refuse_beside_scenes(words: dict) -> None:
             raise ConfigError("--prime-frames is of --metrics scenes: leave it out")
         return
     if len(words["metrics"]) > 1:
-        raise ConfigError("--metrics scenes draws stories, and all other metrics are of single clips or pictures: ask "
-                          "for it alone")
+        raise ConfigError(
+            "--metrics scenes draws stories, and all other metrics are of single clips or pictures: ask for it alone"
+        )
     for name in ("images", "write_reference", "reference", "split", "features", "kept", "labels", "prompts"):
         if words.get(name) is not None:
             option = _TYPED.get(name, name.replace("_", "-"))
-            raise ConfigError(f"--{option} changes nothing beside --metrics scenes, which tells its own stories by a "
-                              "run: leave it out")
+            raise ConfigError(
+                f"--{option} changes nothing beside --metrics scenes, which tells its own stories by a "
+                "run: leave it out"
+            )
 
 
 def _refuse_unused(words: dict) -> None:
     """ConfigError: an option that would change nothing beside the others."""
     of_run = (*_OF_DRAWING, "split", "num")
-    for present, unused in (("images", of_run), ("write_reference", (*_OF_DRAWING, "reference", "against", "out")),
-                            ("reference", ("split",))):
+    for present, unused in (
+        ("images", of_run),
+        ("write_reference", (*_OF_DRAWING, "reference", "against", "out")),
+        ("reference", ("split",)),
+    ):
         for name in unused if words.get(present) is not None else ():
             if (value := words.get(name)) is not None and value is not False:
                 option, other = _TYPED.get(name, name.replace("_", "-")), present.replace("_", "-")
@@ -147,6 +186,7 @@ def main() -> None:
     from dstrain.commands import evaluate, quality
     from dstrain.distributed import group
     from dstrain.engine.start import start
+
     if group.place().world > 1:
         start()
     with reworded(options=typed):

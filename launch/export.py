@@ -44,17 +44,21 @@ def _options(argv: list[str] | None = None):
         if words[name] is None:
             raise ConfigError(f"name {option}; --help shows how")
     from dstrain.commands.export import ExportOptions
+
     return ExportOptions(**words)
 
 
 def main() -> None:
     options = _options()
     from dstrain.commands.export import export
+
     exported = export(options)
     errors = ", ".join(f"{name} {error:.1e}" for name, error in exported.errors.items())
     scale = f", scaling_factor {exported.statistics['scaling_factor']:.5f}" if exported.statistics else ""
-    print(f"{exported.name} in {options.out}{scale}; relative difference from the trained network: {errors}"
-          + (f"\n{exported.note}" if exported.note else ""))
+    print(
+        f"{exported.name} in {options.out}{scale}; relative difference from the trained network: {errors}"
+        + (f"\n{exported.note}" if exported.note else "")
+    )
 
 
 if __name__ == "__main__":

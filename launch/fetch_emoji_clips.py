@@ -44,10 +44,13 @@ def main(folder: Path) -> None:
 
 
 def caption(name: str) -> str:
-    """"1f44b-1f3ff" -> "waving hand sign, dark skin tone"; joiners and variation selectors are not named."""
+    """ "1f44b-1f3ff" -> "waving hand sign, dark skin tone"; joiners and variation selectors are not named."""
     codes = [int(code, 16) for code in name.split("-")]
-    words = [f"{SKIN[code]} skin tone" if code in SKIN else unicodedata.name(chr(code)).lower()
-             for code in codes if code not in (0x200D, 0xFE0F)]
+    words = [
+        f"{SKIN[code]} skin tone" if code in SKIN else unicodedata.name(chr(code)).lower()
+        for code in codes
+        if code not in (0x200D, 0xFE0F)
+    ]
     return ", ".join(dict.fromkeys(words))
 
 

@@ -92,6 +92,7 @@ def _options(argv: list[str] | None = None):
     if words["folder"] is None:
         raise ConfigError("name the folder of a run, for example: launch/generate.py runs/dit-small")
     from dstrain.commands.generate import GenerateOptions
+
     return GenerateOptions(**words | {"then": tuple(words["then"])})
 
 
@@ -100,6 +101,7 @@ def main() -> None:
     from dstrain.commands import generate
     from dstrain.distributed import group
     from dstrain.engine.start import start
+
     if group.place().world > 1:
         start()
     out = generate.generate(options)

@@ -36,19 +36,25 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--out", type=Path)
     words = parser.values(parser.parse_intermixed_args(argv))
     weights, *overrides = words["words"] or [None]
-    for value, option in ((weights, "the file or folder of weights"), (words["recipe"], "the recipe: --recipe RECIPE"),
-                          (words["out"], "the folder to write: --out RUN")):
+    for value, option in (
+        (weights, "the file or folder of weights"),
+        (words["recipe"], "the recipe: --recipe RECIPE"),
+        (words["out"], "the folder to write: --out RUN"),
+    ):
         if value is None:
             raise ConfigError(f"name {option}; --help shows how")
     from dstrain.commands import cli
+
     run = cli.load_recipe(words["recipe"], Path(__file__).resolve().parents[1], overrides)
     from dstrain.commands.import_weights import AdoptOptions
+
     return AdoptOptions(Path(os.path.expanduser(weights)), run, words["out"])
 
 
 def main() -> None:
     options = _options()
     from dstrain.commands.import_weights import adopt
+
     for note in adopt(options):
         print(note)
     print(f"{options.run.name} of these weights in {options.out}")

@@ -38,10 +38,11 @@ def _options(argv: list[str] | None = None):
         parser.add_argument(flag, action="store_true")
     words = parser.values(parser.parse_intermixed_args(argv))
     data, *overrides = words["words"] or [None]
-    if data is None or "=" in data and data.startswith("data."):
+    if data is None or ("=" in data and data.startswith("data.")):
         raise ConfigError("name the data: python launch/index.py DATA; --help shows how")
     from dstrain.commands.index import IndexOptions
     from dstrain.recipe import load
+
     section = load(None, overrides).data.model_copy(update={"path": os.path.expanduser(data)})
     if words["index"] is not None:
         section = section.model_copy(update={"index": os.path.expanduser(words["index"])})
@@ -51,6 +52,7 @@ def _options(argv: list[str] | None = None):
 def main() -> None:
     options, as_json = _options()
     from dstrain.commands.index import index_data, report
+
     result = index_data(options)
     print(json.dumps(result, indent=1) if as_json else report(result))
 

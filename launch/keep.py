@@ -31,7 +31,7 @@ def _options(argv: list[str]) -> tuple[KeepOptions, cli.JobOptions]:
     parser.add_argument("--backoff", type=arguments.scale, default=5.0)
     parser.add_argument("--restart-on-stop", "--restart_on_stop", action="store_true")
     words = parser.words(argv[:split])
-    command = argv[split + 1:]
+    command = argv[split + 1 :]
     job = cli.train_arguments(Path(__file__).resolve().parents[1], command_of(command))
     if job.dry_run or job.print_config:
         raise cli.ConfigError("--dry-run and --print-config end at once: give them without launch/keep.py")
@@ -44,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main, speaks=False)                 # the command that it starts does
+    cli.run_main(main, speaks=False)  # the command that it starts does

@@ -47,12 +47,14 @@ def _options(argv: list[str] | None = None):
     words = parser.values(parser.parse_intermixed_args(argv))
     path, *overrides = words.pop("words") or [None]
     if path is None or words["out"] is None:
-        raise ConfigError(f"name {'the data' if path is None else 'the folder to write: --out SHARDS'}; --help "
-                          "shows how")
+        raise ConfigError(
+            f"name {'the data' if path is None else 'the folder to write: --out SHARDS'}; --help shows how"
+        )
     if wrong := [override for override in overrides if not override.startswith("data.")]:
         raise ConfigError(f"{wrong[0]}: beside DATA there are entries data.KEY=VALUE alone")
     from dstrain.commands.pack import PackOptions
     from dstrain.recipe import load
+
     return PackOptions(load(None, [*overrides, f"data.path={os.path.expanduser(path)}"]).data, **words)
 
 
@@ -61,6 +63,7 @@ def main() -> None:
     from dstrain.commands import pack
     from dstrain.distributed import group
     from dstrain.engine.start import start
+
     if group.place().world > 1:
         start()
     index = pack.pack(options)
@@ -68,9 +71,11 @@ def main() -> None:
         shards = index["shards"]
         bad = [entry for shard in shards for entry in shard["bad"]]
         kind = options.format.removesuffix("s") + "s" * (len(shards) != 1)
-        print(f"{index['number']:,} {index['noun']} in {options.out}: {len(shards):,} {kind}, "
-              f"{sum(shard['size'] for shard in shards) / 1e9:.3f} GB"
-              + (f"; {len(bad)} could not be read and are empty, such as {bad[0][0]} ({bad[0][1]})" if bad else ""))
+        print(
+            f"{index['number']:,} {index['noun']} in {options.out}: {len(shards):,} {kind}, "
+            f"{sum(shard['size'] for shard in shards) / 1e9:.3f} GB"
+            + (f"; {len(bad)} could not be read and are empty, such as {bad[0][0]} ({bad[0][1]})" if bad else "")
+        )
     group.leave()
 
 

@@ -56,12 +56,15 @@ def main() -> None:
     options = _options()
     phases().at("importing torch")
     from dstrain.commands import cli
+
     phases().at("checking the recipe")
-    run, ds_config = cli.load_case(options["recipe"], options["ds_config"], Path(__file__).resolve().parents[1],
-                                   options["overrides"])
+    run, ds_config = cli.load_case(
+        options["recipe"], options["ds_config"], Path(__file__).resolve().parents[1], options["overrides"]
+    )
     phases().at("importing what counts")
     from dstrain.commands import plan
-    signal.signal(signal.SIGTERM, signal.default_int_handler)         # the process that counts ends with this one
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the process that counts ends with this one
     if options["calibrate"]:
         print(plan.calibrated(run, ds_config, options["json"]))
         return

@@ -16,9 +16,18 @@ def row(name: str, own_batch: int, plan: dict) -> str:
     states, taken = sum(device.get(kind, 0) for kind in _STATES), plan["device_bytes"]
     model = f"{name}, {choices['zero_optimization.stage']}, `{choices['model.recompute']}`, {choices['batch.micro']}"
     memory = (f"{size / 1e9:.1f} GB" for size in (states, taken - states, taken + plan["reserve_bytes"]))
-    cells = [model, f"{learned / 1e9:.2f} B", f"{plan['world']:,}", *memory, f"{1000 * plan['seconds']['total']:.3g}",
-             f"{plan['samples_per_second']:,.0f}", f"{100 * plan['mfu']:.0f} %", f"{share * plan['days']:.2f}",
-             f"{share * plan['kwh'] / 1000:.3g}", f"{plan['checkpoint_bytes'] / 1e9:.0f} GB"]
+    cells = [
+        model,
+        f"{learned / 1e9:.2f} B",
+        f"{plan['world']:,}",
+        *memory,
+        f"{1000 * plan['seconds']['total']:.3g}",
+        f"{plan['samples_per_second']:,.0f}",
+        f"{100 * plan['mfu']:.0f} %",
+        f"{share * plan['days']:.2f}",
+        f"{share * plan['kwh'] / 1000:.3g}",
+        f"{plan['checkpoint_bytes'] / 1e9:.0f} GB",
+    ]
     return f"| {' | '.join(cells)} |"
 
 

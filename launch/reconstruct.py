@@ -46,8 +46,12 @@ def _options(argv: list[str] | None = None):
     for name, option in (("folder", "the folder of a run"), ("widths", "the widths to make: --ema 0.05,0.10")):
         if words[name] is None and not (name == "widths" and words["sweep"]):
             raise ConfigError(f"name {option}; --help shows how")
-    for option, value, of in (("num-samples", words["num"], "sweep"), ("metric", words["metric"], "sweep"),
-                              ("features", words["features"], "metric"), ("reference", words["reference"], "metric")):
+    for option, value, of in (
+        ("num-samples", words["num"], "sweep"),
+        ("metric", words["metric"], "sweep"),
+        ("features", words["features"], "metric"),
+        ("reference", words["reference"], "metric"),
+    ):
         if value and not words[of]:
             raise ConfigError(f"--{option} is of --{of}: give it, too, or leave both out")
     return words
@@ -58,15 +62,22 @@ def main() -> None:
     from dstrain.commands.reconstruct import ReconstructOptions, reconstruct, report
     from dstrain.distributed import group
     from dstrain.engine.start import start
+
     if group.place().world > 1:
         start()
     options = None
     if words["sweep"]:
         from dstrain.commands import sweep
         from dstrain.commands.quality import QualityOptions
+
         options = words["metric"] and QualityOptions(
-            (words["metric"],), tuple(words["features"]), words["folder"], reference=words["reference"],
-            num=words["num"], batch=words["batch"])
+            (words["metric"],),
+            tuple(words["features"]),
+            words["folder"],
+            reference=words["reference"],
+            num=words["num"],
+            batch=words["batch"],
+        )
         sweep.require_sweep(words["folder"], options)
     made = reconstruct(ReconstructOptions(words["folder"], words["widths"], words["step"]))
     if group.rank() == 0:

@@ -8,12 +8,13 @@ from pathlib import Path
 from dstrain.distributed.progress import greeting, phases
 from dstrain.distributed.stacks import print_on_request
 
-_BRIEF = {"--dry-run", "--print-config", "--help", "-h"}      # these print what they are asked for, and nothing else
+_BRIEF = {"--dry-run", "--print-config", "--help", "-h"}  # these print what they are asked for, and nothing else
 
 
 def main() -> None:
     phases().at("importing torch")
     from dstrain.commands import cli
+
     options = cli.train_arguments(root=Path(__file__).resolve().parents[1])
     phases().at("checking recipe, data and folder")
     job = cli.prepare(options)
@@ -25,13 +26,15 @@ def main() -> None:
         phases().say(cli.headline(job), *filter(None, [job.memory]))
         phases().at("importing what trains")
         from dstrain.train import train
+
         raise SystemExit(train(job.run, job.settings, options))
 
 
 if __name__ == "__main__":
     print_on_request()
     if not _BRIEF.intersection(sys.argv):
-        with suppress(ValueError):                          # of the launcher's variables, which run_main reports
+        with suppress(ValueError):  # of the launcher's variables, which run_main reports
             phases().say(greeting())
     from dstrain.commands.exits import run_main
+
     run_main(main)

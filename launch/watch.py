@@ -51,8 +51,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:                                       # imports of dstrain stand within, so that Ctrl-C always ends quietly
+    try:  # imports of dstrain stand within, so that Ctrl-C always ends quietly
         from dstrain.commands.exits import run_main
-        run_main(main, speaks=False)                     # --follow waits in silence
+
+        run_main(main, speaks=False)  # --follow waits in silence
     except KeyboardInterrupt:
         raise SystemExit(130) from None

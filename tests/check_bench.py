@@ -23,11 +23,15 @@ def main() -> None:
     ours, plain = Dstrain(run, settings, system, batches), Plain(run, system, batches, torch.float32)
     losses = apart(*zip(*((ours.step(step), plain.step(step)) for step in range(5))))
     weights = dict(ours.engines.modules["denoiser"].named_parameters())
-    size = sum(weight.numel() for name, weight in weights.items() if name.startswith("blocks") and "adaLN" not in name
-               and weight.ndim == 2)
+    size = sum(
+        weight.numel()
+        for name, weight in weights.items()
+        if name.startswith("blocks") and "adaLN" not in name and weight.ndim == 2
+    )
     off = {"plain": furthest(weights.values(), plain.networks["denoiser"].masters), "losses": losses}
     for name in sys.argv[1:]:
-        # These loops hold one learning rate and decay all weights, and fast-DiT does not clip: nor does the recipe here.
+        # These loops hold one learning rate and decay all weights, and fast-DiT does not clip: nor does the
+        # recipe here.
         clip = 0.0 if name == "fast-DiT" else 1.0
         optimizer = run.optimizer.model_copy(update={"warmup": 0, "weight_decay": 0.0, "clip": clip})
         run = run.model_copy(update={"optimizer": optimizer})

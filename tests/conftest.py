@@ -15,16 +15,39 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nohup and a shell's `&` hand down SIGINT ignored, and launches of tests are interrupted by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WORKERS = 4                                       # at most: a launch of two ranks fills two cores by itself
-# The longest files first, and beside those that compute, those that wait for a timeout, a link or another's end: workers
+WORKERS = 4  # at most: a launch of two ranks fills two cores by itself
+# The longest files first, and beside those that compute, those that wait for a timeout, a link or another's
+# end: workers
 # that all compute, or all wait, leave cores to each other or to nobody.
-LONGEST = ("planning/test_costs.py", "engine/test_systems.py", "launch/test_machines.py", "launch/test_iddpm.py",
-           "launch/test_keep.py", "launch/test_plan.py", "engine/test_blocks.py", "launch/test_resume.py",
-           "planning/test_advice.py", "launch/test_phenaki.py", "distributed/test_watchdog.py", "engine/test_phenaki.py",
-           "launch/test_encode.py", "engine/test_turns.py", "engine/test_rollback.py", "test_export.py",
-           "launch/test_prior.py", "launch/test_gpu.py", "faults/test_kills.py", "test_bench.py",
-           "engine/ema/test_snapshots.py", "launch/test_moved.py", "engine/test_optimizers.py", "distributed/test_presence.py",
-           "newcomer/test_newcomer.py", "launch/test_modes.py", "launch/test_data_ends.py")
+LONGEST = (
+    "planning/test_costs.py",
+    "engine/test_systems.py",
+    "launch/test_machines.py",
+    "launch/test_iddpm.py",
+    "launch/test_keep.py",
+    "launch/test_plan.py",
+    "engine/test_blocks.py",
+    "launch/test_resume.py",
+    "planning/test_advice.py",
+    "launch/test_phenaki.py",
+    "distributed/test_watchdog.py",
+    "engine/test_phenaki.py",
+    "launch/test_encode.py",
+    "engine/test_turns.py",
+    "engine/test_rollback.py",
+    "test_export.py",
+    "launch/test_prior.py",
+    "launch/test_gpu.py",
+    "faults/test_kills.py",
+    "test_bench.py",
+    "engine/ema/test_snapshots.py",
+    "launch/test_moved.py",
+    "engine/test_optimizers.py",
+    "distributed/test_presence.py",
+    "newcomer/test_newcomer.py",
+    "launch/test_modes.py",
+    "launch/test_data_ends.py",
+)
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -42,8 +65,9 @@ def pytest_collection_modifyitems(config, items):
     """
     if "faults" not in config.option.markexpr:
         names = {word.partition("::")[2] for word in config.args}
-        left_out = [item for item in items if item.get_closest_marker("faults")
-                    and item.nodeid.partition("::")[2] not in names]
+        left_out = [
+            item for item in items if item.get_closest_marker("faults") and item.nodeid.partition("::")[2] not in names
+        ]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     root = Path(__file__).parent
@@ -52,8 +76,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Autograd begins before a test pretends a GPU, as torch's fake tensors do. It would start a thread for that GPU, and
-    no process forked from this one could compute a gradient.
+    """Autograd begins before a test pretends a GPU, as torch's fake tensors do. It would start a thread for that GPU,
+    and no process forked from this one could compute a gradient.
     """
     if torch := sys.modules.get("torch"):
         torch.ones((), requires_grad=True).backward()

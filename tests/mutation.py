@@ -37,8 +37,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PHENAKI = "dstrain/systems/phenaki"
 # What a group mutates, and the tests of each file; of several entries that fit a path, the longest counts.
 GROUPS = {
-    "diffusion": ["dstrain/diffusion/"], "rng": ["dstrain/rng.py"], "order": ["dstrain/data/order.py"],
-    "recipe": ["dstrain/recipe/"], "engine": ["dstrain/engine/"],
+    "diffusion": ["dstrain/diffusion/"],
+    "rng": ["dstrain/rng.py"],
+    "order": ["dstrain/data/order.py"],
+    "recipe": ["dstrain/recipe/"],
+    "engine": ["dstrain/engine/"],
     "schedules": ["dstrain/systems/vae/schedules.py", f"{PHENAKI}/masking.py", f"{PHENAKI}/decoding.py"],
 }
 TESTS = {
@@ -55,73 +58,146 @@ TESTS = {
     "dstrain/engine/__init__.py": ["tests/engine/test_start.py"],
     "dstrain/engine/start.py": ["tests/engine/test_start.py"],
     "dstrain/engine/planning/activations.py": ["tests/engine/planning/test_activations.py"],
-    "dstrain/engine/allocation.py": ["tests/engine/test_allocation.py", "tests/engine/test_start_memory.py",
-                                     "tests/engine/test_engines.py"],
+    "dstrain/engine/allocation.py": [
+        "tests/engine/test_allocation.py",
+        "tests/engine/test_start_memory.py",
+        "tests/engine/test_engines.py",
+    ],
     "dstrain/engine/blocks.py": ["tests/engine/test_blocks.py", "tests/engine/test_engine_rules.py"],
-    "dstrain/engine/optimizers.py": ["tests/engine/test_optimizer_rules.py", "tests/engine/test_optimizers.py",
-                                     "tests/engine/test_masters.py"],
-    "dstrain/engine/updates.py": ["tests/engine/test_masters.py", "tests/engine/test_nonfinite.py",
-                                  "tests/engine/test_accumulation.py", "tests/engine/test_step_counts.py",
-                                  "tests/engine/test_engines.py"],
+    "dstrain/engine/optimizers.py": [
+        "tests/engine/test_optimizer_rules.py",
+        "tests/engine/test_optimizers.py",
+        "tests/engine/test_masters.py",
+    ],
+    "dstrain/engine/updates.py": [
+        "tests/engine/test_masters.py",
+        "tests/engine/test_nonfinite.py",
+        "tests/engine/test_accumulation.py",
+        "tests/engine/test_step_counts.py",
+        "tests/engine/test_engines.py",
+    ],
     "dstrain/engine/accumulation.py": ["tests/engine/test_accumulation.py"],
-    "dstrain/engine/checkpoint.py": ["tests/engine/test_checkpoint.py", "tests/checkpoint/test_checkpoint_files.py",
-                                     "tests/engine/test_elastic.py", "tests/engine/test_optimizers.py"],
+    "dstrain/engine/checkpoint.py": [
+        "tests/engine/test_checkpoint.py",
+        "tests/checkpoint/test_checkpoint_files.py",
+        "tests/engine/test_elastic.py",
+        "tests/engine/test_optimizers.py",
+    ],
     "dstrain/checkpoint/validate.py": ["tests/checkpoint/test_validate.py"],
     "dstrain/checkpoint/fragment_index.py": ["tests/checkpoint/test_fragment_index.py", "tests/engine/test_elastic.py"],
     "dstrain/checkpoint/stored.py": ["tests/checkpoint/test_fragment_index.py", "tests/engine/test_elastic.py"],
     "dstrain/checkpoint/seals.py": ["tests/checkpoint/test_store.py"],
     "dstrain/engine/recovery.py": ["tests/engine/test_recovery.py", "tests/engine/test_checkpoint.py"],
-    "dstrain/engine/engines.py": ["tests/engine/test_masters.py", "tests/engine/test_engine_rules.py",
-                                  "tests/engine/test_initial.py", "tests/engine/test_engines.py",
-                                  "tests/engine/test_start_memory.py"],
-    "dstrain/engine/masters.py": ["tests/engine/test_masters.py", "tests/engine/test_engine_rules.py",
-                                  "tests/engine/test_engines.py", "tests/engine/test_elastic.py"],
-    "dstrain/engine/nonfinite.py": ["tests/engine/test_nonfinite.py", "tests/engine/test_masters.py",
-                                    "tests/engine/test_checkpoint.py", "tests/checkpoint/test_checkpoint_files.py"],
+    "dstrain/engine/engines.py": [
+        "tests/engine/test_masters.py",
+        "tests/engine/test_engine_rules.py",
+        "tests/engine/test_initial.py",
+        "tests/engine/test_engines.py",
+        "tests/engine/test_start_memory.py",
+    ],
+    "dstrain/engine/masters.py": [
+        "tests/engine/test_masters.py",
+        "tests/engine/test_engine_rules.py",
+        "tests/engine/test_engines.py",
+        "tests/engine/test_elastic.py",
+    ],
+    "dstrain/engine/nonfinite.py": [
+        "tests/engine/test_nonfinite.py",
+        "tests/engine/test_masters.py",
+        "tests/engine/test_checkpoint.py",
+        "tests/checkpoint/test_checkpoint_files.py",
+    ],
     "dstrain/engine/ema/shadow.py": ["tests/engine/ema/test_shadow.py"],
     "dstrain/engine/ema/snapshots.py": ["tests/engine/ema/test_snapshots.py"],
     "dstrain/engine/ema/combine.py": ["tests/engine/ema/test_combine.py", "tests/checkpoint/test_validate.py"],
     "dstrain/engine/ema/profiles.py": ["tests/engine/ema/test_profiles.py", "tests/engine/ema/test_combine.py"],
     "dstrain/engine/planning/memory_kinds.py": ["tests/planning/test_costs.py"],
-    "dstrain/engine/planning/fake_ranks.py": ["tests/engine/planning/test_fake_ranks.py", "tests/planning/test_costs.py"],
+    "dstrain/engine/planning/fake_ranks.py": [
+        "tests/engine/planning/test_fake_ranks.py",
+        "tests/planning/test_costs.py",
+    ],
     "dstrain/engine/initial.py": ["tests/engine/test_initial.py", "tests/engine/test_allocation.py"],
     "dstrain/engine/schema.py": ["tests/engine/test_settings.py"],
     "dstrain/engine/settings.py": ["tests/engine/test_settings.py", "tests/engine/test_settings_borders.py"],
     "dstrain/engine/channels_last.py": ["tests/systems/iddpm/test_network.py"],
-    "dstrain/checkpoint/safetensors_io.py": ["tests/checkpoint/test_index.py", "tests/checkpoint/test_torch_files.py",
-                                  "tests/checkpoint/test_fragments.py", "tests/commands/test_consolidate.py"],
+    "dstrain/checkpoint/safetensors_io.py": [
+        "tests/checkpoint/test_index.py",
+        "tests/checkpoint/test_torch_files.py",
+        "tests/checkpoint/test_fragments.py",
+        "tests/commands/test_consolidate.py",
+    ],
     "dstrain/checkpoint/torch_files.py": ["tests/checkpoint/test_torch_files.py", "tests/commands/test_consolidate.py"],
-    "dstrain/checkpoint/deepspeed_files.py": ["tests/checkpoint/test_deepspeed_layouts.py", "tests/commands/test_consolidate.py",
-                                          "tests/checkpoint/test_deepspeed_files.py"],
-    "dstrain/checkpoint/fragments.py": ["tests/checkpoint/test_index.py", "tests/checkpoint/test_fragments.py",
-                                    "tests/checkpoint/test_fragment_index.py"],
-    "dstrain/checkpoint/layout.py": ["tests/checkpoint/test_index.py", "tests/checkpoint/test_fragments.py",
-                                         "tests/commands/test_consolidate.py"],
+    "dstrain/checkpoint/deepspeed_files.py": [
+        "tests/checkpoint/test_deepspeed_layouts.py",
+        "tests/commands/test_consolidate.py",
+        "tests/checkpoint/test_deepspeed_files.py",
+    ],
+    "dstrain/checkpoint/fragments.py": [
+        "tests/checkpoint/test_index.py",
+        "tests/checkpoint/test_fragments.py",
+        "tests/checkpoint/test_fragment_index.py",
+    ],
+    "dstrain/checkpoint/layout.py": [
+        "tests/checkpoint/test_index.py",
+        "tests/checkpoint/test_fragments.py",
+        "tests/commands/test_consolidate.py",
+    ],
     "dstrain/checkpoint/snapshot.py": ["tests/checkpoint/test_saver.py"],
     "dstrain/checkpoint/store.py": ["tests/checkpoint/test_store.py"],
     "dstrain/checkpoint/manifest.py": ["tests/checkpoint/test_store.py"],
     "dstrain/checkpoint/saver.py": ["tests/checkpoint/test_saver.py"],
 }
-PYTEST = ["-o", "addopts=--import-mode=importlib", "-p", "xdist", "-p", "no:cacheprovider", "--assert=plain", "-xq",
-          "-m", "not slow"]
+PYTEST = [
+    "-o",
+    "addopts=--import-mode=importlib",
+    "-p",
+    "xdist",
+    "-p",
+    "no:cacheprovider",
+    "--assert=plain",
+    "-xq",
+    "-m",
+    "not slow",
+]
 SWAPS: dict[type, type] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Div, ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
-    ast.BitXor: ast.BitAnd, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or,
-    ast.Or: ast.And}
-SYMMETRIC = {"min", "max", "np.minimum", "np.maximum", "np.outer"}     # whose arguments are not exchanged
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Div,
+    ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.BitXor: ast.BitAnd,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+SYMMETRIC = {"min", "max", "np.minimum", "np.maximum", "np.outer"}  # whose arguments are not exchanged
 
 
 class Mutant(NamedTuple):
-    path: str                                     # from the root
+    path: str  # from the root
     line: int
-    change: str                                   # scope: old -> new, in words that a moved line does not alter
-    where: int | ast.Module                       # its number among the spots of the file, or the changed file
+    change: str  # scope: old -> new, in words that a moved line does not alter
+    where: int | ast.Module  # its number among the spots of the file, or the changed file
 
 
 def changes_of(node: ast.AST) -> Iterator[ast.AST]:
     """What may stand in the place of a node."""
+
     def with_(**fields: Any) -> ast.AST:
         twin = copy.copy(node)
         for name, value in fields.items():
@@ -139,7 +215,7 @@ def changes_of(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Constant(not node.value)
         case ast.Constant(value=int()):
             yield ast.Constant(node.value + 1)
-            if node.value:                        # -1 instead of 0 is the same dimension of a vector
+            if node.value:  # -1 instead of 0 is the same dimension of a vector
                 yield ast.Constant(node.value - 1)
         case ast.Constant(value=float()):
             yield ast.Constant(2 * node.value if node.value else 1.0)
@@ -147,16 +223,19 @@ def changes_of(node: ast.AST) -> Iterator[ast.AST]:
             yield with_(test=ast.UnaryOp(ast.Not(), node.test))
         case ast.Return(value=value) if value is not None and ast.unparse(value) != "None":
             yield with_(value=ast.Constant(None))
-        case ast.Call(args=[first, second, *rest]) if not (isinstance(first, ast.Starred)
-                                                           or ast.unparse(node.func) in SYMMETRIC):
+        case ast.Call(args=[first, second, *rest]) if not (
+            isinstance(first, ast.Starred) or ast.unparse(node.func) in SYMMETRIC
+        ):
             yield with_(args=[second, first, *rest])
         case ast.Slice(lower=lower, upper=upper):
             for name, bound in (("lower", lower), ("upper", upper)):
                 if bound is not None and not isinstance(bound, ast.Constant):
                     yield with_(**{name: ast.BinOp(bound, ast.Add(), ast.Constant(1))})
-    if isinstance(node, (ast.Raise, ast.Continue, ast.Break, ast.AugAssign)) or (
-            isinstance(node, ast.Expr) and not isinstance(node.value, (ast.Constant, ast.Yield))) or (
-            isinstance(node, ast.Assign) and not isinstance(node.targets[0], (ast.Name, ast.Tuple))):
+    if (
+        isinstance(node, (ast.Raise, ast.Continue, ast.Break, ast.AugAssign))
+        or (isinstance(node, ast.Expr) and not isinstance(node.value, (ast.Constant, ast.Yield)))
+        or (isinstance(node, ast.Assign) and not isinstance(node.targets[0], (ast.Name, ast.Tuple)))
+    ):
         yield ast.Pass()
 
 
@@ -203,7 +282,7 @@ def tree_of(mutant: Mutant) -> ast.Module:
 def own_mutant(path: str, old: str, new: str) -> Mutant:
     text = (ROOT / path).read_text()
     assert text.count(old) == 1, f"{path} holds {old!r} {text.count(old)} times"
-    return Mutant(path, text[:text.index(old)].count("\n") + 1, f"{old} -> {new}", ast.parse(text.replace(old, new)))
+    return Mutant(path, text[: text.index(old)].count("\n") + 1, f"{old} -> {new}", ast.parse(text.replace(old, new)))
 
 
 def brief(node: ast.AST) -> str:
@@ -244,10 +323,11 @@ def run(mutant: Mutant | None, tests: list[str], seconds: int) -> tuple[str, flo
                 sys.meta_path.insert(0, loader := Loader(mutant))
                 importlib.import_module(loader.module)
             import pytest
+
             code = 1
             code = pytest.main([*PYTEST, *tests])
         os._exit(int(code))
-    deadline = time.monotonic() + 5 * seconds     # the limit of CPU time ends loops, this ends what waits for ever
+    deadline = time.monotonic() + 5 * seconds  # the limit of CPU time ends loops, this ends what waits for ever
     while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
@@ -261,19 +341,32 @@ def run(mutant: Mutant | None, tests: list[str], seconds: int) -> tuple[str, flo
 
 def load() -> None:
     """Imports what tests need and what no mutant changes."""
-    os.environ.update(OMP_NUM_THREADS="1", HYPOTHESIS_STORAGE_DIRECTORY=tempfile.mkdtemp(),
-                      PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    os.environ.update(
+        OMP_NUM_THREADS="1", HYPOTHESIS_STORAGE_DIRECTORY=tempfile.mkdtemp(), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"
+    )
     os.chdir(ROOT)
-    for name in ("torch", "torchvision", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer",
-                 "deepspeed.runtime.zero.stage3", "diffusers", "transformers", "pydantic", "yaml", "av", "pytest",
-                 "xdist.plugin"):
+    for name in (
+        "torch",
+        "torchvision",
+        "deepspeed",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.runtime.zero.stage3",
+        "diffusers",
+        "transformers",
+        "pydantic",
+        "yaml",
+        "av",
+        "pytest",
+        "xdist.plugin",
+    ):
         importlib.import_module(name)
     import hypothesis
+
     phases = [phase for phase in hypothesis.Phase if phase.name in ("explicit", "generate")]
     hypothesis.settings.register_profile("mutation", database=None, derandomize=True, phases=phases)
     hypothesis.settings.load_profile("mutation")
     gc.collect()
-    gc.freeze()                                   # a fork's garbage collection would write to it all
+    gc.freeze()  # a fork's garbage collection would write to it all
 
 
 def main() -> int:
@@ -283,18 +376,31 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=200, help="mutants to draw; 0 is all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--least", type=float, default=90, help="percent that must die")
-    parser.add_argument("--try", nargs=3, dest="own", action="append", metavar=("FILE", "OLD", "NEW"),
-                        help="a change of your own; may be repeated")
+    parser.add_argument(
+        "--try",
+        nargs=3,
+        dest="own",
+        action="append",
+        metavar=("FILE", "OLD", "NEW"),
+        help="a change of your own; may be repeated",
+    )
     options = parser.parse_args()
     lines = [line.split(" | ") for line in Path(__file__).with_suffix(".txt").read_text().splitlines() if " | " in line]
     mutants = [own_mutant(*words) for words in options.own or ()]
     if not mutants:
         groups = options.groups or ([] if options.files else GROUPS)
         names = [name for group in groups for name in GROUPS[group]] + options.files
-        paths = [path.relative_to(ROOT).as_posix() for name in names
-                 for path in (sorted((ROOT / name).rglob("*.py")) if (ROOT / name).is_dir() else [ROOT / name])]
-        mutants = [mutant for path in paths for mutant in mutants_of(path)
-                   if [mutant.path, mutant.change] not in [line[:2] for line in lines]]
+        paths = [
+            path.relative_to(ROOT).as_posix()
+            for name in names
+            for path in (sorted((ROOT / name).rglob("*.py")) if (ROOT / name).is_dir() else [ROOT / name])
+        ]
+        mutants = [
+            mutant
+            for path in paths
+            for mutant in mutants_of(path)
+            if [mutant.path, mutant.change] not in [line[:2] for line in lines]
+        ]
         random.Random(options.seed).shuffle(mutants)
     load()
     limit, counts, survivors = {}, {"killed": 0, "survived": 0, "stillborn": 0}, []

@@ -13,30 +13,41 @@ pytestmark = pytest.mark.slow
 
 
 def printed(*words: object) -> str:
-    done = subprocess.run([sys.executable, *map(str, words)], env=environment(), text=True, capture_output=True,
-                          timeout=300)
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], env=environment(), text=True, capture_output=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_all_sides_train_alike():
-    """Oracle: each other: five steps of dstrain, the plain loop and each rival from the same weights, to fp32 rounding.
+    """Oracle: each other: five steps of dstrain, the plain loop and each rival from the same
+    weights, to fp32 rounding.
     """
     names = [name for name in ("stock", "accelerate", "fast-DiT") if available(name) is None]
     found = json.loads(printed(ROOT / "tests/check_bench.py", *names).splitlines()[-1])
     assert found["apart"].keys() == {"plain", "losses", *names}
     assert max(found["apart"].values()) < 1e-6
-    assert found["flops"] > 6 * found["size"] * 16 * 8       # 16 tokens a sample; attention and the rest come on top
+    assert found["flops"] > 6 * found["size"] * 16 * 8  # 16 tokens a sample; attention and the rest come on top
 
 
 def test_the_script():
     """Oracle: the names that the README and the docstrings give to what is printed, in each of four comparisons."""
-    text = printed(ROOT / "launch/bench.py", "--recipe", ROOT / "tests/launch/tiny.yaml",
-                   "--ds_config", ROOT / "ds_configs/zero2_fp32.json")
+    text = printed(
+        ROOT / "launch/bench.py",
+        "--recipe",
+        ROOT / "tests/launch/tiny.yaml",
+        "--ds_config",
+        ROOT / "ds_configs/zero2_fp32.json",
+    )
     for name in ("dstrain / plain", "stock / plain", "plain least s", "dstrain share of matmul", "EMA / copy"):
         assert text.count(f"  {name} ") == 4
-    for words in ("batch 8 in 1 micro-batches, clip 0,", "batch 8 in 1 micro-batches, clip 1,",
-                  "batch 32 in 4 micro-batches, clip 0,", "batch 32 in 4 micro-batches, clip 1,"):
+    for words in (
+        "batch 8 in 1 micro-batches, clip 0,",
+        "batch 8 in 1 micro-batches, clip 1,",
+        "batch 32 in 4 micro-batches, clip 0,",
+        "batch 32 in 4 micro-batches, clip 1,",
+    ):
         assert words in text
     assert text.count("wall time: ") + text.count("CPU time of all threads: ") == 5
     assert text.count("EMA / copy of 130M weights: ") == 1
@@ -45,8 +56,14 @@ def test_the_script():
 
 def test_the_script_for_saves(tmp_path):
     """Oracle: the names of its docstring, a GB figure of four values of four bytes for each weight; nothing is left."""
-    said = printed(ROOT / "launch/bench_save.py", "--recipe", ROOT / "tests/launch/tiny.yaml",
-                   "--ds_config", ROOT / "ds_configs/zero2_fp32.json", f"folder={tmp_path / 'run'}")
+    said = printed(
+        ROOT / "launch/bench_save.py",
+        "--recipe",
+        ROOT / "tests/launch/tiny.yaml",
+        "--ds_config",
+        ROOT / "ds_configs/zero2_fp32.json",
+        f"folder={tmp_path / 'run'}",
+    )
     for name in ("stall / copy", "stall / torch.save", "save / raw write", "step beside / step"):
         assert name in said
     assert list(tmp_path.iterdir()) == []

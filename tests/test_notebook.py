@@ -37,7 +37,7 @@ def folder(tmp_path):
 def test_the_lines_of_the_readme(tmp_path, monkeypatch, capsys):
     """Oracle: launch/generate.py's verb on the same trained run, the checkpoint's own files, metrics.jsonl."""
     lines = (ROOT / "README.md").read_text().partition("**In a notebook**")[2].partition("\n\n")[2]
-    code = textwrap.dedent(lines[:lines.index("\n\n`run.recipe`")])
+    code = textwrap.dedent(lines[: lines.index("\n\n`run.recipe`")])
     assert 5 < len(code.splitlines()) <= 10
     folder = tmp_path / "runs" / "dit-small"
     folder.parent.mkdir()
@@ -115,11 +115,14 @@ def test_videos_from_texts_and_frames(tmp_path, monkeypatch):
 
 def test_the_import_is_light():
     """Oracle: a fresh interpreter: `import dstrain` loads no torch, and an unknown name is an AttributeError."""
-    program = ("import sys, json, dstrain\n"
-               "print(json.dumps(['torch' in sys.modules, hasattr(dstrain, 'nothing'), dstrain.__version__]))\n"
-               "from dstrain import load\nassert load.__module__ == 'dstrain.notebook'\n"
-               "print('deepspeed' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), text=True, capture_output=True,
-                          timeout=60)
+    program = (
+        "import sys, json, dstrain\n"
+        "print(json.dumps(['torch' in sys.modules, hasattr(dstrain, 'nothing'), dstrain.__version__]))\n"
+        "from dstrain import load\nassert load.__module__ == 'dstrain.notebook'\n"
+        "print('deepspeed' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, timeout=60
+    )
     first, second = done.stdout.splitlines()
     assert json.loads(first) == [False, False, dstrain.__version__] and second == "False", done.stderr

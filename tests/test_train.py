@@ -44,8 +44,12 @@ def shown(folder: Path, system: System, **samples) -> list[str]:
     tracker = Tracker(run, folder, parts=("net",))
     engines, ema = SimpleNamespace(modules=system.networks()), SimpleNamespace(swapped=lambda decay: nullcontext())
     watchdog = SimpleNamespace(at=lambda step, phase: None)
-    show(SimpleNamespace(run=run, system=system, engines=engines, ema=ema, shown=Clips(), micro=2, tracker=tracker,
-                         watchdog=watchdog), 10)
+    show(
+        SimpleNamespace(
+            run=run, system=system, engines=engines, ema=ema, shown=Clips(), micro=2, tracker=tracker, watchdog=watchdog
+        ),
+        10,
+    )
     tracker.close()
     return sorted(path.name for path in (folder / "samples").iterdir())
 
@@ -69,6 +73,7 @@ def test_videos_are_shown(tmp_path, prompts):
 
 def test_pictures_of_videos_are_shown(tmp_path):
     """Oracle: the held-out clips inverted, in the library's own grid; a first stage draws nothing else."""
+
     class Stage(counting.Counting):
         generates, starts_from_data = False, True
 
@@ -78,13 +83,17 @@ def test_pictures_of_videos_are_shown(tmp_path):
     assert np.array_equal(found, film_grid(clips))
 
 
-@pytest.mark.parametrize("samples, model, message", [
-    ({"num_frames": 4}, {}, "samples.num_frames=4: clips of this model have 1 + k * 2 frames"),
-    ({"num_frames": 7}, {}, "samples.num_frames=7: this model has 5 at most"),
-    ({"prompts": ["a"]}, {"generates": False}, "samples.prompts: counting draws nothing for texts while it trains"),
-    ({"num_frames": 3}, {"generates": False}, "samples.num_frames=3: counting draws no videos"),
-    ({"num_frames": 3, "prompts": ["a"]}, {"generates": False, "every": 0}, None),
-    ({"num_frames": 3, "prompts": ["a"]}, {}, None)])
+@pytest.mark.parametrize(
+    "samples, model, message",
+    [
+        ({"num_frames": 4}, {}, "samples.num_frames=4: clips of this model have 1 + k * 2 frames"),
+        ({"num_frames": 7}, {}, "samples.num_frames=7: this model has 5 at most"),
+        ({"prompts": ["a"]}, {"generates": False}, "samples.prompts: counting draws nothing for texts while it trains"),
+        ({"num_frames": 3}, {"generates": False}, "samples.num_frames=3: counting draws no videos"),
+        ({"num_frames": 3, "prompts": ["a"]}, {"generates": False, "every": 0}, None),
+        ({"num_frames": 3, "prompts": ["a"]}, {}, None),
+    ],
+)
 def test_what_cannot_be_shown_is_refused(samples, model, message):
     """Oracle: the beginning of the one line that a user reads before anything is trained."""
     system = type("Changed", (counting.Counting,), model)(counting.Config())

@@ -11,8 +11,9 @@ from dstrain.recipe import Run
 ROUNDS, STEPS, WARM_UP = 5, 3, 3
 
 
-def step_seconds(run: Run, settings: dict[str, Any], number: int,
-                 micros: tuple[int, ...]) -> tuple[dict[int, float], str]:
+def step_seconds(
+    run: Run, settings: dict[str, Any], number: int, micros: tuple[int, ...]
+) -> tuple[dict[int, float], str]:
     """The least seconds of step `number` with one micro-batch of each size, and the clock in words.
 
     One engine takes all, and takes no other step: others may be smaller.
@@ -27,9 +28,16 @@ def step_seconds(run: Run, settings: dict[str, Any], number: int,
         def step(_: int) -> None:
             ours.batches = batches[micro]
             ours.step(number)
+
         return step
 
-    times: dict[str, Times] = alternate({str(micro): steps(micro) for micro in micros}, group.device(), number,
-                                        rounds=ROUNDS, steps=STEPS, warm_up=WARM_UP)
+    times: dict[str, Times] = alternate(
+        {str(micro): steps(micro) for micro in micros},
+        group.device(),
+        number,
+        rounds=ROUNDS,
+        steps=STEPS,
+        warm_up=WARM_UP,
+    )
     clock = machine.clock()
     return {micro: times[str(micro)].least(clock) for micro in micros}, machine.described()

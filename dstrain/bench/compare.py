@@ -25,10 +25,10 @@ from dstrain.engine.start import start
 from dstrain.recipe import Run
 from dstrain.tracking.flops import matmul_rate, step_flops
 
-ROUNDS, STEPS, WARM_UP = 6, 8, 4             # steps of a round at accumulation 1, of as many micro-batches at others
+ROUNDS, STEPS, WARM_UP = 6, 8, 4  # steps of a round at accumulation 1, of as many micro-batches at others
 GRID = tuple((accumulation, clip) for accumulation in (1, 4) for clip in (0.0, 1.0))
 RIVALS = ("stock", "accelerate")
-WEIGHTS = 130_000_000                        # those of a DiT-B
+WEIGHTS = 130_000_000  # those of a DiT-B
 
 Figures = dict[str, float]
 
@@ -42,20 +42,28 @@ def compare(jobs: Iterable[tuple[Run, dict[str, Any]]]) -> list[Figures]:
         machine = Machine(group.device())
         times, averaging, own = one(run, settings)
         clock = machine.clock()
-        own |= {f"{side} {kind} s": getattr(side_times, kind)(clock) for side, side_times in times.items()
-                for kind in ("least", "median")}
-        own |= {f"{side} / plain": own[f"{side} least s"] / own["plain least s"] for side in times
-                if "plain" in times and side != "plain"}
+        own |= {
+            f"{side} {kind} s": getattr(side_times, kind)(clock)
+            for side, side_times in times.items()
+            for kind in ("least", "median")
+        }
+        own |= {
+            f"{side} / plain": own[f"{side} least s"] / own["plain least s"]
+            for side in times
+            if "plain" in times and side != "plain"
+        }
         own["EMA / copy"] = _ratio(averaging, clock)
         figures.append(own)
         if group.rank() == 0:
             _print(run, settings, machine, own)
-        gc.collect()                                              # engines hold circles
+        gc.collect()  # engines hold circles
     machine = Machine(group.device())
     averaging = ema_beside_copy(Flats([torch.ones(WEIGHTS, device=group.device())]))
     if group.rank() == 0:
-        print(f"EMA / copy of {WEIGHTS / 1e6:.0f}M weights: {_ratio(averaging, machine.clock()):.4g}; "
-              f"{machine.described()}")
+        print(
+            f"EMA / copy of {WEIGHTS / 1e6:.0f}M weights: {_ratio(averaging, machine.clock()):.4g}; "
+            f"{machine.described()}"
+        )
     return figures
 
 
@@ -65,7 +73,7 @@ def one(run: Run, settings: dict[str, Any]) -> tuple[dict[str, Times], dict[str,
     device, dtype = group.device(), DTYPES[precision(settings)]
     system = system_of(run)
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
-    ours, first, figures = Dstrain(run, settings, system, batches), run.steps // 2, {}      # an adversary has joined
+    ours, first, figures = Dstrain(run, settings, system, batches), run.steps // 2, {}  # an adversary has joined
     sides = {"dstrain": ours.step}
     if group.world() == 1:
         sides |= {"plain": Plain(run, system, batches, dtype).step}
@@ -76,9 +84,13 @@ def one(run: Run, settings: dict[str, Any]) -> tuple[dict[str, Times], dict[str,
     times = alternate(sides, device, first, rounds=ROUNDS, steps=steps, warm_up=max(WARM_UP // batches.accumulation, 1))
     if "plain" in sides:
         peak = matmul_rate(device, dtype)
-        figures |= {"samples/s": run.batch.global_ / times["dstrain"].least("wall"), "matmul TFLOP/s": peak / 1e12,
-                    "dstrain share of matmul":
-                    step_flops(system, run.batch.global_, first) / times["dstrain"].least("wall") / peak}
+        figures |= {
+            "samples/s": run.batch.global_ / times["dstrain"].least("wall"),
+            "matmul TFLOP/s": peak / 1e12,
+            "dstrain share of matmul": step_flops(system, run.batch.global_, first)
+            / times["dstrain"].least("wall")
+            / peak,
+        }
     if device.type == "cuda":
         figures["peak memory of all GB"] = torch.cuda.max_memory_allocated() / 1e9
     return times, ema_beside_copy(ours.engines.masters[system.averaged[0]]), figures
@@ -90,8 +102,10 @@ def _ratio(averaging: dict[str, Times], clock: str) -> float:
 
 def _print(run: Run, settings: dict[str, Any], machine: Machine, figures: Figures) -> None:
     accumulation = settings["gradient_accumulation_steps"]
-    print(f"{run.name}, {precision(settings)}, batch {run.batch.global_} in {accumulation} micro-batches, clip "
-          f"{run.optimizer.clip:g}, {group.world()} ranks of {machine.device.type}; {machine.described()}")
+    print(
+        f"{run.name}, {precision(settings)}, batch {run.batch.global_} in {accumulation} micro-batches, clip "
+        f"{run.optimizer.clip:g}, {group.world()} ranks of {machine.device.type}; {machine.described()}"
+    )
     if run.optimizer.name != "adamw" and group.world() == 1:
         print(f"  dstrain takes {run.optimizer.name}, the others AdamW: optimizer.name=adamw compares like with like")
     print("\n".join(f"  {name:28} {value:.4g}" for name, value in figures.items()))

@@ -24,15 +24,20 @@ from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.start import start
 from dstrain.recipe import Run, Save
 
-HALF = 4                                     # steps before the checkpoint, and after it
+HALF = 4  # steps before the checkpoint, and after it
 State = dict[str, Tensor]
 
 # Where DeepSpeed itself awaits a stream of ZeRO-3: for weights that one GPU need not gather, with nothing in it, and
 # lest the host run too far ahead of the exchanges.
-_HELD = tuple(f"deepspeed.runtime.zero.{name}" for name in (
-    "partition_parameters.NoGatherHandle.wait", "partition_parameters.NoGatherCoalescedHandle.wait",
-    "partitioned_param_coordinator.PartitionedParameterCoordinator._fetch_sub_module_impl",
-    "stage3.DeepSpeedZeroOptimizer_Stage3.__reduce_and_partition_ipg_grads"))
+_HELD = tuple(
+    f"deepspeed.runtime.zero.{name}"
+    for name in (
+        "partition_parameters.NoGatherHandle.wait",
+        "partition_parameters.NoGatherCoalescedHandle.wait",
+        "partitioned_param_coordinator.PartitionedParameterCoordinator._fetch_sub_module_impl",
+        "stage3.DeepSpeedZeroOptimizer_Stage3.__reduce_and_partition_ipg_grads",
+    )
+)
 
 # What reads a value late, by an event recorded after its copy to the host: that awaits no work launched afterwards.
 _LATE = ("dstrain.engine.updates.Late.read", "dstrain.systems.phenaki.maskgit.Pending.places")
@@ -46,8 +51,7 @@ class Trial:
         batches = Repeated(self.system, run.batch.global_, 1, count=2 * HALF)
         self.trained = Dstrain(run, jobs.settings(run, stage, precision), self.system, batches)
         self.lines: list[str] = []
-        self.saves = Checkpoints(folder, self.trained.engines, self.trained.ema, self.system, Save(),
-                                 self.lines.append)
+        self.saves = Checkpoints(folder, self.trained.engines, self.trained.ema, self.system, Save(), self.lines.append)
 
     def steps(self, first: int, last: int) -> list[Losses]:
         return [self.trained.step(number) for number in range(first, last)]
@@ -55,8 +59,11 @@ class Trial:
     def state(self) -> State:
         """Copies of masters, moments and averages by name, whatever the layout, and the system's own."""
         values = {f"system/{name}": value.clone() for name, value in self.system.state_dict().items()}
-        return values | {f"{part}/{kind}/{fragment.name}": value.clone()
-                         for part, entries in self.saves._entries().items() for kind, fragment, value in entries}
+        return values | {
+            f"{part}/{kind}/{fragment.name}": value.clone()
+            for part, entries in self.saves._entries().items()
+            for kind, fragment, value in entries
+        }
 
 
 def check(record: Record, system: str, precision: str, stages: tuple[int, ...], compiled: bool) -> None:
@@ -66,7 +73,7 @@ def check(record: Record, system: str, precision: str, stages: tuple[int, ...], 
         return record.left_out("fp16 needs a GPU")
     run = jobs.small(system, [f"compile={'on' if compiled else 'off'}"])
     reference, most = _plain(run, torch.float32), 1e-4
-    if precision != "fp32":                  # more than rounding makes of plain torch, since a code's sign may turn
+    if precision != "fp32":  # more than rounding makes of plain torch, since a code's sign may turn
         most = 4 * apart(_plain(run, torch.bfloat16), reference) + 2e-3
     for stage in stages:
         with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
@@ -76,13 +83,15 @@ def check(record: Record, system: str, precision: str, stages: tuple[int, ...], 
 def _plain(run: Run, dtype: torch.dtype) -> list[Losses]:
     """The curve of the plain loop, eager."""
     system = system_of(run)
-    plain = Plain(run.model_copy(update={"compile": "off"}), system, Repeated(system, run.batch.global_, 1, 2 * HALF),
-                  dtype)
+    plain = Plain(
+        run.model_copy(update={"compile": "off"}), system, Repeated(system, run.batch.global_, 1, 2 * HALF), dtype
+    )
     return [plain.step(number) for number in range(2 * HALF)]
 
 
-def _check_stage(record: Record, run: Run, stage: int, precision: str, folder: Path, reference: list[Losses],
-                 most: float) -> None:
+def _check_stage(
+    record: Record, run: Run, stage: int, precision: str, folder: Path, reference: list[Losses], most: float
+) -> None:
     """`most`: how far a loss may be from the reference."""
     name = f"stage {stage}"
     trial = Trial(run, stage, precision, folder)
@@ -97,8 +106,7 @@ def _check_stage(record: Record, run: Run, stage: int, precision: str, folder: P
         record.row(f"{name}: page-locked copies", all(buffer.is_pinned() for buffer in buffers.values()), at_least=1)
     losses += trial.steps(HALF, 2 * HALF)
     trial.saves.saver.settle()
-    record.row(f"{name}: loss of {2 * HALF} steps, from plain torch in fp32",
-               apart(losses, reference), at_most=most)
+    record.row(f"{name}: loss of {2 * HALF} steps, from plain torch in fp32", apart(losses, reference), at_most=most)
     ended = trial.state()
 
     resumed = Trial(run, stage, precision, folder)
@@ -112,8 +120,11 @@ def _check_stage(record: Record, run: Run, stage: int, precision: str, folder: P
     moved = Trial(run, other, precision, folder)
     moved.saves.resume()
     record.row(f"{name}: values that differ at stage {other}", _differ(moved.state(), saved), at_most=0)
-    record.row(f"{name}: losses at stage {other}, from the uninterrupted",
-               apart(moved.steps(HALF, 2 * HALF), losses[HALF:]), at_most=most)
+    record.row(
+        f"{name}: losses at stage {other}, from the uninterrupted",
+        apart(moved.steps(HALF, 2 * HALF), losses[HALF:]),
+        at_most=most,
+    )
 
 
 def no_reads(record: Record, system: str, precision: str, stages: tuple[int, ...]) -> None:
@@ -132,8 +143,11 @@ def no_reads(record: Record, system: str, precision: str, stages: tuple[int, ...
                     trial.steps(HALF + 1, 2 * HALF)
                 record.row(f"stage {stage}: steps without a read that torch reports", HALF - 1, at_least=HALF - 1)
                 record.detail(f"stage {stage}: who waited", dict(counts))
-                record.row(f"stage {stage}: host waits in {HALF - 1} steps, but for late reads",
-                           unexpected(counts, len(trial.system.parts) * (HALF - 1)), at_most=0)
+                record.row(
+                    f"stage {stage}: host waits in {HALF - 1} steps, but for late reads",
+                    unexpected(counts, len(trial.system.parts) * (HALF - 1)),
+                    at_most=0,
+                )
 
 
 def _begin(deterministic: bool = True) -> None:
@@ -157,8 +171,10 @@ class _Averages:
     """Averages by their formula, in float64, beside those of a trial."""
 
     def __init__(self, trial: Trial):
-        self.shadows = {part: {decay: [flat.double() for flat in flats] for decay, flats in by_decay.items()}
-                        for part, by_decay in trial.trained.ema.flats.items()}
+        self.shadows = {
+            part: {decay: [flat.double() for flat in flats] for decay, flats in by_decay.items()}
+            for part, by_decay in trial.trained.ema.flats.items()
+        }
 
     def after(self, trial: Trial, number: int) -> Losses:
         """The losses of one step, after which the averages follow."""
@@ -172,8 +188,12 @@ class _Averages:
         return losses
 
     def apart(self, trial: Trial) -> float:
-        return max((own - flat).abs().max().item() for part, by_decay in trial.trained.ema.flats.items()
-                   for decay, flats in by_decay.items() for own, flat in zip(self.shadows[part][decay], flats))
+        return max(
+            (own - flat).abs().max().item()
+            for part, by_decay in trial.trained.ema.flats.items()
+            for decay, flats in by_decay.items()
+            for own, flat in zip(self.shadows[part][decay], flats)
+        )
 
 
 class _Reads(TorchDispatchMode):
@@ -197,11 +217,12 @@ def waits() -> Iterator[Counter[str]]:
     def counted(wait: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1)
-            if caller.f_globals["__name__"].startswith("deepspeed.accelerator."):        # who calls it is of interest
+            if caller.f_globals["__name__"].startswith("deepspeed.accelerator."):  # who calls it is of interest
                 caller = caller.f_back
             counts[f"{caller.f_globals['__name__']}.{caller.f_code.co_qualname}"] += 1
             with _on_sync("default") if torch.cuda.is_available() else nullcontext():
                 return wait(*args, **kwargs)
+
         return noted
 
     originals = {owner: owner.synchronize for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event)}
@@ -216,8 +237,9 @@ def waits() -> Iterator[Counter[str]]:
 
 def unexpected(counts: Counter[str], late: int) -> int:
     """The waits of `counts` but for `late` late reads of each kind, one a network and step, and those of _HELD."""
-    return sum(max(count - late, 0) if caller in _LATE else count for caller, count in counts.items()
-               if caller not in _HELD)
+    return sum(
+        max(count - late, 0) if caller in _LATE else count for caller, count in counts.items() if caller not in _HELD
+    )
 
 
 @contextmanager

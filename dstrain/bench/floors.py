@@ -27,7 +27,7 @@ from dstrain.engine.start import start
 from dstrain.engine.updates import Flag
 from dstrain.recipe import Ema, Save
 
-_STEP_BYTES = 42                             # a weight: gradient, master, moments, average, compute weight
+_STEP_BYTES = 42  # a weight: gradient, master, moments, average, compute weight
 _ROUNDS = 5
 
 
@@ -56,10 +56,12 @@ def stall(record: Record, stage: int) -> None:
         values = [value for entries in saves._entries().values() for _, _, value in entries]
         size = 4 * sum(value.numel() for value in values)
         target = torch.empty(max(value.numel() for value in values), pin_memory=group.device().type == "cuda")
-        copy = min(measured(lambda: [target[:value.numel()].copy_(value) for value in values], group.device())[0]
-                   for _ in range(3))
+        copy = min(
+            measured(lambda: [target[: value.numel()].copy_(value) for value in values], group.device())[0]
+            for _ in range(3)
+        )
         waits = []
-        for number in (1, 2):                # the first makes the buffers
+        for number in (1, 2):  # the first makes the buffers
             waits.append(measured(lambda: saves.save(number), group.device())[0])
             began = time.perf_counter()
             saves.saver.settle()
@@ -77,8 +79,16 @@ def stall(record: Record, stage: int) -> None:
 def first_command(record: Record) -> None:
     """The README's first command; a dry run takes two steps of it."""
     with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
-        words = [sys.executable, "-m", "deepspeed.launcher.runner", "launch/train.py", "--ds_config",
-                 "ds_configs/zero2.json", f"folder={folder}/run", "track.wandb=disabled"]
+        words = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            "launch/train.py",
+            "--ds_config",
+            "ds_configs/zero2.json",
+            f"folder={folder}/run",
+            "track.wandb=disabled",
+        ]
         words += ["steps=2", "every.evaluate=0", "samples.num=2", "samples.num_steps=2"] if record.dry else []
         began = time.perf_counter()
         done = subprocess.run(words, cwd=jobs.root(), capture_output=True, text=True, check=False)
@@ -99,14 +109,16 @@ class Flats:
     flats: list[Tensor]
 
 
-def ema_beside_copy(masters: Masters | Flats, elements: int = 2 ** 24, rounds: int = 20) -> dict[str, Times]:
+def ema_beside_copy(masters: Masters | Flats, elements: int = 2**24, rounds: int = 20) -> dict[str, Times]:
     """Times of one average's update and of a copy of the same elements, in turns of so many elements at least."""
     averages = EmaShadow({"part": masters}, Ema(), ("part",))
     live = [flat.detach() for flat in masters.flats]
     copies = [flat.clone() for flat in live]
     applied = {"part": Flag(torch.ones((), device=live[0].device))}
-    works = {"EMA": lambda: averages.update(1, applied),
-             "copy": lambda: [copy.copy_(flat) for copy, flat in zip(copies, live)]}
+    works = {
+        "EMA": lambda: averages.update(1, applied),
+        "copy": lambda: [copy.copy_(flat) for copy, flat in zip(copies, live)],
+    }
     times = {name: Times() for name in works}
     calls = max(1, elements // max(sum(flat.numel() for flat in live), 1))
     for _ in range(rounds):
@@ -120,7 +132,7 @@ def ema_beside_copy(masters: Masters | Flats, elements: int = 2 ** 24, rounds: i
 def _trained(record: Record, stage: int) -> tuple[Dstrain, float]:
     """DiT-XL/2 on a small batch, and the rate of copies in bytes a second."""
     start()
-    rate = copy_rate(group.device(), 2 ** 20 if record.dry else 0)
+    rate = copy_rate(group.device(), 2**20 if record.dry else 0)
     run = jobs.published("DiT-XL/2", record.dry, ["batch.global=4", "optimizer.clip=0"])
     system = system_of(run)
     return Dstrain(run, jobs.settings(run, stage, "bf16"), system, Repeated(system, 4, 1)), rate
@@ -141,7 +153,7 @@ def _after_backward(trained: Dstrain, number: int) -> float:
         trained.step(number)
         return _now() - ended[0]
     finally:
-        del engine.backward                  # uncovers the class's method
+        del engine.backward  # uncovers the class's method
 
 
 def _now() -> float:

@@ -21,10 +21,10 @@ from typing import Any
 from dstrain.bench import report
 from dstrain.disk import atomic
 
-PART_SECONDS = 540.0                         # a part ends within them: machines are lent for calls of ten minutes
-_DRY = 4                                     # times a case's limit where two CPU cores do a GPU's work
-_LEAST = 20.0                                # seconds of a part below which no case is begun
-_LINES = 40                                  # of a failed case's output that the report keeps
+PART_SECONDS = 540.0  # a part ends within them: machines are lent for calls of ten minutes
+_DRY = 4  # times a case's limit where two CPU cores do a GPU's work
+_LEAST = 20.0  # seconds of a part below which no case is begun
+_LINES = 40  # of a failed case's output that the report keeps
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Case:
 
     name: str
     part: int
-    work: Callable[..., None]                # takes a report.Record and `options`
+    work: Callable[..., None]  # takes a report.Record and `options`
     options: dict[str, Any] = field(default_factory=dict)
-    limit: float = 200.0                     # seconds
-    alone: bool = True                       # what is timed has the machine to itself
+    limit: float = 200.0  # seconds
+    alone: bool = True  # what is timed has the machine to itself
 
 
 def run_case(case: Case, record: Path, dry: bool, out: Path, load: Callable[[], Any] = lambda: None) -> int:
@@ -55,8 +55,15 @@ def run_case(case: Case, record: Path, dry: bool, out: Path, load: Callable[[], 
     return 0
 
 
-def run_part(part: int, title: str, cases: Sequence[Case], out: Path, dry: bool, command: list[str],
-             seconds: float = PART_SECONDS) -> bool:
+def run_part(
+    part: int,
+    title: str,
+    cases: Sequence[Case],
+    out: Path,
+    dry: bool,
+    command: list[str],
+    seconds: float = PART_SECONDS,
+) -> bool:
     """Runs the cases and writes out/partN.json and out/partN.md after each; whether all ended well and met targets.
 
     `command` is a case's process without its options.
@@ -69,8 +76,11 @@ def run_part(part: int, title: str, cases: Sequence[Case], out: Path, dry: bool,
         missed = sum(row["ok"] is False for row in result["rows"])
         with lock:
             results.append(result)
-            print(f"{result['seconds']:6.1f} s  {result['case']}: {result['status']}, {len(result['rows'])} figures"
-                  + (f", {missed} missed their target" if missed else ""), flush=True)
+            print(
+                f"{result['seconds']:6.1f} s  {result['case']}: {result['status']}, {len(result['rows'])} figures"
+                + (f", {missed} missed their target" if missed else ""),
+                flush=True,
+            )
             content = {"part": part, "title": title, "machine": about, "results": results}
             atomic.write(out / f"part{part}.json", json.dumps(content, indent=1) + "\n")
             atomic.write(out / f"part{part}.md", report.markdown(f"Part {part}: {title}", about, results))
@@ -83,10 +93,11 @@ def run_part(part: int, title: str, cases: Sequence[Case], out: Path, dry: bool,
     ahead = _Process(alone[0], out, dry, command) if alone else None
     for after in [*alone[1:], None] if alone else ():
         process, ahead = ahead, None if after is None else _Process(after, out, dry, command)
-        finish(process)                      # while the next one loads
+        finish(process)  # while the next one loads
     print((out / f"part{part}.md").read_text(encoding="ascii"), flush=True)
-    return all(result["status"] == "done" and all(row["ok"] is not False for row in result["rows"])
-               for result in results)
+    return all(
+        result["status"] == "done" and all(row["ok"] is not False for row in result["rows"]) for result in results
+    )
 
 
 class _Process:
@@ -98,11 +109,17 @@ class _Process:
         self._record, self._log = Path(self._folder.name) / "record", Path(self._folder.name) / "log"
         words = [*command, "--case", case.name, "--record", str(self._record), "--out", str(out)]
         with open(self._log, "wb") as log:
-            self._process = subprocess.Popen([*words, "--dry-run"] if dry else words, stdin=subprocess.PIPE, stdout=log,
-                                             stderr=subprocess.STDOUT, start_new_session=True)
+            self._process = subprocess.Popen(
+                [*words, "--dry-run"] if dry else words,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def finish(self, end: float) -> dict[str, Any]:
-        """The case's rows, details and ending (done, failed, out of time, not run), before time.monotonic() is `end`.
+        """The case's rows, details and ending (done, failed, out of time, not run), before
+        time.monotonic() is `end`.
         """
         began, left = time.monotonic(), end - time.monotonic()
         limit = min(self._case.limit * (_DRY if self._dry else 1), left)
@@ -120,9 +137,14 @@ class _Process:
         lines = self._log.read_text(encoding="ascii", errors="replace").splitlines()
         rows, details = report.read(self._record)
         self._folder.cleanup()
-        return {"case": self._case.name, "status": status, "seconds": round(time.monotonic() - began, 1),
-                "rows": [asdict(row) for row in rows], "details": details,
-                "error": "" if status == "done" else "\n".join(lines[-_LINES:])}
+        return {
+            "case": self._case.name,
+            "status": status,
+            "seconds": round(time.monotonic() - began, 1),
+            "rows": [asdict(row) for row in rows],
+            "details": details,
+            "error": "" if status == "done" else "\n".join(lines[-_LINES:]),
+        }
 
 
 def machine(dry: bool) -> dict[str, Any]:
@@ -130,10 +152,20 @@ def machine(dry: bool) -> dict[str, Any]:
     import importlib.metadata as metadata
 
     import torch
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"no GPU, {os.cpu_count()} CPU cores"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
-                            cwd=Path(__file__).parent, check=False).stdout.strip()
-    about = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "device": gpu, "torch": torch.__version__,
-             "deepspeed": metadata.version("deepspeed"), "Python": sys.version.split()[0]}
-    return about | ({"commit": commit} if commit else {}) | ({"dry": "run: sizes are small, no speed counts"} if dry
-                                                             else {})
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    ).stdout.strip()
+    about = {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "device": gpu,
+        "torch": torch.__version__,
+        "deepspeed": metadata.version("deepspeed"),
+        "Python": sys.version.split()[0],
+    }
+    return (
+        about
+        | ({"commit": commit} if commit else {})
+        | ({"dry": "run: sizes are small, no speed counts"} if dry else {})
+    )

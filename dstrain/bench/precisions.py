@@ -28,10 +28,10 @@ from dstrain.sampling.draw import draw_all
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
 
-_NEAR = 1e-5                                 # fp32 is nearer; products or convolutions in TF32 give 2e-4 or more
-_STEP = 5                                    # of training: every network has joined
+_NEAR = 1e-5  # fp32 is nearer; products or convolutions in TF32 give 2e-4 or more
+_STEP = 5  # of training: every network has joined
 
-States = dict[str, dict[str, Tensor]]        # of weights, by part
+States = dict[str, dict[str, Tensor]]  # of weights, by part
 
 
 def gradients(record: Record, system: str, most: float) -> None:
@@ -44,8 +44,12 @@ def gradients(record: Record, system: str, most: float) -> None:
         with computing(precision):
             ours = _gradients(run, states, batch, dtype_of(precision), group.device())
         for part, gradient in exact.items():
-            record.row(f"{part} in {precision}: gradient, from float64 on the CPU", distance(ours[part], gradient),
-                       "of its norm", at_most=most if precision == "fp32" else None)
+            record.row(
+                f"{part} in {precision}: gradient, from float64 on the CPU",
+                distance(ours[part], gradient),
+                "of its norm",
+                at_most=most if precision == "fp32" else None,
+            )
 
 
 def draw(record: Record, num: int = 64, steps: int = 20) -> None:
@@ -67,10 +71,15 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
     for precision in _possible(record):
         nets = placed(system, states.items(), dtype_of(precision), device)
         with computing(precision):
-            record.row(f"{precision}: one prediction, from float64", distance(output(nets), exact), "of its norm",
-                       at_most=_NEAR if precision == "fp32" else None)
-            _time(record, f"{precision}, {steps} steps: ", "samples", num,
-                  partial(draw_all, system, nets, request, num))
+            record.row(
+                f"{precision}: one prediction, from float64",
+                distance(output(nets), exact),
+                "of its norm",
+                at_most=_NEAR if precision == "fp32" else None,
+            )
+            _time(
+                record, f"{precision}, {steps} steps: ", "samples", num, partial(draw_all, system, nets, request, num)
+            )
 
 
 def encode(record: Record, num: int = 64) -> None:
@@ -85,7 +94,7 @@ def encode(record: Record, num: int = 64) -> None:
         def stage() -> Autoencoder:
             return Autoencoder(folder).to(group.device())
 
-        exactly, few = stage(), image[:8]    # float64 is slow
+        exactly, few = stage(), image[:8]  # float64 is slow
         exactly.vae.double()
         exact, _ = posterior(exactly.vae, few)
         del exactly
@@ -94,8 +103,12 @@ def encode(record: Record, num: int = 64) -> None:
             own.encode_in(precision)
             with computing(precision):
                 mean, _ = posterior(own.vae, few)
-            record.row(f"{precision}: mean of the latents, from float64", distance(mean, exact), "of its norm",
-                       at_most=_NEAR if precision == "fp32" else None)
+            record.row(
+                f"{precision}: mean of the latents, from float64",
+                distance(mean, exact),
+                "of its norm",
+                at_most=_NEAR if precision == "fp32" else None,
+            )
             _time(record, f"{precision}: ", "images", num, partial(own.encode, image, key))
 
 
@@ -105,8 +118,14 @@ def online(record: Record, precision: Precision) -> None:
         return record.left_out(reason)
     with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
         _save_first_stage(folder, record.dry)
-        speed.beside(record, "DiT-XL/2 of images", 256, ("dstrain",), rounds=3, overrides=(
-            f"model.first_stage.path={folder}", f"model.first_stage.precision={precision}"))
+        speed.beside(
+            record,
+            "DiT-XL/2 of images",
+            256,
+            ("dstrain",),
+            rounds=3,
+            overrides=(f"model.first_stage.path={folder}", f"model.first_stage.precision={precision}"),
+        )
 
 
 def distance(ours: Tensor, exact: Tensor) -> float:
@@ -121,9 +140,13 @@ def _save_first_stage(folder: str, dry: bool) -> None:
 
     channels = (32, 32, 32, 32) if dry else (128, 256, 512, 512)
     torch.manual_seed(0)
-    AutoencoderKL(block_out_channels=channels, down_block_types=("DownEncoderBlock2D",) * 4,
-                  up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=1 if dry else 2,
-                  scaling_factor=0.18215).save_pretrained(folder)
+    AutoencoderKL(
+        block_out_channels=channels,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1 if dry else 2,
+        scaling_factor=0.18215,
+    ).save_pretrained(folder)
 
 
 def _possible(record: Record) -> Iterator[Precision]:
@@ -152,30 +175,36 @@ def _weights(system: System, run: Run) -> States:
     return states
 
 
-def _gradients(run: Run, states: States, batch: dict[str, Tensor], dtype: torch.dtype,
-               device: torch.device) -> dict[str, Tensor]:
+def _gradients(
+    run: Run, states: States, batch: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
     """Of each part's loss by its own weights, flat, on the CPU."""
     system = systems.build(run.system, run.model)
     nets = placed(system, states.items(), dtype, device)
     example = system.encode({name: values.to(device) for name, values in batch.items()})
-    if dtype == torch.float64:               # torch 2.11 differentiates no mean of squares of two types
+    if dtype == torch.float64:  # torch 2.11 differentiates no mean of squares of two types
         for network in system.frozen():
             network.double()
-        example = {name: values.double() if values.dtype == torch.float32 else values
-                   for name, values in example.items()}
+        example = {
+            name: values.double() if values.dtype == torch.float32 else values for name, values in example.items()
+        }
     flat = {}
     for part in system.parts:
         weights = list(nets[part].parameters())
         grads = torch.autograd.grad(system.loss(part, nets, example)["loss"], weights, allow_unused=True)
-        flat[part] = torch.cat([torch.zeros_like(weight).flatten() if grad is None else grad.flatten()
-                                for weight, grad in zip(weights, grads)]).cpu()
+        flat[part] = torch.cat(
+            [
+                torch.zeros_like(weight).flatten() if grad is None else grad.flatten()
+                for weight, grad in zip(weights, grads)
+            ]
+        ).cpu()
     return flat
 
 
 def _time(record: Record, where: str, what: str, num: int, work: Callable[[], Any], rounds: int = 3) -> None:
     """Rows of how many a second, and of the memory that it takes."""
     device = group.device()
-    work()                                   # warms up
+    work()  # warms up
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     least = min(measured(work, device)[0] for _ in range(1 if record.dry else rounds))

@@ -23,11 +23,19 @@ class Record:
     """Takes the rows of a case, and writes each at once: those before a crash are kept."""
 
     def __init__(self, path: Path, dry: bool, out: Path):
-        self.dry, self.out = dry, out        # small sizes on whatever device is here; where pictures may be left
+        self.dry, self.out = dry, out  # small sizes on whatever device is here; where pictures may be left
         self._path = path
 
-    def row(self, what: str, value: float, unit: str = "", *, at_most: float | None = None,
-            at_least: float | None = None, here: bool = True) -> None:
+    def row(
+        self,
+        what: str,
+        value: float,
+        unit: str = "",
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        here: bool = True,
+    ) -> None:
         """`here`: whether the target holds on this machine; one of speed is shown, and not judged, in a dry run."""
         target = f"<= {at_most:g}" if at_most is not None else f">= {at_least:g}" if at_least is not None else ""
         ok = None
@@ -66,14 +74,21 @@ def read(path: Path) -> tuple[list[Row], dict[str, Any]]:
 
 def markdown(title: str, machine: dict[str, Any], results: Iterable[dict[str, Any]]) -> str:
     """A table of all rows, what missed its target marked, then how each failed case ended."""
-    lines = [f"# {title}", "", ", ".join(f"{name} {value}" for name, value in machine.items()), "",
-             "| case | figure | value | target | |", "|---|---|---|---|---|"]
+    lines = [
+        f"# {title}",
+        "",
+        ", ".join(f"{name} {value}" for name, value in machine.items()),
+        "",
+        "| case | figure | value | target | |",
+        "|---|---|---|---|---|",
+    ]
     endings = []
     for result in results:
         for row in result["rows"]:
             mark = {True: "ok", False: "**missed**", None: ""}[row["ok"]]
-            lines.append(f"| {result['case']} | {row['what']} | {row['value']:.4g} {row['unit']} | {row['target']} | "
-                         f"{mark} |")
+            lines.append(
+                f"| {result['case']} | {row['what']} | {row['value']:.4g} {row['unit']} | {row['target']} | {mark} |"
+            )
         if "left out" in result["details"]:
             lines.append(f"| {result['case']} | left out: {result['details']['left out']} | | | |")
         if result["status"] != "done":

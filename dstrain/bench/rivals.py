@@ -1,11 +1,11 @@
 """What others train with, over the same network, loss and batches as sides.py: one network, one process.
 
-    stock        DeepSpeed as its documentation has it: a plain JSON with AdamW, the precision and the stage, its
-                 defaults for all else, and the averages of DiT's train.py, a Python loop over the parameters
-    accelerate   accelerate in the manner of diffusers' training scripts: fp32 weights under autocast, prepare,
-                 accumulate, clip, AdamW, diffusers' EMAModel, the loss read at every step
-    fast-DiT     as fast-DiT's train.py: fp32 weights under autocast, torch's AdamW with its defaults, every block
-                 recomputed, averages by a Python loop, the loss read at every step
+stock        DeepSpeed as its documentation has it: a plain JSON with AdamW, the precision and the stage, its
+             defaults for all else, and the averages of DiT's train.py, a Python loop over the parameters
+accelerate   accelerate in the manner of diffusers' training scripts: fp32 weights under autocast, prepare,
+             accumulate, clip, AdamW, diffusers' EMAModel, the loss read at every step
+fast-DiT     as fast-DiT's train.py: fp32 weights under autocast, torch's AdamW with its defaults, every block
+             recomputed, averages by a Python loop, the loss read at every step
 """
 
 import importlib.util
@@ -36,8 +36,9 @@ class Rival(NamedTuple):
     step: Callable[[int], None]
 
 
-def rivals(run: Run, settings: dict[str, Any], system: System, batches: Repeated,
-           names: tuple[str, ...]) -> dict[str, Rival]:
+def rivals(
+    run: Run, settings: dict[str, Any], system: System, batches: Repeated, names: tuple[str, ...]
+) -> dict[str, Rival]:
     """The rivals of these names. ConfigError: accelerate is not installed."""
     if len(system.parts) > 1:
         raise ConfigError(f"the rivals train one network, and {run.system} has {len(system.parts)}")
@@ -53,7 +54,7 @@ def available(name: str) -> str | None:
 
 def _network(run: Run, system: System) -> tuple[str, nn.Module]:
     """The only network, with its initial weights, fp32, on the device."""
-    (part, (network, values)), = build(system.networks, run.seed).items()
+    ((part, (network, values)),) = build(system.networks, run.seed).items()
     network.load_state_dict(dict(values()), strict=False, assign=True)
     return part, network.to(group.device())
 
@@ -71,8 +72,10 @@ def _loss(system: System, part: str, network: nn.Module, batch: dict[str, Tensor
 
 
 def _averages(run: Run, network: nn.Module) -> list[tuple[float, dict[str, Tensor]]]:
-    return [(decay, {name: weight.detach().float().clone() for name, weight in network.named_parameters()})
-            for decay in run.ema.decays]
+    return [
+        (decay, {name: weight.detach().float().clone() for name, weight in network.named_parameters()})
+        for decay in run.ema.decays
+    ]
 
 
 @torch.no_grad()
@@ -84,19 +87,32 @@ def _average(averages: list[tuple[float, dict[str, Tensor]]], network: nn.Module
 
 def _stock(run: Run, settings: dict[str, Any], system: System, batches: Repeated) -> Rival:
     import deepspeed
+
     part, network = _network(run, system)
     _compile(run, system, network)
     own = {} if _compiles_adamw() else {"torch_adam": True}
-    config = {"train_micro_batch_size_per_gpu": batches.micro, "gradient_accumulation_steps": batches.accumulation,
-              "gradient_clipping": run.optimizer.clip, "steps_per_print": 10 ** 9,
-              "optimizer": {"type": "AdamW", "params": own | {
-                  "lr": run.optimizer.lr, "betas": list(run.optimizer.betas), "eps": run.optimizer.eps,
-                  "weight_decay": run.optimizer.weight_decay}},
-              "zero_optimization": {"stage": settings.get("zero_optimization", {}).get("stage", 0)}}
+    config = {
+        "train_micro_batch_size_per_gpu": batches.micro,
+        "gradient_accumulation_steps": batches.accumulation,
+        "gradient_clipping": run.optimizer.clip,
+        "steps_per_print": 10**9,
+        "optimizer": {
+            "type": "AdamW",
+            "params": own
+            | {
+                "lr": run.optimizer.lr,
+                "betas": list(run.optimizer.betas),
+                "eps": run.optimizer.eps,
+                "weight_decay": run.optimizer.weight_decay,
+            },
+        },
+        "zero_optimization": {"stage": settings.get("zero_optimization", {}).get("stage", 0)},
+    }
     if precision(settings) != "fp32":
         config[precision(settings)] = {"enabled": True}
-    engine = deepspeed.initialize(model=network, model_parameters=network.parameters(), config=config,
-                                  dist_init_required=False)[0]
+    engine = deepspeed.initialize(
+        model=network, model_parameters=network.parameters(), config=config, dist_init_required=False
+    )[0]
     averages = _averages(run, engine.module)
 
     def step(number: int) -> None:
@@ -115,9 +131,10 @@ def _compiles_adamw() -> bool:
     if not torch.cuda.is_available():
         return False
     from deepspeed.ops.op_builder import FusedAdamBuilder
+
     try:
         FusedAdamBuilder().load(verbose=False)
-    except Exception as error:               # no nvcc, or headers that it lacks
+    except Exception as error:  # no nvcc, or headers that it lacks
         print(f"stock: torch's AdamW, since DeepSpeed's cannot be compiled here: {str(error)[:100]}", file=sys.stderr)
         return False
     return True
@@ -128,11 +145,15 @@ def _accelerate(run: Run, settings: dict[str, Any], system: System, batches: Rep
         raise ConfigError(reason)
     from accelerate import Accelerator
     from diffusers.training_utils import EMAModel
+
     part, network = _network(run, system)
     _compile(run, system, network)
     with _as_one_process():
-        accelerator = Accelerator(mixed_precision={"fp32": "no"}.get(precision(settings), precision(settings)),
-                                  gradient_accumulation_steps=batches.accumulation, cpu=not torch.cuda.is_available())
+        accelerator = Accelerator(
+            mixed_precision={"fp32": "no"}.get(precision(settings), precision(settings)),
+            gradient_accumulation_steps=batches.accumulation,
+            cpu=not torch.cuda.is_available(),
+        )
         model, optimizer = accelerator.prepare(network, adamw(run, system, network, list(network.parameters()), False))
     averages = [EMAModel(network.parameters(), decay=decay) for decay in run.ema.decays]
 
@@ -148,7 +169,7 @@ def _accelerate(run: Run, settings: dict[str, Any], system: System, batches: Rep
             if accelerator.sync_gradients:
                 for average in averages:
                     average.step(model.parameters())
-            loss.detach().item()                          # as their progress bars show it
+            loss.detach().item()  # as their progress bars show it
 
     return Rival(network, step)
 

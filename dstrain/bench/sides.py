@@ -25,7 +25,7 @@ from dstrain.recipe import Run
 from dstrain.systems.base import Batch, System
 from dstrain.train import take_step
 
-Losses = dict[str, list[Tensor]]             # of a step: a value a micro-batch, by part
+Losses = dict[str, list[Tensor]]  # of a step: a value a micro-batch, by part
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -37,8 +37,10 @@ class Repeated:
         rows = placed(system.synthetic(micro * count), device)
         rows["position"] = torch.arange(micro * count, device=device) % micro
         self.micro, self.accumulation = micro, accumulation
-        self.batches: list[Batch] = [{name: values[start: start + micro] for name, values in rows.items()}
-                                     for start in range(0, micro * count, micro)]
+        self.batches: list[Batch] = [
+            {name: values[start : start + micro] for name, values in rows.items()}
+            for start in range(0, micro * count, micro)
+        ]
 
     def at(self, step: int) -> Iterator[Batch]:
         for number in range(step * self.accumulation, (step + 1) * self.accumulation):
@@ -81,9 +83,9 @@ class _Network:
     """A network of the plain loop with its optimizer."""
 
     module: nn.Module
-    masters: list[nn.Parameter]              # fp32; the weights themselves in fp32
-    weights: list[nn.Parameter]              # what the module computes with
-    shadows: list[list[Tensor]]              # one a decay, where the part is averaged
+    masters: list[nn.Parameter]  # fp32; the weights themselves in fp32
+    weights: list[nn.Parameter]  # what the module computes with
+    shadows: list[list[Tensor]]  # one a decay, where the part is averaged
     optimizer: torch.optim.Optimizer
 
     @torch.no_grad()
@@ -109,13 +111,14 @@ class Plain:
 
     def __init__(self, run: Run, system: System, batches: Repeated, dtype: torch.dtype):
         self.run, self.system, self.batches = run, system, batches
-        self.networks = {part: self._network(part, *built, dtype) for part, built
-                         in build(system.networks, run.seed).items()}
+        self.networks = {
+            part: self._network(part, *built, dtype) for part, built in build(system.networks, run.seed).items()
+        }
 
     def _network(self, part: str, module: nn.Module, values: Any, dtype: torch.dtype) -> _Network:
         run = self.run
         module.load_state_dict(dict(values()), strict=False, assign=True)
-        nhwc = run.channels_last and all(weight.ndim < 5 for weight in module.parameters())       # of images alone
+        nhwc = run.channels_last and all(weight.ndim < 5 for weight in module.parameters())  # of images alone
         module.to(group.device(), memory_format=torch.channels_last if nhwc else torch.preserve_format)
         prepare(module, self.system.blocks(), run.model["recompute"], compiles(run))
         weights = list(module.parameters())
@@ -123,8 +126,13 @@ class Plain:
         for weight in weights if dtype != torch.float32 else ():
             weight.data = weight.data.to(dtype)
         decays = run.ema.decays if part in self.system.averaged else ()
-        return _Network(module, masters, weights, [[master.detach().clone() for master in masters] for _ in decays],
-                        adamw(run, self.system, module, masters))
+        return _Network(
+            module,
+            masters,
+            weights,
+            [[master.detach().clone() for master in masters] for _ in decays],
+            adamw(run, self.system, module, masters),
+        )
 
     def step(self, number: int) -> Losses:
         """One optimizer step; the losses of each network, one a micro-batch."""
@@ -137,8 +145,9 @@ class Plain:
             self.system.observe({name: torch.cat([rows[name] for rows in watched]) for name in watched[0]})
         return losses
 
-    def _backward(self, number: int, batch: Batch, watched: list[dict[str, Tensor]],
-                  update: bool = False) -> dict[str, Tensor]:
+    def _backward(
+        self, number: int, batch: Batch, watched: list[dict[str, Tensor]], update: bool = False
+    ) -> dict[str, Tensor]:
         """Backward of each network whose turn it is, and with `update` its step before the next one's turn."""
         with torch.no_grad():
             example = self.system.encode(dict(batch))
@@ -157,21 +166,33 @@ class Plain:
         return losses
 
 
-def adamw(run: Run, system: System, module: nn.Module, weights: list[nn.Parameter],
-          fused: bool = True) -> torch.optim.AdamW:
+def adamw(
+    run: Run, system: System, module: nn.Module, weights: list[nn.Parameter], fused: bool = True
+) -> torch.optim.AdamW:
     """torch's AdamW over `weights`, the module's parameters or copies of them, in two groups of decay."""
     named = list(zip(weights, (name for name, _ in module.named_parameters())))
-    groups = [{"params": [weight for weight, name in named if system.decays(name, weight) == decayed],
-               "weight_decay": run.optimizer.weight_decay * decayed} for decayed in (True, False)]
-    return torch.optim.AdamW([own for own in groups if own["params"]], lr=run.optimizer.lr, betas=run.optimizer.betas,
-                             eps=run.optimizer.eps, fused=fused)
+    groups = [
+        {
+            "params": [weight for weight, name in named if system.decays(name, weight) == decayed],
+            "weight_decay": run.optimizer.weight_decay * decayed,
+        }
+        for decayed in (True, False)
+    ]
+    return torch.optim.AdamW(
+        [own for own in groups if own["params"]],
+        lr=run.optimizer.lr,
+        betas=run.optimizer.betas,
+        eps=run.optimizer.eps,
+        fused=fused,
+    )
 
 
 def apart(ours: Sequence[Losses], theirs: Sequence[Losses]) -> float:
     """The largest difference of two curves of losses, as a share of the largest loss of its part."""
     most = 0.0
     for part in theirs[-1]:
-        a, b = (torch.stack([sum(losses[part]).double() for losses in curve if part in losses])
-                for curve in (ours, theirs))
+        a, b = (
+            torch.stack([sum(losses[part]).double() for losses in curve if part in losses]) for curve in (ours, theirs)
+        )
         most = max(most, ((a - b).abs().max() / b.abs().max()).item())
     return most

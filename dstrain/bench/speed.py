@@ -24,13 +24,24 @@ from dstrain.tracking.flops import matmul_rate, step_flops
 
 Step = Callable[[int], Any]
 
-_KERNELS = 20                                # of a profile that the JSON keeps
-_MEMORY = 120e9                              # bytes of a GPU, for which the cases' batches are chosen
+_KERNELS = 20  # of a profile that the JSON keeps
+_MEMORY = 120e9  # bytes of a GPU, for which the cases' batches are chosen
 
 
-def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overrides: Sequence[str] = (),
-           stage: int = 1, precision: str = "bf16", zero: dict[str, Any] | None = None, accumulation: int = 1,
-           rounds: int = 4, steps: int = 4, targets: dict[str, dict[str, float]] | None = None) -> None:
+def beside(
+    record: Record,
+    recipe: str,
+    batch: int,
+    sides: Sequence[str],
+    overrides: Sequence[str] = (),
+    stage: int = 1,
+    precision: str = "bf16",
+    zero: dict[str, Any] | None = None,
+    accumulation: int = 1,
+    rounds: int = 4,
+    steps: int = 4,
+    targets: dict[str, dict[str, float]] | None = None,
+) -> None:
     """Times `sides` at that batch. `targets`: bounds of rows by name. A dry run has two samples in a micro-batch.
 
     Batches are an H200's: a GPU with less memory takes half, of which a row tells, without targets in samples a second.
@@ -43,20 +54,21 @@ def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overri
     if precision == "fp16" and device.type == "cpu":
         return record.left_out("fp16 needs a GPU")
     batch, rounds, steps = (2 * accumulation, 1, 1) if record.dry else (batch, rounds, steps)
-    run = jobs.published(recipe, record.dry, [f"batch.global={batch}", f"batch.micro={batch // accumulation}",
-                                              *overrides])
+    run = jobs.published(
+        recipe, record.dry, [f"batch.global={batch}", f"batch.micro={batch // accumulation}", *overrides]
+    )
     try:
         settings = jobs.settings(run, stage, precision, **(zero or {}))
     except ConfigError as error:
-        if not overrides:                    # what is published must be accepted
+        if not overrides:  # what is published must be accepted
             raise
         return record.left_out(error.problems[0])
     start()
-    system, first = system_of(run), run.steps // 2            # by then an adversary has joined
+    system, first = system_of(run), run.steps // 2  # by then an adversary has joined
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
     flops = step_flops(system, run.batch.global_, first)
     built: dict[str, Step] = {}
-    held: dict[str, int] = {}                # bytes of weights, moments and averages
+    held: dict[str, int] = {}  # bytes of weights, moments and averages
     for side in sides:
         before = _allocated()
         if step := _side(record, side, run, settings, system, batches, first):
@@ -86,19 +98,24 @@ def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overri
         row(f"dstrain / {side}", least[side] / least["dstrain"], "of its speed")
 
 
-def _side(record: Record, side: str, run: Run, settings: dict[str, Any], system: System, batches: Repeated,
-          first: int) -> Step | None:
+def _side(
+    record: Record, side: str, run: Run, settings: dict[str, Any], system: System, batches: Repeated, first: int
+) -> Step | None:
     """The step of a side that has taken number `first`: an optimizer makes its moments then. None: see _rival."""
     if side not in ("dstrain", "plain"):
         return _rival(record, side, run, settings, system, batches, first)
-    step = (Dstrain(run, settings, system, batches) if side == "dstrain" else
-            Plain(run, system, batches, DTYPES[precision_of(settings)])).step
+    step = (
+        Dstrain(run, settings, system, batches)
+        if side == "dstrain"
+        else Plain(run, system, batches, DTYPES[precision_of(settings)])
+    ).step
     step(first)
     return step
 
 
-def _rival(record: Record, side: str, run: Run, settings: dict[str, Any], system: System, batches: Repeated,
-           first: int) -> Step | None:
+def _rival(
+    record: Record, side: str, run: Run, settings: dict[str, Any], system: System, batches: Repeated, first: int
+) -> Step | None:
     """A rival's step, once it has taken one; None, with a row that says so, where it fails: that ends no case."""
     if reason := available(side):
         record.left_out(reason)
@@ -126,8 +143,11 @@ def profiled(record: Record, side: str, step: Step, first: int, steps: int = 3) 
         if cuda:
             torch.cuda.synchronize()
     kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    events = [event for event in profiler.events() if event.device_type == kind
-              and not getattr(event, "is_user_annotation", False)]
+    events = [
+        event
+        for event in profiler.events()
+        if event.device_type == kind and not getattr(event, "is_user_annotation", False)
+    ]
     spent: dict[str, float] = {}
     for event in events:
         name = event.name.encode("ascii", "replace").decode()[:120]

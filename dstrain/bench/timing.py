@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_QUIET = 0.05                                # share of the machine's cores that others may take beside a wall clock
+_QUIET = 0.05  # share of the machine's cores that others may take beside a wall clock
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Times:
     """Seconds of one piece of work, a value for each round."""
 
     wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)       # of all threads of this process
+    cpu: list[float] = field(default_factory=list)  # of all threads of this process
 
     def least(self, clock: str) -> float:
         return min(getattr(self, clock))
@@ -39,8 +39,9 @@ class Machine:
 
     def others(self) -> float:
         """The share of this machine's cores that other processes have taken so far."""
-        wall, own, busy = (now - then for now, then in
-                           zip((time.perf_counter(), time.process_time(), _busy()), self._began))
+        wall, own, busy = (
+            now - then for now, then in zip((time.perf_counter(), time.process_time(), _busy()), self._began)
+        )
         return max(busy - own, 0.0) / max(wall * (os.cpu_count() or 1), 1e-9)
 
     def clock(self) -> str:
@@ -63,11 +64,18 @@ def measured(work: Callable[[], Any], device: torch.device) -> tuple[float, floa
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def alternate(sides: Mapping[str, Callable[[int], Any]], device: torch.device, first: int, *, rounds: int, steps: int,
-              warm_up: int) -> dict[str, Times]:
+def alternate(
+    sides: Mapping[str, Callable[[int], Any]],
+    device: torch.device,
+    first: int,
+    *,
+    rounds: int,
+    steps: int,
+    warm_up: int,
+) -> dict[str, Times]:
     """Times of a step, the sides in turn, A B A B, from step `first` on, after `warm_up` steps of each."""
     times = {name: Times() for name in sides}
-    for round_ in range(rounds + 1):                     # the first warms up: compilation, buffers, moments
+    for round_ in range(rounds + 1):  # the first warms up: compilation, buffers, moments
         numbers = range(first, first + (steps if round_ else warm_up))
         for name, step in sides.items():
             wall, cpu = measured(lambda: [step(number) for number in numbers], device)
@@ -80,7 +88,7 @@ def alternate(sides: Mapping[str, Callable[[int], Any]], device: torch.device, f
 
 def copy_rate(device: torch.device, numel: int = 0) -> float:
     """Bytes a second of a copy within the device, those read and those written counted."""
-    numel = numel or (2 ** 30 if device.type == "cuda" else 2 ** 24)
+    numel = numel or (2**30 if device.type == "cuda" else 2**24)
     source = torch.randn(numel, device=device)
     target = torch.empty_like(source)
     return 8 * numel / min(measured(lambda: target.copy_(source), device)[0] for _ in range(10))
@@ -90,7 +98,7 @@ def keep_memory() -> None:
     """Has glibc keep what is freed, where this is glibc: else page faults of large tensors are what is measured."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        for option, value in ((-4, 0), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):     # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+        for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
             libc.mallopt(option, value)
 
 

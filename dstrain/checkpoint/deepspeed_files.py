@@ -28,18 +28,19 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _UNSUPPORTED = {
     re.compile(r"layer_\d+-.*model_states\.pt"): "is of a pipeline-parallel network, a file for each layer",
-    re.compile(r"layer_.*expert_.*_model_states\.pt|expp_rank_.*_optim_states\.pt"):
-        "is of a mixture of experts, a file for each",
+    re.compile(
+        r"layer_.*expert_.*_model_states\.pt|expp_rank_.*_optim_states\.pt"
+    ): "is of a mixture of experts, a file for each",
 }
 
 
 class Checkpoint(NamedTuple):
     """What one tag's folder holds."""
 
-    entries: list[Entry]                       # by state-dict name, in its order
-    tied: dict[str, str]                       # name: the other name of the same weight
-    facts: dict[str, Any]                      # step, stage, world, the version that wrote it
-    sums: dict[Span, int]                      # CRC-32 of the storages that the entries lie in
+    entries: list[Entry]  # by state-dict name, in its order
+    tied: dict[str, str]  # name: the other name of the same weight
+    facts: dict[str, Any]  # step, stage, world, the version that wrote it
+    sums: dict[Span, int]  # CRC-32 of the storages that the entries lie in
 
 
 def tag_folder(path: Path, tag: str | None = None) -> Path | None:
@@ -75,8 +76,10 @@ def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
     asked = sorted(set().union(*(content.asked for content in contents.values())))
     if asked and not trusted:
         more = f" and {len(asked) - 6} more" if len(asked) > 6 else ""
-        raise ConfigError(f"{folder} is pickled, and asks for {', '.join(asked[:6])}{more}: if you know where it comes "
-                          "from, give --trust-pickle; they are then read as empty shells, and still nothing is run")
+        raise ConfigError(
+            f"{folder} is pickled, and asks for {', '.join(asked[:6])}{more}: if you know where it comes "
+            "from, give --trust-pickle; they are then read as empty shells, and still nothing is run"
+        )
     values = {path: content.value for path, content in contents.items()}
     for path, value in values.items():
         key = "module" if path in models.values() else "optimizer_state_dict"
@@ -88,8 +91,10 @@ def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
             _complete(folder, optimizers, models, states)
         merged = _merged(folder, {rank: values[path] for rank, path in models.items()}, states, dtype)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{folder} is no checkpoint of ZeRO 1 to 3 as DeepSpeed 0.9 to 0.19 writes it "
-                          f"({type(error).__name__}: {error})") from None
+        raise ConfigError(
+            f"{folder} is no checkpoint of ZeRO 1 to 3 as DeepSpeed 0.9 to 0.19 writes it "
+            f"({type(error).__name__}: {error})"
+        ) from None
     storages = {path: sorted(content.sums, key=lambda span: span.offset) for path, content in contents.items()}
     for span in {span for entry in merged.entries for span in entry.source.spans}:
         number = bisect.bisect(storages[span.path], span.offset, key=lambda storage: storage.offset) - 1
@@ -109,8 +114,10 @@ def _ranked(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     for name in files(folder):
         for pattern, reason in _UNSUPPORTED.items():
             if pattern.fullmatch(name):
-                raise ConfigError(f"{folder}: {name} {reason}; only data-parallel checkpoints are merged here: see "
-                                  "DeepSpeed's ds_to_universal.py")
+                raise ConfigError(
+                    f"{folder}: {name} {reason}; only data-parallel checkpoints are merged here: see "
+                    "DeepSpeed's ds_to_universal.py"
+                )
         for pattern, by_rank in ((_OPTIMIZER, optimizers), (_MODEL, models)):
             if match := pattern.fullmatch(name):
                 other = by_rank.setdefault(int(match[1] or 0), folder / name).name
@@ -119,12 +126,16 @@ def _ranked(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
                 elif other != name:
                     raise ConfigError(f"{folder} holds {other} and {name}, of one rank: remove those of the older run")
     if parallel:
-        raise ConfigError(f"{folder}: {parallel[0]} is of a tensor-parallel run (mp_rank above 0), whose slices only "
-                          "the network's own rules put together: see DeepSpeed's ds_to_universal.py")
+        raise ConfigError(
+            f"{folder}: {parallel[0]} is of a tensor-parallel run (mp_rank above 0), whose slices only "
+            "the network's own rules put together: see DeepSpeed's ds_to_universal.py"
+        )
     if 0 not in models:
         example = next((path.name for path in optimizers.values()), "")
-        raise ConfigError(f"{folder} lacks mp_rank_00_model_states.pt (stage 3: "
-                          "zero_pp_rank_0_mp_rank_00_model_states.pt)" + (f"; it holds {example}" if example else ""))
+        raise ConfigError(
+            f"{folder} lacks mp_rank_00_model_states.pt (stage 3: "
+            "zero_pp_rank_0_mp_rank_00_model_states.pt)" + (f"; it holds {example}" if example else "")
+        )
     return optimizers, models
 
 
@@ -132,15 +143,24 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
     first = models[0]
     module, buffers = first["module"], set(first["buffer_names"])
     if not isinstance(module, dict) or first.get("mp_world_size") not in (None, 0, 1):
-        raise ConfigError(f"{folder} is of a pipeline- or tensor-parallel run (mp_world_size "
-                          f"{first.get('mp_world_size')}), whose pieces are not merged here: see DeepSpeed's "
-                          "ds_to_universal.py")
+        raise ConfigError(
+            f"{folder} is of a pipeline- or tensor-parallel run (mp_world_size "
+            f"{first.get('mp_world_size')}), whose pieces are not merged here: see DeepSpeed's "
+            "ds_to_universal.py"
+        )
     sharded = any("fp32_flat_groups" in state for state in states.values())
     trained = _trained(folder, first, states, sharded)
     weights = dict(_frozen(folder, models, sharded)) | trained
     shared = dict(first.get("shared_params") or {})
-    names_by_place = {} if sharded else {value.spans: name for name, value in reversed(module.items())
-                               if isinstance(value, Stored) and value.numel and name in trained}
+    names_by_place = (
+        {}
+        if sharded
+        else {
+            value.spans: name
+            for name, value in reversed(module.items())
+            if isinstance(value, Stored) and value.numel and name in trained
+        }
+    )
     entries, tied, left_out = [], {}, []
     for name in dict.fromkeys((*module, *trained, *weights)):
         value, holder = module.get(name), name
@@ -149,29 +169,39 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
         if name not in weights and name not in buffers:
             holder = shared.get(name, name)
         if holder == name and name not in trained and isinstance(value, Stored):
-            holder = names_by_place.get(value.spans, name)     # tied, though shared_params does not list it
+            holder = names_by_place.get(value.spans, name)  # tied, though shared_params does not list it
         if holder != name:
             tied[name] = holder
         if holder in weights:
             source, written = weights[holder], dtype
         elif not isinstance(value, Stored):
-            left_out.append(name)                              # extra state: objects that are no tensors
+            left_out.append(name)  # extra state: objects that are no tensors
             continue
         elif name in buffers:
             source, written = value, "F32" if value.dtype in ("BF16", "F16") else value.dtype
         elif not sharded:
-            source, written = value, dtype                     # frozen at stage 1, where no list names them
+            source, written = value, dtype  # frozen at stage 1, where no list names them
         else:
             raise ConfigError(f"{folder}: {name} is in the network, and neither trained, frozen, tied nor a buffer")
         entries.append(Entry(name, source, written if source.dtype in FLOATS else source.dtype))
     stage = first.get("ds_config", {}).get("zero_optimization", {}).get("stage")
-    return Checkpoint(entries, tied, {
-        "step": first.get("global_steps"), "stage": 3 if sharded else stage, "world": len(states) or 1,
-        "deepspeed": str(first.get("ds_version")), "left_out": left_out}, {})
+    return Checkpoint(
+        entries,
+        tied,
+        {
+            "step": first.get("global_steps"),
+            "stage": 3 if sharded else stage,
+            "world": len(states) or 1,
+            "deepspeed": str(first.get("ds_version")),
+            "left_out": left_out,
+        },
+        {},
+    )
 
 
-def _complete(folder: Path, optimizers: Mapping[int, Path], models: Mapping[int, Path],
-              states: Mapping[int, Any]) -> None:
+def _complete(
+    folder: Path, optimizers: Mapping[int, Path], models: Mapping[int, Path], states: Mapping[int, Any]
+) -> None:
     """ConfigError: a rank's file is missing, or the folder also holds files of another world size."""
     counts = next(iter(states.values()))["partition_count"]
     world = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
@@ -184,8 +214,10 @@ def _complete(folder: Path, optimizers: Mapping[int, Path], models: Mapping[int,
         if missing:
             raise ConfigError(f"{folder} lacks {', '.join(missing[:5])}: {len(paths)} of {world} ranks are there")
         if len(paths) > world:
-            raise ConfigError(f"{folder} holds files of {len(paths)} ranks, and was last written by {world}: remove "
-                              f"{name.replace(f'pp_rank_{rank}_', f'pp_rank_{world}_')} and those above")
+            raise ConfigError(
+                f"{folder} holds files of {len(paths)} ranks, and was last written by {world}: remove "
+                f"{name.replace(f'pp_rank_{rank}_', f'pp_rank_{world}_')} and those above"
+            )
     if any("ds_zero_partition_groups" in state for state in states.values()):
         raise ConfigError(f"{folder} is partitioned over groups of experts: see DeepSpeed's ds_to_universal.py")
 
@@ -219,14 +251,21 @@ def _trained(folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], 
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
         return dict(_stage3(folder, shapes, states) if sharded else _stage12(folder, shapes, states))
     if first.get("param_shapes"):
-        raise ConfigError(f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt and those of other ranks, where "
-                          "ZeRO keeps the fp32 weights: copy them here")
-    weights = {name: value for name, value in first["module"].items()
-               if isinstance(value, Stored) and name not in first["buffer_names"]}
+        raise ConfigError(
+            f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt and those of other ranks, where "
+            "ZeRO keeps the fp32 weights: copy them here"
+        )
+    weights = {
+        name: value
+        for name, value in first["module"].items()
+        if isinstance(value, Stored) and name not in first["buffer_names"]
+    }
     low = [name for name, value in weights.items() if value.dtype in ("BF16", "F16")]
     if low:
-        raise ConfigError(f"{folder} holds no *_optim_states.pt, and {low[0]} only in {weights[low[0]].dtype}: the "
-                          "fp32 weights of stage 0 are kept without names; train with zero_optimization.stage 1")
+        raise ConfigError(
+            f"{folder} holds no *_optim_states.pt, and {low[0]} only in {weights[low[0]].dtype}: the "
+            "fp32 weights of stage 0 are kept without names; train with zero_optimization.stage 1"
+        )
     return weights
 
 
@@ -240,9 +279,13 @@ def _stage12(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, 
         offset = 0
         for (name, shape), gap in itertools.zip_longest(group.items(), gaps, fillvalue=0):
             if all("param_slice_mappings" in states[rank] for rank in ranks):
-                spans = [span for rank in ranks if (own := states[rank]["param_slice_mappings"][number].get(name))
-                         for span in parts[rank].cut(own.start, own.numel)]
-            else:                                              # before DeepSpeed 0.8
+                spans = [
+                    span
+                    for rank in ranks
+                    if (own := states[rank]["param_slice_mappings"][number].get(name))
+                    for span in parts[rank].cut(own.start, own.numel)
+                ]
+            else:  # before DeepSpeed 0.8
                 spans = list(whole.cut(offset, math.prod(shape)))
             offset += math.prod(shape) + gap
             yield name, _fitting(folder, name, Stored(whole.dtype, shape, tuple(spans)))
@@ -255,13 +298,18 @@ def _stage3(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, A
     for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):
         numel = math.prod(shape)
         share = -(-numel // len(lines))
-        spans = [span for rank, line in enumerate(lines)
-                 for span in line.cut(offset, max(0, min(share, numel - rank * share)))]
+        spans = [
+            span
+            for rank, line in enumerate(lines)
+            for span in line.cut(offset, max(0, min(share, numel - rank * share)))
+        ]
         offset += share
         yield name, _fitting(folder, name, Stored(lines[0].dtype, shape, tuple(spans)))
     if any(line.numel != offset for line in lines):
-        raise ConfigError(f"{folder}: its partitions hold {[line.numel for line in lines]} elements, the weights need "
-                          f"{offset} of each; weights that were offloaded to NVMe are not in a checkpoint")
+        raise ConfigError(
+            f"{folder}: its partitions hold {[line.numel for line in lines]} elements, the weights need "
+            f"{offset} of each; weights that were offloaded to NVMe are not in a checkpoint"
+        )
 
 
 def _frozen(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[tuple[str, Stored]]:
@@ -278,6 +326,8 @@ def _frozen(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[
 def _fitting(folder: Path, name: str, tensor: Stored) -> Stored:
     actual, expected = sum(span.nbytes for span in tensor.spans), tensor.numel * SIZES[tensor.dtype]
     if actual != expected:
-        raise ConfigError(f"{folder}: {name} {tensor.shape} takes {expected} bytes, not {actual}: it is damaged, or "
-                          "written by a version of DeepSpeed that lays out weights in another way")
+        raise ConfigError(
+            f"{folder}: {name} {tensor.shape} takes {expected} bytes, not {actual}: it is damaged, or "
+            "written by a version of DeepSpeed that lays out weights in another way"
+        )
     return tensor

@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 def rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
     """The rows of a shard into which fragments.write_shard has written these entries, and what it returned."""
     fragments = [(kind, fragment) for kind, fragment, *_ in entries if fragment.numel]
-    place = written["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)   # behind the header
+    place = written["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)  # behind the header
     table = np.zeros((len(fragments), 5), np.int64)
     for row, (kind, fragment) in zip(table, fragments):
         row[:] = _key(kind, fragment.name), fragment.start, fragment.numel, 0, place
@@ -52,26 +52,36 @@ def rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) 
     return Rows(list(dict.fromkeys(kind for kind, _ in fragments)), table, written["hash"])
 
 
-def write_indices(folder: Path, own: dict[str, Rows],
-                  shapes: Callable[[str], dict[str, tuple[int, ...]]]) -> dict[str, dict[str, Any]]:
+def write_indices(
+    folder: Path, own: dict[str, Rows], shapes: Callable[[str], dict[str, tuple[int, ...]]]
+) -> dict[str, dict[str, Any]]:
     """The indices of all parts, by rank 0 from every rank's own rows: {name: {size, hash}}; {} on the other ranks."""
     gathered = group.to_first(own)
     if gathered is None:
         return {}
-    return {index_name(part): write_index(folder, part, [by_part[part] for by_part in gathered], shapes(part))
-            for part in own}
+    return {
+        index_name(part): write_index(folder, part, [by_part[part] for by_part in gathered], shapes(part))
+        for part in own
+    }
 
 
 def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Writes the index of the shards that the ranks have written, synced to the disk; its {size, hash}."""
     table = np.concatenate([own.table for own in by_rank])
     table[:, 3] = np.repeat(np.arange(len(by_rank)), [len(own.table) for own in by_rank])
-    table = np.ascontiguousarray(table[np.lexsort((table[:, 1], table[:, 0]))].T)                  # (5, N)
+    table = np.ascontiguousarray(table[np.lexsort((table[:, 1], table[:, 0]))].T)  # (5, N)
     path = folder / index_name(part)
     kinds = list(dict.fromkeys(kind for own in by_rank for kind in own.kinds))
-    header = render_header(path, [(_TENSOR, "I64", table.shape)], {
-        "kinds": json.dumps(kinds), "shapes": json.dumps({name: list(shape) for name, shape in shapes.items()}),
-        "shards": str(len(by_rank)), "seal": _seal(own.hash for own in by_rank)})
+    header = render_header(
+        path,
+        [(_TENSOR, "I64", table.shape)],
+        {
+            "kinds": json.dumps(kinds),
+            "shapes": json.dumps({name: list(shape) for name, shape in shapes.items()}),
+            "shards": str(len(by_rank)),
+            "seal": _seal(own.hash for own in by_rank),
+        },
+    )
     digest = Digest()
     with open(path, "wb") as file:
         for data in (memoryview(header), memoryview(table.astype("<i8", copy=False).reshape(-1)).cast("B")):
@@ -98,8 +108,9 @@ class FragmentIndex(Places):
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is no index of fragments: {error}") from None
         span = stored.spans[0]
-        self._table = (np.memmap(path, "<i8", "r", span.offset, stored.shape) if span.nbytes
-                       else np.empty(stored.shape, np.int64))
+        self._table = (
+            np.memmap(path, "<i8", "r", span.offset, stored.shape) if span.nbytes else np.empty(stored.shape, np.int64)
+        )
 
     def holds_for(self, files: dict[str, dict[str, Any]]) -> bool:
         """Whether the shards are those of which the index was made, by the hashes in a manifest."""
@@ -120,19 +131,20 @@ class FragmentIndex(Places):
     def _shape(self, kind: str, name: str) -> tuple[int, ...]:
         if name in self._shapes:
             return self._shapes[name]
-        last = self._rows(kind, name)[1] - 1                  # of codes of 8 bits, which are flat
+        last = self._rows(kind, name)[1] - 1  # of codes of 8 bits, which are flat
         return (int(self._table[1, last] + self._table[2, last]),)
 
     def _pieces(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
         first, last = self._rows(kind, name)
         starts = self._table[1, first:last]
         begin = max(int(np.searchsorted(starts, start, "right")) - 1, 0)
-        stop = int(np.searchsorted(starts, end)) + 1          # one more, which ends a gap
+        stop = int(np.searchsorted(starts, end)) + 1  # one more, which ends a gap
         pieces = []
-        for _, element, numel, rank, place in self._table[:, first + begin:min(first + stop, last)].T.tolist():
+        for _, element, numel, rank, place in self._table[:, first + begin : min(first + stop, last)].T.tolist():
             if not 0 <= rank < self._shards or numel < 0 or place < 0:
-                raise ConfigError(f"{self.folder / index_name(self.part)} names elements beyond the shards: it is "
-                                  "damaged")
+                raise ConfigError(
+                    f"{self.folder / index_name(self.part)} names elements beyond the shards: it is damaged"
+                )
             path = self.folder / shard_name(self.part, rank, self._shards)
             pieces.append((element, Span(path, place, SIZES[self.dtype] * numel)))
         return pieces

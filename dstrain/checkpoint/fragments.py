@@ -25,11 +25,15 @@ from dstrain.checkpoint.manifest import THREADS, Digest, manifest
 from dstrain.checkpoint.safetensors_io import SIZES, Files, render_header
 from dstrain.recipe import ConfigError
 
-_CHUNK = 1 << 24            # elements that are on the host at a time: 64 MB
+_CHUNK = 1 << 24  # elements that are on the host at a time: 64 MB
 
 
-def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, Tensor]],
-                metadata: dict[str, str] | None = None, dtype: str = "F32") -> dict[str, Any]:
+def write_shard(
+    path: str | os.PathLike,
+    entries: Iterable[tuple[str, Fragment, Tensor]],
+    metadata: dict[str, str] | None = None,
+    dtype: str = "F32",
+) -> dict[str, Any]:
     """Writes (kind, fragment, values) to one file, synced to the disk; returns {size, hash} for a manifest.
 
     Values are 1-D float32 of fragment.numel elements, on any device; views are best, since they reach the host 64 MB
@@ -41,8 +45,10 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
         if "/" in kind or "#" in fragment.name:
             raise ConfigError(f"a kind has no '/', a name no '#': {kind!r}, {fragment.name!r}")
         if values.dtype != torch.float32 or values.shape != (fragment.numel,):
-            raise ConfigError(f"{kind}/{fragment.name}: expected float32 ({fragment.numel},), "
-                              f"got {values.dtype} {tuple(values.shape)}")
+            raise ConfigError(
+                f"{kind}/{fragment.name}: expected float32 ({fragment.numel},), "
+                f"got {values.dtype} {tuple(values.shape)}"
+            )
         if fragment.numel:
             key, copies = f"{kind}/{fragment.name}", 0
             while key in keys:
@@ -50,8 +56,11 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
             keys[key] = fragment, values.detach()
 
     index = {key: [list(f.shape), f.start, f.numel] for key, (f, _) in keys.items()}
-    header = render_header(Path(path), ((key, dtype, [fragment.numel]) for key, (fragment, _) in keys.items()),
-                           {**(metadata or {}), "fragments": json.dumps(index, separators=(",", ":"))})
+    header = render_header(
+        Path(path),
+        ((key, dtype, [fragment.numel]) for key, (fragment, _) in keys.items()),
+        {**(metadata or {}), "fragments": json.dumps(index, separators=(",", ":"))},
+    )
     with open(path, "wb") as file, ThreadPoolExecutor(THREADS) as pool:
         digest = Digest(pool)
 
@@ -82,15 +91,17 @@ class _Reader(Places):
     def __exit__(self, *_: object) -> None:
         self._files.__exit__()
 
-    def read(self, kind: str, name: str, start: int = 0, numel: int | None = None,
-             shape: tuple[int, ...] | None = None) -> Tensor:
+    def read(
+        self, kind: str, name: str, start: int = 0, numel: int | None = None, shape: tuple[int, ...] | None = None
+    ) -> Tensor:
         """Elements start .. start + numel of the flattened tensor: float32 (numel,) on the host.
 
         numel None: to the end; shape: the reader's. ConfigError: unknown name, another shape, elements in no shard.
         """
         if shape is not None and tuple(shape) != self.shape(name):
-            raise ConfigError(f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint {self.folder} holds "
-                              f"{self.shape(name)}")
+            raise ConfigError(
+                f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint {self.folder} holds {self.shape(name)}"
+            )
         spans = self.spans(kind, name, start, None if numel is None else start + numel)
         counts = [span.nbytes // SIZES[self.dtype] for span in spans]
         values = torch.empty(sum(counts), dtype=torch.float32 if self.dtype == "F32" else torch.int16)
@@ -115,7 +126,7 @@ class IndexedShards(_Reader, FragmentIndex):
 
 def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
     """The shards of a part: by their index where it is of these very shards, else by their headers."""
-    if (folder / index_name(part)).is_file():                # earlier versions wrote none
+    if (folder / index_name(part)).is_file():  # earlier versions wrote none
         indexed = IndexedShards(folder, part)
         if indexed.holds_for(manifest(folder)["files"]):
             return indexed
@@ -124,8 +135,11 @@ def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
 
 def _all_shards(folder: Path, part: str) -> list[str]:
     """The names of a part's shards by rank. ConfigError: there are none, or not one of every rank."""
-    names = {(int(match[2]), int(match[3])): path.name for path in folder.glob("*.safetensors")
-             if (match := SHARD.fullmatch(path.name)) and match[1] == part}
+    names = {
+        (int(match[2]), int(match[3])): path.name
+        for path in folder.glob("*.safetensors")
+        if (match := SHARD.fullmatch(path.name)) and match[1] == part
+    }
     if not names:
         raise ConfigError(f"no file {part}-*-of-*.safetensors in {folder}")
     worlds = {world for _, world in names}

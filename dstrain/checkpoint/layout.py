@@ -22,8 +22,8 @@ from dstrain.checkpoint.safetensors_io import FLOATS, SIZES, Entry, Span, Stored
 from dstrain.recipe import ConfigError
 
 COMMON = "common.safetensors"
-RECONSTRUCTED = "reconstructed"          # WIDTH/step_N in it: averages that launch/reconstruct.py has made of a run's
-SHARD = re.compile(r"(\w[\w.-]*)-(\d{5,})-of-(\d{5,})\.safetensors")                 # part, rank, world
+RECONSTRUCTED = "reconstructed"  # WIDTH/step_N in it: averages that launch/reconstruct.py has made of a run's
+SHARD = re.compile(r"(\w[\w.-]*)-(\d{5,})-of-(\d{5,})\.safetensors")  # part, rank, world
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ class Fragment:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.start + self.numel <= math.prod(self.shape):
-            raise ConfigError(f"{self.name}: elements {self.start} .. {self.start + self.numel} are "
-                              f"outside of shape {tuple(self.shape)}")
+            raise ConfigError(
+                f"{self.name}: elements {self.start} .. {self.start + self.numel} are "
+                f"outside of shape {tuple(self.shape)}"
+            )
 
 
 def shard_name(part: str, rank: int, world: int) -> str:
@@ -54,7 +56,7 @@ class Places(ABC):
 
     def __init__(self, folder: Path, part: str) -> None:
         self.folder, self.part = folder, part
-        self.dtype = ""                                                        # of all tensors: F32 or BF16
+        self.dtype = ""  # of all tensors: F32 or BF16
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     @abstractmethod
@@ -105,8 +107,9 @@ class Places(ABC):
                 done = last
         if done < end:
             gap_end = min([end, *(first for first, _ in pieces if first > done)])
-            raise ConfigError(f"{self.part}: elements {done} .. {gap_end} of {kind}/{name} {shape} are in no shard of "
-                              f"{self.folder}")
+            raise ConfigError(
+                f"{self.part}: elements {done} .. {gap_end} of {kind}/{name} {shape} are in no shard of {self.folder}"
+            )
         return spans
 
     def _unknown(self, name: str, names: Iterable[str], kind: str = "tensor") -> ConfigError:
@@ -123,8 +126,8 @@ class Index(Places):
 
     def __init__(self, folder: Path, part: str, names: Iterable[str]) -> None:
         super().__init__(folder, part)
-        self.metadata: dict[str, str] = {}                                     # of the first shard
-        self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}        # kind: name: (first element, bytes)
+        self.metadata: dict[str, str] = {}  # of the first shard
+        self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}  # kind: name: (first element, bytes)
         for name in names:
             self._add(folder / name)
         for pieces in (pieces for named in self.pieces.values() for pieces in named.values()):
@@ -149,12 +152,13 @@ class Index(Places):
             tensors, metadata = read_header(path)
             for key, (shape, start, numel) in json.loads(metadata.pop("fragments")).items():
                 kind, name = key.split("/", 1)
-                fragment = Fragment(name.partition("#")[0], tuple(shape), start, numel)     # name#2 is its third piece
+                fragment = Fragment(name.partition("#")[0], tuple(shape), start, numel)  # name#2 is its third piece
                 tensor = tensors[key]
                 self.dtype = self.dtype or (tensor.dtype if tensor.dtype == "BF16" else "F32")
                 if (tensor.dtype, tensor.shape) != (self.dtype, (numel,)):
-                    raise ConfigError(f"{key} is {tensor.dtype} {list(tensor.shape)}, its index says {self.dtype} "
-                                      f"[{numel}]")
+                    raise ConfigError(
+                        f"{key} is {tensor.dtype} {list(tensor.shape)}, its index says {self.dtype} [{numel}]"
+                    )
                 entries.append((kind, fragment, tensor.spans[0]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is not a shard of named fragments: {error}") from None
@@ -162,8 +166,9 @@ class Index(Places):
         for kind, fragment, span in entries:
             shape = self._shapes.setdefault(fragment.name, fragment.shape)
             if shape != fragment.shape:
-                raise ConfigError(f"{self.part}: {fragment.name} has shape {shape} in one shard and {fragment.shape} "
-                                  f"in {path}")
+                raise ConfigError(
+                    f"{self.part}: {fragment.name} has shape {shape} in one shard and {fragment.shape} in {path}"
+                )
             self.pieces.setdefault(kind, {}).setdefault(fragment.name, []).append((fragment.start, span))
 
 

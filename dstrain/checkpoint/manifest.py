@@ -17,10 +17,10 @@ from dstrain.disk import sealed, small
 from dstrain.recipe import ConfigError
 
 NAME = "manifest.json"
-CONSOLIDATED = "consolidated.json"                           # of launch/consolidate.py: hashes of its files, and more
+CONSOLIDATED = "consolidated.json"  # of launch/consolidate.py: hashes of its files, and more
 _BLOCK = 1 << 26
-THREADS = 4                # for each rank; hashlib releases the interpreter's lock
-_MOST = 1 << 26             # bytes of a manifest: 150 for each file, and a rank writes one for each part
+THREADS = 4  # for each rank; hashlib releases the interpreter's lock
+_MOST = 1 << 26  # bytes of a manifest: 150 for each file, and a rank writes one for each part
 
 
 class _Entry(BaseModel):
@@ -59,7 +59,7 @@ def manifest(path: str | os.PathLike) -> dict:
     except OSError as error:
         if error.errno in (errno.EISDIR, errno.EINVAL, errno.EFBIG):
             raise ConfigError(f"{NAME} is none: {error.strerror}") from None
-        raise                                                # of the storage
+        raise  # of the storage
     if body is None:
         raise ConfigError(f"{NAME} is truncated or altered")
     try:
@@ -71,6 +71,7 @@ def manifest(path: str | os.PathLike) -> dict:
 
 def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, dict]:
     """{name: {size, hash}} of files below `folder`; `sync` also forces them to the disk."""
+
     def block(job: tuple[str, int]) -> bytes:
         name, start = job
         with open(folder / name, "rb", buffering=0) as file:
@@ -101,18 +102,18 @@ class Digest:
     def __init__(self, pool: Executor | None = None) -> None:
         self.size = 0
         self._pool, self._block = pool, hashlib.blake2b(digest_size=32)
-        self._pieces: list[memoryview] = []                  # of the present block, with a pool
+        self._pieces: list[memoryview] = []  # of the present block, with a pool
         self._jobs: deque[Future[bytes]] = deque()
         self._whole = hashlib.blake2b(digest_size=32)
 
     def update(self, data: memoryview) -> None:
         while data:
-            piece = data[:_BLOCK - self.size % _BLOCK]
+            piece = data[: _BLOCK - self.size % _BLOCK]
             if self._pool is None:
                 self._block.update(piece)
             else:
                 self._pieces.append(piece)
-            self.size, data = self.size + len(piece), data[len(piece):]
+            self.size, data = self.size + len(piece), data[len(piece) :]
             if self.size % _BLOCK == 0:
                 self._end_block()
 
@@ -123,7 +124,7 @@ class Digest:
         else:
             self._jobs.append(self._pool.submit(_hash_of, self._pieces))
             self._pieces = []
-            while len(self._jobs) > THREADS:                 # no more of the bytes is kept than this
+            while len(self._jobs) > THREADS:  # no more of the bytes is kept than this
                 self._whole.update(self._jobs.popleft().result())
 
     def entry(self) -> dict[str, Any]:

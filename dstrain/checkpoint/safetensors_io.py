@@ -18,13 +18,28 @@ from typing import Any, BinaryIO, NamedTuple
 from dstrain.checkpoint.manifest import Digest, hash_files
 from dstrain.recipe import ConfigError
 
-SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
-         "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}                       # bytes an element
+SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}  # bytes an element
 FLOATS = ("F64", "F32", "F16", "BF16")
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-CHUNK = 1 << 18             # bytes, or elements, on the host at a time: they fit into the cache of a core
-_MAX_HEADER = 100_000_000   # the limit of the safetensors library
-_OPEN_FILES = 64            # a thousand would meet the limit on descriptors
+CHUNK = 1 << 18  # bytes, or elements, on the host at a time: they fit into the cache of a core
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library
+_OPEN_FILES = 64  # a thousand would meet the limit on descriptors
 
 
 class Span(NamedTuple):
@@ -97,8 +112,10 @@ def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]],
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
-        raise ConfigError(f"{path}: a header of {len(text)} bytes, readers take {_MAX_HEADER}: one file for so many "
-                          "tensors is too few (launch/consolidate.py makes more with a smaller --shard-size)")
+        raise ConfigError(
+            f"{path}: a header of {len(text)} bytes, readers take {_MAX_HEADER}: one file for so many "
+            "tensors is too few (launch/consolidate.py makes more with a smaller --shard-size)"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -115,31 +132,36 @@ def split(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
     return files
 
 
-def write_model(folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str],
-                progress: Callable[[int], Any]) -> dict[Path, dict[str, Any]]:
-    """Hugging Face's layout: model.safetensors, or numbered files and their index, synced; size and hash of each.
-    """
+def write_model(
+    folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str], progress: Callable[[int], Any]
+) -> dict[Path, dict[str, Any]]:
+    """Hugging Face's layout: model.safetensors, or numbered files and their index, synced; size and hash of each."""
     files = split(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     by_name = dict(zip(names, files)) if len(files) > 1 else {"model.safetensors": entries}
     folder.mkdir(parents=True, exist_ok=True)
-    written = {folder / name: _write_file(folder / name, content, metadata, progress)
-               for name, content in by_name.items()}
+    written = {
+        folder / name: _write_file(folder / name, content, metadata, progress) for name, content in by_name.items()
+    }
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)},
-                 "weight_map": {entry.name: name for name, content in by_name.items() for entry in content}}
+        index = {
+            "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+            "weight_map": {entry.name: name for name, content in by_name.items() for entry in content},
+        }
         path = folder / "model.safetensors.index.json"
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         written[path] = hash_files(folder, [path.name], sync=True)[path.name]
     return written
 
 
-def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str],
-                progress: Callable[[int], Any]) -> dict[str, Any]:
+def _write_file(
+    path: Path, entries: list[Entry], metadata: dict[str, str], progress: Callable[[int], Any]
+) -> dict[str, Any]:
     # Readers want elements at multiples of their size.
     entries = sorted(entries, key=lambda entry: -SIZES[entry.dtype])
-    header = render_header(path, ((entry.name, entry.dtype, entry.source.shape) for entry in entries),
-                           {"format": "pt", **metadata})
+    header = render_header(
+        path, ((entry.name, entry.dtype, entry.source.shape) for entry in entries), {"format": "pt", **metadata}
+    )
     digest, buffer = Digest(), memoryview(bytearray(CHUNK))
     with open(path, "wb", buffering=0) as out, Files() as files:
         digest.update(memoryview(header))
@@ -155,7 +177,7 @@ def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str],
 
 def _put(file: BinaryIO, data: memoryview) -> None:
     while data:
-        data = data[file.write(data):]
+        data = data[file.write(data) :]
 
 
 class Files:
@@ -180,7 +202,7 @@ class Files:
         self._open.move_to_end(span.path)
         file = self._open[span.path]
         file.seek(span.offset)
-        while into:                                           # one read gives at most 2 GB
+        while into:  # one read gives at most 2 GB
             count = file.readinto(into)
             if not count:
                 raise ConfigError(f"{span.path} ends early: it is truncated")
@@ -193,7 +215,7 @@ def _converted(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memory
     for span in source.spans:
         buffer = chunk if source.strides is None else memoryview(bytearray(span.nbytes))
         for start in range(0, span.nbytes, len(buffer)):
-            piece = buffer[:span.nbytes - start]
+            piece = buffer[: span.nbytes - start]
             files.read(Span(span.path, span.offset + start, len(piece)), piece)
             if source.strides is not None:
                 piece = _gathered(source, piece)
@@ -202,10 +224,11 @@ def _converted(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memory
 
 def _gathered(source: Stored, raw: memoryview) -> memoryview:
     import numpy as np
+
     size = SIZES[source.dtype]
     assert source.strides is not None
     reach = 1 + sum((n - 1) * step for n, step in zip(source.shape, source.strides))
-    assert min(source.strides) >= 0 and reach * size <= len(raw)         # checked where it was read
+    assert min(source.strides) >= 0 and reach * size <= len(raw)  # checked where it was read
     flat = np.frombuffer(raw, f"<u{size}")
     view = np.lib.stride_tricks.as_strided(flat, source.shape, [size * step for step in source.strides])
     return memoryview(np.ascontiguousarray(view)).cast("B")
@@ -214,6 +237,7 @@ def _gathered(source: Stored, raw: memoryview) -> memoryview:
 def floats(raw: memoryview, dtype: str) -> Any:
     """Floating bytes of a type as a numpy array; BF16, which numpy lacks, as float32."""
     import numpy as np
+
     if dtype == "BF16":
         return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
     return np.frombuffer(raw, _NUMPY[dtype])
@@ -222,6 +246,7 @@ def floats(raw: memoryview, dtype: str) -> Any:
 def _cast(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
     """Floating bytes of one type as another, rounded to nearest even as torch does."""
     import numpy as np
+
     values = floats(raw, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         if entry.dtype != "BF16":

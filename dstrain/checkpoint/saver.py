@@ -19,9 +19,9 @@ from dstrain.checkpoint.store import Hashes, Store
 from dstrain.distributed import group
 from dstrain.recipe import NotSaved
 
-Entries = dict[str, list[Entry]]             # by part
+Entries = dict[str, list[Entry]]  # by part
 
-_MAX_FAILURES = 3                            # failed saves in a row that end the run
+_MAX_FAILURES = 3  # failed saves in a row that end the run
 
 
 @dataclass
@@ -30,13 +30,13 @@ class _Pending:
 
     step: int
     score: float | None
-    extra: dict[str, Any]                    # what else its manifest gets
+    extra: dict[str, Any]  # what else its manifest gets
     began: float
-    waited: float = 0.0                      # seconds that training stood still for it
-    seconds: float = 0.0                     # from its beginning to its end
+    waited: float = 0.0  # seconds that training stood still for it
+    seconds: float = 0.0  # from its beginning to its end
     error: str | None = None
-    cause: Exception | None = None           # of an error that the store did not expect
-    remark: str = ""                         # on a fault that leaves the checkpoint whole
+    cause: Exception | None = None  # of an error that the store did not expect
+    remark: str = ""  # on a fault that leaves the checkpoint whole
     reported: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -50,17 +50,26 @@ class Saver:
     def __init__(self, store: Store, asynchronous: bool, report: Callable[[str], None], saved: Callable[[int], None]):
         self.store = store
         self.report = report
-        self.newest = 0                      # the newest step known to be whole
+        self.newest = 0  # the newest step known to be whole
         self._saved = saved
         self._asynchronous = asynchronous
         self._snapshot = Snapshot()
-        self._group: object = None           # made with the first thread
+        self._group: object = None  # made with the first thread
         self._pending: _Pending | None = None
         self._failed: _Pending | None = None  # the latest that failed
-        self._failures = 0                   # in a row
+        self._failures = 0  # in a row
 
-    def save(self, step: int, entries: Entries, write: Callable[[Path, Entries], Hashes | None], *,
-             need_bytes: int, score: float | None, last: bool, extra: dict[str, Any] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        entries: Entries,
+        write: Callable[[Path, Entries], Hashes | None],
+        *,
+        need_bytes: int,
+        score: float | None,
+        last: bool,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
         """Has `write(folder, entries)` fill the folder of `step` on every rank, and seals it with `extra` (see Store).
 
         `entries` are live values: beside training, copies of them are written. NotSaved: three failures in a row, for
@@ -78,9 +87,11 @@ class Saver:
             self.settle()
             if self._failures >= _MAX_FAILURES or (last and self._failures):
                 failed = self._failed
-                raise NotSaved(f"step {failed.step} could not be saved: {failed.error or 'see the other ranks'}. Older "
-                               f"checkpoints in {self.store.folder} are whole: mend that, and give the same command "
-                               "again") from failed.cause
+                raise NotSaved(
+                    f"step {failed.step} could not be saved: {failed.error or 'see the other ranks'}. Older "
+                    f"checkpoints in {self.store.folder} are whole: mend that, and give the same command "
+                    "again"
+                ) from failed.cause
             return
         if self._group is None:
             self._group = group.new_group()
@@ -94,7 +105,7 @@ class Saver:
         self._pending, pending.waited = pending, time.perf_counter() - began
         try:
             thread.start()
-        except RuntimeError:                 # no more threads here, while those of other ranks are at work
+        except RuntimeError:  # no more threads here, while those of other ranks are at work
             in_thread()
             pending.waited = pending.seconds
 
@@ -123,8 +134,10 @@ class Saver:
             return
         pending.reported = True
         if pending.error is None:
-            self.report(f"saved step {pending.step} in {pending.seconds:.1f} s; training waited {pending.waited:.2f} s"
-                        f"{pending.remark}")
+            self.report(
+                f"saved step {pending.step} in {pending.seconds:.1f} s; training waited {pending.waited:.2f} s"
+                f"{pending.remark}"
+            )
         else:
             self.report(f"saving step {pending.step} failed: {pending.error}; older checkpoints are whole")
 
@@ -160,17 +173,16 @@ class Saver:
             self.report(f"training waits for each save (save.asynchronous): {shortages[0]}")
         return None
 
-    def _run(self, pending: _Pending, write: Callable[[Path], Hashes | None],
-             need_bytes: int) -> None:
+    def _run(self, pending: _Pending, write: Callable[[Path], Hashes | None], need_bytes: int) -> None:
         try:
             self.store.save(pending.step, write, extra={**pending.extra, "score": pending.score}, need_bytes=need_bytes)
             pending.error = self.store.error
             if pending.error is None and group.rank() == 0:
                 try:
                     self._saved(pending.step)
-                except OSError as error:     # the checkpoint is whole all the same
+                except OSError as error:  # the checkpoint is whole all the same
                     pending.remark = f"; but that was not written down: {error}"
-        except Exception as error:           # such as a lost peer: raised where the save is awaited
+        except Exception as error:  # such as a lost peer: raised where the save is awaited
             pending.error, pending.cause = group.lost(error) or f"{type(error).__name__}: {_first_line(error)}", error
         finally:
             pending.seconds = time.perf_counter() - pending.began

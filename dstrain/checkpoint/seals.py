@@ -13,7 +13,7 @@ from typing import Any
 from dstrain.checkpoint.manifest import hash_files
 from dstrain.distributed import group
 
-Hashes = dict[str, dict[str, Any]]                           # size and hash of files by name
+Hashes = dict[str, dict[str, Any]]  # size and hash of files by name
 _WRITTEN_BY = re.compile(r".*-(\d{5,})-of-\d{5,}\.\w+")
 
 
@@ -46,8 +46,9 @@ def hash_all(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> 
     return merged | merged_more, failed
 
 
-def _merged(folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None,
-            expected: list[str] | None = None) -> tuple[Hashes, list[str], str | None]:
+def _merged(
+    folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
+) -> tuple[Hashes, list[str], str | None]:
     """What the ranks have hashed, on rank 0; on all ranks the files that none has, and what is wrong.
 
     All of the `expected` ones must be hashed; None: those in the folder, by one rank or later.

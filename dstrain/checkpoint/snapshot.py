@@ -14,10 +14,10 @@ from torch import Tensor
 from dstrain.checkpoint.fragments import Fragment
 from dstrain.distributed import group
 
-Entry = tuple[str, Fragment, Tensor]         # kind, fragment, its values (numel,) float32: what write_shard takes
+Entry = tuple[str, Fragment, Tensor]  # kind, fragment, its values (numel,) float32: what write_shard takes
 
 _CGROUP = Path("/sys/fs/cgroup")
-_SHARE = 0.8                                 # of the free memory; loaders and the page cache need some, too
+_SHARE = 0.8  # of the free memory; loaders and the page cache need some, too
 
 
 class Snapshot:
@@ -46,8 +46,10 @@ class Snapshot:
             counts = [len(values) for _, _, values in live]
             if part not in self._buffers:
                 self._buffers[part] = self._host_buffer(sum(counts))
-            copies[part] = [(kind, fragment, target.copy_(values, non_blocking=True))
-                            for (kind, fragment, values), target in zip(live, self._buffers[part].split(counts))]
+            copies[part] = [
+                (kind, fragment, target.copy_(values, non_blocking=True))
+                for (kind, fragment, values), target in zip(live, self._buffers[part].split(counts))
+            ]
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return copies
@@ -79,13 +81,13 @@ def available_memory() -> int:
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = 1024 * int(lines["MemAvailable"].split()[0])
-    except (OSError, ValueError, KeyError):                       # no Linux
+    except (OSError, ValueError, KeyError):  # no Linux
         return sys.maxsize
     try:
         limit, used = ((_CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
         kinds = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         if limit != "max":
             free = min(free, int(limit) - int(used) + int(kinds["inactive_file"]))
-    except (OSError, ValueError, KeyError):                       # no container, or one of cgroups version 1
+    except (OSError, ValueError, KeyError):  # no container, or one of cgroups version 1
         pass
     return free

@@ -32,7 +32,7 @@ from dstrain.distributed import group
 from dstrain.recipe import ConfigError, NotSaved
 
 _ASIDE = ".aside"
-ROUTINE, STOP, TROUBLE = "routine", "stop", "trouble"        # kinds of checkpoints, see Store.commit
+ROUTINE, STOP, TROUBLE = "routine", "stop", "trouble"  # kinds of checkpoints, see Store.commit
 
 
 class Store:
@@ -43,17 +43,24 @@ class Store:
     `finish(folder)` is called on all ranks when all have written, and gives the files that this rank has added.
     """
 
-    def __init__(self, folder: str | os.PathLike, keep: int = 2, keep_every: int = 0,
-                 check: Callable[[Path], None] = lambda path: None, metric: str = "loss",
-                 finish: Callable[[Path], Hashes] = lambda path: {}) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        keep: int = 2,
+        keep_every: int = 0,
+        check: Callable[[Path], None] = lambda path: None,
+        metric: str = "loss",
+        finish: Callable[[Path], Hashes] = lambda path: {},
+    ) -> None:
         self.folder, self.keep, self.keep_every, self._check = Path(folder), keep, keep_every, check
         self.metric, self._finish = metric, finish
-        self._makes_parents = not self.folder.parent.is_dir()        # a run's folder that is taken away stays so
+        self._makes_parents = not self.folder.parent.is_dir()  # a run's folder that is taken away stays so
         self.error: str | None = None
-        self.damaged: set[int] = set()                       # steps that newest() passed over
+        self.damaged: set[int] = set()  # steps that newest() passed over
 
-    def save(self, step: int, write: Callable[[Path], Hashes | None], extra: dict | None = None,
-             need_bytes: int = 0) -> bool:
+    def save(
+        self, step: int, write: Callable[[Path], Hashes | None], extra: dict | None = None, need_bytes: int = 0
+    ) -> bool:
         """begin, write(folder) on every rank, commit. True: the step exists and is whole.
 
         `write` gives {name: {size, hash}} of the files that it has synced and hashed while it wrote them.
@@ -64,7 +71,7 @@ class Store:
         failed, hashed = None, None
         try:
             hashed = write(folder)
-        except Exception as error:                           # the other ranks wait in commit
+        except Exception as error:  # the other ranks wait in commit
             failed = message_of(error)
         return self.commit(step, extra, failed, hashed)
 
@@ -92,8 +99,9 @@ class Store:
         self.error = self._on_first(prepare)
         return tmp if self.error is None else None
 
-    def commit(self, step: int, extra: dict | None = None, failed: str | None = None,
-               hashed: Hashes | None = None) -> bool:
+    def commit(
+        self, step: int, extra: dict | None = None, failed: str | None = None, hashed: Hashes | None = None
+    ) -> bool:
         """Seals what the ranks have written since `begin`. True when the checkpoint is whole. `hashed`: see `save`.
 
         `failed`: why this rank's writing went wrong. The attempt is then thrown away on all ranks, as after any fault
@@ -108,8 +116,13 @@ class Store:
         if self.error is None:
             files, self.error = hash_all(tmp, hashed or {}, self._finish)
         if self.error is None:
-            body = {"files": files, "step": step, "world": group.world(), "extra": extra or {},
-                    "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__}}
+            body = {
+                "files": files,
+                "step": step,
+                "world": group.world(),
+                "extra": extra or {},
+                "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__},
+            }
             self.error = self._on_first(lambda: self._seal(step, tmp, body))
         if self.error is not None:
             self._on_first(lambda: shutil.rmtree(tmp, ignore_errors=True))
@@ -125,10 +138,16 @@ class Store:
 
         Scores of another metric do not count: a run may go on with another save.best.
         """
-        scores = {step: extra.get("score") for step, extra in self._extras().items()
-                  if extra.get("metric", "loss") == self.metric}
-        scored = [(float(score), step) for step, score in scores.items()
-                  if isinstance(score, (int, float)) and math.isfinite(score)]
+        scores = {
+            step: extra.get("score")
+            for step, extra in self._extras().items()
+            if extra.get("metric", "loss") == self.metric
+        }
+        scored = [
+            (float(score), step)
+            for step, score in scores.items()
+            if isinstance(score, (int, float)) and math.isfinite(score)
+        ]
         return min(scored)[::-1] if scored else None
 
     def good(self, before: int, bad_from: int | None = None) -> list[int]:
@@ -137,8 +156,9 @@ class Store:
         bad_from: where this is the newest routine one, it and all later ones are bad. Nothing is verified.
         """
         kinds = {step: extra.get("kind", ROUTINE) for step, extra in group.from_first(self._extras()).items()}
-        by_kind = [[step for step, kind in kinds.items() if kind == wanted and step <= before]
-                   for wanted in (ROUTINE, STOP)]
+        by_kind = [
+            [step for step, kind in kinds.items() if kind == wanted and step <= before] for wanted in (ROUTINE, STOP)
+        ]
         if bad_from is not None and max(by_kind[0] or by_kind[1], default=None) == bad_from:
             by_kind = [[step for step in steps if step < bad_from] for steps in by_kind]
         return by_kind[0] or by_kind[1]
@@ -170,10 +190,11 @@ class Store:
 
         NotSaved: it cannot be done.
         """
+
         def rename() -> None:
             for step in reversed([step for step in self.steps() if step > after]):
                 with suppress(OSError):
-                    _remove(self._path(step, _ASIDE))                               # of an earlier time
+                    _remove(self._path(step, _ASIDE))  # of an earlier time
                 os.rename(self._path(step), self._path(step, _ASIDE))
             atomic.sync_folder(self.folder)
             self._point("newest", after)
@@ -198,7 +219,7 @@ class Store:
             return reason
         files = group.from_first(body)["files"]
         largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
-        share = largest_first[group.rank() % group.world()::group.world()]
+        share = largest_first[group.rank() % group.world() :: group.world()]
         problems = list(itertools.chain.from_iterable(group.objects(faults(path, share, files))))
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         return ", ".join(problems[:3]) + more or self._on_first(lambda: self._check(path))
@@ -224,7 +245,7 @@ class Store:
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.sync_folder(folder)
         final = self._path(step)
-        if final.exists():                                   # damaged, or `begin` would have ended
+        if final.exists():  # damaged, or `begin` would have ended
             os.rename(final, self._path(step, ".damaged.tmp"))
         os.rename(tmp, final)
         atomic.sync_folder(self.folder)
@@ -241,7 +262,7 @@ class Store:
         kinds = {step: extra.get("kind", ROUTINE) for step, extra in extras.items()}
         good = [step for step, kind in kinds.items() if kind != TROUBLE]
         routine = [step for step in good if kinds[step] != STOP]
-        keep = {best and best[0], *good[-self.keep:], *routine[-self.keep:]}
+        keep = {best and best[0], *good[-self.keep :], *routine[-self.keep :]}
         keep.update(step for step in good if self.keep_every and step % self.keep_every == 0)
         newest = max(kinds, default=0)
         keep.update(extras.get(newest, {}).get("stays", ()))
@@ -269,4 +290,4 @@ def _remove(path: Path) -> None:
 
 
 def _first() -> bool:
-    return group.rank() % group.world() == 0                 # before the process group is started a rank is alone
+    return group.rank() % group.world() == 0  # before the process group is started a rank is alone

@@ -35,14 +35,15 @@ class StoredWeight(torch.Tensor):
     def __torch_dispatch__(cls, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if op._schema.is_mutable and isinstance(args[0], cls):
             raise TypeError(f"{op} writes into a weight of a checkpoint: write into a clone of it")
-        args, kwargs = tree_map(lambda value: value.elements().view(value.shape) if isinstance(value, cls) else value,
-                                (args, kwargs or {}))
+        args, kwargs = tree_map(
+            lambda value: value.elements().view(value.shape) if isinstance(value, cls) else value, (args, kwargs or {})
+        )
         return op(*args, **kwargs)
 
 
 def elements(value: Tensor, start: int, numel: int) -> Tensor:
     """Elements start .. start + numel of a flattened tensor; of one in a checkpoint no others are read."""
-    return value.elements(start, numel) if isinstance(value, StoredWeight) else value.reshape(-1)[start:start + numel]
+    return value.elements(start, numel) if isinstance(value, StoredWeight) else value.reshape(-1)[start : start + numel]
 
 
 def stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:

@@ -22,14 +22,49 @@ from typing import Any, NamedTuple
 from dstrain.checkpoint.safetensors_io import CHUNK, SIZES, Span, Stored
 from dstrain.recipe import ConfigError
 
-_TYPES = {"Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32",
-          "Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL"}          # of torch's typed storages
-_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-           "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint64": "U64", "uint32": "U32",
-           "uint16": "U16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-_PLAIN = {"set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple, "int": int, "float": float,
-          "str": str, "bool": bool, "complex": complex, "bytearray": bytearray}
-_SMALL = 1 << 30            # bytes: no checkpoint's structure is larger
+_TYPES = {
+    "Double": "F64",
+    "Float": "F32",
+    "Half": "F16",
+    "BFloat16": "BF16",
+    "Long": "I64",
+    "Int": "I32",
+    "Short": "I16",
+    "Char": "I8",
+    "Byte": "U8",
+    "Bool": "BOOL",
+}  # of torch's typed storages
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+_PLAIN = {
+    "set": set,
+    "frozenset": frozenset,
+    "list": list,
+    "dict": dict,
+    "tuple": tuple,
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "complex": complex,
+    "bytearray": bytearray,
+}
+_SMALL = 1 << 30  # bytes: no checkpoint's structure is larger
 
 
 class DType(NamedTuple):
@@ -50,7 +85,7 @@ class Shell:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple) and len(state) == 2:                       # of a class with slots
+        if isinstance(state, tuple) and len(state) == 2:  # of a class with slots
             state = {**(state[0] or {}), **(state[1] or {})}
         if isinstance(state, dict):
             self.__dict__.update(state)
@@ -65,8 +100,7 @@ class Shell:
 
 
 class Content(NamedTuple):
-    """What a file holds; `asked`: the classes and functions that shells stand for, as module.name; `sums`: CRC-32s.
-    """
+    """What a file holds; `asked`: the classes and functions that shells stand for, as module.name; `sums`: CRC-32s."""
 
     value: Any
     asked: frozenset[str]
@@ -93,27 +127,34 @@ def load(path: Path) -> Content:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
             return _load(path, archive, file)
     except zipfile.BadZipFile:
-        raise ConfigError(f"{path} is truncated, damaged, or not of torch.save's zip format (torch < 1.6 wrote "
-                          "another: save it again with a newer torch)") from None
+        raise ConfigError(
+            f"{path} is truncated, damaged, or not of torch.save's zip format (torch < 1.6 wrote "
+            "another: save it again with a newer torch)"
+        ) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except Exception as error:                # hostile or damaged bytes: the unpickler may raise anything
-        raise ConfigError(f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or holds more than "
-                          "tensors and plain values") from None
+    except Exception as error:  # hostile or damaged bytes: the unpickler may raise anything
+        raise ConfigError(
+            f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or holds more than "
+            "tensors and plain values"
+        ) from None
 
 
 def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
     length = file.seek(0, 2)
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "data.pkl" not in members or "constants.pkl" in members:
-        raise ConfigError("it holds a program (TorchScript) and no plain data" if "constants.pkl" in members else
-                          "it holds no data.pkl: torch.save did not write it")
+        raise ConfigError(
+            "it holds a program (TorchScript) and no plain data"
+            if "constants.pkl" in members
+            else "it holds no data.pkl: torch.save did not write it"
+        )
 
     def place(info: zipfile.ZipInfo) -> Span:
         """Where a member's bytes stand."""
         if info.compress_type != zipfile.ZIP_STORED:
             raise ConfigError("its storages are compressed: save it again with torch.save")
-        file.seek(info.header_offset + 26)                                     # of 30 bytes, then name and extra
+        file.seek(info.header_offset + 26)  # of 30 bytes, then name and extra
         first = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
         if first + info.file_size > length:
             raise ConfigError("it is truncated")
@@ -135,7 +176,7 @@ def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
 
 
 class _Storage(NamedTuple):
-    dtype: str                                # "" if the tensor has it instead
+    dtype: str  # "" if the tensor has it instead
     span: Span
 
 
@@ -161,9 +202,9 @@ class _Unpickler(pickle.Unpickler):
             kind = name.removesuffix("Storage")
             if kind in _TYPES or kind == "Untyped":
                 return DType(_TYPES.get(kind, ""))
-        module = "builtins" if module == "__builtin__" else module       # protocol 2 has Python 2's name of it
+        module = "builtins" if module == "__builtin__" else module  # protocol 2 has Python 2's name of it
         self.asked.add(f"{module}.{name}")
-        return type("Shell", (Shell,), {})                               # whose attributes a pickle may set
+        return type("Shell", (Shell,), {})  # whose attributes a pickle may set
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _, _ = pid
@@ -176,8 +217,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Rebuild:
-    """A function that a pickle may call. It has no attributes, because the pickle's opcode BUILD could alter them.
-    """
+    """A function that a pickle may call. It has no attributes, because the pickle's opcode BUILD could alter them."""
 
     __slots__ = ()
 
@@ -188,19 +228,28 @@ class _Rebuild:
 
 
 class _Tensor(_Rebuild):
-    """A tensor of a storage; `offset` and strides in elements. `more`: its type, where no storage has it, and metadata.
+    """A tensor of a storage; `offset` and strides in elements. `more`: its type, where no storage
+    has it, and metadata.
     """
 
     __slots__ = ()
 
-    def __call__(self, storage: _Storage, offset: int, size: tuple[int, ...], strides: tuple[int, ...],
-                 _grad: Any = None, _hooks: Any = None, *more: Any) -> Stored:
+    def __call__(
+        self,
+        storage: _Storage,
+        offset: int,
+        size: tuple[int, ...],
+        strides: tuple[int, ...],
+        _grad: Any = None,
+        _hooks: Any = None,
+        *more: Any,
+    ) -> Stored:
         dtype = more[0].name if more and isinstance(more[0], DType) else storage.dtype
         metadata = [value for value in more if value and not isinstance(value, DType)]
         if not isinstance(storage, _Storage) or dtype not in SIZES or metadata:
             raise ConfigError("it holds a tensor of a type, or in a form, that safetensors does not know")
         shape, steps = tuple(map(int, size)), tuple(map(int, strides))
-        row_major = [math.prod(shape[axis + 1:]) for axis in range(len(shape))]
+        row_major = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         plain = 0 in shape or all(step == usual or n == 1 for step, usual, n in zip(steps, row_major, shape))
         reach = math.prod(shape) if plain else 1 + sum((n - 1) * step for n, step in zip(shape, steps))
         outside = (offset + reach) * SIZES[dtype] > storage.span.nbytes
@@ -228,5 +277,10 @@ class _Typed(_Rebuild):
         return build(*args) if kind == DType("a tensor") and isinstance(build, (_Tensor, _Parameter)) else Shell()
 
 
-_REBUILDS = {"_rebuild_tensor_v2": _Tensor, "_rebuild_tensor_v3": _Tensor, "_rebuild_parameter": _Parameter,
-             "_rebuild_parameter_with_state": _Parameter, "_rebuild_from_type_v2": _Typed}
+_REBUILDS = {
+    "_rebuild_tensor_v2": _Tensor,
+    "_rebuild_tensor_v3": _Tensor,
+    "_rebuild_parameter": _Parameter,
+    "_rebuild_parameter_with_state": _Parameter,
+    "_rebuild_from_type_v2": _Typed,
+}

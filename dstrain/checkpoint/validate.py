@@ -14,7 +14,7 @@ from dstrain.checkpoint.manifest import NAME, manifest
 from dstrain.disk.modes import by_umask
 from dstrain.recipe import ConfigError
 
-Common = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]      # small tensors by name, the counters of each part
+Common = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]  # small tensors by name, the counters of each part
 
 
 class _Averages(BaseModel):
@@ -38,13 +38,13 @@ class _Counters(BaseModel):
 class State(BaseModel):
     """What a checkpoint keeps of the course."""
 
-    skipped: NonNegativeInt = 0                             # steps that were not applied
-    in_a_row: NonNegativeInt = 0                            # of these the latest
-    shift: NonNegativeInt = 0                               # step s learns from batch s + shift
-    rollbacks: list[tuple[NonNegativeInt, NonNegativeInt]] = []      # steps done, step of the checkpoint gone back to
-    forgiven: NonNegativeInt = 0                            # of these: before a user changed the run
-    losses: dict[str, list[FiniteFloat]] = {}               # by part, of the last WINDOW steps; with faults.spike only
-    high: tuple[NonNegativeInt, str] | None = None          # the latest step, if a loss of it was too high, and which
+    skipped: NonNegativeInt = 0  # steps that were not applied
+    in_a_row: NonNegativeInt = 0  # of these the latest
+    shift: NonNegativeInt = 0  # step s learns from batch s + shift
+    rollbacks: list[tuple[NonNegativeInt, NonNegativeInt]] = []  # steps done, step of the checkpoint gone back to
+    forgiven: NonNegativeInt = 0  # of these: before a user changed the run
+    losses: dict[str, list[FiniteFloat]] = {}  # by part, of the last WINDOW steps; with faults.spike only
+    high: tuple[NonNegativeInt, str] | None = None  # the latest step, if a loss of it was too high, and which
 
     @property
     def good(self) -> bool:
@@ -108,6 +108,8 @@ def within(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def require_same_shapes(path: Path, part: str, saved: dict[str, tuple], expected: dict[str, tuple]) -> None:
     for name in [*expected, *saved]:
         if saved.get(name) != expected.get(name):
-            raise ConfigError(f"{path} does not fit this {part}: {name} is {saved.get(name, 'absent')} there and "
-                              f"{expected.get(name, 'absent')} here; set the model section as it was, or begin anew "
-                              "with --from-scratch")
+            raise ConfigError(
+                f"{path} does not fit this {part}: {name} is {saved.get(name, 'absent')} there and "
+                f"{expected.get(name, 'absent')} here; set the model section as it was, or begin anew "
+                "with --from-scratch"
+            )

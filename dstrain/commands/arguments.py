@@ -1,6 +1,6 @@
 """What the scripts of launch/ share of their command lines: argument types, options that all have, faults as text.
 
-    parser = Parser(HELP); parser.add_argument(...); parser.add_weights(); words = parser.words(argv)
+parser = Parser(HELP); parser.add_argument(...); parser.add_weights(); words = parser.words(argv)
 """
 
 import argparse
@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False)
         self.text = text
         self.add_argument("-h", "--help", action="store_true")
-        self.add_argument("--local_rank", "--local-rank", type=int)              # the environment says it, too
+        self.add_argument("--local_rank", "--local-rank", type=int)  # the environment says it, too
 
     def error(self, message: str) -> None:
         raise ConfigError(f"{message}; --help shows what there is")
@@ -138,8 +138,10 @@ def window(text: str) -> tuple[int, int, int]:
     """Steps and ranks, as 10:13 or 10:13:8: (A, B, N) with A < B and N above 0, which is 1 where it is left out."""
     words = text.split(":")
     if len(words) not in (2, 3) or not all(word.isdigit() for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not A:B or A:B:N, such as 10:13 for the three steps after step "
-                                         "10, or 10:13:8 for those of every eighth rank")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not A:B or A:B:N, such as 10:13 for the three steps after step "
+            "10, or 10:13:8 for those of every eighth rank"
+        )
     first, last, ranks = (*map(int, words), 1)[:3]
     if first >= last or ranks < 1:
         raise argparse.ArgumentTypeError(f"{text!r} holds no step: write A:B with A below B, and N above 0")
@@ -161,11 +163,13 @@ def labels(text: str) -> tuple[int, ...]:
 
 def one_of(*known: str) -> Callable[[str], tuple[str, ...]]:
     """Some of the known words, as gif,mp4."""
+
     def words(text: str) -> tuple[str, ...]:
         words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
         if not set(words) <= set(known):
             raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(known)}")
         return words
+
     return words
 
 

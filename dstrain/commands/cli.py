@@ -16,8 +16,19 @@ from dstrain.commands.job import Job, JobOptions, checked, prepare
 from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Run, as_text, dump, load, nearby
 
-__all__ = ["ConfigError", "Job", "JobOptions", "describe", "headline", "job_arguments", "load_case", "load_recipe",
-           "prepare", "run_main", "train_arguments"]
+__all__ = [
+    "ConfigError",
+    "Job",
+    "JobOptions",
+    "describe",
+    "headline",
+    "job_arguments",
+    "load_case",
+    "load_recipe",
+    "prepare",
+    "run_main",
+    "train_arguments",
+]
 
 _DEFAULT_RECIPE = Path("launch/recipes/dit-small.yaml")
 _DEFAULT_DS_CONFIG = Path("ds_configs/zero2.json")
@@ -60,27 +71,39 @@ _TRAINING = """\
 
 def train_arguments(root: Path, argv: Sequence[str] | None = None) -> JobOptions:
     """Options of launch/train.py; `root` is the repository, where default files lie."""
-    summary = ("Trains a visual generative model with DeepSpeed.\n"
-               "The same command again goes on where the run stopped.")
+    summary = "Trains a visual generative model with DeepSpeed.\nThe same command again goes on where the run stopped."
     return job_arguments(summary, "launch/train.py", root, argv, trains=True)
 
 
-def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | None = None,
-                  trains: bool = False) -> JobOptions:
+def job_arguments(
+    summary: str, script: str, root: Path, argv: Sequence[str] | None = None, trains: bool = False
+) -> JobOptions:
     """Options of a script that takes a recipe, a DeepSpeed JSON and overrides, and with `trains` those of a run that
     resumes. --help ends the process.
     """
-    parser = Parser(_HELP.format(summary=summary, script=script, recipe=_DEFAULT_RECIPE, ds_config=_DEFAULT_DS_CONFIG,
-                                 training=_TRAINING if trains else ""))
+    parser = Parser(
+        _HELP.format(
+            summary=summary,
+            script=script,
+            recipe=_DEFAULT_RECIPE,
+            ds_config=_DEFAULT_DS_CONFIG,
+            training=_TRAINING if trains else "",
+        )
+    )
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--ds_config", "--ds-config", "--deepspeed_config", type=Path)
     training = []
     for flag in ("--dry-run", "--print-config", "--deepspeed"):
         parser.add_argument(flag, action="store_true")
     if trains:
-        training = [parser.add_argument("--step", type=positive), parser.add_argument("--profile", type=window),
-                    *(parser.add_argument(flag, action="store_true")
-                      for flag in ("--from-scratch", "--allow-change", "--trust-pickle"))]
+        training = [
+            parser.add_argument("--step", type=positive),
+            parser.add_argument("--profile", type=window),
+            *(
+                parser.add_argument(flag, action="store_true")
+                for flag in ("--from-scratch", "--allow-change", "--trust-pickle")
+            ),
+        ]
     parser.add_argument("overrides", nargs="*")
     parsed, unknown = parser.parse_known_intermixed_args(argv)
     parser.values(parsed)
@@ -90,10 +113,14 @@ def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | N
         for ending, option in ((".json", "--ds_config"), (".yaml", "--recipe"), (".yml", "--recipe")):
             if "=" not in override and override.endswith(ending):
                 raise ConfigError(f"{override} stands alone: write {option} {override}")
-    return JobOptions(_find("--recipe", parsed.recipe, _DEFAULT_RECIPE, root),
-                      _find("--ds_config", parsed.ds_config, _DEFAULT_DS_CONFIG, root), tuple(parsed.overrides),
-                      parsed.dry_run, parsed.print_config,
-                      **{option.dest: getattr(parsed, option.dest) for option in training})
+    return JobOptions(
+        _find("--recipe", parsed.recipe, _DEFAULT_RECIPE, root),
+        _find("--ds_config", parsed.ds_config, _DEFAULT_DS_CONFIG, root),
+        tuple(parsed.overrides),
+        parsed.dry_run,
+        parsed.print_config,
+        **{option.dest: getattr(parsed, option.dest) for option in training},
+    )
 
 
 def load_recipe(path: Path, root: Path, overrides: Sequence[str]) -> Run:
@@ -106,8 +133,10 @@ def load_recipe(path: Path, root: Path, overrides: Sequence[str]) -> Run:
 
 def load_case(recipe: Path | None, ds_config: Path | None, root: Path, overrides: Sequence[str]) -> tuple[Run, Path]:
     """As load_recipe, and the DeepSpeed JSON's path; None stands for the default of either."""
-    return (load_recipe(recipe or _DEFAULT_RECIPE, root, overrides),
-            _find("--ds_config", ds_config, _DEFAULT_DS_CONFIG, root))
+    return (
+        load_recipe(recipe or _DEFAULT_RECIPE, root, overrides),
+        _find("--ds_config", ds_config, _DEFAULT_DS_CONFIG, root),
+    )
 
 
 def describe(job: Job) -> str:
@@ -119,8 +148,10 @@ def headline(job: Job) -> str:
     """What is about to be trained, in a line."""
     run, micro = job.run, job.settings["train_micro_batch_size_per_gpu"]
     sharding = f"ZeRO stage {settings.stage(job.settings)}, {settings.precision(job.settings)}"
-    return (f"{run.name}: {run.system}, {run.steps:,} steps of {run.batch.global_:,} samples, {micro} on a rank at a "
-            f"time; {sharding}; folder {run.directory}")
+    return (
+        f"{run.name}: {run.system}, {run.steps:,} steps of {run.batch.global_:,} samples, {micro} on a rank at a "
+        f"time; {sharding}; folder {run.directory}"
+    )
 
 
 def _unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
@@ -136,7 +167,7 @@ def _find(option: str, path: Path | None, default: Path, root: Path) -> Path:
     """The file at `path`, None for the default; below the repository where it exists only there."""
     path = path or default
     for candidate in (path, root / path):
-        if os.path.exists(candidate):                # False, too, for what is no path
+        if os.path.exists(candidate):  # False, too, for what is no path
             return candidate
     # A mistyped name is looked for where the repository keeps such files, unless its own folder has some.
     beside = path if list(path.parent.glob(f"*{default.suffix}")) else root / default.parent / path.name

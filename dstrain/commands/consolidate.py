@@ -33,7 +33,7 @@ from dstrain.disk import atomic
 from dstrain.distributed.launcher import place
 from dstrain.recipe import ConfigError
 
-Update = Callable[[int], Any]                  # as tqdm.update: called with the bytes done since the last call
+Update = Callable[[int], Any]  # as tqdm.update: called with the bytes done since the last call
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -42,14 +42,14 @@ _STEP = re.compile(r"step_(\d{8,})")
 class Order:
     """What to consolidate."""
 
-    source: Path                               # the folder of a run, of a checkpoint, or of DeepSpeed's checkpoints
-    out: Path                                  # a new folder
-    weights: str | None = None                 # raw, ema, ema:DECAY; None: the first average, else raw
-    part: str | None = None                    # None: every part
-    step: int | None = None                    # None: the newest
-    tag: str | None = None                     # of DeepSpeed's checkpoints; None: the one in `latest`
-    dtype: str = "float32"                     # of weights; floating buffers stay in float32 at least
-    shard_size: int = 5_000_000_000            # bytes
+    source: Path  # the folder of a run, of a checkpoint, or of DeepSpeed's checkpoints
+    out: Path  # a new folder
+    weights: str | None = None  # raw, ema, ema:DECAY; None: the first average, else raw
+    part: str | None = None  # None: every part
+    step: int | None = None  # None: the newest
+    tag: str | None = None  # of DeepSpeed's checkpoints; None: the one in `latest`
+    dtype: str = "float32"  # of weights; floating buffers stay in float32 at least
+    shard_size: int = 5_000_000_000  # bytes
     trust_pickle: bool = False
 
 
@@ -57,13 +57,13 @@ class Order:
 class Plan:
     """What is to be written."""
 
-    parts: dict[str, list[Entry]]              # the name is "" for DeepSpeed's one network
-    weights: dict[str, str]                    # part: raw or ema:DECAY
-    facts: dict[str, Any]                      # for consolidated.json
+    parts: dict[str, list[Entry]]  # the name is "" for DeepSpeed's one network
+    weights: dict[str, str]  # part: raw or ema:DECAY
+    facts: dict[str, Any]  # for consolidated.json
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
     recipe: Path | None = None
-    verify: Callable[[Update], None] = lambda _: None                  # reads the source, checks hashes
-    to_verify: int = 0                         # bytes
+    verify: Callable[[Update], None] = lambda _: None  # reads the source, checks hashes
+    to_verify: int = 0  # bytes
 
     @property
     def nbytes(self) -> int:
@@ -102,8 +102,10 @@ def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Pla
         atomic.publish(tmp, order.out)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ConfigError(f"--out {order.out} does not fit on its disk ({error.strerror}), and nothing was left "
-                              "there: make room, or name a folder elsewhere") from None
+            raise ConfigError(
+                f"--out {order.out} does not fit on its disk ({error.strerror}), and nothing was left "
+                "there: make room, or name a folder elsewhere"
+            ) from None
         raise ConfigError(f"--out {order.out} was not written: {error}; if it cannot be, name another folder") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -119,12 +121,16 @@ def look(order: Order) -> Plan:
     if checkpoint is None:
         folder = deepspeed_files.tag_folder(source, order.tag)
         if folder is None:
-            raise ConfigError(f"{source} holds no checkpoint: neither a run's (run.yaml, checkpoints/) nor DeepSpeed's "
-                              "(*_model_states.pt)")
+            raise ConfigError(
+                f"{source} holds no checkpoint: neither a run's (run.yaml, checkpoints/) nor DeepSpeed's "
+                "(*_model_states.pt)"
+            )
         return _of_deepspeed(order, folder)
     if order.tag is not None:
-        raise ConfigError(f"--tag {order.tag} names one of DeepSpeed's checkpoints, and {source} is dstrain's: leave "
-                          "it out, or choose with --step")
+        raise ConfigError(
+            f"--tag {order.tag} names one of DeepSpeed's checkpoints, and {source} is dstrain's: leave "
+            "it out, or choose with --step"
+        )
     return _of_dstrain(order, checkpoint)
 
 
@@ -159,8 +165,11 @@ def _reconstructed(order: Order) -> Path | None:
 def _steps(store: Path) -> dict[int, Path]:
     """Checkpoints by step, ascending, without DeepSpeed's, whose tags may have such names, too."""
     paths = sorted(store.iterdir()) if store.is_dir() else []
-    return {int(match[1]): path for path in paths
-            if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not deepspeed_files.files(path)}
+    return {
+        int(match[1]): path
+        for path in paths
+        if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not deepspeed_files.files(path)
+    }
 
 
 def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
@@ -172,7 +181,7 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
     parts = sorted({match[1] for name in files if (match := SHARD.fullmatch(name))})
     if order.part is not None and order.part not in parts:
         raise ConfigError(f"--part {order.part}: {checkpoint} holds {', '.join(parts)}")
-    above = checkpoint.parent.parent, checkpoint.parent, checkpoint.parent.parent.parent     # the last: reconstructed
+    above = checkpoint.parent.parent, checkpoint.parent, checkpoint.parent.parent.parent  # the last: reconstructed
     recipe = next((folder / "run.yaml" for folder in above if (folder / "run.yaml").exists()), None)
     plan = Plan({}, {}, _facts(checkpoint, body, recipe), recipe=recipe)
     parts = [order.part] if order.part else parts
@@ -181,7 +190,7 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
     used = {COMMON}
     for part, fragments in fragments_of.items():
         kind = _kind(order, checkpoint, part, decays)
-        native = checkpoint / "deepspeed" / part       # with save.format=deepspeed the training weights are there
+        native = checkpoint / "deepspeed" / part  # with save.format=deepspeed the training weights are there
         if kind == "master" and kind not in fragments.pieces:
             if not native.is_dir():
                 raise layout.damaged(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
@@ -208,12 +217,20 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
 def _facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
     """What consolidated.json says of a checkpoint with the manifest `body`."""
     import yaml
+
     run = _parsed(recipe, yaml.safe_load)
     run = run if isinstance(run, dict) else {}
-    return {"step": body["step"], "seed": run.get("seed"), "system": run.get("system"), "run": run.get("name"),
-            "world": body["world"], "versions": body["versions"], "score": body["extra"].get("score"),
-            "data": _parsed(recipe and recipe.with_name("data.txt"), str.strip),
-            "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest()}
+    return {
+        "step": body["step"],
+        "seed": run.get("seed"),
+        "system": run.get("system"),
+        "run": run.get("name"),
+        "world": body["world"],
+        "versions": body["versions"],
+        "score": body["extra"].get("score"),
+        "data": _parsed(recipe and recipe.with_name("data.txt"), str.strip),
+        "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest(),
+    }
 
 
 def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
@@ -222,16 +239,19 @@ def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[floa
     if weights == "raw":
         return "master"
     if weights and not any(decays.values()):
-        raise ConfigError(f"--weights {order.weights}: {checkpoint} holds no average of {', '.join(decays)}: take "
-                          "--weights raw")
+        raise ConfigError(
+            f"--weights {order.weights}: {checkpoint} holds no average of {', '.join(decays)}: take --weights raw"
+        )
     own = decays[part]
     try:
         decay = float(text) if text else (own or [math.nan])[0]
     except ValueError:
         raise ConfigError(f"--weights {order.weights}: {text} is no decay; write ema:0.9999") from None
     if own and text and decay not in own:
-        raise ConfigError(f"--weights {order.weights}: {checkpoint} holds no average of {part} of that decay; it holds "
-                          f"{', '.join(f'ema:{d!r}' for d in own)}, and raw")
+        raise ConfigError(
+            f"--weights {order.weights}: {checkpoint} holds no average of {part} of that decay; it holds "
+            f"{', '.join(f'ema:{d!r}' for d in own)}, and raw"
+        )
     return f"ema.{decay!r}" if own else "master"
 
 
@@ -240,6 +260,7 @@ def _parsed(path: Path | None, parse: Callable[[str], Any]) -> Any:
     if path is None or not path.exists():
         return None
     import yaml
+
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -252,8 +273,10 @@ def _of_deepspeed(order: Order, folder: Path) -> Plan:
         if value is not None:
             raise ConfigError(f"{option} {value}: {folder} is DeepSpeed's own checkpoint, which knows {reason}")
     if order.weights not in (None, "raw"):
-        raise ConfigError(f"--weights {order.weights}: {folder} is DeepSpeed's own checkpoint, which holds no "
-                          "averages: take --weights raw")
+        raise ConfigError(
+            f"--weights {order.weights}: {folder} is DeepSpeed's own checkpoint, which holds no "
+            "averages: take --weights raw"
+        )
     merged = deepspeed_files.read(folder, order.trust_pickle, DTYPES[order.dtype])
     facts = {"seed": None, **merged.facts, "tag": folder.name}
 
@@ -263,14 +286,31 @@ def _of_deepspeed(order: Order, folder: Path) -> Plan:
                 raise ConfigError(f"checkpoint {folder} is damaged ({span.path.name} is altered): take another --tag")
             update(span.nbytes)
 
-    return Plan({"": merged.entries}, {"": "raw"}, facts, {"": merged.tied}, verify=verify,
-                to_verify=sum(span.nbytes for span in merged.sums))
+    return Plan(
+        {"": merged.entries},
+        {"": "raw"},
+        facts,
+        {"": merged.tied},
+        verify=verify,
+        to_verify=sum(span.nbytes for span in merged.sums),
+    )
 
 
 def _description(order: Order, plan: Plan) -> dict[str, Any]:
-    parts = {part or "model": {"weights": plan.weights[part], "tensors": len(entries),
-                               "parameters": sum(entry.source.numel for entry in entries),
-                               "bytes": sum(entry.nbytes for entry in entries), "tied": plan.tied.get(part, {})}
-             for part, entries in plan.parts.items()}
-    return {"written_by": f"dstrain {__version__}", "source": order.source.name, "dtype": order.dtype,
-            "parts": parts, **plan.facts}
+    parts = {
+        part or "model": {
+            "weights": plan.weights[part],
+            "tensors": len(entries),
+            "parameters": sum(entry.source.numel for entry in entries),
+            "bytes": sum(entry.nbytes for entry in entries),
+            "tied": plan.tied.get(part, {}),
+        }
+        for part, entries in plan.parts.items()
+    }
+    return {
+        "written_by": f"dstrain {__version__}",
+        "source": order.source.name,
+        "dtype": order.dtype,
+        "parts": parts,
+        **plan.facts,
+    }

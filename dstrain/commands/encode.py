@@ -53,10 +53,16 @@ def encode(options: EncodeOptions) -> dict[str, Any] | None:
         path = options.from_latents or f"{options.data or plan.stage.data.path}, {options.split}"
         print(f"data: {path}: {plan.source.describe()}", flush=True)
     numbers = _own(encoding, options.part)
-    prepare = lambda: _prepare(options, plan.stage, encoding, numbers)
-    with (_one_thread(), computing(options.precision),
-          claimed(options.out, "encodes", prepare, numbers, options.part is not None)):
-        records = _whole(options.out, encoding, numbers[group.rank()::group.world()])
+
+    def prepare():
+        return _prepare(options, plan.stage, encoding, numbers)
+
+    with (
+        _one_thread(),
+        computing(options.precision),
+        claimed(options.out, "encodes", prepare, numbers, options.part is not None),
+    ):
+        records = _whole(options.out, encoding, numbers[group.rank() :: group.world()])
         whole = set(of_all_ranks(records))
         missing = [number for number in numbers if number not in whole]
         records |= _make(options, Encoder(plan.stage, plan.texts, encoding), plan.source, numbers, missing)
@@ -103,7 +109,7 @@ def _prepare(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any]
     needed -= sum(shard.stat().st_size for shard in out.glob("shard_*.safetensors") if shard.name in own)
     free = shutil.disk_usage(out).free
     if needed > free:
-        return (f"--out {out} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed: make room")
+        return f"--out {out} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed: make room"
     text = json.dumps({"encoding": encoding, "of": names}, sort_keys=True, indent=1)
     atomic.write(out / shards.ENCODING, f"{text}\n")
     return None
@@ -112,17 +118,21 @@ def _prepare(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any]
 def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
     """Why the files in the folder are not of this encoding, else None. `names` explain fingerprints to people."""
     if (earlier := shards.earlier(out)) is not None:
+
         def described(key: str, value: Any, names: dict[str, str]) -> Any:
             return f"{names[key]} ({value})" if key in names else value
 
         old, old_names = earlier["encoding"], earlier.get("of", {})
-        changes = [f"{key} {described(key, old.get(key), old_names)} there, {described(key, value, names)} here"
-                   for key in {**old, **encoding} if old.get(key) != (value := encoding.get(key))]
+        changes = [
+            f"{key} {described(key, old.get(key), old_names)} there, {described(key, value, names)} here"
+            for key in {**old, **encoding}
+            if old.get(key) != (value := encoding.get(key))
+        ]
         return f"--out {out} holds another encoding: {'; '.join(changes)}. Name another folder" if changes else None
     if strangers := shards.strangers(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
     if {shards.encoding_of(shard) for shard in out.glob("shard_*.safetensors")} - {None, shards.short(encoding)}:
-        return (f"--out {out} holds another encoding, and its {shards.ENCODING} is damaged or missing: name another")
+        return f"--out {out} holds another encoding, and its {shards.ENCODING} is damaged or missing: name another"
     return None
 
 
@@ -153,13 +163,17 @@ def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dic
     return records
 
 
-def _make(options: EncodeOptions, encoder: Encoder, source: Source, numbers: range,
-          missing: list[int]) -> dict[int, dict[str, Any]]:
+def _make(
+    options: EncodeOptions, encoder: Encoder, source: Source, numbers: range, missing: list[int]
+) -> dict[int, dict[str, Any]]:
     """Encodes this rank's share of the missing shards among `numbers`; a record of each."""
-    mine, encoding = missing[group.rank()::group.world()], encoder.encoding
+    mine, encoding = missing[group.rank() :: group.world()], encoder.encoding
     size, total, own = options.shard_size, encoding["number"], _samples(encoding, numbers)
-    jobs = ((number, range(start, min(start + options.batch, (number + 1) * size, total)))
-            for number in mine for start in range(number * size, min((number + 1) * size, total), options.batch))
+    jobs = (
+        (number, range(start, min(start + options.batch, (number + 1) * size, total)))
+        for number in mine
+        for start in range(number * size, min((number + 1) * size, total), options.batch)
+    )
     records, parts, shard_bad, bad_files = {}, [], set(), set()
     unit = "clip" if "num_frames" in encoding else "image"
     with Bar("encoding", total=own, initial=own - _samples(encoding, missing), unit=unit) as bar:
@@ -177,20 +191,24 @@ def _make(options: EncodeOptions, encoder: Encoder, source: Source, numbers: ran
     return records
 
 
-def _read(source: Source, jobs: Iterable[tuple[int, range]],
-          encoding: dict[str, Any]) -> Iterator[tuple[int, range, Batch, set[tuple[str, str]]]]:
+def _read(
+    source: Source, jobs: Iterable[tuple[int, range]], encoding: dict[str, Any]
+) -> Iterator[tuple[int, range, Batch, set[tuple[str, str]]]]:
     """(shard, rows, samples, bad) of each job, read by threads and ahead; decoders let them run.
 
     ConfigError: a sample without a caption, where captions are encoded, or where others have one.
     """
-    names = [name for name in ("image", "video", "frames", "codes", "caption")
-             if name != "caption" or encoding.get("captions")]
+    names = [
+        name
+        for name in ("image", "video", "frames", "codes", "caption")
+        if name != "caption" or encoding.get("captions")
+    ]
     several = encoding.get("num_captions")
 
     def read(index: int) -> tuple[dict, list]:
         items, bad = _crops(source, index, encoding)
         item = items[0]
-        row = (index + len(bad)) % len(source)               # an unreadable sample is replaced by the next one
+        row = (index + len(bad)) % len(source)  # an unreadable sample is replaced by the next one
         sample = {name: torch.as_tensor(item[name]) for name in names if name in item}
         if "crops" in encoding:
             sample["image"] = torch.stack([crop["image"] for crop in items])
@@ -198,7 +216,7 @@ def _read(source: Source, jobs: Iterable[tuple[int, range]],
             texts = source.captions(row)[:several]
             sample["caption"] = torch.stack([packed(text) for text in (*texts, *[""] * (several - len(texts)))])
             sample["captions"] = torch.tensor(len(texts))
-        if encoding.get("captions") and ("caption" not in sample or encoding["text"] and not sample["caption"].any()):
+        if encoding.get("captions") and ("caption" not in sample or (encoding["text"] and not sample["caption"].any())):
             raise ConfigError(f"{source.name(row)} has no caption, and captions are encoded: write one")
         return sample | {"label": torch.tensor(int(item.get("label", 0))), "source": torch.tensor(row)}, bad
 
@@ -213,8 +231,12 @@ def _read(source: Source, jobs: Iterable[tuple[int, range]],
                 if waiting and (job is None or len(waiting) > 2):
                     number, rows, futures = waiting.popleft()
                     items, bad = zip(*(future.result() for future in futures))
-                    yield (number, rows, {name: torch.stack([item[name] for item in items]) for name in items[0]},
-                           {tuple(entry) for entries in bad for entry in entries})
+                    yield (
+                        number,
+                        rows,
+                        {name: torch.stack([item[name] for item in items]) for name in items[0]},
+                        {tuple(entry) for entries in bad for entry in entries},
+                    )
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -230,8 +252,9 @@ def _crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[I
     return first + rest, bad
 
 
-def _write(out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arrays,
-           bad: list[tuple[str, str]]) -> dict[str, Any]:
+def _write(
+    out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arrays, bad: list[tuple[str, str]]
+) -> dict[str, Any]:
     """Writes one shard, whole or not at all; its record."""
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {"encoding": shards.short(encoding), "number": number, "sums": shards.sums(codes), "bad": bad}
@@ -247,15 +270,19 @@ def _require_readable(bad: Collection[Any], options: EncodeOptions, total: int) 
     require_readable(len(bad), total // (options.clips or 1), options.max_bad_fraction, "files")
 
 
-def _finish(options: EncodeOptions, source: Source, encoding: dict[str, Any],
-            records: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _finish(
+    options: EncodeOptions, source: Source, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
     """The index, written last, by rank 0; None where shards of other parts are missing."""
     if options.part is not None:
         records |= group.from_first(_others(options, encoding, records) if group.rank() == 0 else None)
         if missing := _missing_parts(options.part, encoding, records):
             if group.rank() == 0:
-                print(f"part {options.part[0]}/{options.part[1]} is whole; these are not: {', '.join(missing)}. The "
-                      "last one writes the index", flush=True)
+                print(
+                    f"part {options.part[0]}/{options.part[1]} is whole; these are not: {', '.join(missing)}. The "
+                    "last one writes the index",
+                    flush=True,
+                )
             return None
     versions = {"dstrain": __version__, "torch": torch.__version__}
     classes = None if options.from_latents and source.labelled else list(source.classes)
@@ -268,8 +295,9 @@ def _finish(options: EncodeOptions, source: Source, encoding: dict[str, Any],
     return index
 
 
-def _others(options: EncodeOptions, encoding: dict[str, Any],
-            records: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _others(
+    options: EncodeOptions, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
     """Records of the shards that other parts have written, as these state; the maker of each has proved it whole."""
     others = {}
     for number in _own(encoding, None):
@@ -282,5 +310,8 @@ def _others(options: EncodeOptions, encoding: dict[str, Any],
 
 def _missing_parts(part: tuple[int, int], encoding: dict[str, Any], records: dict[int, dict[str, Any]]) -> list[str]:
     """The parts, of as many as there are of this one, whose shards are not all in the records."""
-    return [f"{place}/{part[1]}" for place in range(1, part[1] + 1)
-            if not all(number in records for number in _own(encoding, (place, part[1])))]
+    return [
+        f"{place}/{part[1]}"
+        for place in range(1, part[1] + 1)
+        if not all(number in records for number in _own(encoding, (place, part[1])))
+    ]

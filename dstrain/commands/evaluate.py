@@ -38,24 +38,24 @@ from dstrain.sampling.draw import Means
 from dstrain.systems.base import System
 from dstrain.tracking import figures
 
-_NUM_CHECKED = 8                                  # images of --data whose size and colours are checked
+_NUM_CHECKED = 8  # images of --data whose size and colours are checked
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
     """What to measure; None takes the run's own choice."""
 
-    folder: Path                                  # of the run
-    split: str | None = None                      # held_out, train or test; None: held_out
-    num: int | None = None                        # samples, evenly spaced over the split; None: all
-    num_steps: int | None = None                  # timesteps of a shortened chain; None: the whole chain
-    ema: float | None = None                      # decay; None: the run's choice
-    raw: bool = False                             # the training weights instead of an average
-    step: int | None = None                       # checkpoint; None: the newest whole one
-    batch: int = 32                               # samples of one rank at a time
-    data: str | None = None                       # another folder of images, videos or pairs, all of it
-    precision: Precision = "fp32"                 # of the trained networks
-    out: Path | None = None                       # None: FOLDER/evaluation
+    folder: Path  # of the run
+    split: str | None = None  # held_out, train or test; None: held_out
+    num: int | None = None  # samples, evenly spaced over the split; None: all
+    num_steps: int | None = None  # timesteps of a shortened chain; None: the whole chain
+    ema: float | None = None  # decay; None: the run's choice
+    raw: bool = False  # the training weights instead of an average
+    step: int | None = None  # checkpoint; None: the newest whole one
+    batch: int = 32  # samples of one rank at a time
+    data: str | None = None  # another folder of images, videos or pairs, all of it
+    precision: Precision = "fp32"  # of the trained networks
+    out: Path | None = None  # None: FOLDER/evaluation
 
 
 def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
@@ -68,7 +68,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     run = trained.read(options.folder)
     system = systems.build(run.system, run.model)
     source = Spread(_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
-    if group.rank() == 0:                            # stdout is for the figures
+    if group.rank() == 0:  # stdout is for the figures
         print(f"data: {options.data or run.data.path}, {_split(options)}: {source.describe()}", file=sys.stderr)
     checkpoint = trained.checkpoint(options.folder, options.step, options.ema)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
@@ -76,18 +76,41 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     trained.require_writable(out)
     networks = trained.networks(system, checkpoint, kinds, dtype_of(options.precision))
     with computing(options.precision):
-        means = measure(system, networks, source, batch=options.batch, seed=run.seed, num_steps=options.num_steps,
-                        show=group.rank() == 0)
+        means = measure(
+            system,
+            networks,
+            source,
+            batch=options.batch,
+            seed=run.seed,
+            num_steps=options.num_steps,
+            show=group.rank() == 0,
+        )
     unreadable = sorted(set().union(*group.objects(source.unreadable)))
     seal, device = manifest(checkpoint), group.device()
-    data = {"path": options.data or run.data.path, "fingerprint": source.whole.fingerprint(),
-            "image_size": run.data.image_size, "channels": run.data.channels, "unreadable": unreadable}
+    data = {
+        "path": options.data or run.data.path,
+        "fingerprint": source.whole.fingerprint(),
+        "image_size": run.data.image_size,
+        "channels": run.data.channels,
+        "unreadable": unreadable,
+    }
     result = {
-        "run": run.name, "system": run.system, "step": seal["step"], "weights": kinds, "split": _split(options),
-        "samples": len(source), "samples_of_split": len(source.whole), "num_steps": options.num_steps, **means,
-        "data": data, "seed": run.seed, "precision": options.precision,
+        "run": run.name,
+        "system": run.system,
+        "step": seal["step"],
+        "weights": kinds,
+        "split": _split(options),
+        "samples": len(source),
+        "samples_of_split": len(source.whole),
+        "num_steps": options.num_steps,
+        **means,
+        "data": data,
+        "seed": run.seed,
+        "precision": options.precision,
         "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "trained_with": seal["versions"], "ranks": group.world(), "batch": options.batch,
+        "trained_with": seal["versions"],
+        "ranks": group.world(),
+        "batch": options.batch,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "seconds": round(time.perf_counter() - begin, 3),
     }
@@ -100,8 +123,16 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
 
 
 @torch.no_grad()
-def measure(system: System, networks: dict[str, nn.Module], source: Source, *, batch: int, seed: int,
-            num_steps: int | None = None, show: bool = False) -> dict[str, Any]:
+def measure(
+    system: System,
+    networks: dict[str, nn.Module],
+    source: Source,
+    *,
+    batch: int,
+    seed: int,
+    num_steps: int | None = None,
+    show: bool = False,
+) -> dict[str, Any]:
     """Means over all samples of a source, on all ranks together, which make equally many calls of the networks.
 
     figures and standard_errors {name: mean}, curves {name: [mean of each column]}, timesteps (of the columns, or None),
@@ -109,7 +140,7 @@ def measure(system: System, networks: dict[str, nn.Module], source: Source, *, b
     At most `batch` samples of one rank at a time; `show` draws a progress bar, on a terminal.
     """
     rounds = -(-len(source) // (batch * group.world()))
-    batch = -(-len(source) // (rounds * group.world()))                  # as little filling as can be
+    batch = -(-len(source) // (rounds * group.world()))  # as little filling as can be
     means = Means()
     with Bar("measuring", show=show, total=rounds, unit="step", desc=f"{len(source)} samples") as bar:
         batches = held_out(source, batch, group.rank(), group.world(), group.device(), seed)
@@ -117,9 +148,9 @@ def measure(system: System, networks: dict[str, nn.Module], source: Source, *, b
             valid = samples.pop("valid")
             terms = system.measure(networks, system.encode(samples), num_steps, _watched(bar, rounds))
             means.add(terms, valid)
-            bar.update(bar.total * done // rounds - bar.n)               # a system may have shown no steps of its own
+            bar.update(bar.total * done // rounds - bar.n)  # a system may have shown no steps of its own
     result = means.result()
-    for name, value in system.digest(result["curves"]).items():          # it has no standard error, being no mean
+    for name, value in system.digest(result["curves"]).items():  # it has no standard error, being no mean
         result["figures"][name], result["standard_errors"][name] = value, None
     return _plain(result)
 
@@ -135,12 +166,14 @@ def _plain(value: Any) -> Any:
 
 def _watched(bar: Bar, rounds: int) -> Any:
     """A System's Progress: every batch takes the same steps, so the bar knows its end from the first one on."""
+
     def steps_of(steps: Iterable[int]) -> Iterator[int]:
         steps = list(steps)
         bar.total = rounds * len(steps)
         for step in steps:
             yield step
             bar.update()
+
     return steps_of
 
 
@@ -157,11 +190,15 @@ def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
     else:
         source = open_sources(run.data, run=options.folder)[0 if options.split == "train" else 1]
     if source is None:
-        raise ConfigError(f"{options.folder} holds no images out: name other images with --data FOLDER, take those it "
-                          "was trained on with --split train, or train with data.held_out=0.05")
-    if classes is not None and (len(source.classes) > classes or classes > 1 and not source.classes):
-        raise ConfigError(f"{options.data or run.data.path} has {len(source.classes) or 'no'} classes, the model "
-                          f"{classes}: its labels would be wrong; name the data that the run was trained on")
+        raise ConfigError(
+            f"{options.folder} holds no images out: name other images with --data FOLDER, take those it "
+            "was trained on with --split train, or train with data.held_out=0.05"
+        )
+    if classes is not None and (len(source.classes) > classes or (classes > 1 and not source.classes)):
+        raise ConfigError(
+            f"{options.data or run.data.path} has {len(source.classes) or 'no'} classes, the model "
+            f"{classes}: its labels would be wrong; name the data that the run was trained on"
+        )
     return source
 
 
@@ -172,25 +209,52 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
         raise ConfigError(f"--data {path} takes all images there: leave out --split {options.split}")
     if path.startswith("builtin:"):
         raise ConfigError(f"--data {path}: name a folder of {'embedding pairs' if pairs else 'images'}")
-    with reworded(options={", and for evaluation data.held_out_path=": " or --data ", "data.held_out_path=": "--data ",
-                           "data.path=": "--data ", ", or builtin:fashion": ""}):
+    with reworded(
+        options={
+            ", and for evaluation data.held_out_path=": " or --data ",
+            "data.held_out_path=": "--data ",
+            "data.path=": "--data ",
+            ", or builtin:fashion": "",
+        }
+    ):
         if pairs:
             return open_pairs(path, data.splits, "all")
-        if data.num_frames is not None:                                  # with captions of their own
-            return open_sources(data.model_copy(update={"path": path, "mixture": None, "held_out": 0.0, "images": None,
-                                                        "held_out_path": None, "captions": None}))[0]
+        if data.num_frames is not None:  # with captions of their own
+            return open_sources(
+                data.model_copy(
+                    update={
+                        "path": path,
+                        "mixture": None,
+                        "held_out": 0.0,
+                        "images": None,
+                        "held_out_path": None,
+                        "captions": None,
+                    }
+                )
+            )[0]
         # Labels follow the class names of the training data.
         places = (data.path, "held_out", path) if labelled else (path, "all", None)
-        source = open_images(places[0], data.image_size, channels=data.channels, split=places[1],
-                             held_out_path=places[2], draft=data.draft, request=request_of(data),
-                             sizes=data.size_conditions)
+        source = open_images(
+            places[0],
+            data.image_size,
+            channels=data.channels,
+            split=places[1],
+            held_out_path=places[2],
+            draft=data.draft,
+            request=request_of(data),
+            sizes=data.size_conditions,
+        )
     if labelled and not source.classes:
-        raise ConfigError(f"--data {path} has no class folders and the model knows {classes} classes: put the images "
-                          "into folders named as those of the training data")
+        raise ConfigError(
+            f"--data {path} has no class folders and the model knows {classes} classes: put the images "
+            "into folders named as those of the training data"
+        )
     named = data.path.startswith("builtin:") or Path(data.path).exists()
     if labelled and not named and len(source.classes) < classes:
-        raise ConfigError(f"--data {path} has {len(source.classes)} classes, the model {classes}, and the training "
-                          f"data that would name them are no longer at {data.path}: put them back")
+        raise ConfigError(
+            f"--data {path} has {len(source.classes)} classes, the model {classes}, and the training "
+            f"data that would name them are no longer at {data.path}: put them back"
+        )
     _require_fit(path, source, run)
     return source
 
@@ -201,10 +265,12 @@ def _require_fit(path: str, source: Images, run: Run) -> None:
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
             with open_image(encoded(source.layout, source.index.place(source.row(index))), FORMATS) as image:
-                grey.append(image.mode in ("1", "L", "LA", "I", "I;16", "F")
-                            or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1)
+                grey.append(
+                    image.mode in ("1", "L", "LA", "I", "I;16", "F")
+                    or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1
+                )
                 sides.append(min(image.size))
-        except Exception:                # a hostile file may raise anything; it is reported where it is measured
+        except Exception:  # a hostile file may raise anything; it is reported where it is measured
             continue
     size = run.data.image_size
     if sides and max(sides) < size:

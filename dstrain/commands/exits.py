@@ -47,7 +47,7 @@ def _wait_briefly() -> None:
 def _place() -> Place:
     try:
         return place()
-    except ValueError as error:                    # of the launcher's variables; every later call would say the same
+    except ValueError as error:  # of the launcher's variables; every later call would say the same
         print(f"{Path(sys.argv[0]).name}: error:\n  {error}", file=sys.stderr)
         raise SystemExit(exit_codes.WRONG_INPUT) from None
 
@@ -67,13 +67,17 @@ def _note(code: int) -> None:
 def _run_main(main: Callable[[], None]) -> None:
     try:
         main()
-    except KeyboardInterrupt:                      # of other commands than training, which saves when it hears Ctrl-C
+    except KeyboardInterrupt:  # of other commands than training, which saves when it hears Ctrl-C
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except (FloatingPointError, NotRead, NotSaved, ConfigError) as error:
         _report(error)
-        code = {FloatingPointError: exit_codes.DIVERGED, NotRead: exit_codes.BUG, NotSaved: exit_codes.BUG,
-                ConfigError: exit_codes.WRONG_INPUT}
+        code = {
+            FloatingPointError: exit_codes.DIVERGED,
+            NotRead: exit_codes.BUG,
+            NotSaved: exit_codes.BUG,
+            ConfigError: exit_codes.WRONG_INPUT,
+        }
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
         if (group := _group()) and group.lost(error):
@@ -90,5 +94,8 @@ def _report(error: Exception) -> None:
     lines = getattr(error, "problems", [str(error)])
     where = f" [rank {rank}]" if rank else ""
     count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
-    print(f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines), file=sys.stderr,
-          flush=True)
+    print(
+        f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines),
+        file=sys.stderr,
+        flush=True,
+    )

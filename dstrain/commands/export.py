@@ -1,8 +1,8 @@
 """A trained run as a folder of its own, read back and compared with the trained networks.
 
-    diffusers      a pipeline that draws, written by systems/SYSTEM/to_diffusers.py; with a model card, README.md, whose
-                   code was run on the folder by a process without dstrain, and drew what the trained network draws
-    safetensors    PART.safetensors of every part, which init_from takes, and the run's recipe.yaml: of any system
+diffusers      a pipeline that draws, written by systems/SYSTEM/to_diffusers.py; with a model card, README.md, whose
+               code was run on the folder by a process without dstrain, and drew what the trained network draws
+safetensors    PART.safetensors of every part, which init_from takes, and the run's recipe.yaml: of any system
 """
 
 import importlib
@@ -36,9 +36,9 @@ from dstrain.runs.folders import new_folder
 from dstrain.runs.weights import read
 from dstrain.systems.base import Example, System
 
-_BATCH = 32                   # samples of the data at a time
-_PROBE = 4                    # random samples that are compared
-_TOLERATED = 1e-5             # relative; the same float32 operations in the same order agree to the bit
+_BATCH = 32  # samples of the data at a time
+_PROBE = 4  # random samples that are compared
+_TOLERATED = 1e-5  # relative; the same float32 operations in the same order agree to the bit
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class ExportOptions:
     """What to export, of which weights, and where to."""
 
     run: Path
-    out: Path                                  # folder to write
-    format: str = "diffusers"                  # or safetensors
-    ema: float | None = None                   # decay; None: the run's choice
-    raw: bool = False                          # the training weights instead of an average
-    step: int | None = None                    # checkpoint; None: the newest whole one
-    statistics: Path | None = None             # folder or index of launch/encode.py; None: measured over the run's data
-    num: int = 1000                            # samples to measure over
+    out: Path  # folder to write
+    format: str = "diffusers"  # or safetensors
+    ema: float | None = None  # decay; None: the run's choice
+    raw: bool = False  # the training weights instead of an average
+    step: int | None = None  # checkpoint; None: the newest whole one
+    statistics: Path | None = None  # folder or index of launch/encode.py; None: measured over the run's data
+    num: int = 1000  # samples to measure over
 
 
 @dataclass(frozen=True)
 class Exported:
     """What was written."""
 
-    name: str                                  # diffusers' class, or safetensors
-    errors: dict[str, float]                   # relative, against the trained network
-    statistics: dict[str, Any]                 # what was measured or read on the way
-    note: str = ""                             # what its user has to know
+    name: str  # diffusers' class, or safetensors
+    errors: dict[str, float]  # relative, against the trained network
+    statistics: dict[str, Any]  # what was measured or read on the way
+    note: str = ""  # what its user has to know
 
 
 def export(options: ExportOptions) -> Exported:
@@ -82,7 +82,7 @@ def export(options: ExportOptions) -> Exported:
     checkpoint = trained.checkpoint(options.run, options.step, options.ema)
     ema = run.samples.ema if options.ema is None else options.ema
     kinds = trained.kinds(system, checkpoint, ema, options.raw, every=True)
-    if writer is not None:                                        # diffusers' classes are of the first part alone
+    if writer is not None:  # diffusers' classes are of the first part alone
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
     phases().at(f"writing {options.out}")
@@ -101,8 +101,20 @@ def export(options: ExportOptions) -> Exported:
             with _float32():
                 exported.errors["code"] = _difference(drawn, writer.drawn(system, nets))
             _require_agreement(options.run, exported, writer.TOLERATED)
-            card.write(folder, title, run, options.run, checkpoint, kinds, exported.name, exported.note, code,
-                       exported.errors, writer.TOLERATED["code"], system)
+            card.write(
+                folder,
+                title,
+                run,
+                options.run,
+                checkpoint,
+                kinds,
+                exported.name,
+                exported.note,
+                code,
+                exported.errors,
+                writer.TOLERATED["code"],
+                system,
+            )
     return exported
 
 
@@ -114,18 +126,21 @@ def _float32() -> AbstractContextManager[None]:
 def _difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
     """The largest difference of what the card's code has drawn / the largest magnitude of what is expected (B, ...)."""
     found = torch.from_numpy(drawn)
-    if expected.dtype == torch.uint8:                             # pictures come as they are saved, (B, H, W[, C])
+    if expected.dtype == torch.uint8:  # pictures come as they are saved, (B, H, W[, C])
         found = found.view(len(found), *expected.shape[2:], -1).movedim(-1, 1)
     return relative_error(found.float(), expected.float().cpu())
 
 
 def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
     """ConfigError: an error is above its limit, or not a number."""
-    excess = [f"{error:.1e} ({name})" for name, error in exported.errors.items()
-              if not error <= limits.get(name, _TOLERATED)]
+    excess = [
+        f"{error:.1e} ({name})" for name, error in exported.errors.items() if not error <= limits.get(name, _TOLERATED)
+    ]
     if excess:
-        raise ConfigError(f"{folder} read back from {exported.name} differs from the trained network by "
-                          f"{', '.join(excess)}: nothing is kept")
+        raise ConfigError(
+            f"{folder} read back from {exported.name} differs from the trained network by "
+            f"{', '.join(excess)}: nothing is kept"
+        )
 
 
 def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> Exported:
@@ -141,13 +156,17 @@ def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> E
     return Exported("safetensors", errors, {})
 
 
-def _in_diffusers(options: ExportOptions, run: Run, system: System, nets: dict[str, nn.Module], writer: ModuleType,
-                  out: Path) -> Exported:
-    scale: dict[str, Any] = {}                                    # stays empty where the writer does not ask
+def _in_diffusers(
+    options: ExportOptions, run: Run, system: System, nets: dict[str, nn.Module], writer: ModuleType, out: Path
+) -> Exported:
+    scale: dict[str, Any] = {}  # stays empty where the writer does not ask
 
     def measured() -> dict[str, Any]:
-        scale.update(_statistics_of_cache(options, system, nets) if options.statistics
-                     else _measured(options.num, run, system, nets))
+        scale.update(
+            _statistics_of_cache(options, system, nets)
+            if options.statistics
+            else _measured(options.num, run, system, nets)
+        )
         return scale
 
     writer.save(system, nets, out, measured, lambda: _classes(run))
@@ -173,8 +192,10 @@ def _statistics_of_cache(options: ExportOptions, system: System, nets: dict[str,
     index = read_index(folder)
     own, encoder = fingerprint(*system.identity(nets)), index["encoding"]["first_stage"]
     if own != encoder:
-        raise ConfigError(f"--statistics {options.statistics}: these codes are of the first stage {encoder}, "
-                          f"{options.run} exports {own}; name the cache that it encoded (and its --ema or --raw)")
+        raise ConfigError(
+            f"--statistics {options.statistics}: these codes are of the first stage {encoder}, "
+            f"{options.run} exports {own}; name the cache that it encoded (and its --ema or --raw)"
+        )
     return index["statistics"]
 
 
@@ -194,6 +215,6 @@ def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
     source = Shuffled(open_sources(run.data, run=run.directory)[0], run.seed)
     print(f"data: {run.data.path}: {min(num, len(source)):,} of {source.describe()}", flush=True)
     for batch in held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):
-        with torch.no_grad():                  # around the yield it would also hold in the caller's loop
+        with torch.no_grad():  # around the yield it would also hold in the caller's loop
             example = system.encode(batch)
         yield example

@@ -35,39 +35,39 @@ from dstrain.systems.base import CHOICES, Request, System
 class GenerateOptions:
     """What to generate; None takes the run's own choice (its `samples` section, its newest checkpoint)."""
 
-    folder: Path                               # of the run
+    folder: Path  # of the run
     num: int = 16
-    labels: tuple[int, ...] | None = None      # repeated to num; None: every class in turn
-    prompts: tuple[str, ...] | None = None     # texts, repeated to num, for a system that takes them
-    text_encoder: str | None = None            # what encodes them, a folder or hub name; None: the recipe's
-    tokenizer: str | None = None               # what decodes drawn tokens, a folder; None: the recipe's
-    size: tuple[int, int] | None = None        # width and height of pictures
-    num_steps: int | None = None               # network evaluations for each picture
+    labels: tuple[int, ...] | None = None  # repeated to num; None: every class in turn
+    prompts: tuple[str, ...] | None = None  # texts, repeated to num, for a system that takes them
+    text_encoder: str | None = None  # what encodes them, a folder or hub name; None: the recipe's
+    tokenizer: str | None = None  # what decodes drawn tokens, a folder; None: the recipe's
+    size: tuple[int, int] | None = None  # width and height of pictures
+    num_steps: int | None = None  # network evaluations for each picture
     sampler: str | None = None
     guidance_scale: float | None = None
-    guidance_rescale: float | None = None      # these four: see recipe/run.py, Samples
+    guidance_rescale: float | None = None  # these four: see recipe/run.py, Samples
     guidance_interval: tuple[float, float] | None = None
     spacing: str | None = None
     eta: float | None = None
-    guide: Guide | None = None                 # another run, or other weights of this one, that guide
-    invert: Path | None = None                 # pictures to carry to noise and draw again: a folder, or an .npz
-    seed: int = 0                              # picture i is a function of seed + i alone
-    ema: float | None = None                   # decay; None: the run's choice
-    raw: bool = False                          # the training weights instead of an average
-    step: int | None = None                    # checkpoint; None: the newest whole one
-    then: tuple[Path, ...] = ()                # runs that go on from the pictures, each by its own choices
-    low_res: Path | None = None                # pictures that the first run begins from: a folder, or an .npz
-    embeddings: Path | None = None             # image embeddings that it begins from: an .npy
-    batch: int = 16                            # pictures of one rank at a time
-    out: Path | None = None                    # None: FOLDER/generated, of the last run
-    pngs: bool = True                          # one file for each picture or clip, beside the grid and the .npz
-    num_frames: int | None = None              # of a clip or a scene, with the frames that are given
-    scenes: tuple[str, ...] | None = None      # texts of one long clip for each seed, instead of prompts
-    prime: Path | None = None                  # clips or pictures to go on from, repeated to num
-    prime_frames: int | None = None            # that are given, or go over from scene to scene
-    formats: tuple[str, ...] | None = None     # of files; None: all
+    guide: Guide | None = None  # another run, or other weights of this one, that guide
+    invert: Path | None = None  # pictures to carry to noise and draw again: a folder, or an .npz
+    seed: int = 0  # picture i is a function of seed + i alone
+    ema: float | None = None  # decay; None: the run's choice
+    raw: bool = False  # the training weights instead of an average
+    step: int | None = None  # checkpoint; None: the newest whole one
+    then: tuple[Path, ...] = ()  # runs that go on from the pictures, each by its own choices
+    low_res: Path | None = None  # pictures that the first run begins from: a folder, or an .npz
+    embeddings: Path | None = None  # image embeddings that it begins from: an .npy
+    batch: int = 16  # pictures of one rank at a time
+    out: Path | None = None  # None: FOLDER/generated, of the last run
+    pngs: bool = True  # one file for each picture or clip, beside the grid and the .npz
+    num_frames: int | None = None  # of a clip or a scene, with the frames that are given
+    scenes: tuple[str, ...] | None = None  # texts of one long clip for each seed, instead of prompts
+    prime: Path | None = None  # clips or pictures to go on from, repeated to num
+    prime_frames: int | None = None  # that are given, or go over from scene to scene
+    formats: tuple[str, ...] | None = None  # of files; None: all
     fps: int = FPS
-    precision: Precision = "fp32"              # of the trained networks; a first stage decodes in fp32 or tf32
+    precision: Precision = "fp32"  # of the trained networks; a first stage decodes in fp32 or tf32
 
 
 Opened = tuple[Path, Run, System]
@@ -108,20 +108,35 @@ def generate(options: GenerateOptions) -> Path:
 def _guidance_scale(options: GenerateOptions, run: Run) -> float:
     if options.guidance_scale is not None:
         return options.guidance_scale
-    return run.samples.guidance_scale if options.invert is None else 1.0         # guided chains come back less exactly
+    return run.samples.guidance_scale if options.invert is None else 1.0  # guided chains come back less exactly
 
 
-def _write(options: GenerateOptions, out: Path, runs: list[ReadyRun], request: Request, captions: list[str] | None,
-           scenes: list[dict[str, Tensor]], clip: Length | None) -> None:
+def _write(
+    options: GenerateOptions,
+    out: Path,
+    runs: list[ReadyRun],
+    request: Request,
+    captions: list[str] | None,
+    scenes: list[dict[str, Tensor]],
+    clip: Length | None,
+) -> None:
     with Bar("drawing", total=options.num, unit="sample") as bar:
         rounds = _rounds(runs, options, request, scenes, clip)
         with reworded(options=OPTIONS):
-            numbers, samples = next(rounds)                       # before the folder is made: this may be refused
+            numbers, samples = next(rounds)  # before the folder is made: this may be refused
         out.mkdir(parents=True, exist_ok=True)
         group.barrier()
-        about = About(options.num, options.seed, class_columns(request), request.conditions.get("label"), captions,
-                      frames_of_scenes(options.scenes, clip) if options.scenes else None, options.pngs,
-                      options.formats or FORMATS, options.fps)
+        about = About(
+            options.num,
+            options.seed,
+            class_columns(request),
+            request.conditions.get("label"),
+            captions,
+            frames_of_scenes(options.scenes, clip) if options.scenes else None,
+            options.pngs,
+            options.formats or FORMATS,
+            options.fps,
+        )
         files = (Pictures if samples.dtype == torch.uint8 else Embeddings)(out, about)
         pictures, errors = request.conditions.get("invert"), torch.zeros(2, dtype=torch.float64)
         while numbers is not None:
@@ -134,7 +149,7 @@ def _write(options: GenerateOptions, out: Path, runs: list[ReadyRun], request: R
     files.close()
     if pictures is not None and group.rank() == 0:
         distance, squares = (errors / options.num).tolist()
-        psnr = 10 * math.log10(255 ** 2 / max(squares, 1e-9))
+        psnr = 10 * math.log10(255**2 / max(squares, 1e-9))
         print(f"--invert: pictures come back to {distance:.3g} of 255 on average, PSNR {psnr:.1f} dB")
 
 
@@ -150,8 +165,15 @@ def _open(folder: Path, options: GenerateOptions | None = None) -> Opened:
     return folder, run, system
 
 
-def _load(folder: Path, run: Run, system: System, dtype: torch.dtype, step: int | None = None,
-          ema: float | None = None, raw: bool = False) -> ReadyRun:
+def _load(
+    folder: Path,
+    run: Run,
+    system: System,
+    dtype: torch.dtype,
+    step: int | None = None,
+    ema: float | None = None,
+    raw: bool = False,
+) -> ReadyRun:
     checkpoint = trained.checkpoint(folder, step, ema)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     return ReadyRun(folder, run, system, trained.networks(system, checkpoint, kinds, dtype))
@@ -159,8 +181,13 @@ def _load(folder: Path, run: Run, system: System, dtype: torch.dtype, step: int 
 
 def _length(options: GenerateOptions, run: Run, system: System) -> Length | None:
     """How long clips are, None of pictures. ConfigError: options of videos where none are drawn, or that do not fit."""
-    values = {"--num-frames": options.num_frames, "--scenes": options.scenes, "--prime": options.prime,
-              "--prime-frames": options.prime_frames, "--format": options.formats}
+    values = {
+        "--num-frames": options.num_frames,
+        "--scenes": options.scenes,
+        "--prime": options.prime,
+        "--prime-frames": options.prime_frames,
+        "--format": options.formats,
+    }
     used = [option for option, value in values.items() if value is not None]
     if system.num_frames is None:
         if used:
@@ -168,14 +195,16 @@ def _length(options: GenerateOptions, run: Run, system: System) -> Length | None
         return None
     going_on = [option for option in used if option in ("--scenes", "--prime")]
     if going_on and not system.takes_pictures:
-        raise ConfigError(f"{going_on[0]}: {options.folder} trains {run.system}, which cannot go on from given frames; "
-                          "leave it out")
+        raise ConfigError(
+            f"{going_on[0]}: {options.folder} trains {run.system}, which cannot go on from given frames; leave it out"
+        )
     if "--prime-frames" in used and not going_on:
         raise ConfigError("--prime-frames says what --scenes and --prime go on from: give one of them, or leave it out")
     if options.scenes is not None and (options.prompts or options.labels):
         raise ConfigError("--scenes gives the texts itself: leave out --prompts and --labels")
-    clip = length(system, options.num_frames or run.samples.num_frames, options.prime_frames,
-                  options.scenes is not None)
+    clip = length(
+        system, options.num_frames or run.samples.num_frames, options.prime_frames, options.scenes is not None
+    )
     if going_on and clip.primed >= clip.frames:
         raise ConfigError(f"{used[0]}: clips of {clip.frames} frames have no room for more; raise --num-frames")
     return clip
@@ -190,11 +219,15 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
     folder, run, system = first
     enlarges = system.starts_from_data and not system.takes_embeddings
     if enlarges and options.low_res is None:
-        raise ConfigError(f"{folder} draws from smaller pictures: give them as --low-res FILE.npz or FOLDER, or draw "
-                          f"them from another run, launch/generate.py RUN --then {folder}")
+        raise ConfigError(
+            f"{folder} draws from smaller pictures: give them as --low-res FILE.npz or FOLDER, or draw "
+            f"them from another run, launch/generate.py RUN --then {folder}"
+        )
     if system.takes_embeddings and options.embeddings is None:
-        raise ConfigError(f"{folder} draws from image embeddings: give them as --embeddings FILE.npy, or draw them by "
-                          f"a prior, launch/generate.py PRIOR --prompts FILE --then {folder}")
+        raise ConfigError(
+            f"{folder} draws from image embeddings: give them as --embeddings FILE.npy, or draw them by "
+            f"a prior, launch/generate.py PRIOR --prompts FILE --then {folder}"
+        )
     if options.low_res is not None and not enlarges:
         raise ConfigError(f"--low-res {options.low_res}: {folder} takes no pictures; leave it out")
     if options.embeddings is not None and not system.takes_embeddings:
@@ -227,32 +260,42 @@ def _require_chain(before: Opened, after: Opened) -> None:
         raise ConfigError(f"--then {folder}: this run begins from noise, not from the pictures of another")
     if bool(width) != bool(taker.takes_embeddings):
         kinds = ("image embeddings", "pictures") if width else ("pictures", "image embeddings")
-        raise ConfigError(f"--then {folder}: this run begins from {kinds[1]}, and {before[0]} draws {kinds[0]}: name a "
-                          "run that takes them")
+        raise ConfigError(
+            f"--then {folder}: this run begins from {kinds[1]}, and {before[0]} draws {kinds[0]}: name a "
+            "run that takes them"
+        )
     if not width and size >= later.data.image_size:
-        raise ConfigError(f"--then {folder} draws pictures of {later.data.image_size} pixels, and is given some of "
-                          f"{size}: name a run that enlarges them")
+        raise ConfigError(
+            f"--then {folder} draws pictures of {later.data.image_size} pixels, and is given some of "
+            f"{size}: name a run that enlarges them"
+        )
     with reworded(f"--then {folder}: "):
-        taker.conditions_from(torch.zeros(1, width) if width else
-                              torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8))
+        taker.conditions_from(
+            torch.zeros(1, width) if width else torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8)
+        )
     encoders = [encoder_of(path) for path in (run.data.path, later.data.embeddings) if width and path is not None]
     if None not in encoders and len({*encoders}) > 1:
-        raise ConfigError(f"--then {folder}: it was trained on embeddings by {encoders[1]}, and {before[0]} draws "
-                          f"those by {encoders[0]}: train both with one image encoder")
+        raise ConfigError(
+            f"--then {folder}: it was trained on embeddings by {encoders[1]}, and {before[0]} draws "
+            f"those by {encoders[0]}: train both with one image encoder"
+        )
 
 
 def _pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> Tensor:
     if not system.inverts:
-        raise ConfigError(f"--invert: {options.folder} trains {run.system}, which carries no pictures to noise; leave "
-                          "it out")
+        raise ConfigError(
+            f"--invert: {options.folder} trains {run.system}, which carries no pictures to noise; leave it out"
+        )
     if options.low_res is not None or options.then or options.size:
         raise ConfigError("--invert draws the pictures of one run again: leave out --low-res, --then and --size")
     with reworded("--invert "):
         images = read_pictures(options.invert, run.data.channels)
     if images.shape[2:] != (run.data.image_size,) * 2:
-        raise ConfigError(f"--invert {options.invert}: pictures of {images.shape[3]} x {images.shape[2]} pixels; "
-                          f"{options.folder} draws {run.data.image_size} x {run.data.image_size}: bring them to that "
-                          "size")
+        raise ConfigError(
+            f"--invert {options.invert}: pictures of {images.shape[3]} x {images.shape[2]} pixels; "
+            f"{options.folder} draws {run.data.image_size} x {run.data.image_size}: bring them to that "
+            "size"
+        )
     return images
 
 
@@ -267,11 +310,12 @@ def _later_scenes(options: GenerateOptions, run: Run, system: System) -> list[di
         return []
     with reworded(f"--scenes: {options.folder}: "):
         conditions = system.conditions_from_texts([*options.scenes])
-    return [{name: values[i:i + 1] for name, values in conditions.items()} for i in range(1, len(options.scenes))]
+    return [{name: values[i : i + 1] for name, values in conditions.items()} for i in range(1, len(options.scenes))]
 
 
-def _request(options: GenerateOptions, run: Run, system: System, images: Tensor | None, clip: Length | None,
-             sampler: str) -> tuple[Request, list[str] | None]:
+def _request(
+    options: GenerateOptions, run: Run, system: System, images: Tensor | None, clip: Length | None, sampler: str
+) -> tuple[Request, list[str] | None]:
     """What the first run is to draw, and the caption of each sample."""
     prompts, option = options.prompts, "" if options.prompts is None else "--prompts: "
     if options.scenes is not None:
@@ -279,16 +323,30 @@ def _request(options: GenerateOptions, run: Run, system: System, images: Tensor 
     chosen = {name: getattr(options, name) for name in ("num_steps", "size", *CHOICES)}
     with reworded(f"{option}{options.folder}: ", OPTIONS):
         request, captions = make_request(
-            run.samples, system, options.num, options.seed, labels=options.labels, prompts=prompts,
-            images=images if options.invert is None else None, sampler=sampler or None,
-            num_frames=clip and clip.frames, guidance_scale=_guidance_scale(options, run), **chosen)
+            run.samples,
+            system,
+            options.num,
+            options.seed,
+            labels=options.labels,
+            prompts=prompts,
+            images=images if options.invert is None else None,
+            sampler=sampler or None,
+            num_frames=clip and clip.frames,
+            guidance_scale=_guidance_scale(options, run),
+            **chosen,
+        )
     if options.invert is not None:
         request.conditions["invert"] = images[torch.arange(options.num) % len(images)]
     return request, captions if options.scenes is None else ["; ".join(options.scenes)] * options.num
 
 
-def _rounds(runs: list[ReadyRun], options: GenerateOptions, request: Request, scenes: list[dict[str, Tensor]],
-            clip: Length | None) -> Iterator[tuple[Tensor, Tensor]]:
+def _rounds(
+    runs: list[ReadyRun],
+    options: GenerateOptions,
+    request: Request,
+    scenes: list[dict[str, Tensor]],
+    clip: Length | None,
+) -> Iterator[tuple[Tensor, Tensor]]:
     """(numbers, samples) of each round, carried through all scenes or runs."""
     chunk = min(options.batch, options.num)
     first, *then = runs
@@ -296,17 +354,34 @@ def _rounds(runs: list[ReadyRun], options: GenerateOptions, request: Request, sc
     for numbers, samples in draw(first.system, first.networks, request, chunk):
         seeds = request.seeds[numbers]
         if scenes:
-            samples = go_on(first.system, samples, seeds, scenes, clip.primed, request,
-                            lambda scene: draw_all(first.system, first.networks, scene, chunk))
+            samples = go_on(
+                first.system,
+                samples,
+                seeds,
+                scenes,
+                clip.primed,
+                request,
+                lambda scene: draw_all(first.system, first.networks, scene, chunk),
+            )
         for later, labels in zip(then, shared):
             choice = later.run.samples
             # Other seeds than the first run's: its pictures were made of that noise.
             seeds = rng.keys_of_seeds(seeds)
             conditions = {name: values[numbers] for name, values in labels.items()}
             conditions |= later.system.conditions_from(samples)
-            samples = draw_all(later.system, later.networks, Request(
-                seeds, conditions, choice.num_steps, choice.sampler, choice.guidance_scale,
-                **{name: getattr(choice, name) for name in CHOICES}), chunk)
+            samples = draw_all(
+                later.system,
+                later.networks,
+                Request(
+                    seeds,
+                    conditions,
+                    choice.num_steps,
+                    choice.sampler,
+                    choice.guidance_scale,
+                    **{name: getattr(choice, name) for name in CHOICES},
+                ),
+                chunk,
+            )
         yield numbers, samples
 
 

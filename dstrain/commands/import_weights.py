@@ -1,7 +1,7 @@
 """Weights from elsewhere as a run's folder, which generate, evaluate, encode and export then read; nothing is trained.
 
-    run.yaml                      the recipe, with the file as init_from and without averages
-    checkpoints/step_00000000/    the weights that training would begin with. It has no moments, and cannot be resumed
+run.yaml                      the recipe, with the file as init_from and without averages
+checkpoints/step_00000000/    the weights that training would begin with. It has no moments, and cannot be resumed
 """
 
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ from dstrain.systems.base import System
 class AdoptOptions:
     """Which weights become a run, and where."""
 
-    weights: Path                              # what init_from takes
-    run: Run                                   # its recipe, checked; the data need not be here
-    out: Path                                  # a new folder
+    weights: Path  # what init_from takes
+    run: Run  # its recipe, checked; the data need not be here
+    out: Path  # a new folder
 
 
 def adopt(options: AdoptOptions) -> list[str]:
@@ -44,13 +44,14 @@ def adopt(options: AdoptOptions) -> list[str]:
     if not options.weights.exists():
         raise ConfigError(f"{options.weights} does not exist: give a weights file, a folder of diffusers or of a run")
     samples = options.run.samples.model_copy(update={"ema": None})
-    run = options.run.model_copy(update={"folder": options.out, "init_from": options.weights, "ema": Ema(decays=()),
-                                         "samples": samples})
+    run = options.run.model_copy(
+        update={"folder": options.out, "init_from": options.weights, "ema": Ema(decays=()), "samples": samples}
+    )
     system = systems.build(run.system, run.model)
     phases().at(f"reading {options.weights}")
     loaded = fitted(options.weights, system)
     values: dict[str, Mapping[str, Tensor]] = {part: state for part, (state, _) in loaded.items()}
-    if system.parts.keys() - loaded.keys():                               # the others as training would begin them
+    if system.parts.keys() - loaded.keys():  # the others as training would begin them
         initial = build(system.networks, run.seed)
         values |= {part: dict(state()) for part, (_, state) in initial.items() if part not in loaded}
     phases().at(f"writing {options.out}")
@@ -73,10 +74,18 @@ def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tenso
             if value.is_floating_point() and not torch.isfinite(value).all():
                 raise ConfigError(f"{name} of the {part} holds values that are not finite: fetch the file again")
         trained = {name: values[part][name] for name, _ in network.named_parameters()}
-        write_shard(folder / shard_name(part, 0, 1), (
-            ("master", Fragment(name, tuple(value.shape), 0, value.numel()), value.float().flatten())
-            for name, value in trained.items()), {"part": part})
+        write_shard(
+            folder / shard_name(part, 0, 1),
+            (
+                ("master", Fragment(name, tuple(value.shape), 0, value.numel()), value.float().flatten())
+                for name, value in trained.items()
+            ),
+            {"part": part},
+        )
         state = network.state_dict()
-        buffers |= {f"buffer/{part}/{name}": values[part][name].to(state[name].dtype).contiguous().clone()
-                    for name in state if name not in trained}
+        buffers |= {
+            f"buffer/{part}/{name}": values[part][name].to(state[name].dtype).contiguous().clone()
+            for name in state
+            if name not in trained
+        }
     save_file(buffers, folder / COMMON, metadata={"counters": "{}"})

@@ -20,13 +20,22 @@ from dstrain.data.sources.sizes import frame_counts, frames_of, pixel_sizes, siz
 from dstrain.data.sources.videos import Videos
 from dstrain.recipe import Data
 
-_SHOWN = 5                                 # classes at either end
-_SIZES = 10                                # sizes that most images have
-_BROKEN = 1000                             # unreadable files that are named
-_LONGEST = 1 << 14                         # bytes of a caption, in the table of lengths
-_RATIOS = {"1:2": 1 / 2, "9:16": 9 / 16, "2:3": 2 / 3, "3:4": 3 / 4, "1:1": 1.0, "4:3": 4 / 3, "3:2": 3 / 2,
-           "16:9": 16 / 9, "2:1": 2.0}
-_SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096)      # pixels
+_SHOWN = 5  # classes at either end
+_SIZES = 10  # sizes that most images have
+_BROKEN = 1000  # unreadable files that are named
+_LONGEST = 1 << 14  # bytes of a caption, in the table of lengths
+_RATIOS = {
+    "1:2": 1 / 2,
+    "9:16": 9 / 16,
+    "2:3": 2 / 3,
+    "3:4": 3 / 4,
+    "1:1": 1.0,
+    "4:3": 4 / 3,
+    "3:2": 3 / 2,
+    "16:9": 16 / 9,
+    "2:1": 2.0,
+}
+_SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # pixels
 
 
 @dataclass(frozen=True)
@@ -34,18 +43,26 @@ class IndexOptions:
     """Which data, and how closely they are looked at."""
 
     data: Data
-    captions: bool = False                     # list the captions of images, too
-    check: bool = False                        # read every sample, and not the headers of images alone
+    captions: bool = False  # list the captions of images, too
+    check: bool = False  # read every sample, and not the headers of images alone
 
 
 def index_data(options: IndexOptions) -> dict[str, Any]:
     """Makes the index, or finds it again; what is in it, as JSON. ConfigError as `open_index`."""
     layout, index = index_of(options.data, options.captions)
     images = options.data.num_frames is None
-    result = {"path": options.data.path, "layout": layout.kind, "samples": len(index), "index": str(index.folder),
-              "bytes": sum(index.header["columns"].values()), "classes": _classes(index),
-              "captions": _captions(layout, index),
-              "captions_listed": options.captions or not images, "advice": layout.advice(), "checked": options.check}
+    result = {
+        "path": options.data.path,
+        "layout": layout.kind,
+        "samples": len(index),
+        "index": str(index.folder),
+        "bytes": sum(index.header["columns"].values()),
+        "classes": _classes(index),
+        "captions": _captions(layout, index),
+        "captions_listed": options.captions or not images,
+        "advice": layout.advice(),
+        "checked": options.check,
+    }
     broken: Iterator[tuple[str, str]] | None = None
     if images:
         sizes = pixel_sizes(layout, index)
@@ -69,7 +86,8 @@ def _classes(index: Index) -> dict[str, Any] | None:
     order = np.argsort(counts, kind="stable")
     ends = {"smallest": order[:_SHOWN], "largest": order[::-1][:_SHOWN]}
     return {"number": len(counts), "empty": int((counts == 0).sum()), "median": float(np.median(counts))} | {
-        end: {index.classes[place]: int(counts[place]) for place in places} for end, places in ends.items()}
+        end: {index.classes[place]: int(counts[place]) for place in places} for end, places in ends.items()
+    }
 
 
 def _captions(layout: Layout, index: Index) -> dict[str, Any] | None:
@@ -86,8 +104,10 @@ def _captions(layout: Layout, index: Index) -> dict[str, Any] | None:
             number += len(own)
             np.add.at(lengths, np.minimum(own, _LONGEST), 1)
     below = lengths.cumsum()
-    quantiles = {name: int(np.searchsorted(below, share * number)) for name, share in
-                 (("shortest", 1e-12), ("median", 0.5), ("95%", 0.95), ("longest", 1.0))}
+    quantiles = {
+        name: int(np.searchsorted(below, share * number))
+        for name, share in (("shortest", 1e-12), ("median", 0.5), ("95%", 0.95), ("longest", 1.0))
+    }
     return {"share": captioned / len(index), "number": number, "most": index.most_captions, "bytes": quantiles}
 
 
@@ -95,7 +115,7 @@ def _frames(frames: Verified, data: Data) -> dict[str, int]:
     """How many clips are as long as each of data.buckets, and no longer one."""
     cut, table = Cut(data.num_frames, 1, 1, stride=data.frame_stride), Counter()
     for start in range(0, len(frames), CHUNK):
-        counts = frames[start:start + CHUNK][:, 0]
+        counts = frames[start : start + CHUNK][:, 0]
         for count in cut.available(counts[counts > 0]).tolist():
             table[max((duration for duration in data.durations if duration <= count), default=0)] += 1
     return {f"{least} or more" if least else "fewer": table[least] for least in sorted(table, reverse=True)}
@@ -106,25 +126,30 @@ def _sizes(sizes: Verified) -> dict[str, Any]:
     exact, sides, ratios = Counter(), Counter(), Counter()
     names, logs = list(_RATIOS), np.log(list(_RATIOS.values()))
     for start in range(0, len(sizes), CHUNK):
-        block = np.array(sizes[start:start + CHUNK])
+        block = np.array(sizes[start : start + CHUNK])
         block = block[block.min(1) > 0]
         pairs, counts = np.unique(block, axis=0, return_counts=True)
         for (width, height), count in zip(pairs.tolist(), counts.tolist()):
             exact[f"{width}x{height}"] += count
-            sides[next((f"below {side}" for side in _SIDES if min(width, height) < side), f"{_SIDES[-1]} or more")] \
-                += count
+            sides[next((f"below {side}" for side in _SIDES if min(width, height) < side), f"{_SIDES[-1]} or more")] += (
+                count
+            )
             ratios[names[int(np.abs(logs - np.log(width / height)).argmin())]] += count
     order = [*(f"below {side}" for side in _SIDES), f"{_SIDES[-1]} or more"]
-    return {"sizes": dict(exact.most_common(_SIZES)), "other_sizes": max(0, len(exact) - _SIZES),
-            "shorter_sides": {name: sides[name] for name in order if sides[name]},
-            "aspect_ratios": {name: ratios[name] for name in names if ratios[name]}}
+    return {
+        "sizes": dict(exact.most_common(_SIZES)),
+        "other_sizes": max(0, len(exact) - _SIZES),
+        "shorter_sides": {name: sides[name] for name in order if sides[name]},
+        "aspect_ratios": {name: ratios[name] for name in names if ratios[name]},
+    }
 
 
-def _unmeasured(layout: Layout, index: Index, table: Verified,
-                measure: Callable[[Layout, Place], Any]) -> Iterator[tuple[str, str]]:
+def _unmeasured(
+    layout: Layout, index: Index, table: Verified, measure: Callable[[Layout, Place], Any]
+) -> Iterator[tuple[str, str]]:
     """(name, reason) of each sample that could not be measured."""
     for start in range(0, len(index), CHUNK):
-        for row in (np.flatnonzero(table[start:start + CHUNK][:, 0] == 0) + start).tolist():
+        for row in (np.flatnonzero(table[start : start + CHUNK][:, 0] == 0) + start).tolist():
             try:
                 measure(layout, index.place(row))
             except BadSample as error:
@@ -151,14 +176,19 @@ def _checked(options: IndexOptions, layout: Layout, index: Index) -> Iterator[tu
 
 def report(result: dict[str, Any]) -> str:
     """The lines that are printed in the end."""
-    lines = [f"{result['path']}: {result['layout']}, {result['samples']:,} sample{'s' * (result['samples'] != 1)}",
-             f"index: {result['index']}, {result['bytes'] / 1e6:,.1f} MB"]
+    lines = [
+        f"{result['path']}: {result['layout']}, {result['samples']:,} sample{'s' * (result['samples'] != 1)}",
+        f"index: {result['index']}, {result['bytes'] / 1e6:,.1f} MB",
+    ]
     if (classes := result["classes"]) is None:
         lines.append("classes: none")
     else:
         empty = f", {classes['empty']:,} of them empty" if classes["empty"] else ""
-        lines += [f"classes: {classes['number']:,}{empty}, {classes['median']:,.0f} samples in the median",
-                  f"  smallest: {_row(classes['smallest'])}", f"  largest:  {_row(classes['largest'])}"]
+        lines += [
+            f"classes: {classes['number']:,}{empty}, {classes['median']:,.0f} samples in the median",
+            f"  smallest: {_row(classes['smallest'])}",
+            f"  largest:  {_row(classes['largest'])}",
+        ]
     unlisted = result["captions"] is None and not result["captions_listed"]
     hint = "; --captions lists those of images, such as X.txt beside X.png" if unlisted else ""
     lines.append(f"captions: {_caption_words(result['captions'])}{hint}")
@@ -172,8 +202,10 @@ def report(result: dict[str, Any]) -> str:
     how = "read whole" if result["checked"] else f"{quick}; --check reads all"
     if result["unreadable"] is None:
         return "\n".join([*lines, "unreadable: --check looks for them"])
-    lines += [f"unreadable: {result['unreadable']:,} ({how})",
-              *(f"  {name}: {reason}" for name, reason in result["unreadable_names"])]
+    lines += [
+        f"unreadable: {result['unreadable']:,} ({how})",
+        *(f"  {name}: {reason}" for name, reason in result["unreadable_names"]),
+    ]
     return "\n".join(lines)
 
 
@@ -187,5 +219,7 @@ def _caption_words(captions: dict[str, Any] | None) -> str:
     if "beside" in captions:
         return "beside all samples"
     lengths = ", ".join(f"{name} {value:,}" for name, value in captions["bytes"].items())
-    return (f"{captions['share']:.1%} of the samples, {captions['number']:,} in all, at most {captions['most']} a "
-            f"sample; bytes: {lengths}")
+    return (
+        f"{captions['share']:.1%} of the samples, {captions['number']:,} in all, at most {captions['most']} a "
+        f"sample; bytes: {lengths}"
+    )

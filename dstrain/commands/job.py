@@ -37,9 +37,9 @@ class Job:
     """What is to be done, checked."""
 
     run: Run
-    settings: dict[str, Any]                 # for deepspeed.initialize
-    remarks: list[str]                       # worth printing once
-    memory: str = ""                         # what a rank will keep, and what is free now; on rank 0
+    settings: dict[str, Any]  # for deepspeed.initialize
+    remarks: list[str]  # worth printing once
+    memory: str = ""  # what a rank will keep, and what is free now; on rank 0
 
 
 def prepare(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
@@ -77,20 +77,26 @@ def checked(run: Run) -> tuple[Run, list[str]]:
         run = run.model_copy(update={"data": completed(run.data)})
         require_kind(run.data, run.system, schema.learns_from, systems.learners)
         if run.data.durations and not schema.learns_durations:
-            raise ConfigError(f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
-                              "system=phenaki.tokenizer")
+            raise ConfigError(
+                f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
+                "system=phenaki.tokenizer"
+            )
         run = recipe.check(run, schema)
         config = systems.config(run.system, run.model)
         fields = {"size_conditions": "size_conditions", "embeddings": "embedding_dim"}
         if not run.data.durations:
             fields["buckets"] = "sizes"
-        problems += [f"data.{entry}: {run.system} has no use for it: leave it out, or choose system=dit"
-                     for entry, field in fields.items()
-                     if getattr(run.data, entry) and field not in schema.model_fields]
+        problems += [
+            f"data.{entry}: {run.system} has no use for it: leave it out, or choose system=dit"
+            for entry, field in fields.items()
+            if getattr(run.data, entry) and field not in schema.model_fields
+        ]
         labels, classes = run.samples.labels or (), config.num_labels
         if unknown := [label for label in labels if classes is not None and label >= classes]:
-            problems.append(f"samples.labels={list(labels)}: {unknown} are not below model.{config.num_labels_field}="
-                            f"{classes}; labels are 0 to {classes - 1}")
+            problems.append(
+                f"samples.labels={list(labels)}: {unknown} are not below model.{config.num_labels_field}="
+                f"{classes}; labels are 0 to {classes - 1}"
+            )
         problems += config.conflicts(run)
     return run, problems
 
@@ -119,21 +125,31 @@ def _data_problems(data: Data) -> list[str]:
     """What is wrong with the paths of the data, of all sources of a mixture."""
     parts = data.parts() or (data,)
     sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]
-    problems = [problem for section, part in zip(sections, parts)
-                for key, path in ((f"{section}.path", part.path), (f"{section}.held_out_path", part.held_out_path))
-                if path is not None and (problem := _data_path_problem(key, path))]
-    problems += [f"data.held_out={part.held_out}: {part.path} holds out images itself: leave it out" for part in parts
-                 if part.held_out and part.path.startswith("builtin:")]
+    problems = [
+        problem
+        for section, part in zip(sections, parts)
+        for key, path in ((f"{section}.path", part.path), (f"{section}.held_out_path", part.held_out_path))
+        if path is not None and (problem := _data_path_problem(key, path))
+    ]
+    problems += [
+        f"data.held_out={part.held_out}: {part.path} holds out images itself: leave it out"
+        for part in parts
+        if part.held_out and part.path.startswith("builtin:")
+    ]
     if problems:
         return problems
     for part, other in itertools.product(parts, parts):
         if other.held_out_path and _share(part.path, other.held_out_path):
-            problems.append(f"data.held_out_path={other.held_out_path} and data.path={part.path} share files, and "
-                            "evaluation would see what was trained on: name a folder beside it, or write "
-                            "data.held_out=0.02")
+            problems.append(
+                f"data.held_out_path={other.held_out_path} and data.path={part.path} share files, and "
+                "evaluation would see what was trained on: name a folder beside it, or write "
+                "data.held_out=0.02"
+            )
         elif part is not other and other.held_out and _share(part.path, other.path):
-            problems.append(f"data.mixture: {part.path} and {other.path} share files, and what one holds out would be "
-                            "trained on in the other: take folders that lie beside each other, or hold nothing out")
+            problems.append(
+                f"data.mixture: {part.path} and {other.path} share files, and what one holds out would be "
+                "trained on in the other: take folders that lie beside each other, or hold nothing out"
+            )
     return problems
 
 
@@ -148,7 +164,7 @@ def _data_path_problem(key: str, path: str) -> str | None:
 
     if path.startswith("builtin:"):
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
-    if is_elsewhere(path):                        # whether it is there shows when it is listed
+    if is_elsewhere(path):  # whether it is there shows when it is listed
         return None
     if not os.path.exists(path):
         return strange_address(key, path) or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
@@ -159,8 +175,10 @@ def _data_path_problem(key: str, path: str) -> str | None:
     except OSError as error:
         return f"{key}={path} cannot be listed ({error.strerror}): give a folder that you may read"
     if empty:
-        return (f"{key}={path} is an empty folder: put images into it, those of a class in a folder of its own, or "
-                "name other data (launch/data.md has all forms), or builtin:fashion")
+        return (
+            f"{key}={path} is an empty folder: put images into it, those of a class in a folder of its own, or "
+            "name other data (launch/data.md has all forms), or builtin:fashion"
+        )
     return None
 
 
@@ -180,8 +198,9 @@ def _folder_problem(folder: Path) -> str | None:
     return None
 
 
-def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, Any],
-                           world: int) -> tuple[list[str], str]:
+def _check_data_and_folder(
+    run: Run, options: JobOptions, resolved: dict[str, Any], world: int
+) -> tuple[list[str], str]:
     """Checks what shows only when the data are listed, the system is built and the folder's earlier run is read.
 
     Returns remarks that are worth printing, and a line about memory. ConfigError: the first problem.
@@ -198,14 +217,23 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
         raise ConfigError(f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}")
     system = systems.build(run.system, run.model)
     if run.data.flip and system.takes_texts and source.captioned:
-        raise ConfigError(f"data.flip=true: {run.system} reads the captions of {run.data.path}, and a mirrored sample "
-                          "would belie those that say left or right: write data.flip=false")
+        raise ConfigError(
+            f"data.flip=true: {run.system} reads the captions of {run.data.path}, and a mirrored sample "
+            "would belie those that say left or right: write data.flip=false"
+        )
     system.accepts(source)
     _require_samples(run, system)
     config = systems.config(run.system, run.model)
-    require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels,
-                    own=not (run.data.mixture or run.data.held_out_path))
-    checked_quality(run, system, source, held_out)            # asks for a label of each class
+    require_classes(
+        run.data.path,
+        source,
+        held_out,
+        config.num_labels,
+        config.num_labels_field,
+        config.without_labels,
+        own=not (run.data.mixture or run.data.held_out_path),
+    )
+    checked_quality(run, system, source, held_out)  # asks for a label of each class
     remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
     with _collecting(problems := []):
         system.require_expressible()
@@ -220,10 +248,11 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
     remarks += probe(run, system, source)
     if options.dry_run:
         from dstrain.planning.estimate import brief
+
         return [*remarks, brief(run, system, resolved, world)], ""
     try:
         return remarks, f"{keeps(run, system, resolved, world)}; {free()}"
-    except (RuntimeError, TypeError, ValueError):        # as probe.py meets them on the meta device
+    except (RuntimeError, TypeError, ValueError):  # as probe.py meets them on the meta device
         return remarks, ""
 
 
@@ -238,8 +267,10 @@ def _check_step(run: Run, options: JobOptions) -> None:
     store = Store(run.directory / "checkpoints")
     steps = sorted({*store.steps(), *store.put_aside()})
     if options.step not in steps:
-        raise ConfigError(f"--step {options.step}: {run.directory} holds no checkpoint of that step; it holds "
-                          f"{', '.join(map(str, steps)) or 'none'}")
+        raise ConfigError(
+            f"--step {options.step}: {run.directory} holds no checkpoint of that step; it holds "
+            f"{', '.join(map(str, steps)) or 'none'}"
+        )
 
 
 def _check_profile(run: Run, options: JobOptions) -> None:
@@ -254,16 +285,20 @@ def _require_samples(run: Run, system: System) -> None:
     system.sampler(samples.sampler, "samples.sampler")
     system.check_sampling(samples)
     if run.every.sample and system.generates and (problem := system.cannot_draw()):
-        raise ConfigError(f"every.sample={run.every.sample}: {problem}; write every.sample=0, or set `generates` to "
-                          "False in the system")
+        raise ConfigError(
+            f"every.sample={run.every.sample}: {problem}; write every.sample=0, or set `generates` to "
+            "False in the system"
+        )
     if samples.prompts and not (system.takes_texts and draws):
         raise ConfigError(f"samples.prompts: {run.system} draws nothing for texts while it trains; leave it out")
     if samples.num_frames is not None:
         if not (system.num_frames and draws):
             raise ConfigError(f"samples.num_frames={samples.num_frames}: {run.system} draws no videos; leave it out")
         if (samples.num_frames - 1) % system.temporal_patch_size:
-            raise ConfigError(f"samples.num_frames={samples.num_frames}: clips of this model have 1 + k * "
-                              f"{system.temporal_patch_size} frames")
+            raise ConfigError(
+                f"samples.num_frames={samples.num_frames}: clips of this model have 1 + k * "
+                f"{system.temporal_patch_size} frames"
+            )
         if samples.num_frames > system.num_frames:
             raise ConfigError(f"samples.num_frames={samples.num_frames}: this model has {system.num_frames} at most")
     if samples.prompts and run.every.sample:

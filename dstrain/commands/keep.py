@@ -19,21 +19,21 @@ from dstrain.distributed.processes import descendants
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import folders
 
-FRUITLESS = 4                                # starts in a row that save no step, after which it gives up
-_LONGEST = 300.0                             # seconds between two starts
-_ONCE = {"--from-scratch": 0, "--step": 1, "--profile": 1}    # options of one command alone, with the words they take
+FRUITLESS = 4  # starts in a row that save no step, after which it gives up
+_LONGEST = 300.0  # seconds between two starts
+_ONCE = {"--from-scratch": 0, "--step": 1, "--profile": 1}  # options of one command alone, with the words they take
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_SUBREAPER = 36                              # prctl: orphans below this process become its children
+_SUBREAPER = 36  # prctl: orphans below this process become its children
 
 
 @dataclass(frozen=True)
 class KeepOptions:
     """What was typed. backoff: seconds before a restart, doubled with each start that saved no step."""
 
-    words: tuple[str, ...]                   # the command, with its launcher
+    words: tuple[str, ...]  # the command, with its launcher
     max_restarts: int = 20
     backoff: float = 5.0
-    restart_on_stop: bool = False            # also where the run was stopped and saved (75)
+    restart_on_stop: bool = False  # also where the run was stopped and saved (75)
 
 
 def keep(options: KeepOptions, run: Run) -> int:
@@ -44,16 +44,16 @@ def keep(options: KeepOptions, run: Run) -> int:
 class _Supervisor:
     def __init__(self, options: KeepOptions, run: Run):
         self._options, self._run, self._folder = options, run, run.directory
-        self._signal: int | None = None                  # that was passed on: no restart after it
+        self._signal: int | None = None  # that was passed on: no restart after it
         self._process: subprocess.Popen | None = None
         self._new = not (self._folder / "run.yaml").exists()
         self._before = self._traces()
-        self._unwritten: list[str] = []                  # lines for restarts.log, until the folder is a run's
+        self._unwritten: list[str] = []  # lines for restarts.log, until the folder is a run's
 
     def run(self) -> int:
         """Starts until an end that a restart would not change."""
         for number in _SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:           # nohup ignores SIGHUP
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._pass_on)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -71,18 +71,22 @@ class _Supervisor:
                 self._say(f"{end}; no further restart, which would begin anew: {self._folder} is no longer there")
                 break
             if fruitless == FRUITLESS or restart == self._options.max_restarts:
-                why = f"{FRUITLESS} starts in a row have saved no step" if fruitless == FRUITLESS else \
-                    f"--max-restarts {restart} is reached"
+                why = (
+                    f"{FRUITLESS} starts in a row have saved no step"
+                    if fruitless == FRUITLESS
+                    else f"--max-restarts {restart} is reached"
+                )
                 self._say(f"{end}; no further restart: {why}")
                 break
-            pause = min(self._options.backoff * 2 ** fruitless, _LONGEST)
+            pause = min(self._options.backoff * 2**fruitless, _LONGEST)
             words = self._again()
-            self._say(f"{end}; restart {restart + 1} of {self._options.max_restarts} in {pause:g} s: "
-                      f"{shlex.join(words)}")
+            self._say(
+                f"{end}; restart {restart + 1} of {self._options.max_restarts} in {pause:g} s: {shlex.join(words)}"
+            )
             self._wait(pause)
             if self._signal:
                 break
-        return _exit_code(code) or exit_codes.BUG                       # 0, and the run is not complete
+        return _exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
 
     def _start(self, words: list[str]) -> int:
         """Runs the command until none of its processes lives and the folder's lock is free; how it ended."""
@@ -90,19 +94,23 @@ class _Supervisor:
             try:
                 self._process = subprocess.Popen(words, env=exit_codes.asking(file.name), start_new_session=True)
             except OSError as error:
-                raise ConfigError(f"{words[0]} cannot be started ({error.strerror}): name the launcher behind --, such "
-                                  "as deepspeed or python") from None
-            if self._signal:                                         # it came while the command was being started
+                raise ConfigError(
+                    f"{words[0]} cannot be started ({error.strerror}): name the launcher behind --, such "
+                    "as deepspeed or python"
+                ) from None
+            if self._signal:  # it came while the command was being started
                 self._pass_on(self._signal)
             code = self._process.wait()
             self._end_the_rest()
             if (self._folder / "run.yaml").exists():
-                folders.claim(self._folder).close()                  # rank 0 may run on another machine
+                folders.claim(self._folder).close()  # rank 0 may run on another machine
             noted = exit_codes.noted(file.name)
         if self._signal and exit_codes.STOPPED in noted:
             return exit_codes.STOPPED
         # torchrun turns every code into 1, as does deepspeed after a signal; and into 0 where its own child was killed.
-        vague = code == exit_codes.BUG or code == exit_codes.DONE and folders.last_saved(self._folder) < self._run.steps
+        vague = code == exit_codes.BUG or (
+            code == exit_codes.DONE and folders.last_saved(self._folder) < self._run.steps
+        )
         return next((number for number in exit_codes.DELIBERATE if number in noted), code) if vague else code
 
     def _end_the_rest(self) -> None:
@@ -114,7 +122,7 @@ class _Supervisor:
                 for pid in rest:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)
-        while True:                                                  # those that ended as orphans are its children
+        while True:  # those that ended as orphans are its children
             try:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     return
@@ -125,8 +133,9 @@ class _Supervisor:
         """Whether the command would end so again, or is not to be started again."""
         if self._signal or code in (exit_codes.WRONG_INPUT, exit_codes.DIVERGED):
             return True
-        return code == exit_codes.STOPPED and not self._options.restart_on_stop or \
+        return (code == exit_codes.STOPPED and not self._options.restart_on_stop) or (
             code == exit_codes.DONE and saved >= self._run.steps
+        )
 
     def _again(self) -> list[str]:
         """The command for a restart: without the options of one command, once this one has obeyed them."""
@@ -135,7 +144,7 @@ class _Supervisor:
             for option, values in _ONCE.items():
                 words = [word for word in words if not word.startswith(f"{option}=")]
                 while option in words:
-                    del words[words.index(option):words.index(option) + 1 + values]
+                    del words[words.index(option) : words.index(option) + 1 + values]
         return words
 
     def _traces(self) -> tuple[set[str], int]:
@@ -200,4 +209,4 @@ def command_of(words: Sequence[str]) -> list[str]:
     names = [Path(word).name for word in words]
     if "train.py" not in names:
         raise ConfigError("write the command behind --, for example: launch/keep.py -- deepspeed launch/train.py")
-    return list(words[names.index("train.py") + 1:])
+    return list(words[names.index("train.py") + 1 :])

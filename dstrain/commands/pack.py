@@ -37,12 +37,13 @@ from dstrain.distributed import group
 from dstrain.distributed.bars import Bar
 from dstrain.recipe import ConfigError, Data, NotRead, write_errors
 
-_SAMPLED = 1000                            # files whose sizes say how many samples a shard of --shard-bytes has
-_MOST_BYTES = 1 << 28                      # of one file
-_THREADS = 8                               # that read ahead
-_TARS = "tars.json"                        # as pack.json, beside tars
-_CLASSES = "classes.txt"                   # beside tars, which hold the numbers of classes: their names, a line each
-_RECORDS = ".records"                      # a record of each shard that is written, until pack.json has them all
+_SAMPLED = 1000  # files whose sizes say how many samples a shard of --shard-bytes has
+_MOST_BYTES = 1 << 28  # of one file
+_THREADS = 8  # that read ahead
+_TARS = "tars.json"  # as pack.json, beside tars
+_CLASSES = "classes.txt"  # beside tars, which hold the numbers of classes: their names, a line each
+_RECORDS = ".records"  # a record of each shard that is written, until pack.json has them all
+
 
 class _Packable(Indexed):
     """The samples of an index as files, for the fingerprint of their names, labels, captions and sizes."""
@@ -68,7 +69,7 @@ class _Packable(Indexed):
         return f"{self.layout.request.noun} n={len(self)} names={self._names()}"
 
 
-Sampled = tuple[str, bytes, int | None, tuple[str, ...]]      # name, encoded bytes, label, captions
+Sampled = tuple[str, bytes, int | None, tuple[str, ...]]  # name, encoded bytes, label, captions
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ class PackOptions:
     data: Data
     out: Path
     format: Literal["shards", "tar"] = "shards"
-    shard_bytes: int = 1 << 28             # about so many; the samples of a shard are as many as of others
-    images: bool = False                   # of a folder with pictures and videos, the pictures alone
-    captions: bool = False                 # of pictures: theirs, too
+    shard_bytes: int = 1 << 28  # about so many; the samples of a shard are as many as of others
+    images: bool = False  # of a folder with pictures and videos, the pictures alone
+    captions: bool = False  # of pictures: theirs, too
     max_bad_fraction: float = 0.01
 
 
@@ -88,20 +89,25 @@ def pack(options: PackOptions) -> dict[str, Any]:
     """Writes options.out, on all ranks together; returns what its pack.json says. ConfigError: what prevents it."""
     layout, index = _opened(options)
     first = group.rank() == 0
-    files = _Packable(layout, index)                   # on all ranks together
+    files = _Packable(layout, index)  # on all ranks together
     plan = from_first(lambda: _plan(options, files))
     if first:
         words = f"{len(index.classes):,} classes" if index.classes else "no classes"
         words += ", captions" if plan["captions"] else ", no captions"
-        print(f"data: {options.data.path}: {len(index):,} {plan['noun']}, {words}; {plan['shard_samples']:,} a shard",
-              flush=True)
+        print(
+            f"data: {options.data.path}: {len(index):,} {plan['noun']}, {words}; {plan['shard_samples']:,} a shard",
+            flush=True,
+        )
     with claimed(options.out, "packs", lambda: _prepare(options, plan)):
-        plan = from_first(lambda: _planned(options.out))              # an earlier command has counted, too
+        plan = from_first(lambda: _planned(options.out))  # an earlier command has counted, too
         count = -(-len(index) // plan["shard_samples"])
         earlier = from_first(lambda: _earlier(options.out))
         mine = range(group.rank(), count, group.world())
-        records = {number: record for number in mine
-                   if (record := _whole(options.out, plan["format"], number, earlier)) is not None}
+        records = {
+            number: record
+            for number in mine
+            if (record := _whole(options.out, plan["format"], number, earlier)) is not None
+        }
         whole = {number for number, _ in of_all_ranks(records.items())}
         missing = [number for number in range(count) if number not in whole]
         records |= _make(options, plan, files, missing)
@@ -111,11 +117,15 @@ def pack(options: PackOptions) -> dict[str, Any]:
 def _opened(options: PackOptions) -> tuple[Layout, Index]:
     data = options.data
     if data.path.startswith("builtin:") or data.mixture:
-        raise ConfigError(f"{data.path}: what is built in is not packed; name a folder or a file of data" if
-                          not data.mixture else "data.mixture: pack its sources one by one, and mix what was packed")
+        raise ConfigError(
+            f"{data.path}: what is built in is not packed; name a folder or a file of data"
+            if not data.mixture
+            else "data.mixture: pack its sources one by one, and mix what was packed"
+        )
     if "://" not in data.path and Path(data.path).resolve() in (out := options.out.resolve(), *out.parents):
-        raise ConfigError(f"--out {options.out} lies in {data.path}, where the shards would count as data: name a "
-                          "folder beside it")
+        raise ConfigError(
+            f"--out {options.out} lies in {data.path}, where the shards would count as data: name a folder beside it"
+        )
     clips = not options.images and (data.num_frames is not None or holds_videos(data.path))
     return index_of(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
 
@@ -126,9 +136,16 @@ def _plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
     rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLED).astype(int)).tolist()
     sizes = [len(content) for _, content, _, _ in _read(files, rows, lambda name, reason: None)]
     samples = max(1, round(options.shard_bytes / max(np.mean(sizes), 1)))
-    return {"format": options.format, "noun": layout.request.noun, "number": len(index), "shard_samples": samples,
-            "shard_bytes": options.shard_bytes, "classes": len(index.classes),
-            "captions": 1 if files.beside else index.most_captions, "data": files.contents()}
+    return {
+        "format": options.format,
+        "noun": layout.request.noun,
+        "number": len(index),
+        "shard_samples": samples,
+        "shard_bytes": options.shard_bytes,
+        "classes": len(index.classes),
+        "captions": 1 if files.beside else index.most_captions,
+        "data": files.contents(),
+    }
 
 
 def _prepare(options: PackOptions, plan: dict[str, Any]) -> str | None:
@@ -137,8 +154,11 @@ def _prepare(options: PackOptions, plan: dict[str, Any]) -> str | None:
     if (out / PACKING).exists():
         try:
             before = _planned(out)
-            changes = [f"{key} {before[key]} there, {value} here" for key, value in plan.items()
-                       if key != "shard_samples" and before[key] != value]
+            changes = [
+                f"{key} {before[key]} there, {value} here"
+                for key, value in plan.items()
+                if key != "shard_samples" and before[key] != value
+            ]
         except (OSError, ValueError, KeyError, TypeError):
             return f"--out {out} has a {PACKING} that cannot be read: name another folder"
         return f"--out {out} holds other shards: {'; '.join(changes)}. Name another folder" if changes else None
@@ -181,10 +201,11 @@ def _whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]
     return None
 
 
-def _make(options: PackOptions, plan: dict[str, Any], files: _Packable,
-          missing: list[int]) -> dict[int, dict[str, Any]]:
+def _make(
+    options: PackOptions, plan: dict[str, Any], files: _Packable, missing: list[int]
+) -> dict[int, dict[str, Any]]:
     """Writes this rank's share of the missing shards; a record of each."""
-    mine, size, total = missing[group.rank()::group.world()], plan["shard_samples"], len(files)
+    mine, size, total = missing[group.rank() :: group.world()], plan["shard_samples"], len(files)
     bad: list[tuple[str, str]] = []
     rows = (row for number in mine for row in range(number * size, min((number + 1) * size, total)))
     samples = _read(files, rows, lambda name, reason: bad.append((name, reason)))
@@ -198,13 +219,18 @@ def _make(options: PackOptions, plan: dict[str, Any], files: _Packable,
             with write_errors(path, SAME_COMMAND), atomic.replacing(path) as temporary:
                 with open(temporary, "wb") as file:
                     write(file, islice(samples, here), number * size, files.layout.request.suffixes)
-                record = {"name": path.name, "size": temporary.stat().st_size, "hash": hash_of(temporary),
-                          "samples": here, "bad": [list(entry) for entry in bad[before:]]}
+                record = {
+                    "name": path.name,
+                    "size": temporary.stat().st_size,
+                    "hash": hash_of(temporary),
+                    "samples": here,
+                    "bad": [list(entry) for entry in bad[before:]],
+                }
             require_readable(len(bad), total, options.max_bad_fraction, "files")
             with write_errors(options.out, SAME_COMMAND):
                 atomic.write(_record(options.out, number), sealed.render(record))
             records[number] = record
-            bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))    # others are as far
+            bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))  # others are as far
     return records
 
 
@@ -219,11 +245,13 @@ def _read(files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str,
             captions = with_retries(lambda: files.captions(row))
         except NotRead:
             raise
-        except Exception as error:                    # a hostile file may raise anything
+        except Exception as error:  # a hostile file may raise anything
             path = Path(layout.root, place.name)
             if storage_fails(error, path):
-                raise NotRead(f"{path} cannot be read ({error}), and the fault is not the file's: mend the storage, "
-                              "then give the same command again") from None
+                raise NotRead(
+                    f"{path} cannot be read ({error}), and the fault is not the file's: mend the storage, "
+                    "then give the same command again"
+                ) from None
             kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
             content, problem = b"", kind + " ".join(str(error).split())[:200]
         label = index.label(row) if index.labelled else None
@@ -285,7 +313,7 @@ def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes:
             elif captions:
                 members["json"] = json.dumps({"caption": captions}).encode()
             for suffix, member in members.items():
-                entry = tarfile.TarInfo(f"{number:09d}.{suffix}")         # without times and owners: the same bytes
+                entry = tarfile.TarInfo(f"{number:09d}.{suffix}")  # without times and owners: the same bytes
                 entry.size = len(member)
                 archive.addfile(entry, io.BytesIO(member))
 
@@ -298,15 +326,22 @@ def _suffix(name: str, content: bytes, suffixes: tuple[str, ...]) -> str:
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             return {"jpeg": "jpg"}.get(image.format.lower(), image.format.lower())
-    except Exception:                                                     # unreadable, and bad when it is read again
+    except Exception:  # unreadable, and bad when it is read again
         return suffixes[0][1:]
 
 
-def _finish(options: PackOptions, plan: dict[str, Any], index: Index,
-            records: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _finish(
+    options: PackOptions, plan: dict[str, Any], index: Index, records: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
     """pack.json, written last, by rank 0."""
-    body = {"format": FORMAT, "noun": plan["noun"], "number": len(index), "classes": list(index.classes),
-            "captions": plan["captions"], "shards": [records[number] for number in sorted(records)]}
+    body = {
+        "format": FORMAT,
+        "noun": plan["noun"],
+        "number": len(index),
+        "classes": list(index.classes),
+        "captions": plan["captions"],
+        "shards": [records[number] for number in sorted(records)],
+    }
     bad = sum(len(record["bad"]) for record in body["shards"])
     require_readable(bad, len(index), options.max_bad_fraction, "files")
     if group.rank() == 0:

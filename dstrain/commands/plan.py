@@ -22,9 +22,11 @@ from dstrain.planning.steptime import LAUNCHES
 from dstrain.recipe import ConfigError, Run
 from dstrain.tracking.hardware import chip
 
-_ROWS = 20                                   # of a search, in a table that fits a screen
-_HEAD = (f"{'stage':>5} {'micro':>6} {'steps x':>8} {'recompute':>10} {'GPU GB':>8} {'free GB':>8} {'s a step':>9} "
-         f"{'samples/s':>10}")
+_ROWS = 20  # of a search, in a table that fits a screen
+_HEAD = (
+    f"{'stage':>5} {'micro':>6} {'steps x':>8} {'recompute':>10} {'GPU GB':>8} {'free GB':>8} {'s a step':>9} "
+    f"{'samples/s':>10}"
+)
 
 
 def case(run: Run, ds_config: Path, world: int, gpus_per_node: int, gpu: str, network: float | None) -> Case:
@@ -33,14 +35,16 @@ def case(run: Run, ds_config: Path, world: int, gpus_per_node: int, gpu: str, ne
     ConfigError: an unknown chip, the JSON, or the recipe on so many ranks.
     """
     if world > LARGEST:
-        raise ConfigError(f"--world {world}: to count more than {LARGEST:,} ranks takes minutes, since DeepSpeed goes "
-                          f"over all of them in Python: give --world {LARGEST} or fewer, with batch.global in "
-                          "proportion; on more GPUs each keeps no more")
+        raise ConfigError(
+            f"--world {world}: to count more than {LARGEST:,} ranks takes minutes, since DeepSpeed goes "
+            f"over all of them in Python: give --world {LARGEST} or fewer, with batch.global in "
+            "proportion; on more GPUs each keeps no more"
+        )
     device = chip(gpu)
     if network is not None and device.name is None:
         raise ConfigError(f"--network: --gpu {gpu} names no chip, so that nothing is timed: leave it out, or name one")
     device = device if network is None else replace(device, network=network * 1e9 / 8)
-    resolve(ds_config, run, world, "cuda")                   # complaints that name the file
+    resolve(ds_config, run, world, "cuda")  # complaints that name the file
     return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device)
 
 
@@ -53,9 +57,11 @@ def first_stage_may_be_away(run: Run) -> Iterator[None]:
         if not str(error).startswith("first_stage."):
             raise
         side = run.data.image_size // 8
-        raise ConfigError(f"{error}; or plan the run without it: model.first_stage=null model.image_size={side} "
-                          f"data.image_size={side} data.channels=4, for latents of 4 channels and an eighth of the "
-                          "side") from None
+        raise ConfigError(
+            f"{error}; or plan the run without it: model.first_stage=null model.image_size={side} "
+            f"data.image_size={side} data.channels=4, for latents of 4 channels and an eighth of the "
+            "side"
+        ) from None
 
 
 def plan(case: Case, json: bool = False) -> tuple[str, bool]:
@@ -82,9 +88,12 @@ def ways(case: Case, json: bool = False) -> tuple[str, bool]:
         return as_json([estimate.figures() for estimate in estimates]), bool(estimates)
     if not estimates:
         return "no stage, micro-batch and recomputation fits: take more GPUs, or offload", False
-    lines = [f"{case.run.name} on {_where(estimates[0])}: what fits, "
-             + ("the fastest first" if case.chip.name else "the least memory first"), _HEAD,
-             *map(_row, estimates[:_ROWS])]
+    lines = [
+        f"{case.run.name} on {_where(estimates[0])}: what fits, "
+        + ("the fastest first" if case.chip.name else "the least memory first"),
+        _HEAD,
+        *map(_row, estimates[:_ROWS]),
+    ]
     if len(estimates) > _ROWS:
         lines.append(f"and {len(estimates) - _ROWS} more; --json prints all")
     return "\n".join(lines + _small(estimates[0])), True
@@ -93,9 +102,11 @@ def ways(case: Case, json: bool = False) -> tuple[str, bool]:
 def _row(estimate: Estimate) -> str:
     time, free = estimate.time, estimate.chip.memory - estimate.needed - estimate.reserve
     speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
-    return (f"{stage(estimate.settings):>5} {estimate.micro:>6} {estimate.settings['gradient_accumulation_steps']:>8} "
-            f"{estimate.choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
-            + ("" if estimate.fits else "  does not fit"))
+    return (
+        f"{stage(estimate.settings):>5} {estimate.micro:>6} {estimate.settings['gradient_accumulation_steps']:>8} "
+        f"{estimate.choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
+        + ("" if estimate.fits else "  does not fit")
+    )
 
 
 def calibrated(run: Run, ds_config: Path, json: bool = False) -> str:
@@ -120,15 +131,29 @@ def calibrated(run: Run, ds_config: Path, json: bool = False) -> str:
             case = _one_batch(run.model_copy(update={"model": model}), ds_config, size)
             rows.append({"depth": depth, "micro": size, "seconds": fitted.seconds(_costs(*case))})
     if json:
-        return as_json({"measured": seconds, "clock": clock, "per_operation": fitted.per_operation,
-                        "per_weight": fitted.per_weight, "predicted": rows})
-    lines = [f"{run.name}: a step of {' and '.join(map(str, cases))} samples took "
-             f"{' and '.join(f'{value:.4g}' for value in seconds.values())} s ({clock})",
-             f"so this device does {_short(1 / fitted.per_operation)}FLOP a second, and "
-             f"{fitted.per_weight * 1e9:.3g} ns a weight once a step. Predicted:",
-             f"{'depth':>6} {'samples':>8} {'seconds':>9} {'samples/s':>10}"]
-    return "\n".join(lines + [f"{row['depth'] or '-':>6} {row['micro']:>8} {row['seconds']:>9.4g} "
-                              f"{row['micro'] / row['seconds']:>10,.1f}" for row in rows])
+        return as_json(
+            {
+                "measured": seconds,
+                "clock": clock,
+                "per_operation": fitted.per_operation,
+                "per_weight": fitted.per_weight,
+                "predicted": rows,
+            }
+        )
+    lines = [
+        f"{run.name}: a step of {' and '.join(map(str, cases))} samples took "
+        f"{' and '.join(f'{value:.4g}' for value in seconds.values())} s ({clock})",
+        f"so this device does {_short(1 / fitted.per_operation)}FLOP a second, and "
+        f"{fitted.per_weight * 1e9:.3g} ns a weight once a step. Predicted:",
+        f"{'depth':>6} {'samples':>8} {'seconds':>9} {'samples/s':>10}",
+    ]
+    return "\n".join(
+        lines
+        + [
+            f"{row['depth'] or '-':>6} {row['micro']:>8} {row['seconds']:>9.4g} {row['micro'] / row['seconds']:>10,.1f}"
+            for row in rows
+        ]
+    )
 
 
 def _one_batch(run: Run, ds_config: Path, micro: int) -> tuple[Run, dict[str, Any]]:
@@ -151,38 +176,53 @@ def _where(estimate: Estimate) -> str:
 
 def _head(estimate: Estimate) -> list[str]:
     run, settings = estimate.run, estimate.settings
-    sizes = (f"batch {run.batch.global_:,} = {estimate.layout.world:,} ranks x {estimate.micro} x "
-             f"{settings['gradient_accumulation_steps']}")
+    sizes = (
+        f"batch {run.batch.global_:,} = {estimate.layout.world:,} ranks x {estimate.micro} x "
+        f"{settings['gradient_accumulation_steps']}"
+    )
     host = [name for name, value in estimate.choices().items() if value == "cpu"]
-    return [f"{run.name} on {_where(estimate)}",
-            f"stage {stage(settings)}, {precision(settings)}, {sizes}, recompute "
-            f"{estimate.choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
-            "weights    " + ", ".join(f"{part} {_short(number)}" for part, number in estimate.counts.weights.items())]
+    return [
+        f"{run.name} on {_where(estimate)}",
+        f"stage {stage(settings)}, {precision(settings)}, {sizes}, recompute "
+        f"{estimate.choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
+        "weights    " + ", ".join(f"{part} {_short(number)}" for part, number in estimate.counts.weights.items()),
+    ]
 
 
 def _device(estimate: Estimate) -> list[str]:
     lines = ["", "on each GPU, when a step takes most"]
     lines += [f"  {kind:14} {_short(size):>10}B" for kind, size in estimate.counts.device.items() if size]
-    lines += [f"  {kind:14} {'none':>10}    then; at other moments {_short(size)}B at most"
-              for kind, size in estimate.counts.elsewhen.items()]
-    lines += [f"  {'counted':14} {_short(estimate.needed):>10}B",
-              f"  {'reserve':14} {_short(estimate.reserve):>10}B   CUDA context, NCCL, loss of the allocator"]
+    lines += [
+        f"  {kind:14} {'none':>10}    then; at other moments {_short(size)}B at most"
+        for kind, size in estimate.counts.elsewhen.items()
+    ]
+    lines += [
+        f"  {'counted':14} {_short(estimate.needed):>10}B",
+        f"  {'reserve':14} {_short(estimate.reserve):>10}B   CUDA context, NCCL, loss of the allocator",
+    ]
     hosts = ", ".join(f"{kind} {_short(size)}B" for kind, size in estimate.counts.host.items() if size)
     per_machine = estimate.host * min(estimate.layout.gpus_per_node, estimate.layout.world)
-    return lines + [f"in the host's memory, of a rank: {hosts or 'nothing'}; of a machine: {_short(per_machine)}B"]
+    return [*lines, f"in the host's memory, of a rank: {hosts or 'nothing'}; of a machine: {_short(per_machine)}B"]
 
 
 def _step(estimate: Estimate) -> list[str]:
     counts, time = estimate.counts, estimate.time
     largest = " in the largest bucket" if estimate.run.data.buckets else ""
-    lines = ["", f"a step of a rank{largest}: {_short(counts.flops)}FLOP"
-             + (f", and {_short(counts.recomputed)}FLOP done again" if counts.recomputed else "")]
-    lines += [f"  {call.operation:14} {call.count:8.4g} calls {_short(call.bytes):>9}B  among {call.ranks:,}"
-              for call in counts.collectives]
+    lines = [
+        "",
+        f"a step of a rank{largest}: {_short(counts.flops)}FLOP"
+        + (f", and {_short(counts.recomputed)}FLOP done again" if counts.recomputed else ""),
+    ]
+    lines += [
+        f"  {call.operation:14} {call.count:8.4g} calls {_short(call.bytes):>9}B  among {call.ranks:,}"
+        for call in counts.collectives
+    ]
     if time:
         hidden = max(time.network - time.exposed, 0.0)
-        lines += [f"  it takes {_span(time.total)}: computing {_span(time.compute)}, update {_span(time.update)}, "
-                  f"network {_span(time.exposed)} (and {_span(hidden)} hidden)"]
+        lines += [
+            f"  it takes {_span(time.total)}: computing {_span(time.compute)}, update {_span(time.update)}, "
+            f"network {_span(time.exposed)} (and {_span(hidden)} hidden)"
+        ]
     return lines + [f"  {line}" for line in _small(estimate)]
 
 
@@ -190,8 +230,10 @@ def _small(estimate: Estimate) -> list[str]:
     """A warning about a time that is too short to be true."""
     if estimate.time is None or estimate.time.total >= LAUNCHES:
         return []
-    return [f"no step is that short: below {_span(LAUNCHES)} Python and the launches of kernels, which are not "
-            "modelled, take most"]
+    return [
+        f"no step is that short: below {_span(LAUNCHES)} Python and the launches of kernels, which are not "
+        "modelled, take most"
+    ]
 
 
 def _whole(estimate: Estimate) -> list[str]:
@@ -199,9 +241,12 @@ def _whole(estimate: Estimate) -> list[str]:
     checkpoint = f"checkpoint {_short(estimate.counts.checkpoint)}B"
     if time is None:
         return ["", f"{checkpoint}; no times, since --gpu names no chip"]
-    return ["", f"{figures['samples_per_second']:,.0f} samples/s (MFU {100 * figures['mfu']:.0f} %), "
-            f"{run.steps:,} steps in {_days(figures['days'])}, {figures['kwh']:,.4g} kWh of the GPUs",
-            f"{checkpoint}, written in {_span(time.save)} beside training, which waits {_span(time.stall)}"]
+    return [
+        "",
+        f"{figures['samples_per_second']:,.0f} samples/s (MFU {100 * figures['mfu']:.0f} %), "
+        f"{run.steps:,} steps in {_days(figures['days'])}, {figures['kwh']:,.4g} kWh of the GPUs",
+        f"{checkpoint}, written in {_span(time.save)} beside training, which waits {_span(time.stall)}",
+    ]
 
 
 def _verdict(estimate: Estimate) -> list[str]:
@@ -210,8 +255,10 @@ def _verdict(estimate: Estimate) -> list[str]:
 
 def _advice(estimate: Estimate, change: Estimate | None) -> list[str]:
     if change is None:
-        return ["no micro-batch, recomputation, stage and offload makes it fit, nor does any doubling of the GPUs that "
-                f"divides batch.global={estimate.run.batch.global_}: take larger GPUs"]
+        return [
+            "no micro-batch, recomputation, stage and offload makes it fit, nor does any doubling of the GPUs that "
+            f"divides batch.global={estimate.run.batch.global_}: take larger GPUs"
+        ]
     words = [_word(name, value) for name, value in changes(estimate, change).items()]
     speed = f", {_span(change.time.total)} a step" if change.time else ""
     return [f"with {', '.join(words)} it fits: {held(change)}{speed}"]
@@ -241,6 +288,6 @@ def _span(seconds: float) -> str:
 def _short(number: float) -> str:
     """A number with three digits and a prefix of thousands."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if number >= 10 ** power:
-            return f"{number / 10 ** power:.4g} {prefix}"
+        if number >= 10**power:
+            return f"{number / 10**power:.4g} {prefix}"
     return f"{number:.4g} "

@@ -64,21 +64,35 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
         with computing(options.precision):
             measured = _collected(images, networks, options)
         values = table.figures(networks, measured, known)
-        kept = {name: [len(side[network.name].kept) for side in (measured, known)]
-                for name, network in networks.items() if "kept" in table.METRICS[name].needs}
+        kept = {
+            name: [len(side[network.name].kept) for side in (measured, known)]
+            for name, network in networks.items()
+            if "kept" in table.METRICS[name].needs
+        }
     result = {
-        "run": run.name if run else options.images.name, "system": run and run.system, **facts,
-        "samples": len(images), "samples_of_split": len(images), "num_steps": options.num_steps,
+        "run": run.name if run else options.images.name,
+        "system": run and run.system,
+        **facts,
+        "samples": len(images),
+        "samples_of_split": len(images),
+        "num_steps": options.num_steps,
         "figures": {name: _finite(value) for name, (value, _) in values.items()},
         "standard_errors": {name: _finite(error) for name, (_, error) in values.items()},
-        "curves": {}, "timesteps": None, "quarters": {}, "nonfinite_samples": 0,
-        "data": {"path": str(run.data.path if run else options.images), "unreadable": []}, "reference": place,
+        "curves": {},
+        "timesteps": None,
+        "quarters": {},
+        "nonfinite_samples": 0,
+        "data": {"path": str(run.data.path if run else options.images), "unreadable": []},
+        "reference": place,
         "networks": {name: f"{network.name} {network.fingerprint}" for name, network in networks.items()},
         "kept": kept,
-        "precision": options.precision, "ranks": group.world(), "batch": options.batch,
+        "precision": options.precision,
+        "ranks": group.world(),
+        "batch": options.batch,
         "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "seconds": round(time.perf_counter() - start, 3)}
+        "seconds": round(time.perf_counter() - start, 3),
+    }
     path = out and out / f"{_name(options, result)}.json"
     if path is not None and group.rank() == 0:
         atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
@@ -110,8 +124,11 @@ def write_reference(options: QualityOptions) -> str:
         raise ConfigError(f"--write-reference {path}: name a file that ends in .npz")
     _require_enough(options)
     trained.require_writable(path.parent, "--write-reference")
-    networks = {name: network for name, network in table.chosen_networks(options.metrics, options.features).items()
-                if table.METRICS[name].compares}
+    networks = {
+        name: network
+        for name, network in table.chosen_networks(options.metrics, options.features).items()
+        if table.METRICS[name].compares
+    }
     if not networks:
         raise ConfigError(f"--metrics {','.join(options.metrics)}: these compare with no reference; name fid, say")
     run = trained.read(options.folder) if options.folder else None
@@ -131,8 +148,10 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
     if problem := system.cannot_draw():
         raise ConfigError(f"{options.folder} trains {run.system}, which cannot draw: {problem}")
     if system.takes_embeddings:
-        raise ConfigError(f"{options.folder} draws from what another run draws: do so by launch/generate.py RUN --then "
-                          f"{options.folder}, and measure what it wrote with --images")
+        raise ConfigError(
+            f"{options.folder} draws from what another run draws: do so by launch/generate.py RUN --then "
+            f"{options.folder}, and measure what it wrote with --images"
+        )
     if options.prompts and not system.takes_texts:
         raise ConfigError(f"--prompts: {options.folder} trains {run.system}, which takes no texts; leave it out")
     if system.draws_embeddings:
@@ -144,17 +163,29 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
     networks = trained.networks(system, checkpoint, kinds, dtype_of(options.precision))
     kind = Stories if options.metrics == ("scenes",) else Drawn
     drawn = kind(options, run, system, networks, source)
-    choice = {name: getattr(drawn.samples, name) if getattr(options, name) is None else getattr(options, name)
-              for name in (*SAMPLING, "labels")}
+    choice = {
+        name: getattr(drawn.samples, name) if getattr(options, name) is None else getattr(options, name)
+        for name in (*SAMPLING, "labels")
+    }
     if isinstance(drawn, Stories):
         choice["prime_frames"] = drawn.length.primed
     if options.guide:
-        drawn.networks["guide"] = load_guide(options.guide, system, choice["guidance_scale"],
-                                             dtype_of(options.precision))
+        drawn.networks["guide"] = load_guide(
+            options.guide, system, choice["guidance_scale"], dtype_of(options.precision)
+        )
         choice["guide"] = [*map(str, options.guide)]
-    return drawn, {"step": manifest(checkpoint)["step"], "weights": kinds, "split": "drawn", "seed": options.seed,
-                   "sampling": choice | {"sampler": sampler, "prompts": drawn.prompts and len(drawn.prompts),
-                                         "low_res": source and source.describe()}}
+    return drawn, {
+        "step": manifest(checkpoint)["step"],
+        "weights": kinds,
+        "split": "drawn",
+        "seed": options.seed,
+        "sampling": choice
+        | {
+            "sampler": sampler,
+            "prompts": drawn.prompts and len(drawn.prompts),
+            "low_res": source and source.describe(),
+        },
+    }
 
 
 def _begin(options: QualityOptions, run: Run) -> Source:
@@ -168,10 +199,13 @@ def _begin(options: QualityOptions, run: Run) -> Source:
 def _own_data(options: QualityOptions, run: Run) -> Images:
     """Images of a split of the run's data, cropped as in training; never mirrored."""
     split = options.split or "train"
-    source = None if split == "test" else built_in(run.data, split)       # codes of them are compared as pictures, too
+    source = None if split == "test" else built_in(run.data, split)  # codes of them are compared as pictures, too
     if source is None:
-        source = (open_split(run.data, split) if split == "test" else
-                  open_sources(run.data, run=options.folder)[split == "held_out"])
+        source = (
+            open_split(run.data, split)
+            if split == "test"
+            else open_sources(run.data, run=options.folder)[split == "held_out"]
+        )
     if source is None:
         raise ConfigError(f"{options.folder} holds no images out: leave out --split, or name another --reference")
     return Sourced(Spread(source.squares(), None if options.write_reference is None else options.num))
@@ -183,8 +217,8 @@ class _Reference:
 
     statistics: dict[str, Statistics] = field(default_factory=dict)
     images: Images | None = None
-    networks: dict[str, Features] = field(default_factory=dict)     # of metrics whose statistics are taken of `images`
-    place: str | None = None                                        # its name; None: nothing is compared
+    networks: dict[str, Features] = field(default_factory=dict)  # of metrics whose statistics are taken of `images`
+    place: str | None = None  # its name; None: nothing is compared
 
     def read(self, options: QualityOptions) -> dict[str, Statistics]:
         """Statistics by name of their network; those of the file before those of the images."""
@@ -193,8 +227,11 @@ class _Reference:
         statistics = dict(self.statistics)
         for name, other in _collected(self.images, self.networks, options, compared=True).items():
             mine = statistics.get(name, other)
-            statistics[name] = replace(other, mean=other.mean if mine.mean is None else mine.mean,
-                                       covariance=other.covariance if mine.covariance is None else mine.covariance)
+            statistics[name] = replace(
+                other,
+                mean=other.mean if mine.mean is None else mine.mean,
+                covariance=other.covariance if mine.covariance is None else mine.covariance,
+            )
         return statistics
 
 
@@ -209,14 +246,17 @@ def _reference(options: QualityOptions, run: Run | None, networks: dict[str, Fea
         return _Reference({}, _own_data(options, run), networks, f"{run.data.path}, {options.split or 'train'}")
     statistics = {}
     if path.suffix in reference.SUFFIXES and path.is_file():
-        statistics = reference.read(path, {network.name: network for network in networks.values()}.values(),
-                                    group.device())
+        statistics = reference.read(
+            path, {network.name: network for network in networks.values()}.values(), group.device()
+        )
     lacking = table.lacking(networks, statistics)
     if lacking and not reference.has_images(path):
         by = " and ".join(dict.fromkeys(networks[name].name for name in lacking))
-        raise ConfigError(f"--reference {path} holds no {' and no '.join(sorted(table.needs_of(lacking)))} for "
-                          f"--metrics {','.join(lacking)}, which are taken by {by}: give images, or write it with "
-                          "--write-reference")
+        raise ConfigError(
+            f"--reference {path} holds no {' and no '.join(sorted(table.needs_of(lacking)))} for "
+            f"--metrics {','.join(lacking)}, which are taken by {by}: give images, or write it with "
+            "--write-reference"
+        )
     images = open_set(path, "--reference") if lacking else None
     for name, network in networks.items():
         if "kept" in table.METRICS[name].needs:
@@ -225,12 +265,19 @@ def _reference(options: QualityOptions, run: Run | None, networks: dict[str, Fea
     return _Reference(statistics, images, {name: networks[name] for name in lacking}, str(path))
 
 
-def _collected(images: Images, networks: dict[str, Features], options: QualityOptions,
-               compared: bool = False) -> dict[str, Statistics]:
+def _collected(
+    images: Images, networks: dict[str, Features], options: QualityOptions, compared: bool = False
+) -> dict[str, Statistics]:
     share = f"{len(images)} {'of the reference' if compared else 'images'}"
     with Bar("taking features", total=len(images), unit="image", desc=share) as bar:
-        return table.collect(images, networks, options.batch, options.kept, compared,
-                             lambda number: bar.update(min(number * group.world(), bar.total - bar.n)))
+        return table.collect(
+            images,
+            networks,
+            options.batch,
+            options.kept,
+            compared,
+            lambda number: bar.update(min(number * group.world(), bar.total - bar.n)),
+        )
 
 
 def _finite(value: float | None) -> float | None:

@@ -31,9 +31,9 @@ USUAL = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25)
 class ReconstructOptions:
     """Which averages to make."""
 
-    folder: Path                               # of the run
-    widths: tuple[float, ...] | None = None    # None: those that were tracked, and USUAL ones that these make
-    step: int | None = None                    # of a snapshot; None: the newest
+    folder: Path  # of the run
+    widths: tuple[float, ...] | None = None  # None: those that were tracked, and USUAL ones that these make
+    step: int | None = None  # of a snapshot; None: the newest
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Made:
 
     width: float
     path: Path
-    misfit: float                              # the largest of its parts: profiles.Solution
+    misfit: float  # the largest of its parts: profiles.Solution
 
 
 def reconstruct(options: ReconstructOptions) -> list[Made]:
@@ -61,8 +61,12 @@ def reconstruct(options: ReconstructOptions) -> list[Made]:
         stores = {width: Store(folder / repr(width), sys.maxsize, check=validate.check) for width in widths}
         missing = [width for width, store in stores.items() if not _made(store, step, origin)]
         if missing:
-            _write(snapshots[-1], parts, {width: stores[width] for width in missing},
-                   {width: {**origin, "misfit": misfits[width]} for width in missing})
+            _write(
+                snapshots[-1],
+                parts,
+                {width: stores[width] for width in missing},
+                {width: {**origin, "misfit": misfits[width]} for width in missing},
+            )
     return [Made(width, _path(stores[width], step), max(misfits[width].values())) for width in widths]
 
 
@@ -74,23 +78,30 @@ def usable(folder: Path, step: int | None) -> list[Snapshot]:
     run, store = trained.read(folder), Store(folder / snapshots.FOLDER, check=validate.check)
     steps = group.from_first(store.steps())
     if not steps:
-        raise ConfigError(f"{folder} holds no snapshots of averages" + (
-            f": the first is written at step {run.ema.snapshots}" if run.ema.snapshots else
-            ", of which others are made: train with ema.profiles=[0.05,0.10] and ema.snapshots=N"))
+        raise ConfigError(
+            f"{folder} holds no snapshots of averages"
+            + (
+                f": the first is written at step {run.ema.snapshots}"
+                if run.ema.snapshots
+                else ", of which others are made: train with ema.profiles=[0.05,0.10] and ema.snapshots=N"
+            )
+        )
     step = steps[-1] if step is None else step
     if step not in steps:
         listed = ", ".join(map(str, steps[:3] + ["..."] * (len(steps) > 6) + steps[-3:] if len(steps) > 6 else steps))
         before = " lies before the first snapshot" if step < steps[0] else " is of no snapshot"
         raise ConfigError(f"--step {step}{before} of {folder}; there are {listed}")
     whole = []
-    for number in steps[:steps.index(step) + 1]:
+    for number in steps[: steps.index(step) + 1]:
         if fault := store.fault(number):
             if number == step:
-                raise ConfigError(f"the snapshot of step {step} in {store.folder} is damaged ({fault}): take another "
-                                  "--step")
+                raise ConfigError(
+                    f"the snapshot of step {step} in {store.folder} is damaged ({fault}): take another --step"
+                )
             if group.rank() == 0:
-                print(f"the snapshot of step {number} in {store.folder} is damaged and left out: {fault}",
-                      file=sys.stderr)
+                print(
+                    f"the snapshot of step {number} in {store.folder} is damaged and left out: {fault}", file=sys.stderr
+                )
         else:
             whole.append(_path(store, number))
     return together(whole)
@@ -102,7 +113,7 @@ def _made(store: Store, step: int, origin: dict[str, Any]) -> bool:
         return False
     if store.fault(step) is None and origin.items() <= manifest(_path(store, step))["extra"].items():
         return True
-    group.barrier()                                               # all have read it
+    group.barrier()  # all have read it
     if group.rank() == 0:
         shutil.rmtree(_path(store, step))
     group.barrier()
@@ -127,7 +138,7 @@ def _write(last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store]
                 hashed[width][name] = entry
         for folder in folders.values() if group.rank() == 0 else ():
             shutil.copyfile(last.path / COMMON, folder / COMMON)
-    except (OSError, ConfigError) as error:                       # the other ranks wait in commit
+    except (OSError, ConfigError) as error:  # the other ranks wait in commit
         failed = str(error)
     for width, store in stores.items():
         if not store.commit(last.step, extras[width], failed, hashed[width]):
@@ -140,5 +151,7 @@ def _path(store: Store, step: int) -> Path:
 
 def report(made: Sequence[Made]) -> str:
     """The lines that are printed in the end."""
-    return "\n".join(f"--ema {one.width}: {one.path}" + (
-        f"; its profile is met to {one.misfit:.1%}" if one.misfit > 5e-4 else "") for one in made)
+    return "\n".join(
+        f"--ema {one.width}: {one.path}" + (f"; its profile is met to {one.misfit:.1%}" if one.misfit > 5e-4 else "")
+        for one in made
+    )

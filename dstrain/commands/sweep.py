@@ -47,8 +47,9 @@ def _unseen(folder: Path, run: Run) -> Source:
     return source
 
 
-def sweep(folder: Path, step: int, widths: Sequence[float], num: int | None = None,
-          batch: int = 32) -> tuple[Path, dict[str, Any]]:
+def sweep(
+    folder: Path, step: int, widths: Sequence[float], num: int | None = None, batch: int = 32
+) -> tuple[Path, dict[str, Any]]:
     """Held-out losses of the averages of these widths at `step`, on all ranks together: the JSON file, and its content.
 
     num: held-out samples, evenly spaced; None: all. batch: samples of one rank at a time. Samples meet the same noise
@@ -62,8 +63,9 @@ def sweep(folder: Path, step: int, widths: Sequence[float], num: int | None = No
         networks = trained.networks(system, path, trained.kinds(system, path, width), torch.float32)
         batches = held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
         scores.append(score(system, networks, batches))
-    return _written(folder, {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}, "loss",
-                    widths, scores)
+    return _written(
+        folder, {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}, "loss", widths, scores
+    )
 
 
 def sweep_metric(options: QualityOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
@@ -78,11 +80,14 @@ def sweep_metric(options: QualityOptions, widths: Sequence[float]) -> tuple[Path
     return _written(options.folder, facts, metric, widths, [result["figures"] for result in results])
 
 
-def _written(folder: Path, facts: dict[str, Any], judge: str, widths: Sequence[float],
-             scores: Sequence[dict[str, float | None]]) -> tuple[Path, dict[str, Any]]:
+def _written(
+    folder: Path, facts: dict[str, Any], judge: str, widths: Sequence[float], scores: Sequence[dict[str, float | None]]
+) -> tuple[Path, dict[str, Any]]:
     """Writes the scores of all widths, of which `judge` chooses the best."""
-    columns = {name: [None if one[name] is None or not math.isfinite(one[name]) else one[name] for one in scores]
-               for name in scores[0]}
+    columns = {
+        name: [None if one[name] is None or not math.isfinite(one[name]) else one[name] for one in scores]
+        for name in scores[0]
+    }
     finite = [(value, width) for width, value in zip(widths, columns[judge]) if value is not None]
     best = (max if judge in HIGHER else min)(finite, key=itemgetter(0))[1] if finite else None
     result = {**facts, "judge": judge, "widths": list(widths), "scores": columns, "best": best}
@@ -98,8 +103,16 @@ def _written(folder: Path, facts: dict[str, Any], judge: str, widths: Sequence[f
 def report(path: Path, result: dict[str, Any]) -> str:
     """The lines that are printed in the end."""
     judge = result["judge"]
-    rows = [f"  --ema {width:<8}" + ("not finite" if value is None else f"{value:.6g}")
-            for width, value in zip(result["widths"], result["scores"][judge])]
+    rows = [
+        f"  --ema {width:<8}" + ("not finite" if value is None else f"{value:.6g}")
+        for width, value in zip(result["widths"], result["scores"][judge])
+    ]
     name = "held-out loss" if judge == "loss" else judge
-    return "\n".join([f"{name} of {result['samples']} samples at step {result['step']}, by width", *rows,
-                      f"best: --ema {result['best']}", f"{path} and {path.with_suffix('.png').name}"])
+    return "\n".join(
+        [
+            f"{name} of {result['samples']} samples at step {result['step']}, by width",
+            *rows,
+            f"best: --ema {result['best']}",
+            f"{path} and {path.with_suffix('.png').name}",
+        ]
+    )

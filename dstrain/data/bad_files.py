@@ -13,8 +13,8 @@ import numpy as np
 from dstrain.data.source import Bad
 from dstrain.recipe import ConfigError
 
-_BLOCK = 1 << 20                           # bytes of the list that are read at a time
-_RECENT = 1024                             # names that are kept apart from the sorted ones
+_BLOCK = 1 << 20  # bytes of the list that are read at a time
+_RECENT = 1024  # names that are kept apart from the sorted ones
 
 
 class Names:
@@ -36,14 +36,14 @@ class Names:
         if self._known(value):
             return False
         self._recent.add(value)
-        if len(self._recent) > _RECENT + len(self._sorted) // 8:        # so each name is sorted a few times at most
+        if len(self._recent) > _RECENT + len(self._sorted) // 8:  # so each name is sorted a few times at most
             recent = np.fromiter(self._recent, np.uint64, len(self._recent))
             self._sorted, self._recent = np.sort(np.concatenate((self._sorted, recent))), set()
         return True
 
     def _known(self, value: int) -> bool:
         place = int(np.searchsorted(self._sorted, np.uint64(value)))
-        return value in self._recent or place < len(self._sorted) and int(self._sorted[place]) == value
+        return value in self._recent or (place < len(self._sorted) and int(self._sorted[place]) == value)
 
 
 class BadFiles:
@@ -62,7 +62,7 @@ class BadFiles:
         self.names = Names()
         if self.path is not None and self.path.exists() and not self.path.is_file():
             raise ConfigError(f"{self.path} is no regular file: remove it")
-        self._read = 0                                 # bytes of the list that this process knows
+        self._read = 0  # bytes of the list that this process knows
 
     def add(self, bad: Bad) -> None:
         """Lists the (name, reason) that are new. ConfigError: there are more than the limit."""
@@ -79,14 +79,15 @@ class BadFiles:
                 f"{len(self.names)} of {self.size} samples cannot be read (the last: {lines[-1][0]}: {lines[-1][1]}), "
                 f"more than the {self.limit} that data.max_bad_fraction={self.max_fraction} tolerates; see "
                 f"{self.path or 'no list, since no folder was given'}. Repair or remove them and delete the list, or "
-                "raise data.max_bad_fraction")
+                "raise data.max_bad_fraction"
+            )
 
     def _catch_up(self) -> None:
         """Reads what all ranks have added to the list since it was looked at last, whole lines alone."""
         if self.path is None or not self.path.exists():
             return
         with open(self.path, "rb") as file:
-            if file.seek(0, 2) < self._read:           # it was deleted meanwhile, and begun anew
+            if file.seek(0, 2) < self._read:  # it was deleted meanwhile, and begun anew
                 self._read = 0
             file.seek(self._read)
             for whole in _blocks(file):
@@ -101,8 +102,8 @@ class BadFiles:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab", buffering=0) as file:
-                file.write(line.encode())          # one write: lines of two ranks never mix
-        except OSError as error:                   # a full disk: the limit still holds for what this process has met
+                file.write(line.encode())  # one write: lines of two ranks never mix
+        except OSError as error:  # a full disk: the limit still holds for what this process has met
             warnings.warn(f"{self.path} cannot be written ({error.strerror}); unreadable: {line.strip()}", stacklevel=2)
 
 

@@ -37,10 +37,10 @@ from dstrain.recipe import ConfigError, NotRead
 
 Batch = dict[str, Tensor]
 
-_ON_HOST = ("caption", "other_caption")       # packed texts, which the host reads: a copy back would make it wait
-_HELD_OUT_STEP = -1                           # of the keys of held-out samples: a step that training never has
-_AHEAD = 1 << 30                              # bytes of samples that are read ahead, where a step has more
-_BAD = "bad"                                  # entry of a worker's batch: what it could not read
+_ON_HOST = ("caption", "other_caption")  # packed texts, which the host reads: a copy back would make it wait
+_HELD_OUT_STEP = -1  # of the keys of held-out samples: a step that training never has
+_AHEAD = 1 << 30  # bytes of samples that are read ahead, where a step has more
+_BAD = "bad"  # entry of a worker's batch: what it could not read
 
 
 class Batches(AbstractContextManager):
@@ -55,22 +55,35 @@ class Batches(AbstractContextManager):
     ConfigError: global_batch is no multiple of micro_batch * world.
     """
 
-    def __init__(self, source: Source, *, global_batch: int, micro_batch: int, seed: int, rank: int = 0, world: int = 1,
-                 num_workers: int | None = 0, device: torch.device | str = "cpu", folder: str | Path | None = None,
-                 max_bad_fraction: float = 0.01, flip: bool = True, steps: int | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        num_workers: int | None = 0,
+        device: torch.device | str = "cpu",
+        folder: str | Path | None = None,
+        max_bad_fraction: float = 0.01,
+        flip: bool = True,
+        steps: int | None = None,
+    ) -> None:
         _check(global_batch, micro_batch, rank, world)
         self.device = torch.device(device)
-        self.accumulation = global_batch // (micro_batch * world)      # micro-steps of one optimizer step
-        self.wait_seconds = 0.0                                        # host time spent waiting for samples
-        self.problem: ConfigError | NotRead | None = None              # why there are no samples for the next step
+        self.accumulation = global_batch // (micro_batch * world)  # micro-steps of one optimizer step
+        self.wait_seconds = 0.0  # host time spent waiting for samples
+        self.problem: ConfigError | NotRead | None = None  # why there are no samples for the next step
         self.num_workers = _choose_workers(num_workers, source)
         self._stream = _Stream(source, source.order(global_batch, seed), global_batch, seed, flip)
         self._layout = (global_batch, micro_batch, rank, world)
         self._steps = steps
         self._bad = BadFiles(folder, len(source), max_bad_fraction)
-        self._batches: Iterator[Batch] | None = None                   # runs on from step to step
-        self._next = -1                                                # step that comes next in it; -1: restart
-        self._release: weakref.finalize | None = None                  # ends the workers that run now
+        self._batches: Iterator[Batch] | None = None  # runs on from step to step
+        self._next = -1  # step that comes next in it; -1: restart
+        self._release: weakref.finalize | None = None  # ends the workers that run now
 
     def at(self, step: int) -> Iterator[Batch]:
         """The `accumulation` micro-batches of this rank at an optimizer step, on the device (see `placed`).
@@ -84,12 +97,12 @@ class Batches(AbstractContextManager):
             raise ConfigError(f"step {step} lies beyond the last, {self._steps - 1}")
         if step != self._next:
             self._restart(step)
-        self._next = -1                                                # left in the middle, the step starts again
+        self._next = -1  # left in the middle, the step starts again
         for micro in range(self.accumulation):
             batch = next(self._batches, None)
             if batch is None:
                 raise self.problem
-            if micro == self.accumulation - 1:                         # before the yield: the caller may not ask on
+            if micro == self.accumulation - 1:  # before the yield: the caller may not ask on
                 self._next = step + 1
             yield batch
 
@@ -117,10 +130,19 @@ class Batches(AbstractContextManager):
         self.problem = None
         options = {}
         if self.num_workers:
-            options = dict(num_workers=self.num_workers, prefetch_factor=2, worker_init_fn=workers.prepare,
-                           multiprocessing_context=workers.context())
-        loader = DataLoader(self._stream, sampler=_positions(step, self._steps, *self._layout), batch_size=None,
-                            pin_memory=self.device.type == "cuda", **options)
+            options = {
+                "num_workers": self.num_workers,
+                "prefetch_factor": 2,
+                "worker_init_fn": workers.prepare,
+                "multiprocessing_context": workers.context(),
+            }
+        loader = DataLoader(
+            self._stream,
+            sampler=_positions(step, self._steps, *self._layout),
+            batch_size=None,
+            pin_memory=self.device.type == "cuda",
+            **options,
+        )
         with workers.starting() as semaphores:
             reader = iter(loader)
         # The workers must end at exit before torch and multiprocessing wait for them, since they ignore SIGTERM. atexit
@@ -137,7 +159,7 @@ class Batches(AbstractContextManager):
         Ends after the last one, or where `problem` says why the next one is missing.
         """
         ahead: deque[Batch] = deque()
-        fetched, batch, size = self._fetched(reader, semaphores), {}, 0          # size: bytes of a batch
+        fetched, batch, size = self._fetched(reader, semaphores), {}, 0  # size: bytes of a batch
         while True:
             while batch is not None and len(ahead) <= (self.accumulation if len(ahead) * size < _AHEAD else 1):
                 if (batch := next(fetched, None)) is not None:
@@ -155,19 +177,21 @@ class Batches(AbstractContextManager):
                 if batch is not None:
                     self._bad.add(batch.pop(_BAD))
                 if batch is not None and self.num_workers and self.device.type == "cpu":
-                    batch = {name: tensor.clone() for name, tensor in batch.items()}     # a worker's holds a descriptor
+                    batch = {name: tensor.clone() for name, tensor in batch.items()}  # a worker's holds a descriptor
             except (ConfigError, NotRead) as error:  # a worker's comes wrapped in the worker's traceback
                 kind, text = type(error), str(error).strip()
                 self.problem = kind(text.splitlines()[-1].rpartition(f"{kind.__name__}: ")[2])
                 return
-            except RuntimeError as error:            # torch's, whose traceback tells nothing
+            except RuntimeError as error:  # torch's, whose traceback tells nothing
                 if "exited unexpectedly" not in str(error):
                     raise
-                self.problem = NotRead("a process that reads the data was ended: by the system where memory is short, "
-                                       "or since a file of the index or of the data was cut off meanwhile. Look at the "
-                                       "memory and the disk, then give the same command again")
+                self.problem = NotRead(
+                    "a process that reads the data was ended: by the system where memory is short, "
+                    "or since a file of the index or of the data was cut off meanwhile. Look at the "
+                    "memory and the disk, then give the same command again"
+                )
                 return
-            if count == self.num_workers:            # workers deliver in turn, so all of them run by now
+            if count == self.num_workers:  # workers deliver in turn, so all of them run by now
                 workers.unlink(semaphores)
             self.wait_seconds += time.perf_counter() - start
             if batch is None:
@@ -175,8 +199,15 @@ class Batches(AbstractContextManager):
             yield batch
 
 
-def held_out(source: Source, batch: int, rank: int = 0, world: int = 1, device: torch.device | str = "cpu",
-             seed: int = 0, limit: int | None = None) -> Iterator[Batch]:
+def held_out(
+    source: Source,
+    batch: int,
+    rank: int = 0,
+    world: int = 1,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    limit: int | None = None,
+) -> Iterator[Batch]:
     """The first `limit` samples (None: all) in their own order, shared out over the ranks, never mirrored.
 
     Every rank gets the same number of batches of the same size and, in turn, of the same shape, so that all make the
@@ -214,8 +245,10 @@ def _rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
 
 def placed(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
     """A batch on a device; packed texts stay on the host."""
-    return {name: tensor if name in _ON_HOST else tensor.to(device, non_blocking=non_blocking)
-            for name, tensor in batch.items()}
+    return {
+        name: tensor if name in _ON_HOST else tensor.to(device, non_blocking=non_blocking)
+        for name, tensor in batch.items()
+    }
 
 
 class _Stream:
@@ -226,9 +259,10 @@ class _Stream:
         self.global_batch, self.seed = global_batch, seed
 
     def __getitem__(self, stream: range) -> dict:
-        if self.source.expects:                   # what the next step takes: the disk reads it during this one
-            index, mirrored, key, *_ = self._drawn(range(stream.start + self.global_batch,
-                                                         stream.stop + self.global_batch))
+        if self.source.expects:  # what the next step takes: the disk reads it during this one
+            index, mirrored, key, *_ = self._drawn(
+                range(stream.start + self.global_batch, stream.stop + self.global_batch)
+            )
             self.source.expect(index, mirrored, self._chance(key))
         index, mirrored, key, positions, step = self._drawn(stream)
         batch, bad = self.source.read_batch(index, mirrored, self._chance(key))
@@ -242,16 +276,17 @@ class _Stream:
     def _drawn(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
         """Of each sample its index, whether it is mirrored, its key and its position (b,) in the step; and the step."""
         step = stream.start // self.global_batch
-        positions = torch.arange(stream.start, stream.stop)                                 # (b,)
+        positions = torch.arange(stream.start, stream.stop)  # (b,)
         index = self.order.index_at(positions)
         positions -= step * self.global_batch
         key = rng.keys(self.seed, step, positions)
-        mirrored = rng.uniform(key, "flip") < 0.5 if self.flip else None                    # (b,)
+        mirrored = rng.uniform(key, "flip") < 0.5 if self.flip else None  # (b,)
         return index, mirrored, key, positions, step
 
 
-def _positions(step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int,
-               world: int) -> Iterator[range]:
+def _positions(
+    step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int, world: int
+) -> Iterator[range]:
     """The stream positions of each micro-batch of a rank, from a step on; without end, or up to `steps`."""
     for number in itertools.count(step) if steps is None else range(step, steps):
         for offset in range(rank * micro_batch, global_batch, world * micro_batch):
@@ -263,24 +298,26 @@ def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Copies pinned batches to a CUDA device on a stream of its own, one batch ahead of the one in use."""
     side = torch.cuda.Stream(device)
     ahead: list[tuple[Batch, torch.cuda.Event]] = []
-    for host in itertools.chain(batches, [None]):                      # None: the last copy is still to be handed over
+    for host in itertools.chain(batches, [None]):  # None: the last copy is still to be handed over
         if host is not None:
             with torch.cuda.stream(side):
                 ahead.append((placed(host, device, non_blocking=True), side.record_event()))
-        if len(ahead) > 1 or ahead and host is None:
+        if len(ahead) > 1 or (ahead and host is None):
             batch, copied = ahead.pop(0)
             current = torch.cuda.current_stream(device)
             current.wait_event(copied)
             for tensor in batch.values():
                 if tensor.is_cuda:
-                    tensor.record_stream(current)                      # or the memory could be used anew too soon
+                    tensor.record_stream(current)  # or the memory could be used anew too soon
             yield batch
 
 
 def _check(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
     if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
-        raise ConfigError(f"batch.global={global_batch} and batch.micro={micro_batch} are at least 1, and rank {rank} "
-                          f"is one of {world}")
+        raise ConfigError(
+            f"batch.global={global_batch} and batch.micro={micro_batch} are at least 1, and rank {rank} "
+            f"is one of {world}"
+        )
     unit = micro_batch * world
     if global_batch % unit:
         below = global_batch // unit * unit
@@ -289,8 +326,10 @@ def _check(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
             share = global_batch // world
             fitting = [n for n in range(min(share, micro_batch), 0, -1) if share % n == 0][:3]
             advice += f", or batch.micro={' or '.join(map(str, fitting))}"
-        raise ConfigError(f"batch.global={global_batch} is no multiple of batch.micro={micro_batch} x {world} ranks = "
-                          f"{unit}: choose {advice}")
+        raise ConfigError(
+            f"batch.global={global_batch} is no multiple of batch.micro={micro_batch} x {world} ranks = "
+            f"{unit}: choose {advice}"
+        )
 
 
 def _choose_workers(num_workers: int | None, source: Source) -> int:
@@ -300,6 +339,6 @@ def _choose_workers(num_workers: int | None, source: Source) -> int:
     if source.light:
         return 0
     cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):              # Linux: a job may be bound to some of them
+    if hasattr(os, "sched_getaffinity"):  # Linux: a job may be bound to some of them
         cores = len(os.sched_getaffinity(0))
     return max(1, min(8, cores // place().local_world))

@@ -13,7 +13,7 @@ from torch import Tensor
 from dstrain.data.order import Order
 from dstrain.recipe import ConfigError
 
-_STRIDE = 0x9E3779B97F4A7C15               # between the seeds of two buckets
+_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two buckets
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BucketOrder:
         total = sum(self.counts)
         low, high = (value * self.global_batch // total for value in (step, step + len(self.counts)))
         high += 1
-        while high - low > 1:                                      # steps(low) <= step < steps(high)
+        while high - low > 1:  # steps(low) <= step < steps(high)
             middle = (low + high) // 2
             low, high = (middle, high) if self.steps(middle) <= step else (low, middle)
         return low
@@ -82,10 +82,10 @@ def nearest(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_upscale:
     aspects = np.log(sides[:, 0] / sides[:, 1])
     resolution = np.round(np.log2(targets.prod(1)))
     bucket = np.full(len(sides), -1)
-    for level in np.unique(resolution):                            # from the lowest: a higher one that fits replaces it
+    for level in np.unique(resolution):  # from the lowest: a higher one that fits replaces it
         members = np.flatnonzero(resolution == level)
         distance = np.abs(aspects[:, None] - np.log(targets[members, 0] / targets[members, 1]))
-        choice = members[np.round(distance, 9).argmin(1)]          # 9 digits: equally near is equal on every machine
+        choice = members[np.round(distance, 9).argmin(1)]  # 9 digits: equally near is equal on every machine
         fits = upscale(sides, targets[choice]) <= max_upscale
         bucket = np.where(fits | (bucket < 0), choice, bucket)
     return bucket

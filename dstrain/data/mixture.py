@@ -29,11 +29,22 @@ from dstrain.data.order import Order
 from dstrain.data.source import Bad, BadSample, Item, Source
 from dstrain.recipe import ConfigError, Data
 
-_BLOCK = 256                               # positions that are shuffled among each other
-_LARGEST = 1 << 30                         # sum of whole weights: products of two fit into int64
+_BLOCK = 256  # positions that are shuffled among each other
+_LARGEST = 1 << 30  # sum of whole weights: products of two fit into int64
 # What caches that are used together have in common, by the names of their encoding.
-ENCODED_ALIKE = ("first_stage", "kind", "image_size", "channels", "shape", "num_frames", "frame_stride", "captions",
-                 "text", "dtype", "flips")
+ENCODED_ALIKE = (
+    "first_stage",
+    "kind",
+    "image_size",
+    "channels",
+    "shape",
+    "num_frames",
+    "frame_stride",
+    "captions",
+    "text",
+    "dtype",
+    "flips",
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ class MixtureOrder:
     def places(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of stream positions int64 (...): the source of each, and its place in the stream of this source."""
         slots = position - position % _BLOCK + Order(_BLOCK, _seed_of(self.seed, -1)).index_at(position)
-        before = self._dealt(slots)                                            # (sources, ...)
+        before = self._dealt(slots)  # (sources, ...)
         sources = (self._dealt(slots + 1) - before).argmax(0)
         return sources, np.take_along_axis(before, sources[None], 0)[0]
 
@@ -78,7 +89,7 @@ class MixtureOrder:
         """count_k of the module's docstring, int64 (sources, ...), for numbers of slots int64 (...)."""
         counts, rest, total = [], slots, sum(self.weights)
         for weight in self.weights:
-            counts.append(rest // total * weight + rest % total * weight // total)     # rest * weight might overflow
+            counts.append(rest // total * weight + rest % total * weight // total)  # rest * weight might overflow
             rest, total = rest - counts[-1], total - weight
         return np.stack(counts)
 
@@ -111,22 +122,27 @@ class Mixture(Source):
 
     batched = True
 
-    def __init__(self, sources: Sequence[Source], names: Sequence[str], weights: Sequence[float] | None,
-                 classes: tuple[str, ...]) -> None:
+    def __init__(
+        self, sources: Sequence[Source], names: Sequence[str], weights: Sequence[float] | None, classes: tuple[str, ...]
+    ) -> None:
         self.sources, self.names, self.classes = tuple(sources), tuple(names), classes
         self.sizes = tuple(len(source) for source in sources)
         self.weights = whole(weights or self.sizes)
         self._ends = torch.tensor(self.sizes).cumsum(0)
         places = {name: place for place, name in enumerate(classes)}
         # The label of each class of a source in the mixture, None where they are the same.
-        self.labels = [None if source.classes == classes[:len(source.classes)] else
-                       torch.tensor([places[name] for name in source.classes]) for source in sources]
+        self.labels = [
+            None
+            if source.classes == classes[: len(source.classes)]
+            else torch.tensor([places[name] for name in source.classes])
+            for source in sources
+        ]
         self.noun = self.sources[0].noun
         self.light = all(source.light for source in sources)
         self.expects = any(source.expects for source in sources)
         self.captioned = all(source.captioned for source in sources)
         self.uncaptioned = next((source.uncaptioned for source in sources if source.uncaptioned), None)
-        chooses = next((source for source in sources if source.chance_name), sources[0])     # all that do choose alike
+        chooses = next((source for source in sources if source.chance_name), sources[0])  # all that do choose alike
         self.chance_name, self.chance_count = chooses.chance_name, chooses.chance_count
 
     def __len__(self) -> int:
@@ -142,13 +158,15 @@ class Mixture(Source):
         except BadSample as error:
             raise BadSample(f"{self.names[source]}/{error.path}", error.reason) from error
 
-    def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
-                   chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
+    def read_batch(
+        self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Bad]:
         """As of Source. A sample that cannot be read is replaced by one of the same source."""
         parts, rows, bad = [], [], []
         for source, here, places in self._by_source(index):
             part, unreadable = self.sources[source].read_batch(
-                places, *(None if values is None else values[here] for values in (mirrored, chance)))
+                places, *(None if values is None else values[here] for values in (mirrored, chance))
+            )
             parts.append(self._alike(source, part))
             rows.append(here)
             bad += [(f"{self.names[source]}/{name}", reason) for name, reason in unreadable]
@@ -158,8 +176,9 @@ class Mixture(Source):
     def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
         for source, here, places in self._by_source(index):
             if self.sources[source].expects:
-                self.sources[source].expect(places, *(None if values is None else values[here]
-                                                      for values in (mirrored, chance)))
+                self.sources[source].expect(
+                    places, *(None if values is None else values[here] for values in (mirrored, chance))
+                )
 
     def name(self, index: int) -> str:
         source, place = self._place(index)
@@ -179,8 +198,10 @@ class Mixture(Source):
 
     def describe(self) -> str:
         total = sum(self.weights)
-        parts = (f"{weight / total:.1%} {name} ({source.describe()})"
-                 for weight, name, source in zip(self.weights, self.names, self.sources))
+        parts = (
+            f"{weight / total:.1%} {name} ({source.describe()})"
+            for weight, name, source in zip(self.weights, self.names, self.sources)
+        )
         return f"a mixture of {len(self.sources)}, {super().describe()}: {'; '.join(parts)}"
 
     def class_counts(self) -> np.ndarray | None:
@@ -231,8 +252,10 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
     weights = None if data.mixture[0].weight is None else [source.weight for source in data.mixture]
     held = [(source, name) for source, name in zip(unseen, names) if source is not None]
     if without := [name for source, name in held if classes and not source.classes]:
-        raise ConfigError(f"data.mixture: the held-out data of {without[0]} have no classes, and those that are "
-                          "trained on have: put the files of each class into a folder of its own, named as there")
+        raise ConfigError(
+            f"data.mixture: the held-out data of {without[0]} have no classes, and those that are "
+            "trained on have: put the files of each class into a folder of its own, named as there"
+        )
     return Mixture(sources, names, weights, classes), Mixture(*zip(*held), None, classes) if held else None
 
 
@@ -245,8 +268,9 @@ def with_codes_of(data: Data, parts: Sequence[Data]) -> Data:
     for part in parts[1:]:
         if (part.codes is None) != (codes is None):
             encoded, plain = (parts[0], part) if part.codes is None else (part, parts[0])
-            raise ConfigError(f"data.mixture: {encoded.path} holds cached codes, and {plain.path} does not: encode "
-                              "all, or none")
+            raise ConfigError(
+                f"data.mixture: {encoded.path} holds cached codes, and {plain.path} does not: encode all, or none"
+            )
     if codes is None:
         return data.model_copy(update={"codes": None})
     indexes = [read_index(Path(part.path)) for part in parts]
@@ -254,13 +278,15 @@ def with_codes_of(data: Data, parts: Sequence[Data]) -> Data:
         for key in ENCODED_ALIKE:
             first, other = indexes[0]["encoding"].get(key), index["encoding"].get(key)
             if first != other:
-                raise ConfigError(f"data.mixture: {part.path} has {key} {other}, {parts[0].path} has {first}: encode "
-                                  "all of them alike")
+                raise ConfigError(
+                    f"data.mixture: {part.path} has {key} {other}, {parts[0].path} has {first}: encode "
+                    "all of them alike"
+                )
     weights = np.array([source.weight or index["encoding"]["number"] for source, index in zip(data.mixture, indexes)])
     if codes.kind == "latents":
         means, deviations = (np.array([index["statistics"][name] for index in indexes]) for name in ("mean", "std"))
-        mean, second = (np.average(values, weights=weights) for values in (means, deviations ** 2 + means ** 2))
-        codes = codes.model_copy(update={"scaling_factor": float((second - mean ** 2) ** -0.5)})
+        mean, second = (np.average(values, weights=weights) for values in (means, deviations**2 + means**2))
+        codes = codes.model_copy(update={"scaling_factor": float((second - mean**2) ** -0.5)})
     return data.model_copy(update={"codes": codes})
 
 
@@ -273,19 +299,25 @@ def common_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -
     first = sources[0].classes
     if without := [name for name, source in zip(names, sources) if bool(source.classes) != bool(first)]:
         have, lack = ("has classes", "none") if first else ("has no classes", "some")
-        raise ConfigError(f"data.mixture: {names[0]} {have}, and {without[0]} has {lack}: give all of them classes, or "
-                          "none")
+        raise ConfigError(
+            f"data.mixture: {names[0]} {have}, and {without[0]} has {lack}: give all of them classes, or none"
+        )
     classes = dict.fromkeys(first)
     for name, source in zip(names[1:], sources[1:]):
         if rule == "union":
             classes |= dict.fromkeys(source.classes)
             continue
-        problem = next((f"{name} has the class {own}, which {names[0]} has not" for own in source.classes
-                        if own not in classes), None)
+        problem = next(
+            (f"{name} has the class {own}, which {names[0]} has not" for own in source.classes if own not in classes),
+            None,
+        )
         if rule == "same":
-            problem = problem or next((f"{name} lacks the class {own} of {names[0]}" for own in first
-                                       if own not in set(source.classes)), None)
+            problem = problem or next(
+                (f"{name} lacks the class {own} of {names[0]}" for own in first if own not in set(source.classes)), None
+            )
         if problem:
-            raise ConfigError(f"data.mixture_classes={rule}: {problem}: name the classes alike, or write "
-                              "data.mixture_classes=union for the classes of all sources")
+            raise ConfigError(
+                f"data.mixture_classes={rule}: {problem}: name the classes alike, or write "
+                "data.mixture_classes=union for the classes of all sources"
+            )
     return tuple(classes)

@@ -28,18 +28,20 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.recipe import Codes, ConfigError, Data
 
-BUILTINS = ("builtin:fashion", EMOJI, MOVING, BUILTIN)          # what data.path may be beside a folder
-KINDS = {                                                # what data may hold: its name and the remedy, for messages
+BUILTINS = ("builtin:fashion", EMOJI, MOVING, BUILTIN)  # what data.path may be beside a folder
+KINDS = {  # what data may hold: its name and the remedy, for messages
     "images": ("images", "give a folder of images"),
     "clips": ("videos", "give a folder of videos, with data.num_frames=17, say"),
     "latents": ("cached latents", "give what launch/encode.py makes by a KL autoencoder"),
     "image_tokens": ("cached tokens of images", "give what launch/encode.py makes by a discrete VAE"),
     "clip_tokens": ("cached tokens of videos", "give what launch/encode.py makes by a phenaki.tokenizer"),
-    "pairs": ("embedding pairs", f"give a folder with img_emb/ and text_emb/, or {BUILTIN}")}
+    "pairs": ("embedding pairs", f"give a folder with img_emb/ and text_emb/, or {BUILTIN}"),
+}
 
 
-def open_sources(data: Data, verify: bool = False, run: Path | None = None,
-                 mixed: bool = False) -> tuple[Source, Source | None]:
+def open_sources(
+    data: Data, verify: bool = False, run: Path | None = None, mixed: bool = False
+) -> tuple[Source, Source | None]:
     """The training source and the held-out one, None where a folder holds nothing out; on all ranks together.
 
     verify: compare hashes, too. run: folder of the run that the command is about, where the index is kept. mixed: the
@@ -60,31 +62,46 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None,
                 codes.verify()
         return train, unseen
     if not data.path.startswith("builtin:"):
-        path, held_out_path = from_first(lambda: taken_apart(data.path, data.held_out, data.held_out_path,
-                                                                     cache=data.cache))
+        path, held_out_path = from_first(
+            lambda: taken_apart(data.path, data.held_out, data.held_out_path, cache=data.cache)
+        )
         data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
     if data.num_frames is not None:
         return _open_clips(data, run, mixed)
     if data.path == MOVING or holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     request = request_of(data, captions=data.embeddings is not None, mixed=mixed, measured=data.buckets is not None)
-    common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
-                  request=request, index=data.index, run=run, crop=Crop.of(data), sizes=data.size_conditions)
+    common = {
+        "channels": data.channels,
+        "held_out": data.held_out,
+        "held_out_path": data.held_out_path,
+        "draft": data.draft,
+        "request": request,
+        "index": data.index,
+        "run": run,
+        "crop": Crop.of(data),
+        "sizes": data.size_conditions,
+    }
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
-        return _completed(data, train), _completed(data, open_images(data.path, data.image_size, split="held_out",
-                                                                     **common))
+        return _completed(data, train), _completed(
+            data, open_images(data.path, data.image_size, split="held_out", **common)
+        )
     return _completed(data, train), None
 
 
 def _require_read(data: Data, mixed: bool) -> None:
     """ConfigError: entries about labels and columns of data that have their own."""
     own = data.path.startswith("builtin:") or is_encoded(data.path) or is_embeddings(data.path)
-    entries = [f"data.{name}" for name in ("labels", "class_list", "columns")
-               if getattr(data, name) != Data.model_fields[name].default]
+    entries = [
+        f"data.{name}"
+        for name in ("labels", "class_list", "columns")
+        if getattr(data, name) != Data.model_fields[name].default
+    ]
     if own and entries and not mixed and data.held_out_path is None:
-        raise ConfigError(f"{', '.join(entries)}: the labels and captions of {data.path} are as they were made: leave "
-                          "it out")
+        raise ConfigError(
+            f"{', '.join(entries)}: the labels and captions of {data.path} are as they were made: leave it out"
+        )
 
 
 def _completed(data: Data, source: Source) -> Source:
@@ -94,15 +111,17 @@ def _completed(data: Data, source: Source) -> Source:
     if data.buckets is None:
         return source
     if not isinstance(source, Images):
-        raise ConfigError(f"data.buckets: the images of {data.path} have one size: leave it out, or give a folder of "
-                          "images")
+        raise ConfigError(
+            f"data.buckets: the images of {data.path} have one size: leave it out, or give a folder of images"
+        )
     return Sized(source, data.buckets, data.max_upscale)
 
 
 def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
     """What the section asks of the form of its data."""
-    return Request(suffixes, labels=data.labels, class_list=data.class_list, columns=data.columns,
-                   cache=data.cache, **more)
+    return Request(
+        suffixes, labels=data.labels, class_list=data.class_list, columns=data.columns, cache=data.cache, **more
+    )
 
 
 def described(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
@@ -123,8 +142,9 @@ def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
     captions: of images, too; clips always have theirs.
     """
     if data.path.startswith("builtin:"):
-        raise ConfigError(f"data.path={data.path} is in the package, and neither listed nor packed: name data of your "
-                          "own")
+        raise ConfigError(
+            f"data.path={data.path} is in the package, and neither listed nor packed: name data of your own"
+        )
     request = request_of(data, captions=captions)
     if data.num_frames is not None:
         request = request_of(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
@@ -135,26 +155,40 @@ def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
 def _open_clips(data: Data, run: Path | None, mixed: bool) -> tuple[Source, Source | None]:
     height = data.height or data.image_size
     if data.path.startswith("builtin:") and data.buckets:
-        raise ConfigError(f"data.buckets: the clips of {data.path} have one length: leave it out, or give a folder of "
-                          "videos")
+        raise ConfigError(
+            f"data.buckets: the clips of {data.path} have one length: leave it out, or give a folder of videos"
+        )
     if data.path == MOVING:
-        settings = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
-                    "held_out_path": data.held_out_path}
+        settings = {
+            "frame_stride": data.frame_stride != 1,
+            "captions": data.captions,
+            "images": data.images,
+            "held_out_path": data.held_out_path,
+        }
         unused = [f"data.{name}" for name, value in settings.items() if value]
         if unused:
             raise ConfigError(f"{', '.join(unused)}: {MOVING} makes all that itself: leave it out")
         if data.flip:
-            raise ConfigError(f"data.flip=true: captions of {MOVING} say left and right, which a mirrored clip would "
-                              "belie: write data.flip=false")
+            raise ConfigError(
+                f"data.flip=true: captions of {MOVING} say left and right, which a mirrored clip would "
+                "belie: write data.flip=false"
+            )
         size = (data.num_frames, height, data.image_size, data.channels)
         return MovingFashion(*size, "train"), MovingFashion(*size, "held_out")
     if data.path.startswith("builtin:"):
-        raise ConfigError(f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write "
-                          f"data.path={MOVING}")
+        raise ConfigError(
+            f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write data.path={MOVING}"
+        )
     cut = Cut(data.num_frames, height, data.image_size, data.channels, data.frame_stride)
     request = request_of(data, CLIPS, noun="clips", captions=True, mixed=mixed, measured=data.buckets is not None)
-    common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions, request=request,
-                  index=data.index, run=run)
+    common = {
+        "held_out": data.held_out,
+        "held_out_path": data.held_out_path,
+        "captions": data.captions,
+        "request": request,
+        "index": data.index,
+        "run": run,
+    }
     train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
     unseen = None
     if data.held_out or data.held_out_path:
@@ -185,8 +219,10 @@ def open_split(data: Data, split: str) -> Source | None:
     ConfigError as `open_pairs`, and for data that have no such splits.
     """
     if not is_embeddings(data.path):
-        raise ConfigError(f"data.path={data.path} has no split {split}: only embedding pairs are split by data.splits; "
-                          "images have train and held_out")
+        raise ConfigError(
+            f"data.path={data.path} has no split {split}: only embedding pairs are split by data.splits; "
+            "images have train and held_out"
+        )
     return open_pairs(data.path, data.splits, split, group.place().world)
 
 
@@ -196,25 +232,32 @@ def completed(data: Data) -> Data:
     ConfigError: the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
     """
     if data.embeddings is not None and (is_encoded(data.path) or kind_of(data) != "images"):
-        raise ConfigError(f"data.embeddings={data.embeddings} goes with images, and data.path={data.path} holds "
-                          "others: leave it out, or give the images")
+        raise ConfigError(
+            f"data.embeddings={data.embeddings} goes with images, and data.path={data.path} holds "
+            "others: leave it out, or give the images"
+        )
     if data.embeddings is not None and (data.mixture or data.buckets):
-        raise ConfigError(f"data.embeddings={data.embeddings} goes with one source of squares: leave data.mixture and "
-                          "data.buckets out")
+        raise ConfigError(
+            f"data.embeddings={data.embeddings} goes with one source of squares: leave data.mixture and "
+            "data.buckets out"
+        )
     if data.mixture:
         parts = [completed(part) for part in data.parts()]
         for part, kind in zip(parts, kinds := [kind_of(part) for part in parts]):
             if kind != kinds[0] or kind == "pairs":
                 remedy = "pairs are not mixed" if kind == "pairs" else "mix sources of one kind"
-                raise ConfigError(f"data.mixture: {part.path} holds {KINDS[kind][0]}, {data.path} "
-                                  f"{KINDS[kinds[0]][0]}: {remedy}")
+                raise ConfigError(
+                    f"data.mixture: {part.path} holds {KINDS[kind][0]}, {data.path} {KINDS[kinds[0]][0]}: {remedy}"
+                )
         return with_codes_of(data, parts)
     if not is_encoded(data.path):
         return data.model_copy(update={"codes": None})
     if data.buckets or data.size_conditions or data.crop != "center":
         kind = "images" if data.num_frames is None else "clips"
-        raise ConfigError(f"data.buckets, data.crop, data.size_conditions: {data.path} holds codes of {kind} that were "
-                          f"cut to one size: leave them out, or give the {kind}")
+        raise ConfigError(
+            f"data.buckets, data.crop, data.size_conditions: {data.path} holds codes of {kind} that were "
+            f"cut to one size: leave them out, or give the {kind}"
+        )
     index = Latents(data.path).index
     encoding = index["encoding"]
     videos = "num_frames" in encoding
@@ -223,19 +266,30 @@ def completed(data: Data) -> Data:
         value = getattr(data, key) or of_images.get(key)
         encoded = encoding.get(key, of_images.get(key))
         if value != encoded:
-            raise ConfigError(f"data.{key}={value}: {data.path} was encoded from {'clips' if videos else 'images'} of "
-                              f"{key} {encoded}; write data.{key}={'null' if encoded is None else encoded}")
+            raise ConfigError(
+                f"data.{key}={value}: {data.path} was encoded from {'clips' if videos else 'images'} of "
+                f"{key} {encoded}; write data.{key}={'null' if encoded is None else encoded}"
+            )
     if data.flip and videos:
-        raise ConfigError(f"data.flip=true: {data.path} holds no mirrored videos, since captions name directions; "
-                          "write data.flip=false")
+        raise ConfigError(
+            f"data.flip=true: {data.path} holds no mirrored videos, since captions name directions; "
+            "write data.flip=false"
+        )
     if data.flip and encoding["flips"] == 1:
-        raise ConfigError(f"data.flip=true: {data.path} holds no mirrored images; write data.flip=false, or encode "
-                          "without --no-flip")
+        raise ConfigError(
+            f"data.flip=true: {data.path} holds no mirrored images; write data.flip=false, or encode without --no-flip"
+        )
     text = encoding.get("text") or {}
-    codes = Codes(kind=encoding["kind"], shape=encoding["shape"], flips=encoding["flips"],
-                  scaling_factor=index["statistics"].get("scaling_factor"), first_stage=encoding["first_stage"],
-                  codebook_size=encoding.get("codebook_size"), text=text.get("shape"),
-                  text_encoder=text.get("encoder"))
+    codes = Codes(
+        kind=encoding["kind"],
+        shape=encoding["shape"],
+        flips=encoding["flips"],
+        scaling_factor=index["statistics"].get("scaling_factor"),
+        first_stage=encoding["first_stage"],
+        codebook_size=encoding.get("codebook_size"),
+        text=text.get("shape"),
+        text_encoder=text.get("encoder"),
+    )
     return data.model_copy(update={"codes": codes})
 
 
@@ -258,7 +312,7 @@ def require_kind(data: Data, system: str, learns_from: Sequence[str], learners: 
     if kind == "pairs" and (data.held_out or data.held_out_path):
         raise ConfigError("data.held_out and data.held_out_path are for images: pairs are split by data.splits")
     exists = data.path.startswith("builtin:") or Path(data.path).exists()
-    if kind in learns_from or not exists:                     # opening a missing path raises its own error
+    if kind in learns_from or not exists:  # opening a missing path raises its own error
         return
     if kind == "images" and "clips" in learns_from:
         raise ConfigError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
@@ -276,15 +330,30 @@ def _open_codes(data: Data) -> tuple[Latents, Latents | None]:
         train = Latents(data.path, "train", data.held_out)
         return train, Latents(data.path, "held_out", data.held_out) if data.held_out else None
     if not is_encoded(data.held_out_path):
-        raise ConfigError(f"data.held_out_path={data.held_out_path} holds images, data.path={data.path} cached codes: "
-                          "encode the held-out images with the same first stage")
+        raise ConfigError(
+            f"data.held_out_path={data.held_out_path} holds images, data.path={data.path} cached codes: "
+            "encode the held-out images with the same first stage"
+        )
     train, unseen = Latents(data.path), Latents(data.held_out_path)
-    for key in ("first_stage", "kind", "image_size", "channels", "shape", "num_frames", "frame_stride", "captions",
-                "text"):
+    for key in (
+        "first_stage",
+        "kind",
+        "image_size",
+        "channels",
+        "shape",
+        "num_frames",
+        "frame_stride",
+        "captions",
+        "text",
+    ):
         if train.encoding.get(key) != unseen.encoding.get(key):
-            raise ConfigError(f"data.held_out_path={data.held_out_path} has {key} {unseen.encoding.get(key)}, "
-                              f"data.path={data.path} has {train.encoding.get(key)}: encode both alike")
+            raise ConfigError(
+                f"data.held_out_path={data.held_out_path} has {key} {unseen.encoding.get(key)}, "
+                f"data.path={data.path} has {train.encoding.get(key)}: encode both alike"
+            )
     if unseen.classes != train.classes:
-        raise ConfigError(f"data.held_out_path={data.held_out_path} has the classes {', '.join(unseen.classes[:5])}, "
-                          f"data.path={data.path} {', '.join(train.classes[:5])}: encode the same classes")
+        raise ConfigError(
+            f"data.held_out_path={data.held_out_path} has the classes {', '.join(unseen.classes[:5])}, "
+            f"data.path={data.path} {', '.join(train.classes[:5])}: encode the same classes"
+        )
     return train, unseen

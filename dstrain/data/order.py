@@ -47,12 +47,12 @@ class Order:
             return int(self.index_at(np.array([position], np.int64))[0])
         if position.size and position.min() < 0:
             raise ConfigError(f"a stream position is at least 0, not {position.min()}")
-        size = np.uint64(self.size)                                # the hash needs uint64, which wraps around
+        size = np.uint64(self.size)  # the hash needs uint64, which wraps around
         a = np.uint64(math.isqrt(self.size - 1) + 1)
         b = np.uint64(-(-self.size // int(a)))
         epoch, index = np.divmod(position.astype(np.uint64), size)
         key = _mix(_mix(np.full(1, self.seed & (1 << 64) - 1, np.uint64)) + epoch * _GOLDEN)
-        outside = np.ones(index.shape, bool)                       # all go through once
+        outside = np.ones(index.shape, bool)  # all go through once
         while outside.any():
             index[outside] = _network(index[outside], key[outside], a, b)
             outside = index >= size
@@ -64,7 +64,7 @@ def _network(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> 
     left, right = np.divmod(index, b)
     for _ in range(_ROUNDS // 2):
         key = key + _GOLDEN
-        left = (left + (_mix(right ^ key) >> np.uint64(1))) % a    # 63 bits: a sum that wraps would not be one-to-one
+        left = (left + (_mix(right ^ key) >> np.uint64(1))) % a  # 63 bits: a sum that wraps would not be one-to-one
         key = key + _GOLDEN
         right = (right + (_mix(left ^ key) >> np.uint64(1))) % b
     return left * b + right

@@ -21,11 +21,11 @@ from dstrain.recipe import ConfigError, NotRead
 
 Item = dict[str, Tensor | int]
 Chance = float | list[float]
-Bad = list[tuple[str, str]]                # (name, reason) of samples that cannot be read
+Bad = list[tuple[str, str]]  # (name, reason) of samples that cannot be read
 
-_MAX_TRIES = 1000                          # substitutes in a row; data with a longer stretch are broken as a whole
-_MIRRORED = ("image", "video")             # entries of a batch that have a left and a right side
-_LEFT = 3                                  # in the entry "size": see images.py
+_MAX_TRIES = 1000  # substitutes in a row; data with a longer stretch are broken as a whole
+_MIRRORED = ("image", "video")  # entries of a batch that have a left and a right side
+_LEFT = 3  # in the entry "size": see images.py
 
 
 class BadSample(Exception):
@@ -49,8 +49,10 @@ def reading(name: str, path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         if storage_fails(error, path):
-            raise NotRead(f"{path} cannot be read ({type(error).__name__}: {error}), and the fault is not the file's: "
-                          "mend the storage or free memory, then give the same command again") from None
+            raise NotRead(
+                f"{path} cannot be read ({type(error).__name__}: {error}), and the fault is not the file's: "
+                "mend the storage or free memory, then give the same command again"
+            ) from None
         reason = " ".join(str(error).replace(str(path), name).split())[:300]
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise BadSample(name, kind + reason) from error
@@ -63,17 +65,17 @@ class Source(ABC):
     shapes. Each module of this folder says which entries its items have. Sources are pickled for the workers.
     """
 
-    noun: str = "samples"                  # what a message calls the samples
-    classes: tuple[str, ...] = ()          # names of the classes; the label of an item is an index into them
-    light: bool = False                    # reading an item costs less than passing it between processes
-    captioned: bool = False                # items have captions
-    where: str = "data.path"               # for a message: the entry that names them, as data.path=FOLDER
-    check: str | None = None               # for a message: the command that lists which of them cannot be read
-    uncaptioned: str | None = None         # for a message: the setting whose files lack captions, as data.path=FOLDER
-    chance_name: str | None = None         # the random number that `read` takes, by its name in dstrain.rng; None: none
-    chance_count: int = 0                  # above 0, `read` takes a list of so many such numbers
-    batched: bool = False                  # `read_batch` is faster than item by item
-    expects: bool = False                  # `expect` begins to read what lies on a disk
+    noun: str = "samples"  # what a message calls the samples
+    classes: tuple[str, ...] = ()  # names of the classes; the label of an item is an index into them
+    light: bool = False  # reading an item costs less than passing it between processes
+    captioned: bool = False  # items have captions
+    where: str = "data.path"  # for a message: the entry that names them, as data.path=FOLDER
+    check: str | None = None  # for a message: the command that lists which of them cannot be read
+    uncaptioned: str | None = None  # for a message: the setting whose files lack captions, as data.path=FOLDER
+    chance_name: str | None = None  # the random number that `read` takes, by its name in dstrain.rng; None: none
+    chance_count: int = 0  # above 0, `read` takes a list of so many such numbers
+    batched: bool = False  # `read_batch` is faster than item by item
+    expects: bool = False  # `expect` begins to read what lies on a disk
 
     @abstractmethod
     def __len__(self) -> int:
@@ -156,8 +158,9 @@ class Source(ABC):
     def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
         """Samples that are read soon, as of `read_batch`. Does not wait for them."""
 
-    def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
-                   chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
+    def read_batch(
+        self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Bad]:
         """The samples at `index` int64 (b,) as a batch, and those that could not be read and were replaced.
 
         mirrored: bool (b,), the samples whose left and right sides change places. chance: float32 (b,) or (b,
@@ -165,10 +168,10 @@ class Source(ABC):
         """
         items, bad = read_items(self, index.tolist(), None if chance is None else chance.tolist())
         for place in () if mirrored is None else mirrored.nonzero()[:, 0].tolist():
-            item = items[place]                    # before they are stacked: picking rows of a batch copies them twice
+            item = items[place]  # before they are stacked: picking rows of a batch copies them twice
             items[place] = item | {name: item[name].flip(-1) for name in _MIRRORED if name in item}
-        batch = default_collate(items)             # numbers become int64 (b,)
-        if "right" in batch:                       # what a mirrored crop leaves out on its left was on its right
+        batch = default_collate(items)  # numbers become int64 (b,)
+        if "right" in batch:  # what a mirrored crop leaves out on its left was on its right
             right = batch.pop("right")
             if mirrored is not None:
                 batch["size"][mirrored, _LEFT] = right[mirrored]
@@ -191,7 +194,9 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
             except BadSample as error:
                 bad.append((error.path, error.reason))
         else:
-            raise ConfigError(f"{tries} sample{'s in a row' * (tries > 1)} cannot be read; the last is {bad[-1][0]}: "
-                              f"{bad[-1][1]}. Is {source.where} right?"
-                              + (f" `{source.check}` lists what cannot be read" if source.check else ""))
+            raise ConfigError(
+                f"{tries} sample{'s in a row' * (tries > 1)} cannot be read; the last is {bad[-1][0]}: "
+                f"{bad[-1][1]}. Is {source.where} right?"
+                + (f" `{source.check}` lists what cannot be read" if source.check else "")
+            )
     return items, bad

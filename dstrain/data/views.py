@@ -24,8 +24,9 @@ class View(Source):
     def __getitem__(self, index: int) -> Item:
         return self.whole[self.place(index)]
 
-    def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
-                   chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
+    def read_batch(
+        self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Bad]:
         if self.batched:
             return self.whole.read_batch(self.place(index), mirrored, chance)
         return super().read_batch(index, mirrored, chance)

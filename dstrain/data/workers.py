@@ -25,7 +25,7 @@ import torch
 # They ask the rank to save and stop, not its workers.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
-_GRACE = 1.0                                                   # seconds
+_GRACE = 1.0  # seconds
 
 
 def context() -> multiprocessing.context.BaseContext:
@@ -43,7 +43,7 @@ def starting() -> Iterator[list[Callable[[], None]]]:
     every process that it sees, even before `prepare` runs. Ours are delivered at the end. The main module is hidden: a
     worker needs nothing of it, and would import the launch script again, and all of deepspeed with it.
     """
-    multiprocessing.resource_tracker.ensure_running()          # its start would lift the mask again
+    multiprocessing.resource_tracker.ensure_running()  # its start would lift the mask again
     main = sys.modules["__main__"]
     names = [name for name in ("__file__", "__spec__") if name in main.__dict__]
     hidden = {name: main.__dict__.pop(name) for name in names}
@@ -56,9 +56,11 @@ def starting() -> Iterator[list[Callable[[], None]]]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         main.__dict__.update(hidden)
-        unlinkers += [finalizer for key, finalizer in multiprocessing.util._finalizer_registry.items()
-                      if key not in earlier
-                      and finalizer._callback is multiprocessing.synchronize.SemLock._cleanup]
+        unlinkers += [
+            finalizer
+            for key, finalizer in multiprocessing.util._finalizer_registry.items()
+            if key not in earlier and finalizer._callback is multiprocessing.synchronize.SemLock._cleanup
+        ]
 
 
 def unlink(unlinkers: list[Callable[[], None]]) -> None:
@@ -76,10 +78,10 @@ def prepare(_worker_id: int) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
-    if sys.platform == "linux":                                # the parent is the fork server
+    if sys.platform == "linux":  # the parent is the fork server
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     rank = multiprocessing.parent_process()
-    if rank is not None:                                       # its sentinel is a pipe that closes with the rank
+    if rank is not None:  # its sentinel is a pipe that closes with the rank
         threading.Thread(target=_die_with, args=(rank.sentinel,), daemon=True).start()
 
 
@@ -91,9 +93,9 @@ def end(reader: object) -> None:
     processes = list(getattr(reader, "_workers", ()))
     if not processes or reader._shutdown:
         return
-    try:                                                       # in the order of DataLoader's own _shutdown_workers
+    try:  # in the order of DataLoader's own _shutdown_workers
         if hasattr(reader, "_pin_memory_thread"):
-            reader._pin_memory_thread_done_event.set()         # else it complains about lost workers
+            reader._pin_memory_thread_done_event.set()  # else it complains about lost workers
         reader._workers_done_event.set()
         for queue in reader._index_queues:
             queue.put(None)
@@ -101,7 +103,7 @@ def end(reader: object) -> None:
         while alive := [process.sentinel for process in processes if process.is_alive()]:
             if not multiprocessing.connection.wait(alive, max(0.0, deadline - time.monotonic())):
                 break
-    finally:                                                   # else exit would wait for them without end
+    finally:  # else exit would wait for them without end
         for process in processes:
             if process.is_alive():
                 process.kill()

@@ -12,8 +12,14 @@ from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Progress
 
 
-def measured_bits(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, key: Tensor,
-                  num_steps: int | None = None, progress: Progress = iter) -> dict[str, Tensor]:
+def measured_bits(
+    diffusion: GaussianDiffusion,
+    network: Network,
+    x_start: Tensor,
+    key: Tensor,
+    num_steps: int | None = None,
+    progress: Progress = iter,
+) -> dict[str, Tensor]:
     """The terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1]; the noise is drawn from `key` int64 (B,).
 
     total, prior      (B,) in bits per dimension; total = prior + the sum of vb.
@@ -26,7 +32,10 @@ def measured_bits(diffusion: GaussianDiffusion, network: Network, x_start: Tenso
     """
     whole = num_steps in (None, diffusion.num_timesteps)
     chain = diffusion if whole else diffusion.respaced(schedule.even_spec(diffusion.num_timesteps, num_steps))
-    noise = lambda i: rng.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
+
+    def noise(i):
+        return rng.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
+
     terms = chain.bits_per_dim(network, x_start, noise, progress=progress)
     terms = {name: values.flip(1) if values.ndim == 2 else values for name, values in terms.items()}
     timestep = torch.tensor(chain.timestep_map, device=x_start.device)

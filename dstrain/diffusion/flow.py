@@ -19,9 +19,9 @@ from dstrain.diffusion.schedule import LARGEST_NOISE, below_the_top
 from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve, steps_of
 from dstrain.recipe import ConfigError
 
-SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde", "euler", "heun")    # names, the usual one last
+SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde", "euler", "heun")  # names, the usual one last
 SPACINGS = ("linspace", "karras")
-_LOWEST = 0.002                                   # t / (1 - t) where karras ends, as EDM's
+_LOWEST = 0.002  # t / (1 - t) where karras ends, as EDM's
 
 
 class FlowMatching:
@@ -32,8 +32,9 @@ class FlowMatching:
     time_scale              the network sees t * time_scale, so that its sinusoids vary as those of diffusion do.
     """
 
-    def __init__(self, logit_mean: float = 0.0, logit_std: float | None = 1.0, shift: float = 1.0,
-                 time_scale: float = 1000.0) -> None:
+    def __init__(
+        self, logit_mean: float = 0.0, logit_std: float | None = 1.0, shift: float = 1.0, time_scale: float = 1000.0
+    ) -> None:
         self.logit_mean, self.logit_std = logit_mean, logit_std
         self.shift, self.time_scale = shift, time_scale
 
@@ -62,13 +63,22 @@ class FlowMatching:
 
     def grid(self, num_steps: int, like: Tensor, spacing: str | None = None) -> Tensor:
         """Sampling times from 1 to 0: (num_steps + 1,), evenly (None, linspace) and shifted, or by karras."""
-        if spacing == "karras":                   # pure noise, then ever denser in t / (1 - t)
+        if spacing == "karras":  # pure noise, then ever denser in t / (1 - t)
             inner = [1 / (1 + 1 / s) for s in below_the_top(num_steps, _LOWEST, LARGEST_NOISE)]
             return torch.tensor([1.0, *inner, 0.0], dtype=like.dtype, device=like.device)
         return self._shifted(torch.linspace(1, 0, num_steps + 1, dtype=like.dtype, device=like.device))
 
-    def sample(self, network: Network, x: Tensor, noise: Noise, sampler: str, num_calls: int,
-               spacing: str | None = None, eta: float | None = None, progress: Progress = iter) -> Tensor:
+    def sample(
+        self,
+        network: Network,
+        x: Tensor,
+        noise: Noise,
+        sampler: str,
+        num_calls: int,
+        spacing: str | None = None,
+        eta: float | None = None,
+        progress: Progress = iter,
+    ) -> Tensor:
         """x_start from noise x by the sampler of that name, with at most `num_calls` calls of the network (heun: 2)."""
         eta = eta_of(sampler, eta)
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else steps_of(sampler, num_calls)
@@ -81,9 +91,11 @@ class FlowMatching:
         levels = [*map(denoise.level, grid[:-1].tolist()), Level.data()]
         return solve(sampler, denoise, levels, x, noise, eta, progress)
 
-    def invert(self, network: Network, x_start: Tensor, sampler: str, num_calls: int,
-               spacing: str | None = None) -> Tensor:
-        """The noise that `sample` with these arguments maps to about x_start. ConfigError: no method of the plain ODE.
+    def invert(
+        self, network: Network, x_start: Tensor, sampler: str, num_calls: int, spacing: str | None = None
+    ) -> Tensor:
+        """The noise that `sample` with these arguments maps to about x_start. ConfigError: no
+        method of the plain ODE.
         """
         if sampler not in ("euler", "heun"):
             raise ConfigError(f"sampler={sampler} cannot be inverted: take --sampler euler or heun")
@@ -108,8 +120,9 @@ class FlowMatching:
         return self.integrate(network, x, self.grid(num_steps, x), "euler", progress)
 
     @torch.no_grad()
-    def stochastic(self, network: Network, x: Tensor, grid: Tensor, noise: Noise, eta: float = 1.0,
-                   progress: Progress = iter) -> Tensor:
+    def stochastic(
+        self, network: Network, x: Tensor, grid: Tensor, noise: Noise, eta: float = 1.0, progress: Progress = iter
+    ) -> Tensor:
         """x_start from noise x by Euler-Maruyama, one call a step; eta 0 is Euler's method.
 
         dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with SiT's coefficient w = eta sigma = eta t, so
@@ -129,8 +142,10 @@ class FlowMatching:
 def check_spacing(spacing: str | None) -> None:
     """ConfigError: no spacing of a flow's times."""
     if spacing not in (None, *SPACINGS):
-        raise ConfigError(f"spacing={spacing}: a flow's times are spaced by {' or '.join(SPACINGS)}, which begin with "
-                          "noise alone: name one of them")
+        raise ConfigError(
+            f"spacing={spacing}: a flow's times are spaced by {' or '.join(SPACINGS)}, which begin with "
+            "noise alone: name one of them"
+        )
 
 
 class _Denoiser:

@@ -21,12 +21,18 @@ from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import Network, Progress
 
 USUAL_CALLS = 100
-_LEVEL = 2 / 255                                  # width of a pixel's level in [-1, 1]
+_LEVEL = 2 / 255  # width of a pixel's level in [-1, 1]
 
 
 @torch.no_grad()
-def measured_bits(flow: FlowMatching, network: Network, x_start: Tensor, key: Tensor, num_calls: int | None = None,
-                  progress: Progress = iter) -> dict[str, Tensor]:
+def measured_bits(
+    flow: FlowMatching,
+    network: Network,
+    x_start: Tensor,
+    key: Tensor,
+    num_calls: int | None = None,
+    progress: Progress = iter,
+) -> dict[str, Tensor]:
     """The terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1], in bits per dimension.
 
     bits_per_dim, prior_bits   (B,): bits_per_dim = prior_bits - the integral of divergence over t.
@@ -38,7 +44,7 @@ def measured_bits(flow: FlowMatching, network: Network, x_start: Tensor, key: Te
     shape = tuple(x_start.shape[1:])
     x = x_start + _LEVEL * (rng.uniform(key, "dequantize", shape) - 0.5).to(x_start)
     probe = torch.where(rng.uniform(key, "probe", shape) < 0.5, -1.0, 1.0).to(x_start)
-    grid = flow.grid(max((num_calls or USUAL_CALLS) // 2, 1), x).flip(0)                          # 0 to 1
+    grid = flow.grid(max((num_calls or USUAL_CALLS) // 2, 1), x).flip(0)  # 0 to 1
     divergences = []
     for step in progress(range(len(grid) - 1)):
         length = grid[step + 1] - grid[step]
@@ -46,12 +52,19 @@ def measured_bits(flow: FlowMatching, network: Network, x_start: Tensor, key: Te
         second, later = _field(flow, network, x + length * first, grid[step + 1], probe)
         x = x + length * (first + second) / 2
         divergences.append((divergence + later) / 2)
-    bits = lambda nats: nats / (math.prod(shape) * math.log(2))
-    normal = 0.5 * (x.square() + math.log(2 * math.pi)).flatten(1).sum(dim=1)                     # -log N(x_1; 0, I)
-    prior, curve = bits(normal) - math.log2(_LEVEL), bits(torch.stack(divergences, dim=1))        # (B,), (B, K)
+
+    def bits(nats):
+        return nats / (math.prod(shape) * math.log(2))
+
+    normal = 0.5 * (x.square() + math.log(2 * math.pi)).flatten(1).sum(dim=1)  # -log N(x_1; 0, I)
+    prior, curve = bits(normal) - math.log2(_LEVEL), bits(torch.stack(divergences, dim=1))  # (B,), (B, K)
     timestep = (500 * (grid[1:] + grid[:-1])).round().long().expand(len(x), -1)
-    return {"bits_per_dim": prior - (curve * grid.diff()).sum(dim=1), "prior_bits": prior, "divergence": curve,
-            "timestep": timestep}
+    return {
+        "bits_per_dim": prior - (curve * grid.diff()).sum(dim=1),
+        "prior_bits": prior,
+        "divergence": curve,
+        "timestep": timestep,
+    }
 
 
 def _field(flow: FlowMatching, network: Network, x: Tensor, t: Tensor, probe: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,5 +72,5 @@ def _field(flow: FlowMatching, network: Network, x: Tensor, t: Tensor, probe: Te
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         velocity = flow.velocity(network, x, t.expand(len(x)))
-        product, = torch.autograd.grad(velocity, x, probe)
+        (product,) = torch.autograd.grad(velocity, x, probe)
     return velocity.detach(), (product * probe).flatten(1).sum(dim=1)

@@ -25,8 +25,8 @@ from dstrain.diffusion.likelihood import discretized_log_likelihood, expm1, mean
 from dstrain.recipe import ConfigError
 
 Network = Callable[[Tensor, Tensor], Tensor]
-Noise = Callable[[int], Tensor]                   # the i-th draw, i = 0, 1, ...
-Progress = Callable[[Iterable[int]], Iterable[int]]                      # tqdm and the like; `iter` shows nothing
+Noise = Callable[[int], Tensor]  # the i-th draw, i = 0, 1, ...
+Progress = Callable[[Iterable[int]], Iterable[int]]  # tqdm and the like; `iter` shows nothing
 
 PREDICTIONS = ("eps", "x_start", "v", "previous_x")
 VARIANCES = ("fixed_small", "fixed_large", "learned", "learned_range")
@@ -47,23 +47,36 @@ class GaussianDiffusion:
     rescale_timesteps the network sees float t * 1000 / original_steps instead of int64 t.
     """
 
-    def __init__(self, betas: Tensor, *, prediction: str = "eps", variance: str = "learned_range", loss: str = "mse",
-                 timestep_map: Sequence[int] | None = None, original_steps: int | None = None,
-                 rescale_timesteps: bool = False) -> None:
-        for key, value, choices in (("prediction", prediction, PREDICTIONS), ("variance", variance, VARIANCES),
-                                    ("loss", loss, LOSSES)):
+    def __init__(
+        self,
+        betas: Tensor,
+        *,
+        prediction: str = "eps",
+        variance: str = "learned_range",
+        loss: str = "mse",
+        timestep_map: Sequence[int] | None = None,
+        original_steps: int | None = None,
+        rescale_timesteps: bool = False,
+    ) -> None:
+        for key, value, choices in (
+            ("prediction", prediction, PREDICTIONS),
+            ("variance", variance, VARIANCES),
+            ("loss", loss, LOSSES),
+        ):
             if value not in choices:
                 raise ConfigError(f"{key}: {value!r} is unknown; one of {', '.join(choices)}")
         if prediction == "eps" and betas[-1] == 1:
-            raise ConfigError("prediction: eps tells nothing of x_start at the last timestep, where this schedule "
-                              "leaves only noise; take prediction v, another schedule, or another number of steps")
+            raise ConfigError(
+                "prediction: eps tells nothing of x_start at the last timestep, where this schedule "
+                "leaves only noise; take prediction v, another schedule, or another number of steps"
+            )
         self.num_timesteps = len(betas)
         self.prediction, self.variance, self.loss = prediction, variance, loss
         self.timestep_map = list(range(len(betas)) if timestep_map is None else timestep_map)
         self.original_steps = original_steps or self.num_timesteps
         self.rescale_timesteps = rescale_timesteps
         self.learns_variance = variance.startswith("learned")
-        self.tables = _tables(betas.double(), prediction, variance)      # float64 (T,) each, on the CPU
+        self.tables = _tables(betas.double(), prediction, variance)  # float64 (T,) each, on the CPU
         self._column = {name: k for k, name in enumerate(self.tables)}
         self._stacked: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
         self._times: dict[torch.device, Tensor] = {}
@@ -75,9 +88,14 @@ class GaussianDiffusion:
     def over(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
         """The chain over these timesteps of this one, ascending."""
         return GaussianDiffusion(
-            schedule.respace(self.tables["betas"], timesteps), prediction=self.prediction, variance=self.variance,
-            loss=self.loss, timestep_map=[self.timestep_map[t] for t in timesteps], original_steps=self.original_steps,
-            rescale_timesteps=self.rescale_timesteps)
+            schedule.respace(self.tables["betas"], timesteps),
+            prediction=self.prediction,
+            variance=self.variance,
+            loss=self.loss,
+            timestep_map=[self.timestep_map[t] for t in timesteps],
+            original_steps=self.original_steps,
+            rescale_timesteps=self.rescale_timesteps,
+        )
 
     def call(self, network: Network, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
         """(prediction, variance values or None), float32, each of x_t's shape."""
@@ -85,8 +103,10 @@ class GaussianDiffusion:
         if not self.learns_variance:
             return out, None
         if out.shape[1] != 2 * x_t.shape[1]:
-            raise ConfigError(f"variance: {self.variance} needs a network with {2 * x_t.shape[1]} output channels, "
-                              f"this one has {out.shape[1]}; set learn_sigma, or a fixed variance")
+            raise ConfigError(
+                f"variance: {self.variance} needs a network with {2 * x_t.shape[1]} output channels, "
+                f"this one has {out.shape[1]}; set learn_sigma, or a fixed variance"
+            )
         prediction, values = out.chunk(2, dim=1)
         return prediction, values
 
@@ -108,7 +128,8 @@ class GaussianDiffusion:
     def q_posterior(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log variance (clipped at t = 0) of q(x_{t-1} | x_t, x_start). Equation 7 of DDPM."""
         first, second, log_variance = self._at(
-            t, x_t, "posterior_mean_coef1", "posterior_mean_coef2", "posterior_log_variance_clipped")
+            t, x_t, "posterior_mean_coef1", "posterior_mean_coef2", "posterior_log_variance_clipped"
+        )
         return torch.addcmul(first * x_start, second, x_t), log_variance
 
     def target(self, x_start: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
@@ -122,8 +143,9 @@ class GaussianDiffusion:
         signal, sigma = self._at(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return signal * noise - sigma * x_start
 
-    def p_mean_variance(self, network: Network, x_t: Tensor, t: Tensor,
-                        clip_denoised: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def p_mean_variance(
+        self, network: Network, x_t: Tensor, t: Tensor, clip_denoised: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(mean, log variance (broadcastable), predicted x_start) of p(x_{t-1} | x_t).
 
         clip_denoised keeps the predicted x_start in [-1, 1]: for pixels, not for latents.
@@ -143,7 +165,7 @@ class GaussianDiffusion:
             of_x_t, of_prediction = self._at(t, x_t, "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod")
         elif self.prediction == "v":
             of_x_t, of_prediction = self._at(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
-        else:                                     # the posterior mean, solved for x_start
+        else:  # the posterior mean, solved for x_start
             first, second = self._at(t, x_t, "posterior_mean_coef1", "posterior_mean_coef2")
             return (prediction - second * x_t) / first
         return of_x_t * x_t - of_prediction * prediction
@@ -162,7 +184,7 @@ class GaussianDiffusion:
     def _log_variance(self, values: Tensor | None, x_t: Tensor, t: Tensor) -> Tensor:
         if self.variance == "learned":
             return values
-        if self.variance == "learned_range":      # Equation 15 of IDDPM, about the middle of the range
+        if self.variance == "learned_range":  # Equation 15 of IDDPM, about the middle of the range
             middle, half = self._at(t, x_t, "range_middle", "range_half")
             return (half * values).add_(middle)
         return self._at(t, x_t, "fixed_log_variance")[0]
@@ -190,8 +212,9 @@ class GaussianDiffusion:
             vb = vb * (self.num_timesteps / 1000.0)
         return {"loss": mse + vb, "mse": mse.detach(), "vb": vb.detach()}
 
-    def _bound(self, error: Tensor, squares: Tensor, mse: Tensor, values: Tensor | None, x_start: Tensor,
-               t: Tensor) -> Tensor:
+    def _bound(
+        self, error: Tensor, squares: Tensor, mse: Tensor, values: Tensor | None, x_start: Tensor, t: Tensor
+    ) -> Tensor:
         """One term of the variational bound, in bits per dimension (B,): the KL, at t = 0 the decoder's NLL.
 
         With u = log variance - log posterior variance and G = gain^2 / posterior variance,
@@ -201,15 +224,15 @@ class GaussianDiffusion:
         where nothing cancels for small u. In the difference of two log variances it would.
         """
         share = self._at(t, x_start, "mean_gain_share")[0]
-        ratio = self._log_ratio(values, x_start, t)                      # -u
+        ratio = self._log_ratio(values, x_start, t)  # -u
         rest = torch.addcmul(ratio, expm1(ratio), torch.mul(share, squares).add_(1), value=-1)
         kl = 0.5 * (share.flatten() * mse - mean_flat(rest))
-        if readable(t):                           # the costly NLL only for samples at t = 0
+        if readable(t):  # the costly NLL only for samples at t = 0
             if not t.all():
                 first = (t == 0).nonzero().flatten()
                 nll = self._decoder_bound(error[first], ratio[first], x_start[first], t[first])
                 kl = kl.index_copy(0, first, nll)
-        else:                                     # both for all samples: reading t would wait for the device
+        else:  # both for all samples: reading t would wait for the device
             kl = torch.where(t == 0, self._decoder_bound(error, ratio, x_start, t), kl)
         return kl * (1 / math.log(2.0))
 
@@ -232,8 +255,9 @@ class GaussianDiffusion:
         return mean_flat(normal_kl(signal * x_start, log_variance, 0.0, 0.0)) / math.log(2.0)
 
     @torch.no_grad()
-    def bits_per_dim(self, network: Network, x_start: Tensor, noise: Noise, clip_denoised: bool = True,
-                     progress: Progress = iter) -> dict[str, Tensor]:
+    def bits_per_dim(
+        self, network: Network, x_start: Tensor, noise: Noise, clip_denoised: bool = True, progress: Progress = iter
+    ) -> dict[str, Tensor]:
         """The whole variational bound: total, prior (B,) in bits/dim; vb (bits), mse, x_start_mse (B, T).
 
         The chain is walked from its last timestep down: column 0 and noise(0) belong to the last timestep. The network
@@ -261,9 +285,9 @@ class GaussianDiffusion:
         key = (x.device, dtype, x.ndim)
         if key not in self._stacked:
             with torch.inference_mode(False):
-                table = torch.stack(list(self.tables.values()), dim=1).to(x.device, dtype)        # (T, K)
+                table = torch.stack(list(self.tables.values()), dim=1).to(x.device, dtype)  # (T, K)
                 self._stacked[key] = table.view(*table.shape, *(1 for _ in x.shape[1:]))
-        rows = self._stacked[key].index_select(0, t)                                              # (B, K, 1, ...)
+        rows = self._stacked[key].index_select(0, t)  # (B, K, 1, ...)
         return [rows.select(1, self._column[name]) for name in names]
 
 
@@ -277,7 +301,7 @@ def _tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
     clipped = posterior_variance.clone()
     clipped[0] = posterior_variance[1] if len(betas) > 1 else betas[0]
     large = betas.clone()
-    large[0] = clipped[0]                         # a likelihood at t = 0 needs the smaller one (DDPM, section 3.2)
+    large[0] = clipped[0]  # a likelihood at t = 0 needs the smaller one (DDPM, section 3.2)
     low, high = clipped.log(), betas.log()
     first = betas * previous.sqrt() / (1 - alphas_cumprod)
     recipm1 = (1 / alphas_cumprod - 1).sqrt()

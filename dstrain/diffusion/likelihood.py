@@ -54,12 +54,12 @@ class _HostExpm1(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        with np.errstate(over="ignore"):                                  # the result is infinite, as torch's is
+        with np.errstate(over="ignore"):  # the result is infinite, as torch's is
             out = torch.from_numpy(np.expm1(x.numpy()))
         ctx.save_for_backward(out)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        out, = ctx.saved_tensors
+        (out,) = ctx.saved_tensors
         return torch.addcmul(gradient, gradient, out)

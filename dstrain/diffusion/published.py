@@ -13,7 +13,7 @@ from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.schedule import BETA_END, BETA_START
 from dstrain.recipe import ConfigError
 
-PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}       # dstrain's -> diffusers'
+PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}  # dstrain's -> diffusers'
 
 
 def scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool) -> dict[str, Any]:
@@ -22,8 +22,10 @@ def scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool)
     ConfigError: a prediction that these schedulers do not know.
     """
     if diffusion.prediction not in PREDICTIONS:
-        raise ConfigError(f"prediction: {diffusion.prediction} has no prediction_type in diffusers' schedulers, which "
-                          f"know {', '.join(PREDICTIONS)} by other names; take --format safetensors")
+        raise ConfigError(
+            f"prediction: {diffusion.prediction} has no prediction_type in diffusers' schedulers, which "
+            f"know {', '.join(PREDICTIONS)} by other names; take --format safetensors"
+        )
     count = diffusion.num_timesteps
     common = {"num_train_timesteps": count, "prediction_type": PREDICTIONS[diffusion.prediction], "clip_sample": clip}
     if schedule == "linear":

@@ -21,8 +21,14 @@ from dstrain.recipe import ConfigError
 
 
 @torch.no_grad()
-def ancestral(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise, clip_denoised: bool = False,
-              progress: Progress = iter) -> Tensor:
+def ancestral(
+    diffusion: GaussianDiffusion,
+    network: Network,
+    x: Tensor,
+    noise: Noise,
+    clip_denoised: bool = False,
+    progress: Progress = iter,
+) -> Tensor:
     """x_start drawn from noise x (B, C, ...) by the chain's own conditionals. DDPM, Algorithm 2."""
     for draw, (step, t) in enumerate(_descending(diffusion, x, progress)):
         mean, log_variance, _ = diffusion.p_mean_variance(network, x, t, clip_denoised)
@@ -32,8 +38,15 @@ def ancestral(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: 
 
 
 @torch.no_grad()
-def ddim(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise | None = None, eta: float = 0.0,
-         clip_denoised: bool = False, progress: Progress = iter) -> Tensor:
+def ddim(
+    diffusion: GaussianDiffusion,
+    network: Network,
+    x: Tensor,
+    noise: Noise | None = None,
+    eta: float = 0.0,
+    clip_denoised: bool = False,
+    progress: Progress = iter,
+) -> Tensor:
     """x_start from noise x (B, C, ...): eta 0 is a deterministic map that needs no noise, eta 1 is as noisy as DDPM."""
     if eta and noise is None:
         raise ConfigError("eta: above 0 DDIM draws noise at each step; pass `noise`, or eta 0")
@@ -41,7 +54,7 @@ def ddim(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise
         _, _, x_start = diffusion.p_mean_variance(network, x, t, clip_denoised)
         direction = diffusion.eps_of(x_start, x, t)
         current, previous = diffusion._at(t, x, "alphas_cumprod", "alphas_cumprod_previous")
-        sigma = eta * ((1 - previous) / (1 - current) * (1 - current / previous)).sqrt()          # Equation 16
+        sigma = eta * ((1 - previous) / (1 - current) * (1 - current / previous)).sqrt()  # Equation 16
         x = x_start * previous.sqrt() + (1 - previous - sigma.square()).clamp(min=0).sqrt() * direction
         if eta:
             eps = noise(draw)
@@ -50,7 +63,7 @@ def ddim(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise
 
 
 CHAINS: dict[str, Callable[..., Tensor]] = {"ddpm": ancestral, "ddim": ddim}
-SAMPLERS = (*SOLVERS, *CHAINS)                    # names, the usual one last
+SAMPLERS = (*SOLVERS, *CHAINS)  # names, the usual one last
 
 
 def timesteps_of(diffusion: GaussianDiffusion, sampler: str, num_calls: int, spacing: str | None = None) -> list[int]:
@@ -68,26 +81,42 @@ def timesteps_of(diffusion: GaussianDiffusion, sampler: str, num_calls: int, spa
     return schedule.spaced(diffusion.tables["sqrt_recipm1_alphas_cumprod"].tolist(), count, spacing)
 
 
-def sample(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise, sampler: str,
-           timesteps: Sequence[int], eta: float | None = None, clip_denoised: bool = False,
-           progress: Progress = iter) -> Tensor:
+def sample(
+    diffusion: GaussianDiffusion,
+    network: Network,
+    x: Tensor,
+    noise: Noise,
+    sampler: str,
+    timesteps: Sequence[int],
+    eta: float | None = None,
+    clip_denoised: bool = False,
+    progress: Progress = iter,
+) -> Tensor:
     """x_start from noise x (B, C, ...) by the sampler of that name over these timesteps of the chain, ascending."""
     eta = eta_of(sampler, eta)
     if sampler in CHAINS:
         arguments = {"eta": eta} if sampler == "ddim" else {}
-        return CHAINS[sampler](diffusion.over(timesteps), network, x, noise, clip_denoised=clip_denoised,
-                               progress=progress, **arguments)
+        return CHAINS[sampler](
+            diffusion.over(timesteps), network, x, noise, clip_denoised=clip_denoised, progress=progress, **arguments
+        )
     denoise = ChainDenoiser(diffusion, network, clip_denoised)
     levels = [*map(denoise.level, reversed(timesteps)), Level.data()]
     return solve(sampler, denoise, levels, x, noise, eta, progress)
 
 
-def invert(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, sampler: str, timesteps: Sequence[int],
-           eta: float | None = None) -> Tensor:
+def invert(
+    diffusion: GaussianDiffusion,
+    network: Network,
+    x_start: Tensor,
+    sampler: str,
+    timesteps: Sequence[int],
+    eta: float | None = None,
+) -> Tensor:
     """The noise that `sample` with these arguments maps to about x_start. ConfigError: a sampler that draws noise."""
     if sampler != "ddim" or eta:
-        raise ConfigError(f"sampler={sampler}{f', eta={eta:g}' if eta else ''} cannot be inverted: take --sampler ddim "
-                          "with eta 0")
+        raise ConfigError(
+            f"sampler={sampler}{f', eta={eta:g}' if eta else ''} cannot be inverted: take --sampler ddim with eta 0"
+        )
     return encode_ddim(diffusion.over(timesteps), network, x_start)
 
 
@@ -114,8 +143,13 @@ class ChainDenoiser:
 
 
 @torch.no_grad()
-def encode_ddim(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, clip_denoised: bool = False,
-                progress: Progress = iter) -> Tensor:
+def encode_ddim(
+    diffusion: GaussianDiffusion,
+    network: Network,
+    x_start: Tensor,
+    clip_denoised: bool = False,
+    progress: Progress = iter,
+) -> Tensor:
     """The noise that `ddim` with eta 0 maps to about x_start: the same ODE run from data to noise."""
     x = x_start
     for step in progress(range(diffusion.num_timesteps)):
@@ -133,9 +167,17 @@ def _descending(diffusion: GaussianDiffusion, x: Tensor, progress: Progress) -> 
         yield step, torch.full((len(x),), step, device=x.device)
 
 
-def guided(network: Callable[..., Tensor], conditions: Mapping[str, Tensor], null: Mapping[str, Tensor], scale: float,
-           channels: int | None = None, *, rescale: float = 0.0, guide: Callable[..., Tensor] | None = None,
-           active: Callable[[Tensor, Tensor], Tensor] | None = None) -> Network:
+def guided(
+    network: Callable[..., Tensor],
+    conditions: Mapping[str, Tensor],
+    null: Mapping[str, Tensor],
+    scale: float,
+    channels: int | None = None,
+    *,
+    rescale: float = 0.0,
+    guide: Callable[..., Tensor] | None = None,
+    active: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Network:
     """The network guided away from something weaker: weaker + scale * (conditional - weaker).
 
     Classifier-free guidance, where weaker is the network without conditions, is one call of twice the batch.
@@ -159,14 +201,17 @@ def guided(network: Callable[..., Tensor], conditions: Mapping[str, Tensor], nul
         if acts is not None and not acts.any():
             return at_boundary(network(x_t, t, **conditions))
         if guide is None:
-            out = at_boundary(network(torch.cat((x_t, x_t)), torch.cat((t, t)), **both))          # (2B, C or 2C, ...)
+            out = at_boundary(network(torch.cat((x_t, x_t)), torch.cat((t, t)), **both))  # (2B, C or 2C, ...)
             conditional, weaker = out.chunk(2)
         else:
             conditional, weaker = (at_boundary(net(x_t, t, **conditions)) for net in (network, guide))
         plain = conditional[:, :count]
         leading = torch.lerp(weaker[:, :count], plain, scale)
         if rescale:
-            deviation = lambda out: out.flatten(1).std(dim=1).view(-1, *(1,) * (out.ndim - 1))
+
+            def deviation(out):
+                return out.flatten(1).std(dim=1).view(-1, *(1,) * (out.ndim - 1))
+
             leading = torch.lerp(leading, leading * (deviation(plain) / deviation(leading)), rescale)
         if acts is not None:
             leading = torch.where(acts, leading, plain)
@@ -175,8 +220,9 @@ def guided(network: Callable[..., Tensor], conditions: Mapping[str, Tensor], nul
     return guided_network
 
 
-def within(interval: tuple[float, float] | None,
-           noise_of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor] | None:
+def within(
+    interval: tuple[float, float] | None, noise_of: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tensor, Tensor], Tensor] | None:
     """`active` of `guided`, for an interval (low, high) of noise levels sigma / alpha; None is everywhere.
 
     noise_of  (x_t, t) -> sigma / alpha (B, 1, ...), t as the network sees it.

@@ -18,12 +18,22 @@ from torch import Tensor
 
 from dstrain.recipe import ConfigError
 
-SCHEDULES = ("linear", "cosine", "squaredcos_cap_v2", "quad", "warmup10", "warmup50", "const", "jsd", "quadratic",
-             "sigmoid")
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "squaredcos_cap_v2",
+    "quad",
+    "warmup10",
+    "warmup50",
+    "const",
+    "jsd",
+    "quadratic",
+    "sigmoid",
+)
 SPACINGS = ("leading", "trailing", "linspace", "karras")
-LARGEST_NOISE = 80.0                              # sigma / alpha from which EDM begins
-FEW = 6                                           # steps below which EDM's spacing leaves none for the middle
-BETA_START, BETA_END = 1e-4, 0.02                 # DDPM, for 1000 steps
+LARGEST_NOISE = 80.0  # sigma / alpha from which EDM begins
+FEW = 6  # steps below which EDM's spacing leaves none for the middle
+BETA_START, BETA_END = 1e-4, 0.02  # DDPM, for 1000 steps
 
 
 def betas(name: str, num_timesteps: int) -> Tensor:
@@ -36,8 +46,11 @@ def betas(name: str, num_timesteps: int) -> Tensor:
         raise ConfigError(f"num_steps: {num_timesteps} is not a number of timesteps; give 1 or more")
     if name not in SCHEDULES:
         raise ConfigError(f"schedule: {name!r} is unknown; one of {', '.join(SCHEDULES)}")
-    line = lambda start, end: torch.linspace(start, end, num_timesteps, dtype=torch.float64)
-    scale, quad = 1000 / num_timesteps, line(BETA_START ** 0.5, BETA_END ** 0.5) ** 2
+
+    def line(start, end):
+        return torch.linspace(start, end, num_timesteps, dtype=torch.float64)
+
+    scale, quad = 1000 / num_timesteps, line(BETA_START**0.5, BETA_END**0.5) ** 2
     table = {
         "linear": line(scale * BETA_START, scale * BETA_END),
         "cosine": _cosine(num_timesteps),
@@ -46,13 +59,15 @@ def betas(name: str, num_timesteps: int) -> Tensor:
         "warmup10": _warmup(num_timesteps, 0.1),
         "warmup50": _warmup(num_timesteps, 0.5),
         "const": line(BETA_END, BETA_END),
-        "jsd": 1 / line(num_timesteps, 1),                                # 1/T, 1/(T-1), ..., 1
+        "jsd": 1 / line(num_timesteps, 1),  # 1/T, 1/(T-1), ..., 1
         "quadratic": scale * quad,
-        "sigmoid": scale * (BETA_START + (BETA_END - BETA_START) * line(-6, 6).sigmoid()),    # the ends are not reached
+        "sigmoid": scale * (BETA_START + (BETA_END - BETA_START) * line(-6, 6).sigmoid()),  # the ends are not reached
     }[name]
     if not bool(((table > 0) & (table <= 1)).all()):
-        raise ConfigError(f"schedule: {name!r} over {num_timesteps} steps leaves (0, 1]: its largest beta is "
-                          f"{float(table.max()):.3g}; take more steps or the cosine schedule")
+        raise ConfigError(
+            f"schedule: {name!r} over {num_timesteps} steps leaves (0, 1]: its largest beta is "
+            f"{float(table.max()):.3g}; take more steps or the cosine schedule"
+        )
     return table
 
 
@@ -84,8 +99,10 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
             count = int(spec.removeprefix("ddim"))
             if timesteps := _strided(num_timesteps, count):
                 return timesteps
-            raise ConfigError(f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as {spec} "
-                              f"asks; take a divisor of {num_timesteps}, or '{count}' without ddim")
+            raise ConfigError(
+                f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as {spec} "
+                f"asks; take a divisor of {num_timesteps}, or '{count}' without ddim"
+            )
         spec = [int(part) for part in spec.split(",")] if spec else [num_timesteps]
     size, larger = divmod(num_timesteps, len(spec))
     timesteps, start = [], 0
@@ -127,7 +144,7 @@ def spaced(noise: Sequence[float], count: int, spacing: str) -> list[int]:
     if spacing not in SPACINGS:
         raise ConfigError(f"spacing={spacing} is none of {', '.join(SPACINGS)}: name one of them")
     total = len(noise)
-    even_spec(total, count)                       # refuses other numbers
+    even_spec(total, count)  # refuses other numbers
     if count == 1:
         return [total - 1]
     if spacing == "leading":

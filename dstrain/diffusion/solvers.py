@@ -23,7 +23,7 @@ from dstrain.diffusion.gaussian import Noise, Progress
 from dstrain.diffusion.schedule import LARGEST_NOISE
 from dstrain.recipe import ConfigError
 
-CHURN, CHURN_RANGE = 40.0, (0.05, 50.0)           # EDM's S_churn, S_min and S_max for ImageNet
+CHURN, CHURN_RANGE = 40.0, (0.05, 50.0)  # EDM's S_churn, S_min and S_max for ImageNet
 
 
 @dataclass(frozen=True)
@@ -60,29 +60,32 @@ class Denoiser(Protocol):
         """The level nearest to s that the network knows."""
 
 
-def dpmpp(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0,
-          progress: Progress = iter) -> Tensor:
+def dpmpp(
+    denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
+) -> Tensor:
     """DPM-Solver++(2M), of second order; eta 1 is its SDE (the midpoint form). One call a step."""
     earlier, h_earlier = None, math.inf
     for i in progress(range(len(levels) - 1)):
         here, there = levels[i], levels[i + 1]
-        h, kept = there.half_log_snr - here.half_log_snr, there.s * here.alpha / here.sigma             # e^-h
+        h, kept = there.half_log_snr - here.half_log_snr, there.s * here.alpha / here.sigma  # e^-h
         x_start = denoise(x, here)
         estimate = x_start
         if earlier is not None and there.sigma:
             estimate = x_start + h / h_earlier / 2 * (x_start - earlier)
-        x = there.sigma / here.sigma * kept ** eta * x + there.alpha * (1 - kept ** (1 + eta)) * estimate
+        x = there.sigma / here.sigma * kept**eta * x + there.alpha * (1 - kept ** (1 + eta)) * estimate
         if eta and there.sigma:
             x = x + there.sigma * math.sqrt(1 - kept ** (2 * eta)) * noise(i)
         earlier, h_earlier = x_start, h
     return x
 
 
-def unipc(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0,
-          progress: Progress = iter) -> Tensor:
-    """UniPC-2: a predictor of second order, 2M, corrected to third order by the call of the next step. One call a step.
+def unipc(
+    denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
+) -> Tensor:
+    """UniPC-2: a predictor of second order, 2M, corrected to third order by the call of the next
+    step. One call a step.
     """
-    known: list[tuple[float, Tensor]] = []        # lambda and x_start of the last two levels, the newer one last
+    known: list[tuple[float, Tensor]] = []  # lambda and x_start of the last two levels, the newer one last
     x_before = x
     for i in progress(range(len(levels) - 1)):
         here, there = levels[i], levels[i + 1]
@@ -104,7 +107,7 @@ def _corrected(here: Level, there: Level, x: Tensor, known: list[tuple[float, Te
     newest, x_start = known[-1]
     h = there.half_log_snr - newest
     change = (following - x_start) / 2
-    if len(known) == 2:                           # weights that make the step exact for a quadratic x_start(lambda)
+    if len(known) == 2:  # weights that make the step exact for a quadratic x_start(lambda)
         gain = _gain(here, there)
         first = (1 - gain / h) / gain
         second = (1 - 2 * first * gain / h) / gain
@@ -119,8 +122,9 @@ def _gain(here: Level, there: Level) -> float:
     return 1 - there.s * here.alpha / here.sigma
 
 
-def heun(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0,
-         progress: Progress = iter) -> Tensor:
+def heun(
+    denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
+) -> Tensor:
     """Heun's method in s, of second order: two calls a step, but one for a first step from far above EDM's range, which
     is of first order since s changes too much there, and one for the last.
 
@@ -134,10 +138,10 @@ def heun(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, et
         if gamma and CHURN_RANGE[0] <= here.s <= CHURN_RANGE[1]:
             raised = denoise.nearest(here.s * (1 + gamma))
             if raised.s > here.s:
-                added = math.sqrt(raised.s ** 2 - here.s ** 2)
+                added = math.sqrt(raised.s**2 - here.s**2)
                 here, x = raised, raised.alpha * (x / here.alpha + added * noise(i))
         x_start = denoise(x, here)
-        eps = (x - here.alpha * x_start) / here.sigma                     # dy / ds, where y = x / alpha
+        eps = (x - here.alpha * x_start) / here.sigma  # dy / ds, where y = x / alpha
         x = there.alpha * x_start + there.sigma * eps
         if there.sigma and here.s <= 2 * LARGEST_NOISE:
             other = (x - there.alpha * denoise(x, there)) / there.sigma
@@ -146,8 +150,13 @@ def heun(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, et
 
 
 # By name; all take the same arguments. `dpm++sde` and `edm` are their neighbours with eta.
-SOLVERS: dict[str, Callable[..., Tensor]] = {"dpm++": dpmpp, "dpm++sde": dpmpp, "unipc": unipc, "heun": heun,
-                                             "edm": heun}
+SOLVERS: dict[str, Callable[..., Tensor]] = {
+    "dpm++": dpmpp,
+    "dpm++sde": dpmpp,
+    "unipc": unipc,
+    "heun": heun,
+    "edm": heun,
+}
 # Samplers whose noise can be scaled, and its usual amount.
 ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0}
 
@@ -155,8 +164,10 @@ ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0}
 def eta_of(sampler: str, eta: float | None) -> float:
     """The amount of noise: `eta`, None for the sampler's usual. ConfigError: its noise cannot be chosen."""
     if eta is not None and sampler not in ETAS:
-        raise ConfigError(f"eta={eta:g}: the noise of sampler {sampler} cannot be chosen; leave it out, or take one of "
-                          f"{', '.join(ETAS)}")
+        raise ConfigError(
+            f"eta={eta:g}: the noise of sampler {sampler} cannot be chosen; leave it out, or take one of "
+            f"{', '.join(ETAS)}"
+        )
     return ETAS.get(sampler, 0.0) if eta is None else eta
 
 
@@ -166,7 +177,14 @@ def steps_of(sampler: str, num_calls: int) -> int:
 
 
 @torch.no_grad()
-def solve(sampler: str, denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float,
-          progress: Progress = iter) -> Tensor:
+def solve(
+    sampler: str,
+    denoise: Denoiser,
+    levels: Sequence[Level],
+    x: Tensor,
+    noise: Noise,
+    eta: float,
+    progress: Progress = iter,
+) -> Tensor:
     """x_start from noise x (B, ...), which belongs to levels[0], by the solver of that name."""
     return SOLVERS[sampler](denoise, levels, x, noise, eta, progress)

@@ -42,8 +42,10 @@ class TimestepSampler(ABC):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if state:
-            raise ConfigError(f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}; "
-                              "choose the timestep sampler that it was made with")
+            raise ConfigError(
+                f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}; "
+                "choose the timestep sampler that it was made with"
+            )
 
 
 class UniformSampler(TimestepSampler):
@@ -82,18 +84,18 @@ class LossSecondMomentSampler(TimestepSampler):
         on_host, history, seen = _on_host(self._history), self._history, self._seen
         if on_host:
             history, seen = history.numpy(), seen.numpy()
-        weights = (history * history).sum(0)[:-1] ** 0.5                  # the root mean square, times a constant
+        weights = (history * history).sum(0)[:-1] ** 0.5  # the root mean square, times a constant
         total = weights.sum()
         ready = (seen[:-1].min() >= self.history_per_term) & (total > 0)  # 0 or 1, never read by the host
         learned = ready * (1 - self.uniform_prob) / (total + ~ready)
         self._p: Array = weights * learned + (ready * self.uniform_prob + ~ready) / self.num_timesteps
         if on_host:
-            cumulative = torch.from_numpy(self._p).cumsum(dim=0)          # three times as fast as numpy's
-        else:                                     # in integers: a GPU scans floats in no fixed order
-            cumulative = (self._p * 2.0 ** 52).long().cumsum(dim=0).double() * 2.0 ** -52
-        cumulative[-1:] = torch.inf                                       # rounding may leave the last one below 1
+            cumulative = torch.from_numpy(self._p).cumsum(dim=0)  # three times as fast as numpy's
+        else:  # in integers: a GPU scans floats in no fixed order
+            cumulative = (self._p * 2.0**52).long().cumsum(dim=0).double() * 2.0**-52
+        cumulative[-1:] = torch.inf  # rounding may leave the last one below 1
         self._cumulative: Array = cumulative.numpy() if on_host else cumulative
-        self._guide: np.ndarray | None = None                             # made by the first large draw
+        self._guide: np.ndarray | None = None  # made by the first large draw
 
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         self._move(uniforms.device)
@@ -107,15 +109,15 @@ class LossSecondMomentSampler(TimestepSampler):
 
     def _search(self, uniforms: np.ndarray) -> np.ndarray:
         """searchsorted with a guide table (Chen & Asau 1974): bucket j of [0, 1) begins in timestep guide[j]."""
-        if 8 * len(uniforms) < self.num_timesteps:                        # the table would cost more than it saves
+        if 8 * len(uniforms) < self.num_timesteps:  # the table would cost more than it saves
             return self._cumulative.searchsorted(uniforms, side="right")
-        buckets = 1 << (4 * self.num_timesteps - 1).bit_length()          # a power of two: products with it are exact
+        buckets = 1 << (4 * self.num_timesteps - 1).bit_length()  # a power of two: products with it are exact
         if self._guide is None:
-            first = np.ceil(self._cumulative[:-1] * buckets).astype(np.intp)      # the first to begin beyond t
+            first = np.ceil(self._cumulative[:-1] * buckets).astype(np.intp)  # the first to begin beyond t
             self._guide = np.bincount(first, minlength=buckets).cumsum()
         t = self._guide.take((uniforms * uniforms.dtype.type(buckets)).astype(np.intp))
         t += self._cumulative.take(t) <= uniforms
-        crowded = np.flatnonzero(self._cumulative.take(t) <= uniforms)    # more than one timestep ends in the bucket
+        crowded = np.flatnonzero(self._cumulative.take(t) <= uniforms)  # more than one timestep ends in the bucket
         t[crowded] = self._cumulative.searchsorted(uniforms[crowded], side="right")
         return t
 
@@ -134,13 +136,13 @@ class LossSecondMomentSampler(TimestepSampler):
         if not valid.all():
             t, losses = t[valid], losses[valid]
         # Equal timesteps keep their order. Short integers are sorted by radix, which is faster.
-        order = np.argsort(t.astype(np.int16) if self.num_timesteps <= 2 ** 15 else t, kind="stable")
+        order = np.argsort(t.astype(np.int16) if self.num_timesteps <= 2**15 else t, kind="stable")
         t, losses = t[order], losses[order]
         counts = np.bincount(t, minlength=self.num_timesteps + 1)
-        following = counts.cumsum()                                       # where the next timestep's losses begin
+        following = counts.cumsum()  # where the next timestep's losses begin
         place = np.arange(len(t))
-        nth = place + (seen - following + counts).take(t)                 # number of earlier losses of this timestep
-        if counts.max() > length:                                         # all but the last are overwritten at once
+        nth = place + (seen - following + counts).take(t)  # number of earlier losses of this timestep
+        if counts.max() > length:  # all but the last are overwritten at once
             late = place >= (following - length).take(t)
             t, losses, nth = t[late], losses[late], nth[late]
         history.reshape(-1)[nth % length * len(seen) + t] = losses
@@ -160,7 +162,7 @@ class LossSecondMomentSampler(TimestepSampler):
         self._history[nth % length, torch.where(late, t, unused)] = losses
         self._history[:, unused] = 0
         self._seen += counts
-        self._seen[unused:] = 0                   # with a number as index, a GPU would be waited for
+        self._seen[unused:] = 0  # with a number as index, a GPU would be waited for
 
     def _move(self, device: torch.device) -> None:
         if self._history.device != device:
@@ -174,12 +176,14 @@ class LossSecondMomentSampler(TimestepSampler):
         shape = (self.num_timesteps, self.history_per_term)
         if set(state) != {"history", "seen"} or state["history"].shape != shape:
             saved = tuple(state["history"].shape) if "history" in state else "none"
-            raise ConfigError(f"timestep history: (timesteps, losses of each) {saved} in the checkpoint, {shape} in "
-                              "this run; keep num_steps and the timestep sampler that it was made with")
+            raise ConfigError(
+                f"timestep history: (timesteps, losses of each) {saved} in the checkpoint, {shape} in "
+                "this run; keep num_steps and the timestep sampler that it was made with"
+            )
         self._history[:, :-1] = state["history"].to(self._history).t()
         self._seen[:-1] = state["seen"].to(self._seen)
         self._refresh()
 
 
 def _on_host(values: Tensor) -> bool:
-    return type(values) is Tensor and values.device.type == "cpu"        # other types may have no values
+    return type(values) is Tensor and values.device.type == "cpu"  # other types may have no values

@@ -15,9 +15,9 @@ def append(path: str | os.PathLike, text: str) -> None:
         content = b"\n" * torn + text.encode()
         try:
             while content:
-                content = content[os.write(descriptor, content):]
+                content = content[os.write(descriptor, content) :]
         except OSError:
-            os.ftruncate(descriptor, size)           # part of a line, to which the next one would be glued
+            os.ftruncate(descriptor, size)  # part of a line, to which the next one would be glued
             raise
     finally:
         os.close(descriptor)

@@ -7,7 +7,7 @@ from typing import Any
 
 def render(body: dict[str, Any]) -> bytes:
     """The file's bytes, a function of the body's content alone."""
-    body = json.loads(json.dumps(body))                      # keys become text, then are sorted
+    body = json.loads(json.dumps(body))  # keys become text, then are sorted
     text = json.dumps(body, sort_keys=True, indent=1)
     digest = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
     return f'{{"hash": "{digest}",\n"body": {text}}}\n'.encode()
@@ -17,6 +17,6 @@ def parse(content: bytes) -> dict[str, Any] | None:
     """The body, None where any byte is missing or altered."""
     try:
         body = json.loads(content)["body"]
-        return body if content == render(body) else None     # all bytes: not even a blank may differ
+        return body if content == render(body) else None  # all bytes: not even a blank may differ
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

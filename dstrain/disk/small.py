@@ -10,7 +10,7 @@ from typing import Any
 
 MEGABYTE = 1 << 20
 _KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
-_DEEPEST = 64                                        # levels of lists and sections in a JSON file
+_DEEPEST = 64  # levels of lists and sections in a JSON file
 
 
 def read_bytes(path: str | os.PathLike, most: int) -> bytes:
@@ -45,8 +45,12 @@ def parse_json(text: str | bytes, **hooks: Callable[..., Any]) -> Any:
     except RecursionError:
         raise too_deep from None
     depth, level = 0, [value]
-    while level := [inner for outer in level if isinstance(outer, (dict, list))
-                    for inner in (outer.values() if isinstance(outer, dict) else outer)]:
+    while level := [
+        inner
+        for outer in level
+        if isinstance(outer, (dict, list))
+        for inner in (outer.values() if isinstance(outer, dict) else outer)
+    ]:
         if (depth := depth + 1) > _DEEPEST:
             raise too_deep
     return value
@@ -59,7 +63,7 @@ def kind_of(path: str | os.PathLike) -> str | None:
     """
     try:
         mode = os.stat(path).st_mode
-    except ValueError:                               # a NUL, which Python finds before the system is asked
+    except ValueError:  # a NUL, which Python finds before the system is asked
         raise OSError(errno.EINVAL, "a path cannot hold a NUL", str(path)) from None
     if stat.S_ISREG(mode):
         return None

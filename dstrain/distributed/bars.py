@@ -18,7 +18,7 @@ class Bar(tqdm):
 
     def update(self, n: float | None = 1) -> bool | None:
         if self.disable:
-            self.n += n                                      # tqdm leaves a hidden bar where it began
+            self.n += n  # tqdm leaves a hidden bar where it began
         else:
             phases().heard()
         drawn = super().update(n)

@@ -8,12 +8,12 @@ import contextlib
 import os
 
 DONE = 0
-BUG = 1                        # or a lost rank
+BUG = 1  # or a lost rank
 WRONG_INPUT = 2
 DIVERGED = 3
 HUNG = 4
-STOPPED = 75                   # EX_TEMPFAIL: stopped early and saved, the same command goes on
-DELIBERATE = (WRONG_INPUT, DIVERGED, STOPPED)      # the same command would end so again, or was asked to
+STOPPED = 75  # EX_TEMPFAIL: stopped early and saved, the same command goes on
+DELIBERATE = (WRONG_INPUT, DIVERGED, STOPPED)  # the same command would end so again, or was asked to
 
 _VARIABLE = "DSTRAIN_ENDED"
 

@@ -21,12 +21,23 @@ from torch import Tensor
 
 from dstrain.distributed.launcher import place
 
-_thread = threading.local()                                  # .group: what this thread's exchanges go over
-_CUT = "pair closure"                                        # gloo's message, which does not always name gloo
+_thread = threading.local()  # .group: what this thread's exchanges go over
+_CUT = "pair closure"  # gloo's message, which does not always name gloo
 # Messages of gloo, NCCL and the store about a lost peer. Their other errors are faults of this rank itself.
-_SIGNS = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout",
-          "remote process exited", "unhandled system error", "failed to recv", "failed to send", "socket closed",
-          _CUT)
+_SIGNS = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "remote process exited",
+    "unhandled system error",
+    "failed to recv",
+    "failed to send",
+    "socket closed",
+    _CUT,
+)
 
 
 def started() -> bool:
@@ -81,7 +92,7 @@ def leave(seconds: float = 60.0) -> None:
                 store.wait([f"dstrain/all_{event}"], patience)
     except dist.DistError:
         pass
-    dist.destroy_process_group()                              # ends its threads, too: see quit_among_others
+    dist.destroy_process_group()  # ends its threads, too: see quit_among_others
     forget()
 
 
@@ -93,19 +104,23 @@ def forget() -> None:
 def lost(error: BaseException) -> str | None:
     """The message for an error by which this rank has lost the others; None for any other error."""
     text = str(error).lower()
-    remote = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text)
+    remote = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text))
     if not remote or not any(sign in text for sign in _SIGNS):
         return None
     if not started():
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        happened = (f"has not met the other ranks at {address} within faults.timeout_minutes: that address is not "
-                    "reached, or one of them has not come and says why itself")
+        happened = (
+            f"has not met the other ranks at {address} within faults.timeout_minutes: that address is not "
+            "reached, or one of them has not come and says why itself"
+        )
     elif "timed out" in text or "timeout" in text:
-        happened = ("no longer hears from another rank: that rank, its machine or the network between them has failed, "
-                    "or it was busy for longer than faults.timeout_minutes")
+        happened = (
+            "no longer hears from another rank: that rank, its machine or the network between them has failed, "
+            "or it was busy for longer than faults.timeout_minutes"
+        )
     else:
         happened = "has lost its connection to another rank, which has ended: what that one says comes first"
-    return (f"rank {place().rank} on {socket.gethostname()} {happened}. All saved is whole; the same command goes on")
+    return f"rank {place().rank} on {socket.gethostname()} {happened}. All saved is whole; the same command goes on"
 
 
 def fall(error: BaseException, seconds: float = 60.0) -> str:
@@ -126,7 +141,7 @@ def end(error: BaseException) -> None:
     try:
         traceback.print_exception(error)
         print(f"error: {lost(error) or error}", file=sys.stderr, flush=True)
-    finally:                                                  # printing fails where the reader of stderr has gone
+    finally:  # printing fails where the reader of stderr has gone
         os._exit(1)
 
 
@@ -265,8 +280,8 @@ def rows_to_first(rows: Tensor, counts: list[int]) -> Tensor | None:
     """
     rows = rows.detach().cpu()
     if world() == 1:
-        return rows[:counts[0]]
-    own = rows[:counts[rank()]].contiguous()
+        return rows[: counts[0]]
+    own = rows[: counts[rank()]].contiguous()
     if rank() != 0:
         if len(own):
             dist.send(own, dst=0, group=_control())

@@ -1,7 +1,7 @@
 """Where a process stands among those that a launcher has started, read from the environment, without torch.
 
-    RANK, WORLD_SIZE, LOCAL_RANK           the `deepspeed` launcher (LOCAL_SIZE), torchrun (LOCAL_WORLD_SIZE)
-    OMPI_COMM_WORLD_*, SLURM_*             mpirun, srun
+RANK, WORLD_SIZE, LOCAL_RANK           the `deepspeed` launcher (LOCAL_SIZE), torchrun (LOCAL_WORLD_SIZE)
+OMPI_COMM_WORLD_*, SLURM_*             mpirun, srun
 """
 
 import os
@@ -12,8 +12,12 @@ from dataclasses import dataclass
 _SOURCES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE",
-                                                       "SLURM_NTASKS_PER_NODE")),
+    (
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
+    ),
 )
 
 
@@ -40,8 +44,10 @@ def place() -> Place:
             size = next((name for name in sizes if os.environ.get(name)), sizes[0])
             own = Place(_number(rank), _number(world), _number(local), _on_node(size, _number("SLURM_NODEID")))
             if own.rank >= own.world:
-                raise ValueError(f"{rank}={own.rank} is not below {world}={own.world}: ranks count from 0; start "
-                                 "the command by a launcher, or unset both variables")
+                raise ValueError(
+                    f"{rank}={own.rank} is not below {world}={own.world}: ranks count from 0; start "
+                    "the command by a launcher, or unset both variables"
+                )
             return own
     return Place()
 
@@ -49,8 +55,10 @@ def place() -> Place:
 def _number(name: str) -> int:
     text = os.environ.get(name) or "0"
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{name}={text} in the environment is no number from 0 on: start the command by a launcher, "
-                         "or unset the variable")
+        raise ValueError(
+            f"{name}={text} in the environment is no number from 0 on: start the command by a launcher, "
+            "or unset the variable"
+        )
     return int(text)
 
 
@@ -60,7 +68,9 @@ def _on_node(name: str, node: int) -> int:
     for word in sizes.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip(), re.ASCII)
         if not match:
-            raise ValueError(f"{name}={sizes} in the environment is no number of ranks: start the command by a "
-                             "launcher, or unset the variable")
+            raise ValueError(
+                f"{name}={sizes} in the environment is no number of ranks: start the command by a "
+                "launcher, or unset the variable"
+            )
         numbers += [int(match[1])] * int(match[2] or 1)
     return numbers[min(node, len(numbers) - 1)]

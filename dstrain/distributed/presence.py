@@ -22,9 +22,9 @@ from pathlib import Path
 from dstrain.distributed.launcher import place
 from dstrain.distributed.processes import identity
 
-Process = tuple[int, str]                    # pid and start time
+Process = tuple[int, str]  # pid and start time
 
-_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")      # what a launch shares, too
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")  # what a launch shares, too
 
 
 class Presence:
@@ -37,14 +37,14 @@ class Presence:
         self._patience = patience
         self._file: Path | None = None
         self._began = _began()
-        self._alive: dict[int, Process] = {}             # those that have been seen alive
+        self._alive: dict[int, Process] = {}  # those that have been seen alive
 
     def announce(self) -> None:
         """Writes down this process and watches the others in a thread of its own; nothing where no file can be made."""
         folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / _launch()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.parent.stat().st_uid != os.getuid():           # pids that others wrote would be believed
+            if folder.parent.stat().st_uid != os.getuid():  # pids that others wrote would be believed
                 return
             temporary = folder / f".{os.getpid()}"
             temporary.write_text(identity(os.getpid()))
@@ -65,7 +65,7 @@ class Presence:
             try:
                 rank, pid = map(int, path.name.split("-"))
                 process, written = (pid, path.read_text()), path.stat().st_mtime
-            except (OSError, ValueError):                            # it has just left
+            except (OSError, ValueError):  # it has just left
                 continue
             if rank == place().rank:
                 continue
@@ -82,7 +82,7 @@ class Presence:
         if mine:
             with contextlib.suppress(OSError):
                 mine.unlink()
-                mine.parent.rmdir()                                  # by the last rank
+                mine.parent.rmdir()  # by the last rank
 
     def _watch(self) -> None:
         since: float | None = None
@@ -92,8 +92,12 @@ class Presence:
             since = (since or time.monotonic()) if dead else None
             if since and time.monotonic() - since > self._patience:
                 names = ", ".join(f"rank {rank} (process {pid})" for rank, pid in dead)
-                print(f"error: {names} on {socket.gethostname()} has ended, and rank {place().rank} ends, too. All "
-                      "saved is whole; the same command goes on", file=sys.stderr, flush=True)
+                print(
+                    f"error: {names} on {socket.gethostname()} has ended, and rank {place().rank} ends, too. All "
+                    "saved is whole; the same command goes on",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 os._exit(1)
 
 

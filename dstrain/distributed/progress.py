@@ -22,7 +22,7 @@ from dstrain import __version__
 from dstrain.distributed.launcher import place
 from dstrain.distributed.stacks import debugged, place_of
 
-_TICK = 1.0                                  # seconds between two looks
+_TICK = 1.0  # seconds between two looks
 
 
 class Phases(AbstractContextManager):
@@ -34,9 +34,9 @@ class Phases(AbstractContextManager):
     def __init__(self, quiet: float = 20.0) -> None:
         self._quiet = quiet
         self._phase = ("beginning", time.monotonic())
-        self._heard = time.monotonic()                       # when the last line was printed
+        self._heard = time.monotonic()  # when the last line was printed
         self._settled = False
-        self._lines: list[str] = []                          # said, and not in log.txt yet
+        self._lines: list[str] = []  # said, and not in log.txt yet
         self._left = threading.Event()
         self._print: Callable[[str], None] = _on_stderr
 
@@ -61,7 +61,7 @@ class Phases(AbstractContextManager):
         """Prints lines on rank 0, and keeps them for its log."""
         if place().rank == 0:
             self._lines += lines
-            with suppress(OSError, ValueError):              # a closed pipe or terminal ends no training
+            with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
                 for line in lines:
                     print(line, flush=True)
             self.heard()
@@ -106,8 +106,10 @@ class Phases(AbstractContextManager):
 def greeting() -> str:
     """The first line: what has begun, and where."""
     own = place()
-    return (f"dstrain {__version__}: rank {own.rank} of {own.world}, process {os.getpid()} on {socket.gethostname()}, "
-            f"Python {platform.python_version()}")
+    return (
+        f"dstrain {__version__}: rank {own.rank} of {own.world}, process {os.getpid()} on {socket.gethostname()}, "
+        f"Python {platform.python_version()}"
+    )
 
 
 def _on_stderr(text: str) -> None:

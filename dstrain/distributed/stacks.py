@@ -21,7 +21,7 @@ def place_of(thread: int) -> tuple[str, bool]:
     while frame is not None and not place:
         path = frame.f_code.co_filename
         exchanges |= "torch/distributed/" in path or "deepspeed/comm/" in path
-        if path.startswith(f"{_PACKAGE}/") and not path.endswith("distributed/group.py") or frame.f_back is None:
+        if (path.startswith(f"{_PACKAGE}/") and not path.endswith("distributed/group.py")) or frame.f_back is None:
             place = f"{Path(path).name}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return place, exchanges

@@ -27,10 +27,13 @@ class Stops:
     def __init__(self, folder: Path | None, watch_launcher: bool = True):
         self.reason: str | None = None
         self._interrupted = False
-        self._file = folder / "stop" if folder else None      # only one rank has to watch it
+        self._file = folder / "stop" if folder else None  # only one rank has to watch it
         self._launchers = _launchers() if watch_launcher else []
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS
-                        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN}
+        self._before = {
+            number: signal.signal(number, self._note)
+            for number in SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
 
     def requested(self) -> bool:
         """Whether this rank has a reason to stop; cheap enough for every step."""
@@ -43,7 +46,7 @@ class Stops:
     def settle(self) -> None:
         """Removes the stop file, so that the same command goes on next time."""
         if self._file and self._file.exists():
-            with suppress(OSError):                           # the run is saved in any case
+            with suppress(OSError):  # the run is saved in any case
                 self._file.rmdir() if self._file.is_dir() else self._file.unlink()
 
     def restore(self) -> None:
@@ -85,7 +88,7 @@ def _launches(pid: int) -> bool:
     the launcher's command line behind `--`.
     """
     words = command_line(pid).partition("\0--\0")[0].split("\0")[:4]
-    names = [Path(word).name for word in words]                            # a folder, too, may be called deepspeed
+    names = [Path(word).name for word in words]  # a folder, too, may be called deepspeed
     return not _is_shell(pid) and any(word in " ".join(names) for word in _LAUNCHERS)
 
 

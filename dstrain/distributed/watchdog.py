@@ -36,10 +36,10 @@ from dstrain.distributed.stacks import debugged, place_of, print_on_request
 T = TypeVar("T")
 
 STEP = "step"
-_FIRST = 5                                   # steps before a median is trusted
-_TICK = 1.0                                  # seconds between two looks
-_SUSPENDED = 5.0                             # seconds that a look comes late by, after which time starts over
-_SILENT = 20.0                               # seconds without a word from a rank that seems to run
+_FIRST = 5  # steps before a median is trusted
+_TICK = 1.0  # seconds between two looks
+_SUSPENDED = 5.0  # seconds that a look comes late by, after which time starts over
+_SILENT = 20.0  # seconds without a word from a rank that seems to run
 _KEY = "dstrain/stand"
 
 
@@ -52,11 +52,11 @@ class Stand:
     pid: int
     step: int
     phase: str
-    seconds: float                           # spent in it
+    seconds: float  # spent in it
     overdue: bool
-    where: str                               # the innermost line of dstrain that its main thread is in
-    waits: bool                              # whether that is within an exchange with other ranks
-    beat: int                                # grows from word to word
+    where: str  # the innermost line of dstrain that its main thread is in
+    waits: bool  # whether that is within an exchange with other ranks
+    beat: int  # grows from word to word
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (process {self.pid})"
@@ -72,11 +72,11 @@ class Watchdog(AbstractContextManager):
         # Exchanges raise after `most` seconds themselves, see group.lost: they come first.
         self._folder, self._factor, self._least, self._most = folder, factor, least, most + 10
         self._now = ("start", 0, time.monotonic())
-        self._steps: deque[float] = deque(maxlen=1001)               # seconds
-        self._base = 0.0                                             # time before this does not count
+        self._steps: deque[float] = deque(maxlen=1001)  # seconds
+        self._base = 0.0  # time before this does not count
         self._overdue = False
         self._closed, self._ending = threading.Event(), threading.Lock()
-        self._heard: dict[int, tuple[Stand, float]] = {}             # the others' latest words, and when they came
+        self._heard: dict[int, tuple[Stand, float]] = {}  # the others' latest words, and when they came
         self._main = threading.get_ident()
         print_on_request()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -84,7 +84,7 @@ class Watchdog(AbstractContextManager):
     def talk(self) -> None:
         """From here on the ranks hear of each other; once the process group stands."""
         if group.world() > 1:
-            store = dist.distributed_c10d._get_default_store().clone()         # a connection of its own
+            store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own
             threading.Thread(target=self._talk, args=(store,), name="talk", daemon=True).start()
 
     def at(self, step: int, phase: str = STEP) -> None:
@@ -135,7 +135,7 @@ class Watchdog(AbstractContextManager):
             last = now
             phase, _, since = self._now
             overdue = now - max(since, self._base) > self._limit(phase)
-            began = began if self._overdue and overdue else now      # when it became overdue
+            began = began if self._overdue and overdue else now  # when it became overdue
             self._overdue = overdue
             suspended = self._stopped() if overdue else set()
             reasons, at_fault = self._reasons(now, began, suspended & before) if overdue else ([], set())
@@ -155,7 +155,7 @@ class Watchdog(AbstractContextManager):
         if group.world() == 1:
             return [f"{me} hangs at {me.where}"], set()
         silent = [rank for rank in range(group.world()) if rank not in heard and rank != me.rank]
-        if silent and now - began < _SILENT or any(not stand.overdue for stand in heard.values()):
+        if (silent and now - began < _SILENT) or any(not stand.overdue for stand in heard.values()):
             return [], set()
         if me.rank and len(silent) == group.world() - 1:
             return [f"{self._name(0)}, through which the ranks hear of each other, does not answer"], {0}
@@ -165,8 +165,9 @@ class Watchdog(AbstractContextManager):
         phase, step, since = self._now
         where, waits = place_of(self._main)
         seconds = round(time.monotonic() - max(since, self._base), 1)
-        return Stand(group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits,
-                     beat)
+        return Stand(
+            group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits, beat
+        )
 
     def _talk(self, store: dist.Store) -> None:
         """Says every second, or less often in a large world, where this rank stands; while overdue hears the others."""
@@ -176,15 +177,18 @@ class Watchdog(AbstractContextManager):
             while not self._closed.wait(pause):
                 beat += 1
                 store.set(f"{_KEY}/{group.rank()}", json.dumps(asdict(self._stand(beat))))
-                if not (self._overdue or beat == 2):                 # the second word is for their names
+                if not (self._overdue or beat == 2):  # the second word is for their names
                     continue
-                known = others if store.check([f"{_KEY}/{rank}" for rank in others]) else \
-                    [rank for rank in others if store.check([f"{_KEY}/{rank}"])]
+                known = (
+                    others
+                    if store.check([f"{_KEY}/{rank}" for rank in others])
+                    else [rank for rank in others if store.check([f"{_KEY}/{rank}"])]
+                )
                 words = store.multi_get([f"{_KEY}/{rank}" for rank in known]) if known else []
                 for stand in (Stand(**json.loads(word)) for word in words):
                     if stand.rank not in self._heard or self._heard[stand.rank][0].beat != stand.beat:
                         self._heard[stand.rank] = stand, time.monotonic()
-        except RuntimeError:                                         # the store has ended, and with it the run
+        except RuntimeError:  # the store has ended, and with it the run
             pass
 
     def _stopped(self) -> set[int]:
@@ -199,22 +203,24 @@ class Watchdog(AbstractContextManager):
 
     def _end(self, reasons: list[str], at_fault: set[int]) -> None:
         """Writes what is known, ends ranks at fault here, and then this one. Disks may hang: they get some seconds."""
-        self._ending.acquire()                                       # the watch and the main thread may both come here
-        self._signal(at_fault - self._stopped(), signal.SIGUSR2)     # they write their stacks on stderr
+        self._ending.acquire()  # the watch and the main thread may both come here
+        self._signal(at_fault - self._stopped(), signal.SIGUSR2)  # they write their stacks on stderr
         self._within(5, self._write_stacks)
         self._within(5, self._report, reasons)
-        time.sleep(2)                                                # the others find and write the same
+        time.sleep(2)  # the others find and write the same
         self._signal(at_fault, signal.SIGKILL)
         os._exit(exit_codes.HUNG)
 
     def _report(self, reasons: list[str]) -> None:
         phase, step, _ = self._now
         me = self._stand()
-        text = (f"rank {me.rank} on {me.host} has been in {phase} {step} for {me.seconds:.0f} s, and the run ends: "
-                f"{'; '.join(reasons)}. Stacks are in {self._folder / 'stacks'}. All saved is whole; the same command "
-                "goes on. If it was no hang, raise faults.hang_seconds (a step) or faults.timeout_minutes (all else)")
+        text = (
+            f"rank {me.rank} on {me.host} has been in {phase} {step} for {me.seconds:.0f} s, and the run ends: "
+            f"{'; '.join(reasons)}. Stacks are in {self._folder / 'stacks'}. All saved is whole; the same command "
+            "goes on. If it was no hang, raise faults.hang_seconds (a step) or faults.timeout_minutes (all else)"
+        )
         print(f"error: {text}", file=sys.stderr, flush=True)
-        if me.rank == 0 or me.rank == 1 and reasons[0].startswith("rank 0 "):
+        if me.rank == 0 or (me.rank == 1 and reasons[0].startswith("rank 0 ")):
             with open(self._folder / "log.txt", "a", encoding="utf-8") as log:
                 log.write(f"{text}\n")
 

@@ -23,9 +23,17 @@ from dstrain.recipe import ConfigError
 # Left out are keys that apply after the codes (scaling_factor, shift_factor, latents_mean, latents_std) and those that
 # do not change them (sample_size, force_upcast).
 _DEFAULTS = {
-    "in_channels": 3, "out_channels": 3, "down_block_types": ["DownEncoderBlock2D"],
-    "up_block_types": ["UpDecoderBlock2D"], "block_out_channels": [64], "layers_per_block": 1, "act_fn": "silu",
-    "latent_channels": 4, "norm_num_groups": 32, "use_quant_conv": True, "use_post_quant_conv": True,
+    "in_channels": 3,
+    "out_channels": 3,
+    "down_block_types": ["DownEncoderBlock2D"],
+    "up_block_types": ["UpDecoderBlock2D"],
+    "block_out_channels": [64],
+    "layers_per_block": 1,
+    "act_fn": "silu",
+    "latent_channels": 4,
+    "norm_num_groups": 32,
+    "use_quant_conv": True,
+    "use_post_quant_conv": True,
     "mid_block_add_attention": True,
 }
 
@@ -127,7 +135,7 @@ def _dtype(network: nn.Module) -> torch.dtype:
 
 def _on_hub(path: str) -> bool:
     """Whether a path that is no folder can be a name on the hub. An unknown name would cost half a minute there."""
-    owner, _, name = path.partition("/")
+    owner, _, _name = path.partition("/")
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()
 
 
@@ -138,12 +146,17 @@ def _load(path: str) -> nn.Module:
     if folder.is_dir() and not (folder / "config.json").is_file() and (folder / "vae").is_dir():
         folder = folder / "vae"
     if not folder.is_dir() and not _on_hub(path):
-        raise ConfigError(f"first_stage.path: there is no folder {path}; export one first with launch/export.py RUN "
-                          f"--out {path}, save one there with AutoencoderKL.from_pretrained(NAME).save_pretrained"
-                          "(FOLDER), or give a name on the hub, as stabilityai/sd-vae-ft-mse")
+        raise ConfigError(
+            f"first_stage.path: there is no folder {path}; export one first with launch/export.py RUN "
+            f"--out {path}, save one there with AutoencoderKL.from_pretrained(NAME).save_pretrained"
+            "(FOLDER), or give a name on the hub, as stabilityai/sd-vae-ft-mse"
+        )
     try:
-        return AutoencoderKL.from_pretrained(str(folder) if folder.is_dir() else path, use_safetensors=True,
-                                             low_cpu_mem_usage=False)          # else a warning about accelerate
+        return AutoencoderKL.from_pretrained(
+            str(folder) if folder.is_dir() else path, use_safetensors=True, low_cpu_mem_usage=False
+        )  # else a warning about accelerate
     except (OSError, ValueError) as error:
-        raise ConfigError(f"first_stage.path: no AutoencoderKL can be loaded from {path!r} ({error}); give a folder "
-                          "with config.json and *.safetensors, or a hub name that this machine can reach") from error
+        raise ConfigError(
+            f"first_stage.path: no AutoencoderKL can be loaded from {path!r} ({error}); give a folder "
+            "with config.json and *.safetensors, or a hub name that this machine can reach"
+        ) from error

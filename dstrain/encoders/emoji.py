@@ -4,6 +4,7 @@ launch/builtin/make_emoji_pairs.py has trained the tower on the pairs that data.
 how good it is. Its embeddings are comparable with those of texts by all-MiniLM-L6-v2, which the package does not hold.
 """
 
+import itertools
 from hashlib import blake2b
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from torch.nn import functional as F
 
 from dstrain.data.cached import embeddings
 
-TEXT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"       # made the text embeddings of the pairs
+TEXT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # made the text embeddings of the pairs
 FILE = Path(embeddings.__file__).parents[1] / "builtin" / "emoji-tower.safetensors"
-SIDE, DIM = 32, 384                            # pixels of a picture that the tower sees; width of an embedding
+SIDE, DIM = 32, 384  # pixels of a picture that the tower sees; width of an embedding
 WIDTHS = (3, 24, 48, 96, 160)
 
 
@@ -24,8 +25,11 @@ class Tower(nn.Sequential):
     """float32 (N, 3, 32, 32) in [-1, 1] -> (N, 384), not normalized."""
 
     def __init__(self, widths: tuple[int, ...] = WIDTHS, dropout: float = 0.0) -> None:
-        stages = [layer for before, after in zip(widths, widths[1:]) for layer in
-                  (nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.GELU())]
+        stages = [
+            layer
+            for before, after in itertools.pairwise(widths)
+            for layer in (nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.GELU())
+        ]
         super().__init__(*stages, nn.Flatten(), nn.Dropout(dropout), nn.Linear(4 * widths[-1], DIM))
 
 

@@ -28,8 +28,10 @@ def loading(kind: str, key: str, path: str, content: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: no {kind} can be loaded from {path!r} ({one_line(error)}); give a folder with "
-                          f"{content}, or a hub name that this machine can reach") from error
+        raise ConfigError(
+            f"{key}: no {kind} can be loaded from {path!r} ({one_line(error)}); give a folder with "
+            f"{content}, or a hub name that this machine can reach"
+        ) from error
 
 
 def one_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """What networks compute in that draw, measure or encode, by choice: --precision, and `precision` of a first stage.
 
-    fp32   float32 throughout, as the originals; also in convolutions, which torch gives to TF32 by itself
-    tf32   float32, whose products and convolutions round their factors to 10 bits (NVIDIA GPUs since Ampere)
-    bf16   weights and activations in bfloat16
+fp32   float32 throughout, as the originals; also in convolutions, which torch gives to TF32 by itself
+tf32   float32, whose products and convolutions round their factors to 10 bits (NVIDIA GPUs since Ampere)
+bf16   weights and activations in bfloat16
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,10 @@ def problem(precision: Precision | None, key: str) -> str | None:
     """Why this machine cannot compute so; it is refused, since figures and caches name their precision."""
     if precision != "tf32" or usual() == "tf32":
         return None
-    return (f"{key}: tf32 needs a GPU that has it, such as NVIDIA's since Ampere, and this machine has none; take "
-            "fp32, which is more exact, or bf16")
+    return (
+        f"{key}: tf32 needs a GPU that has it, such as NVIDIA's since Ampere, and this machine has none; take "
+        "fp32, which is more exact, or bf16"
+    )
 
 
 def require(precision: Precision) -> None:

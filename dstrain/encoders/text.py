@@ -40,7 +40,7 @@ class TextEncoder(Frozen):
         _set_padding(self.tokenizer, path)
         self.eval().requires_grad_(False)
         config = self.model.config
-        longest = min(getattr(config, "max_position_embeddings", None) or 256, 256)      # T5 has no such bound
+        longest = min(getattr(config, "max_position_embeddings", None) or 256, 256)  # T5 has no such bound
         if max_length is not None and max_length > longest:
             raise ConfigError(f"max_text_len: the encoder {path} takes {longest} tokens, not {max_length}: give fewer")
         self.max_length = max_length or longest
@@ -59,11 +59,12 @@ class TextEncoder(Frozen):
         Nothing is normalized. Captions are cut after max_length tokens.
         """
         device = next(self.model.parameters()).device
-        tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=self.max_length,
-                                return_tensors="pt")
-        ids, mask = (to_device(tokens[name], device) for name in ("input_ids", "attention_mask"))          # (N, L)
+        tokens = self.tokenizer(
+            captions, padding="max_length", truncation=True, max_length=self.max_length, return_tensors="pt"
+        )
+        ids, mask = (to_device(tokens[name], device) for name in ("input_ids", "attention_mask"))  # (N, L)
         out = self.model(input_ids=ids, attention_mask=mask)
-        encodings = out.last_hidden_state.float()                                                 # (N, L, E)
+        encodings = out.last_hidden_state.float()  # (N, L, E)
         if self.projection is not None:
             embed = self.projection(out.pooler_output).float()
         elif self.pooling == "cls":
@@ -96,8 +97,10 @@ def _load(path: str) -> tuple[nn.Module, nn.Module | None, object]:
 def _set_padding(tokenizer: Any, path: str) -> None:
     """Makes a tokenizer pad short texts at their end, with pad_token or else eos_token. ConfigError: it has neither."""
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise ConfigError(f"text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to pad short "
-                          "texts with; name one as pad_token in its tokenizer_config.json")
+        raise ConfigError(
+            f"text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to pad short "
+            "texts with; name one as pad_token in its tokenizer_config.json"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
@@ -108,18 +111,26 @@ def _pooling(path: str) -> str:
     for module in _json(path, "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):
-            raise ConfigError(f"text_encoder: {path} ends with a layer of kind {kind} (modules.json), which is not "
-                              "read here; take an encoder without it")
+            raise ConfigError(
+                f"text_encoder: {path} ends with a layer of kind {kind} (modules.json), which is not "
+                "read here; take an encoder without it"
+            )
     config = _json(path, "1_Pooling/config.json")
     if config is None:
         return "mean"
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     modes = modes or [f"pooling_mode_{config.get('pooling_mode')}"]
-    known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_mean": "mean",
-             "pooling_mode_cls": "cls"}
+    known = {
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_mean": "mean",
+        "pooling_mode_cls": "cls",
+    }
     if len(modes) != 1 or modes[0] not in known:
-        raise ConfigError(f"text_encoder: 1_Pooling/config.json of {path} says {', '.join(modes)}; only the mean of "
-                          "all tokens or the first one (cls) is known here; take another encoder")
+        raise ConfigError(
+            f"text_encoder: 1_Pooling/config.json of {path} says {', '.join(modes)}; only the mean of "
+            "all tokens or the first one (cls) is known here; take another encoder"
+        )
     return known[modes[0]]
 
 
@@ -127,8 +138,9 @@ def _json(path: str, name: str) -> Any:
     """A JSON file of an encoder's folder or hub page; None: it has none of that name."""
     from transformers.utils import cached_file
 
-    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False,
-                       _raise_exceptions_for_connection_errors=False)
+    file = cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
     try:
         return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError:

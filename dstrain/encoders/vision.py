@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from dstrain.encoders.frozen import Frozen, loading
 from dstrain.recipe import ConfigError
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)        # of ImageNet, as both were trained
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as both were trained
 _SIDE = 224
 
 
@@ -33,8 +33,9 @@ class VisionTower(Frozen):
             if not config.model_type.startswith(kind):
                 raise ConfigError(f"--features {kind}:{path}: the folder holds a model of type {config.model_type}")
             # In fp32, also where the folder's weights are halves.
-            self.model = AutoModel.from_pretrained(path, use_safetensors=True, local_files_only=True,
-                                                   dtype=torch.float32, attn_implementation="sdpa")
+            self.model = AutoModel.from_pretrained(
+                path, use_safetensors=True, local_files_only=True, dtype=torch.float32, attn_implementation="sdpa"
+            )
         self.eval().requires_grad_(False)
         self.dim, self.kind = config.hidden_size, kind
         self.num_frames = getattr(config, "num_frames", None)
@@ -49,5 +50,5 @@ class VisionTower(Frozen):
         """
         pixels = F.interpolate(images.flatten(0, -4).float(), (_SIDE, _SIDE), mode="bicubic", antialias=True)
         pixels = ((pixels / 255 - self.mean) / self.std).view(*images.shape[:-2], _SIDE, _SIDE)
-        states = self.model(pixel_values=pixels).last_hidden_state                                # (N, tokens, D)
+        states = self.model(pixel_values=pixels).last_hidden_state  # (N, tokens, D)
         return states[:, 0] if self.num_frames is None else states.mean(1)

@@ -27,7 +27,7 @@ class WideSums:
         self._engine, reduce, engine.wide_sums = engine, engine.allreduce_gradients, self
 
         def reduce_all(*args: Any, **kwargs: Any) -> Any:
-            if engine.is_gradient_accumulation_boundary():               # of weights without a part in the last one
+            if engine.is_gradient_accumulation_boundary():  # of weights without a part in the last one
                 for weight in list(self._sums):
                     weight.grad = self._sums.pop(weight).to(weight.dtype)
             return reduce(*args, **kwargs)
@@ -62,7 +62,7 @@ def sum_into(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
     if master.grad is None:
         master.grad = torch.zeros_like(master)
     sizes = [weight.numel() for weight in weights]
-    places = master.grad[:sum(sizes)].split(sizes)
+    places = master.grad[: sum(sizes)].split(sizes)
     used = [(place, weight.grad.reshape(-1)) for place, weight in zip(places, weights) if weight.grad is not None]
     if used:
         torch._foreach_add_(*map(list, zip(*used)))

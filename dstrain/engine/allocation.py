@@ -21,7 +21,7 @@ from dstrain.distributed import group
 from dstrain.engine.settings import precision, stage
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_PADDING = 2                # elements for each rank: DeepSpeed pads a group to a multiple of it
+_PADDING = 2  # elements for each rank: DeepSpeed pads a group to a multiple of it
 Weights = Sequence[nn.Parameter]
 
 
@@ -36,6 +36,7 @@ def allocate(network: nn.Module, groups: list[dict[str, Any]], settings: dict[st
     on_meta = [weight for weight in network.parameters() if weight.is_meta]
     if stage(settings) == 3 and on_meta:
         import deepspeed
+
         pieces = _OneByOne(on_meta, options)
         deepspeed.zero.Init(module=pieces, config_dict_or_path=settings)
         fresh = pieces.made
@@ -70,7 +71,7 @@ def _in_one(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]
     """The weights, one after another in one tensor that has room for DeepSpeed's padding."""
     counts = [weight.numel() for weight in weights]
     flat = torch.empty(sum(counts) + _PADDING * group.world(), **options)
-    for weight, values in zip(weights, flat[:sum(counts)].split(counts)):
+    for weight, values in zip(weights, flat[: sum(counts)].split(counts)):
         fresh = _with_memory(weight, values.view(weight.shape))
         fresh.lies_in_one = True
         yield fresh
@@ -86,10 +87,11 @@ def _with_memory(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
 def flattened_in_place() -> Iterator[None]:
     """Inside, DeepSpeed's stages 1 and 2 take the weights of a group that lie in one tensor as they lie."""
     from deepspeed.runtime.zero import stage_1_and_2
+
     copying, inside = stage_1_and_2._flatten_dense_tensors, True
 
     def flatten(tensors: Sequence[Tensor]) -> Tensor:
-        flat = _as_one(tensors) if inside else None              # the optimizer keeps this function for gradients
+        flat = _as_one(tensors) if inside else None  # the optimizer keeps this function for gradients
         return copying(tensors) if flat is None else flat
 
     stage_1_and_2._flatten_dense_tensors = flatten
@@ -103,7 +105,7 @@ def flattened_in_place() -> Iterator[None]:
 def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     """The tensor that weights of `_in_one` fill from its beginning, and padding behind them; None: they do not."""
     weights = [tensor for tensor in tensors if getattr(tensor, "lies_in_one", False)]
-    padding = sum(tensor.numel() for tensor in tensors[len(weights):])
+    padding = sum(tensor.numel() for tensor in tensors[len(weights) :])
     first, end = tensors[0], 0
     for tensor, weight in zip(tensors, weights):
         if tensor is not weight or tensor.storage_offset() != end or not tensor.is_contiguous():
@@ -112,8 +114,8 @@ def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     if not weights or (end + padding) * first.element_size() > first.untyped_storage().nbytes():
         return None
     flat = first.detach().as_strided((end + padding,), (1,), 0)
-    for tensor in tensors[len(weights):]:
-        flat[end:end + tensor.numel()] = tensor
+    for tensor in tensors[len(weights) :]:
+        flat[end : end + tensor.numel()] = tensor
         end += tensor.numel()
     return flat
 

@@ -31,8 +31,13 @@ from dstrain.recipe import Run
 PRODUCTS = ("mm", "addmm", "convolution")
 
 
-def prepare(network: nn.Module, blocks: tuple[type[nn.Module], ...], recompute: str | int = "none",
-            compiled: bool = False, scattered: bool = False) -> None:
+def prepare(
+    network: nn.Module,
+    blocks: tuple[type[nn.Module], ...],
+    recompute: str | int = "none",
+    compiled: bool = False,
+    scattered: bool = False,
+) -> None:
     """Gives the blocks of a network, before deepspeed.initialize, the forward pass that a recipe asks for.
 
     recompute   model.recompute: none, all, attention, or a number k: every k-th block as with all.
@@ -42,13 +47,16 @@ def prepare(network: nn.Module, blocks: tuple[type[nn.Module], ...], recompute: 
     repeated = [module for module in network.modules() if isinstance(module, blocks)]
     if scattered and repeated and (compiled or recompute == "attention"):
         from deepspeed.utils import set_z3_leaf_modules
+
         set_z3_leaf_modules(network, list({type(module) for module in repeated}))
         for module in repeated:
-            module.register_forward_pre_hook(_with_gradient)      # before DeepSpeed's own hooks
+            module.register_forward_pre_hook(_with_gradient)  # before DeepSpeed's own hooks
         from deepspeed.runtime.zero import linear
+
         linear.is_zero_param = _may_be_away
     if repeated and recompute == "attention":
         from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
         LinearFunctionForZeroStage3.forward = staticmethod(_linear)
     graphs = Graphs()
     for number, module in enumerate(repeated, 1):
@@ -132,8 +140,11 @@ def structure(block: nn.Module) -> tuple:
 
     def entries() -> Iterator[tuple]:
         for module in block.modules():
-            settings = ((name, value) for name, value in vars(module).items()
-                        if name != "training" and isinstance(value, (int, float, str, type(None))))
+            settings = (
+                (name, value)
+                for name, value in vars(module).items()
+                if name != "training" and isinstance(value, (int, float, str, type(None)))
+            )
             shapes = ((name, tuple(full_shape(weight))) for name, weight in module.named_parameters(recurse=False))
             yield type(module), *settings, *shapes
 

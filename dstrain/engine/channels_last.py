@@ -9,8 +9,9 @@ def use_channels_last(network: nn.Module) -> None:
 
     The weights keep theirs: they lie in ZeRO's flat buffers, which know one layout only.
     """
-    network.register_forward_pre_hook(lambda _, inputs: tuple(
-        _nhwc(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs))
+    network.register_forward_pre_hook(
+        lambda _, inputs: tuple(_nhwc(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs)
+    )
 
 
 def _nhwc(x: Tensor) -> Tensor:

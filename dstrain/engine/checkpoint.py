@@ -53,19 +53,33 @@ class Stateful(Protocol):
 class Checkpoints:
     """The checkpoints in `folder` of these engines, averages and small state; every method on all ranks together."""
 
-    def __init__(self, folder: Path, engines: Engines, ema: EmaShadow, system: Stateful, save: Save = Save(),
-                 report: Callable[[str], None] = print, saved: Callable[[int], None] = lambda step: None,
-                 course: Course | None = None, trust_pickle: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        engines: Engines,
+        ema: EmaShadow,
+        system: Stateful,
+        save: Save = Save(),
+        report: Callable[[str], None] = print,
+        saved: Callable[[int], None] = lambda step: None,
+        course: Course | None = None,
+        trust_pickle: bool = False,
+    ):
         metric = save.best if isinstance(save.best, str) else "loss"
         self.store = Store(folder, save.keep, save.keep_every, validate.check, metric, self._write_indices)
         self.course = course or Course()
-        self._native = save.format == "deepspeed"             # master and moments stand in DeepSpeed's own files
+        self._native = save.format == "deepspeed"  # master and moments stand in DeepSpeed's own files
         # DeepSpeed writes its own files from the live weights, and its ranks communicate meanwhile: not in a thread.
         self.saver = Saver(self.store, save.asynchronous and not self._native, report, saved)
         self._engines, self._ema, self._system, self._trust_pickle = engines, ema, system, trust_pickle
         self.averages = snapshots.Averages(
-            folder.with_name(snapshots.FOLDER), engines.masters, ema, save.asynchronous,
-            lambda: self._common(ema.flats), lambda line: self.saver.report(line))
+            folder.with_name(snapshots.FOLDER),
+            engines.masters,
+            ema,
+            save.asynchronous,
+            lambda: self._common(ema.flats),
+            lambda line: self.saver.report(line),
+        )
 
     def look(self) -> None:
         """Reports what has been written since the last call; cheap enough for every step."""
@@ -92,8 +106,10 @@ class Checkpoints:
             return 0
         newest = self.store.newest(self.saver.report)
         if newest is None:
-            raise ConfigError(f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
-                              "above, restore one, or begin anew with --from-scratch")
+            raise ConfigError(
+                f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
+                "above, restore one, or begin anew with --from-scratch"
+            )
         self._take_up(*newest)
         return self.saver.newest
 
@@ -116,8 +132,10 @@ class Checkpoints:
             self.load(path)
             return validate.course(path)
         except (OSError, SafetensorError) as error:
-            raise NotRead(f"{path} cannot be read, though it verified just now ({error}): its storage fails. All saved "
-                          "is whole; the same command goes on when the storage is back") from error
+            raise NotRead(
+                f"{path} cannot be read, though it verified just now ({error}): its storage fails. All saved "
+                "is whole; the same command goes on when the storage is back"
+            ) from error
 
     def _take_up(self, step: int, path: Path) -> None:
         self.course.state = self._load_whole(path)
@@ -133,8 +151,10 @@ class Checkpoints:
         self.saver.settle()
         steps = self.store.good(course.before(done), course.state.rollbacks[-1][1] if course.rollbacks else None)
         if course.rollbacks - course.state.forgiven >= course.faults.max_rollbacks:
-            reason = (f"The run has gone back {course.rollbacks} times (faults.max_rollbacks="
-                      f"{course.faults.max_rollbacks}: a higher number lets it go back again)")
+            reason = (
+                f"The run has gone back {course.rollbacks} times (faults.max_rollbacks="
+                f"{course.faults.max_rollbacks}: a higher number lets it go back again)"
+            )
         elif (newest := self.store.newest(self.saver.report, among=steps)) is None:
             reason = "No checkpoint from before that is left to go back to"
         elif (newest[1] / "deepspeed").is_dir() and not self._trust_pickle:
@@ -160,12 +180,22 @@ class Checkpoints:
         self.averages.saver.settle()
         common, course = self._common(), self.course.state
         # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.
-        extra = {"kind": (ROUTINE if routine else STOP) if course.good else TROUBLE, "course": course.model_dump(),
-                 "stays": sorted({target for _, target in course.rollbacks})}
+        extra = {
+            "kind": (ROUTINE if routine else STOP) if course.good else TROUBLE,
+            "course": course.model_dump(),
+            "stays": sorted({target for _, target in course.rollbacks}),
+        }
         if score is not None:
             extra["metric"] = self.store.metric
-        self.saver.save(step, self._entries(), lambda folder, entries: self._write(folder, entries, common),
-                        need_bytes=self._bytes(), score=score, last=last, extra=extra)
+        self.saver.save(
+            step,
+            self._entries(),
+            lambda folder, entries: self._write(folder, entries, common),
+            need_bytes=self._bytes(),
+            score=score,
+            last=last,
+            extra=extra,
+        )
 
     def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Each kind of fp32 value kept as fragments, in the masters' layout; `native`: without master and moments."""
@@ -179,17 +209,24 @@ class Checkpoints:
 
     def _entries(self) -> Entries:
         """What this rank writes of each part: live values."""
-        return {part: [(kind, fragment, view) for kind, flats in self._kinds(part, self._native)
-                       for fragment, view in masters.own_views(flats)] + list(masters.own_codes())
-                for part, masters in self._engines.masters.items()}
+        return {
+            part: [
+                (kind, fragment, view)
+                for kind, flats in self._kinds(part, self._native)
+                for fragment, view in masters.own_views(flats)
+            ]
+            + list(masters.own_codes())
+            for part, masters in self._engines.masters.items()
+        }
 
     def _write(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
         """Fills `folder` with what is this rank's; the shards' hashes."""
         if self._native:
             with errors_at_the_end(self._engines.values()):
                 for part, engine in self._engines.items():
-                    engine.save_checkpoint(str(folder / "deepspeed"), tag=part, client_state=universal_info(),
-                                           save_latest=False)
+                    engine.save_checkpoint(
+                        str(folder / "deepspeed"), tag=part, client_state=universal_info(), save_latest=False
+                    )
         names = {part: shard_name(part, group.rank(), group.world()) for part in entries}
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
         self._rows = {part: rows(entries[part], hashes[name]) for part, name in names.items()}
@@ -203,8 +240,11 @@ class Checkpoints:
     def _bytes(self) -> int:
         """An upper bound of what this rank will write."""
         copies = {part: len(list(self._kinds(part, self._native))) + 4 * self._native for part in self._engines}
-        return (1 << 20) + sum(copies[part] * (4 * view.numel() + 40) for part, masters in self._engines.masters.items()
-                               for _, view in masters.own_views(masters.flats))                    # 40: in the index
+        return (1 << 20) + sum(
+            copies[part] * (4 * view.numel() + 40)
+            for part, masters in self._engines.masters.items()
+            for _, view in masters.own_views(masters.flats)
+        )  # 40: in the index
 
     def _common(self, parts: Collection[str] | None = None) -> validate.Common:
         """Small state of some parts (None: of all): tensors on the host, and each part's counters.
@@ -216,8 +256,13 @@ class Checkpoints:
         for part in (part for part in self._engines if parts is None or part in parts):
             tensors |= {f"buffer/{part}/{name}": buffer for name, buffer in _buffers(self._engines[part].module)}
             masters = self._engines.masters[part]
-            counters[part] = {"updates": masters.updates, "skipped": masters.skipped, "stage": masters.stage,
-                              "scaler": masters.scaler_state, **self._ema.counters(part)}
+            counters[part] = {
+                "updates": masters.updates,
+                "skipped": masters.skipped,
+                "stage": masters.stage,
+                "scaler": masters.scaler_state,
+                **self._ema.counters(part),
+            }
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
     def load(self, path: Path) -> None:
@@ -226,17 +271,21 @@ class Checkpoints:
         ConfigError: it does not fit, or is not trusted.
         """
         if (path / "deepspeed").is_dir() and not self._trust_pickle:
-            raise ConfigError(f"{path} holds DeepSpeed's own files, and reading them runs what is pickled in them: if "
-                              "you know where they come from, give --trust-pickle")
+            raise ConfigError(
+                f"{path} holds DeepSpeed's own files, and reading them runs what is pickled in them: if "
+                "you know where they come from, give --trust-pickle"
+            )
         common, counters = load_file(path / COMMON), validate.counters(path)
         if counters.keys() != self._engines.keys():
-            raise ConfigError(f"{path} holds the networks {', '.join(counters)}; this run trains "
-                              f"{', '.join(self._engines)}: set the model section as it was, or give --from-scratch")
+            raise ConfigError(
+                f"{path} holds the networks {', '.join(counters)}; this run trains "
+                f"{', '.join(self._engines)}: set the model section as it was, or give --from-scratch"
+            )
         for part in self._engines:
             self._load_part(part, path, common, counters[part])
         try:
             self._system.load_state_dict(validate.within(common, "system/"))
-        except ConfigError as error:               # only after --allow-change: the recipe is compared before
+        except ConfigError as error:  # only after --allow-change: the recipe is compared before
             if group.rank() == 0:
                 self.saver.report(f"the system's own state begins anew: {error}")
 
@@ -244,18 +293,20 @@ class Checkpoints:
         masters, engine = self._engines.masters[part], self._engines[part]
         anew = False
         with open_shards(path, part) as shards:
-            if native := (path / "deepspeed").is_dir():           # this run may save in the other format
+            if native := (path / "deepspeed").is_dir():  # this run may save in the other format
                 self._load_native(part, path, counters["stage"])
             else:
                 saved = {name: shards.shape(name) for name in shards.names("master")}
                 expected = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
                 validate.require_same_shapes(path, part, saved, expected)
                 held = {kind for kind in shards.kinds() if not kind.startswith("ema.")} - {"master", *CODES}
-                if anew := held != set(masters.kinds):     # only after --allow-change: the recipe is compared before
+                if anew := held != set(masters.kinds):  # only after --allow-change: the recipe is compared before
                     masters.reset_optimizer_state()
                     if group.rank() == 0:
-                        self.saver.report(f"{path.name} holds {', '.join(sorted(held))} of {part}, and this optimizer "
-                                          f"keeps {', '.join(masters.kinds)}: it begins without moments")
+                        self.saver.report(
+                            f"{path.name} holds {', '.join(sorted(held))} of {part}, and this optimizer "
+                            f"keeps {', '.join(masters.kinds)}: it begins without moments"
+                        )
             for kind, flats in self._kinds(part, native):
                 if anew and kind in masters.kinds:
                     continue
@@ -280,8 +331,10 @@ class Checkpoints:
                 validate.require_same_shapes(path, part, saved, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
         if not self._ema.take_up(part, counters.get("averages"), step := manifest(path)["step"]) and group.rank() == 0:
-            self.saver.report(f"averages by width (ema.profiles) of {part} begin at step {step}: widths are shares of "
-                              "the updates since then")
+            self.saver.report(
+                f"averages by width (ema.profiles) of {part} begin at step {step}: widths are shares of "
+                "the updates since then"
+            )
         masters.updates, masters.skipped = 0 if anew else counters["updates"], counters["skipped"]
         masters.scaler_state = counters["scaler"]
         masters.publish()
@@ -290,9 +343,11 @@ class Checkpoints:
         """Reads DeepSpeed's own files; `contents.check` and the store have verified them before the unpickling."""
         world, own_stage = manifest(path)["world"], self._engines.masters[part].stage
         if (stage, world) != (own_stage, group.world()):
-            raise ConfigError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
-                              f"resumes only so; this run has stage {own_stage} and {group.world()} ranks. Go on at "
-                              f"stage {stage} on {world} ranks with save.format=fragments: the next resumes anywhere")
+            raise ConfigError(
+                f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
+                f"resumes only so; this run has stage {own_stage} and {group.world()} ranks. Go on at "
+                f"stage {stage} on {world} ranks with save.format=fragments: the next resumes anywhere"
+            )
         if not list((path / "deepspeed" / part).glob("*.pt")):
             raise ConfigError(f"{path / 'deepspeed' / part} holds no files of DeepSpeed: take another step with --step")
         self._engines[part].load_checkpoint(str(path / "deepspeed"), tag=part, load_lr_scheduler_states=False)
@@ -306,12 +361,17 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
     """
     with open_shards(path, part) as shards:
         if kind == "master" and (path / "deepspeed").is_dir():
-            raise ConfigError(f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with `python "
-                              f"launch/consolidate.py {path} --weights raw --trust-pickle --out DIR`, or take an EMA")
+            raise ConfigError(
+                f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with `python "
+                f"launch/consolidate.py {path} --weights raw --trust-pickle --out DIR`, or take an EMA"
+            )
         if kind not in shards.kinds():
             raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
-        weights = stored_weights(shards, kind) if not at_once else {
-            name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}
+        weights = (
+            stored_weights(shards, kind)
+            if not at_once
+            else {name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}
+        )
     return weights | validate.within(load_file(path / COMMON), f"buffer/{part}/")
 
 
@@ -322,6 +382,9 @@ def ema_decays(path: Path, part: str) -> list[float]:
 
 def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a state dict holds."""
-    transient = {f"{prefix}.{name}" if prefix else name for prefix, child in module.named_modules()
-                 for name in child._non_persistent_buffers_set}
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        for name in child._non_persistent_buffers_set
+    }
     return ((name, buffer) for name, buffer in module.named_buffers() if name not in transient)

@@ -31,13 +31,20 @@ class Engines(Mapping[str, Any]):
 
     _masters = Masters
 
-    def __init__(self, networks: Networks, run: Run, settings: dict[str, Any],
-                 decays: Decays, blocks: tuple[type[nn.Module], ...] = (), draw: bool = True):
+    def __init__(
+        self,
+        networks: Networks,
+        run: Run,
+        settings: dict[str, Any],
+        decays: Decays,
+        blocks: tuple[type[nn.Module], ...] = (),
+        draw: bool = True,
+    ):
         """Without `draw`, weights are not set, buffers are: a checkpoint's values follow, or `draw`."""
         self.settings = settings
-        self.notes: list[str] = []                    # lines for the user
+        self.notes: list[str] = []  # lines for the user
         self._engines: dict[str, Any] = {}
-        self._learned: set[str] = set()               # parts that had a turn in this step, that is, since set_lr
+        self._learned: set[str] = set()  # parts that had a turn in this step, that is, since set_lr
         self.masters: dict[str, Masters] = {}
         if compiles(run) and blocks:
             self.notes.append("note: torch.compile compiles blocks as the first step meets them, for minutes perhaps")
@@ -46,8 +53,7 @@ class Engines(Mapping[str, Any]):
         for part, (network, values) in built.items():
             if run.channels_last:
                 use_channels_last(network)
-            prepare(network, blocks, run.model.get("recompute", "none"), compiles(run),
-                    scattered=stage(settings) == 3)
+            prepare(network, blocks, run.model.get("recompute", "none"), compiles(run), scattered=stage(settings) == 3)
             self._engines[part] = self._initialize(network, run, decays, blocks)
             self.masters[part] = self._masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
@@ -61,8 +67,13 @@ class Engines(Mapping[str, Any]):
         """Fresh networks and what gives their initial values."""
         if stage(self.settings) != 3:
             return build(networks, seed)
-        return build(networks, seed, lambda reason: self.notes.append(
-            f"note: every rank begins with the whole networks in its memory: {reason}; see dstrain/systems/base.py"))
+        return build(
+            networks,
+            seed,
+            lambda reason: self.notes.append(
+                f"note: every rank begins with the whole networks in its memory: {reason}; see dstrain/systems/base.py"
+            ),
+        )
 
     def draw(self, known: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
         """Sets all weights and buffers: to the `known` values by part and name, the others as the seed says.
@@ -77,14 +88,16 @@ class Engines(Mapping[str, Any]):
 
     def _initialize(self, network: nn.Module, run: Run, decays: Decays, blocks: tuple[type[nn.Module], ...]) -> Any:
         import deepspeed
+
         phases().at("setting up DeepSpeed's engines")
         groups = list(optimizers.groups(network, run, decays, blocks))
         allocate(network, groups, self.settings)
         optimizer = optimizers.build(groups, run, offloads_optimizer(self.settings))
         sums = WideSums(network.parameters()) if sums_aside(self.settings) else None
         with flattened_in_place():
-            engine = deepspeed.initialize(model=network, optimizer=optimizer, config=for_deepspeed(self.settings),
-                                          dist_init_required=False)[0]
+            engine = deepspeed.initialize(
+                model=network, optimizer=optimizer, config=for_deepspeed(self.settings), dist_init_required=False
+            )[0]
         if sums:
             sums.attach(engine)
         return engine

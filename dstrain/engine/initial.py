@@ -38,12 +38,26 @@ Networks = Callable[[], dict[str, nn.Module]]
 Values = Callable[..., Iterator[tuple[str, Tensor]]]
 
 # In-place operations whose result does not depend on what the tensor held before.
-_OVERWRITING = frozenset(("zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
-                          "log_normal_", "cauchy_", "geometric_"))
+_OVERWRITING = frozenset(
+    (
+        "zero_",
+        "fill_",
+        "copy_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+    )
+)
 
 
-def build(networks: Networks, seed: int,
-          note: Callable[[str], None] = lambda text: None) -> dict[str, tuple[nn.Module, Values]]:
+def build(
+    networks: Networks, seed: int, note: Callable[[str], None] = lambda text: None
+) -> dict[str, tuple[nn.Module, Values]]:
     """Fresh networks by part, each with the values that its parameters and buffers start from.
 
     Where modules draw their own weights, parameters are on the meta device if they can: see allocation.py. Else they
@@ -56,21 +70,26 @@ def build(networks: Networks, seed: int,
         try:
             with weights_on_meta() if reason is None else nullcontext():
                 built = networks()
-        except Exception:                          # a buffer computed from a weight; a real mistake comes again
+        except Exception:  # a buffer computed from a weight; a real mistake comes again
             if reason is not None:
                 raise
             built = networks()
     if reason is None:
         return {part: (network, partial(initial_weights, network, seed)) for part, network in built.items()}
     note(reason)
-    copies = {part: [(_join(prefix, name), tensor.detach().clone()) for prefix, module in network.named_modules()
-                     for name, tensor in _own(module).items()] for part, network in built.items()}
+    copies = {
+        part: [
+            (_join(prefix, name), tensor.detach().clone())
+            for prefix, module in network.named_modules()
+            for name, tensor in _own(module).items()
+        ]
+        for part, network in built.items()
+    }
     _require_same_on_all_ranks({f"{part}: {name}": value for part, values in copies.items() for name, value in values})
     return {part: (network, partial(_released, copies[part])) for part, network in built.items()}
 
 
-def initial_weights(network: nn.Module, seed: int,
-                    names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def initial_weights(network: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields (state-dict name, float32 value) of every parameter and buffer, drawn by modules; integers stay integers.
 
     With `names`, only modules that own a buffer or one of these parameters are drawn. The network is left as it was. It
@@ -92,7 +111,7 @@ def _released(values: list[tuple[str, Tensor]], names: object = None) -> Iterato
 @contextmanager
 def weights_on_meta() -> Iterator[None]:
     """Parameters that modules register inside take no memory, and drawing them no time; buffers do as ever."""
-    moved: Any = WeakTensorKeyDictionary()         # tied weights stay tied
+    moved: Any = WeakTensorKeyDictionary()  # tied weights stay tied
 
     def move(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
         if weight is None or weight.is_meta:
@@ -119,9 +138,9 @@ def set_by_constructors(networks: Networks) -> str | None:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), writes:
             built = networks()
-    except Exception as error:       # meta tensors have no values; a real mistake comes again in the real construction
+    except Exception as error:  # meta tensors have no values; a real mistake comes again in the real construction
         return f"networks() cannot run on the meta device ({type(error).__name__}: {error})"
-    seen = set()                                   # of tied weights, DeepSpeed trains the first name
+    seen = set()  # of tied weights, DeepSpeed trains the first name
     for part, network in built.items():
         for prefix, module in network.named_modules():
             for name, tensor in _own(module).items():
@@ -139,8 +158,8 @@ class _Writes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: dict[int, tuple[nn.Module | None, dict[tuple, int]]] = {}       # writer, bytes set in each view
-        self._storages: list[Any] = []             # kept alive: an address must not be used twice
+        self._last: dict[int, tuple[nn.Module | None, dict[tuple, int]]] = {}  # writer, bytes set in each view
+        self._storages: list[Any] = []  # kept alive: an address must not be used twice
 
     def owner(self, tensor: Tensor) -> nn.Module | None:
         """The module that was the last to change a tensor and has set all of it; None: code outside of any reset."""
@@ -157,7 +176,7 @@ class _Writes(TorchDispatchMode):
                 value = args[number] if number < len(args) else kwargs.get(argument.name)
                 self._record(value, overwrites or argument.is_out)
         if all(returned.alias_info is None for returned in op._schema.returns):
-            self._record(result, True)             # new tensors; the others are views or arguments
+            self._record(result, True)  # new tensors; the others are views or arguments
         return result
 
     def _record(self, value: Any, overwrites: bool) -> None:
@@ -195,8 +214,10 @@ def _require_same_on_all_ranks(values: dict[str, Tensor]) -> None:
     different = [name for name in sums if sums[name] != first.get(name)]
     if group.agree(bool(different)):
         where = f"; here {different[0]}" if different else ""
-        raise RuntimeError("constructors leave other weights on some ranks than on rank 0: a network may draw random "
-                           f"numbers from torch alone, which every rank seeds alike{where}")
+        raise RuntimeError(
+            "constructors leave other weights on some ranks than on rank 0: a network may draw random "
+            f"numbers from torch alone, which every rank seeds alike{where}"
+        )
 
 
 def _join(prefix: str, name: str) -> str:
@@ -205,15 +226,23 @@ def _join(prefix: str, name: str) -> str:
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
     # By items() alone: indexing ZeRO-3's own kind of dict gathers a partitioned parameter.
-    return {name: tensor for tensors in (module._parameters, module._buffers) for name, tensor in tensors.items()
-            if tensor is not None}
+    return {
+        name: tensor
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
 
 
 @torch.no_grad()
 def _reset(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Values that the module's `reset_parameters` gives its own weights under a seed."""
-    originals = [(tensors, name, tensor) for tensors in (module._parameters, module._buffers)
-                 for name, tensor in tensors.items() if tensor is not None]
+    originals = [
+        (tensors, name, tensor)
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
     try:
         for tensors, name, old in originals:
             new = torch.zeros(full_shape(old), dtype=torch.float32 if old.is_floating_point() else old.dtype)

@@ -32,11 +32,14 @@ from dstrain.engine.updates import Updates
 
 
 def universal_info() -> dict[str, Any]:
-    """An entry for DeepSpeed's own checkpoints, from which its tool ds_to_universal sees how weights are split.
-    """
+    """An entry for DeepSpeed's own checkpoints, from which its tool ds_to_universal sees how weights are split."""
     from deepspeed.checkpoint import constants
-    return {constants.UNIVERSAL_CHECKPOINT_INFO: {
-        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
+
+    return {
+        constants.UNIVERSAL_CHECKPOINT_INFO: {
+            constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE
+        }
+    }
 
 
 @contextmanager
@@ -50,18 +53,21 @@ def errors_at_the_end(engines: Iterable[Any]) -> Iterator[None]:
     def attempt(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return write(*args, **kwargs)
-        except (OSError, RuntimeError) as error:                          # torch.save raises RuntimeError
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
             errors.append(error)
 
-    writers = [writer for engine in engines
-               for writer in ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))]
+    writers = [
+        writer
+        for engine in engines
+        for writer in ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))
+    ]
     for owner, name in writers:
         setattr(owner, name, partial(attempt, getattr(owner, name)))
     try:
         yield
     finally:
         for owner, name in writers:
-            delattr(owner, name)                                          # uncovers the class's method
+            delattr(owner, name)  # uncovers the class's method
     if errors:
         raise errors[0]
 
@@ -73,8 +79,8 @@ class Masters(Updates):
         super().__init__(engine)
         self._names = {id(weight): name for name, weight in engine.module.named_parameters()}
         self.flats: list[Tensor] = []
-        self.fragments: list[tuple[Fragment, int, int]] = []              # fragment, number of its flat, offset in it
-        self._groups: list[int] = []                                      # the parameter group of each flat
+        self.fragments: list[tuple[Fragment, int, int]] = []  # fragment, number of its flat, offset in it
+        self._groups: list[int] = []  # the parameter group of each flat
         self.replicated = self.stage == 0
         {0: self._find_stage0, 1: self._find_stage12, 2: self._find_stage12, 3: self._find_stage3}[self.stage]()
         if isinstance(self._inner(), Muon):
@@ -102,7 +108,7 @@ class Masters(Updates):
         self._groups = list(range(len(self.flats)))
         for number, weights in enumerate(self._zero.bit16_groups):
             for weight in weights:
-                mapping = weight._hp_mapping                              # None where another rank owns all of it
+                mapping = weight._hp_mapping  # None where another rank owns all of it
                 if mapping is not None:
                     inside, place = mapping.lp_fragment_address, mapping.hp_fragment_address
                     fragment = Fragment(self._names[id(weight)], tuple(weight.shape), inside.start, inside.numel)
@@ -117,7 +123,7 @@ class Masters(Updates):
         """The fragments of a rank, as `fragments`."""
         for weight in chain.from_iterable(self._zero.fp16_groups):
             number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
-            start = min(rank * length, weight.ds_numel)                   # the last partition is padded
+            start = min(rank * length, weight.ds_numel)  # the last partition is padded
             numel = min(length, weight.ds_numel - start)
             if numel > 0:
                 yield Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel), number, offset
@@ -154,7 +160,7 @@ class Masters(Updates):
         """The length of all weights as one vector, on all ranks together."""
         squares = [view.square().sum(dtype=torch.float64) for _, view in self.own_views(self.flats)]
         total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
-        return group.total(total.to(group.device())).sqrt().item()                # offloaded masters are on the host
+        return group.total(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
@@ -184,20 +190,23 @@ class Masters(Updates):
     def _show(self, flats: Sequence[Tensor]) -> None:
         gathers = hasattr(self._zero, "fp16_partitioned_groups_flat")
         if gathers:
-            self._zero.checkpoint_event_prologue()                        # releases gathered parameters
+            self._zero.checkpoint_event_prologue()  # releases gathered parameters
         for shown, flat in zip(self._compute_flats(), flats):
             shown.copy_(flat.view_as(shown))
         if gathers:
             for number in range(len(flats)):
                 self._zero._unflatten_partitioned_parameters(number)
-            self._zero.checkpoint_event_epilogue()                        # gathers the persistent ones again
+            self._zero.checkpoint_event_epilogue()  # gathers the persistent ones again
         elif not self.replicated:
             from deepspeed.runtime.utils import all_gather_dp_groups
-            all_gather_dp_groups(groups_flat=self._zero.bit16_groups_flat,
-                                 partitioned_param_groups=self._zero.parallel_partitioned_bit16_groups,
-                                 dp_process_group=self._zero.real_dp_process_group,
-                                 start_alignment_factor=self._zero.nccl_start_alignment_factor,
-                                 allgather_bucket_size=self._zero.allgather_bucket_size)
+
+            all_gather_dp_groups(
+                groups_flat=self._zero.bit16_groups_flat,
+                partitioned_param_groups=self._zero.parallel_partitioned_bit16_groups,
+                dp_process_group=self._zero.real_dp_process_group,
+                start_alignment_factor=self._zero.nccl_start_alignment_factor,
+                allgather_bucket_size=self._zero.allgather_bucket_size,
+            )
 
     def reset_optimizer_state(self) -> None:
         """Drops the optimizer's state; DeepSpeed's stage 0 has taken a step on zero gradients to make it."""
@@ -217,8 +226,10 @@ class Masters(Updates):
 
         They are the optimizer's own, but for moments of 8 bits: `set_moments` takes back what was written into these.
         """
-        return [moment(self._state(number), kind) if kind in self._own_kinds(number) else None
-                for number in range(len(self.flats))]
+        return [
+            moment(self._state(number), kind) if kind in self._own_kinds(number) else None
+            for number in range(len(self.flats))
+        ]
 
     def set_moments(self, kind: str, values: Sequence[Tensor | None]) -> None:
         for number, flat in enumerate(values):

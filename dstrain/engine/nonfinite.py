@@ -1,22 +1,22 @@
 """Values that are not finite (NaN, infinity): everything that is done about them, and what stands elsewhere.
 
-    A step      whose gradient is not finite on any rank changes no weight, no moment and no average, on any rank.
-                The norm of all gradients tells, on the device, and the host learns of it a step late (updates.py). With
-                an offloaded optimizer, and in bf16 at stage 0, DeepSpeed's own checks tell, at once. In fp16 the loss
-                scale falls as well. No setting switches this off.
-    The run     counts such steps as `skipped` in its reports, and across resumes. After more than faults.max_skipped of
-                them in a row it goes back to a checkpoint from before, and passes over the batches since (course.py).
-                Where that does not help, FloatingPointError ends it with exit code 3 (commands/exits.py): its
-                checkpoints are finite, and the user must change something.
-    A save      that is due while steps are skipped is left out. One because the run is stopped then is marked, and
-                pushes out no good one (store.py). A save of weights that are not finite is refused by `check_weights`,
-                with FloatingPointError. Such weights come from an update that overflows, or damaged memory.
-    Reports     leave values that are not finite out of the means of losses and count them as `nonfinite`
-                (tracking/meter.py). One sample's NaN in a term that is only reported stops nothing.
-    Evaluation  leaves nothing out: a held-out mean is NaN if one sample is. It is written as null, beside the number
-                of such samples as nonfinite_samples, in training as by launch/evaluate.py. A score that is not finite
-                is never the best checkpoint's, and a finite one always improves on it (saver.py, store.py).
-    Data        with values that are not finite is refused where it is read (cached/rows.py, encoding/embeddings.py).
+A step      whose gradient is not finite on any rank changes no weight, no moment and no average, on any rank.
+            The norm of all gradients tells, on the device, and the host learns of it a step late (updates.py). With
+            an offloaded optimizer, and in bf16 at stage 0, DeepSpeed's own checks tell, at once. In fp16 the loss
+            scale falls as well. No setting switches this off.
+The run     counts such steps as `skipped` in its reports, and across resumes. After more than faults.max_skipped of
+            them in a row it goes back to a checkpoint from before, and passes over the batches since (course.py).
+            Where that does not help, FloatingPointError ends it with exit code 3 (commands/exits.py): its
+            checkpoints are finite, and the user must change something.
+A save      that is due while steps are skipped is left out. One because the run is stopped then is marked, and
+            pushes out no good one (store.py). A save of weights that are not finite is refused by `check_weights`,
+            with FloatingPointError. Such weights come from an update that overflows, or damaged memory.
+Reports     leave values that are not finite out of the means of losses and count them as `nonfinite`
+            (tracking/meter.py). One sample's NaN in a term that is only reported stops nothing.
+Evaluation  leaves nothing out: a held-out mean is NaN if one sample is. It is written as null, beside the number
+            of such samples as nonfinite_samples, in training as by launch/evaluate.py. A score that is not finite
+            is never the best checkpoint's, and a finite one always improves on it (saver.py, store.py).
+Data        with values that are not finite is refused where it is read (cached/rows.py, encoding/embeddings.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,11 @@ def advice(store: Store) -> str:
     if not steps and not aside:
         return f"{store.folder} holds no checkpoint. {change}, and begin anew with --from-scratch"
     listed = ", ".join(map(str, steps)) + (f" (put aside: {', '.join(map(str, aside))})" if aside else "")
-    return (f"{store.folder} holds the steps {listed}. {change}, and give the same command with --allow-change; "
-            "--step N goes on from an earlier one of these, as where the loss of the newest is bad already, and "
-            "--from-scratch begins anew")
+    return (
+        f"{store.folder} holds the steps {listed}. {change}, and give the same command with --allow-change; "
+        "--step N goes on from an earlier one of these, as where the loss of the newest is bad already, and "
+        "--from-scratch begins anew"
+    )
 
 
 def check_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:
@@ -56,4 +58,4 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     sums = [tensor.sum() for tensor in tensors]
     if not sums or torch.isfinite(torch.stack(sums)).all().item():
         return True
-    return all(torch.isfinite(tensor).all().item() for tensor in tensors)        # large values may have an infinite sum
+    return all(torch.isfinite(tensor).all().item() for tensor in tensors)  # large values may have an infinite sum

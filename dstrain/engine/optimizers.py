@@ -34,7 +34,7 @@ from dstrain.recipe import ConfigError, Run
 Group = dict[str, Any]
 Decays = Callable[[str, Tensor], bool]
 ADAM = ("exp_avg", "exp_avg_sq")
-CODES = ("state1", "absmax1", "state2", "absmax2")       # of bitsandbytes: a moment's 8 bits, its blocks' scales
+CODES = ("state1", "absmax1", "state2", "absmax2")  # of bitsandbytes: a moment's 8 bits, its blocks' scales
 _BLOCK = 256
 
 
@@ -49,11 +49,13 @@ def build(groups: list[Group], run: Run, offloaded: bool) -> torch.optim.Optimiz
     options = {"lr": choice.lr, "betas": tuple(choice.betas), "eps": choice.eps}
     if offloaded:
         import deepspeed
+
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
     if choice.name == "lion":
         return Lion(groups, lr=choice.lr, betas=tuple(choice.betas))
     if choice.name == "adamw8bit":
         import bitsandbytes
+
         return bitsandbytes.optim.AdamW8bit(groups, **options)
     if choice.name == "muon":
         return Muon(groups, fused=True, **options)
@@ -66,8 +68,9 @@ def groups(network: nn.Module, run: Run, decays: Decays, blocks: tuple[type[nn.M
     ConfigError: muon, and there are no matrices for it.
     """
     choice = run.optimizer
-    inside = {id(weight) for module in network.modules() if isinstance(module, blocks)
-              for weight in module.parameters()}
+    inside = {
+        id(weight) for module in network.modules() if isinstance(module, blocks) for weight in module.parameters()
+    }
     weights: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, weight in network.named_parameters():
         assert weight.requires_grad, f"{name} is frozen: make it a buffer, or its network one of System.frozen()"
@@ -77,12 +80,17 @@ def groups(network: nn.Module, run: Run, decays: Decays, blocks: tuple[type[nn.M
         matrix = choice.name == "muon" and decayed and shaped.ndim >= 2 and id(weight) in inside
         weights.setdefault((not matrix, not decayed), []).append(weight)
     if choice.name == "muon" and (False, False) not in weights:
-        raise ConfigError(f"optimizer.name=muon: {type(network).__name__} has no matrices in repeated blocks, which "
-                          "System.blocks names: write optimizer.name=adamw")
+        raise ConfigError(
+            f"optimizer.name=muon: {type(network).__name__} has no matrices in repeated blocks, which "
+            "System.blocks names: write optimizer.name=adamw"
+        )
     for (rest, undecayed), members in sorted(weights.items(), key=lambda item: item[0]):
-        yield {"params": members, "weight_decay": 0.0 if undecayed else choice.weight_decay,
-               "moments": ("exp_avg",) if choice.name == "lion" else ADAM if rest else ("momentum",),
-               **({} if rest else {"momentum": choice.momentum})}
+        yield {
+            "params": members,
+            "weight_decay": 0.0 if undecayed else choice.weight_decay,
+            "moments": ("exp_avg",) if choice.name == "lion" else ADAM if rest else ("momentum",),
+            **({} if rest else {"momentum": choice.momentum}),
+        }
 
 
 def state_of(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
@@ -90,12 +98,12 @@ def state_of(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence
     state = optimizer.state[weight]
     if not state:
         if type(optimizer).__name__ == "AdamW8bit":
-            groups = optimizer.param_groups                  # at stage 3 they hold weights within a step only
+            groups = optimizer.param_groups  # at stage 3 they hold weights within a step only
             optimizer.param_groups = [{**groups[0], "params": [weight]}]
             optimizer.init_state(optimizer.param_groups[0], weight, 0, 0)
             optimizer.param_groups = groups
             return state
-        counted = getattr(optimizer, "_step_supports_amp_scaling", False)          # on the device, that is
+        counted = getattr(optimizer, "_step_supports_amp_scaling", False)  # on the device, that is
         counter = torch.tensor(0.0, device=weight.device if counted else "cpu")
         state["step"] = 0 if type(optimizer).__name__ == "DeepSpeedCPUAdam" else counter
         state.update((moment, torch.zeros_like(weight.detach())) for moment in moments)
@@ -107,12 +115,14 @@ def moment(state: dict[str, Any], kind: str) -> Tensor:
     if kind in state:
         return state[kind]
     number = 1 + ADAM.index(kind)
-    if f"absmax{number}" not in state:                       # bitsandbytes keeps small tensors in fp32
+    if f"absmax{number}" not in state:  # bitsandbytes keeps small tensors in fp32
         return state[f"state{number}"]
     from bitsandbytes.functional import dequantize_blockwise
+
     codes = state[f"state{number}"]
-    return dequantize_blockwise(codes.view(-1), absmax=state[f"absmax{number}"], code=state[f"qmap{number}"],
-                                blocksize=_BLOCK).view_as(codes)
+    return dequantize_blockwise(
+        codes.view(-1), absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=_BLOCK
+    ).view_as(codes)
 
 
 def set_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
@@ -120,6 +130,7 @@ def set_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
     if "absmax1" not in state:
         return
     from bitsandbytes.functional import quantize_blockwise
+
     number = 1 + ADAM.index(kind)
     codes, scales = quantize_blockwise(values.reshape(-1), code=state[f"qmap{number}"], blocksize=_BLOCK)
     state[f"state{number}"].view(-1).copy_(codes)
@@ -134,7 +145,7 @@ def as_floats(tensor: Tensor) -> Tensor:
 
 def from_floats(tensor: Tensor, values: Tensor) -> None:
     """Gives a tensor the bytes that `as_floats` took from it."""
-    tensor.view(-1).view(torch.uint8).copy_(values.view(torch.uint8)[:tensor.nbytes])
+    tensor.view(-1).view(torch.uint8).copy_(values.view(torch.uint8)[: tensor.nbytes])
 
 
 class Lion(torch.optim.Optimizer):
@@ -251,7 +262,7 @@ class Muon(torch.optim.AdamW):
         gradient, applied = _checked(self, flat.grad)
         state = state_of(self, flat, group["moments"])
         momentum = state["momentum"].lerp_(gradient, (1 - group["momentum"]) * applied)
-        update = gradient.lerp(momentum, group["momentum"]).bfloat16().view(-1)                 # Nesterov's
+        update = gradient.lerp(momentum, group["momentum"]).bfloat16().view(-1)  # Nesterov's
         for matrix in matrices:
             if len(matrix.pieces) == 1 and matrix.owner == ranks.rank():
                 piece = update.narrow(0, matrix.pieces[0].offset, matrix.pieces[0].numel)
@@ -289,24 +300,43 @@ def orthogonal(matrix: Tensor) -> Tensor:
 def exchanged(update: Tensor, matrices: Sequence[Matrix]) -> None:
     """Makes matrices that lie on several ranks orthogonal, in place in the flat `update`; on all ranks together."""
     rank, world = ranks.rank(), ranks.world()
-    mine = [[(matrix, piece) for matrix in matrices if matrix.owner == owner for piece in matrix.pieces
-             if piece.rank == rank] for owner in range(world)]
-    theirs = [[(matrix, piece) for matrix in matrices if matrix.owner == rank for piece in matrix.pieces
-               if piece.rank == other] for other in range(world)]
+    mine = [
+        [
+            (matrix, piece)
+            for matrix in matrices
+            if matrix.owner == owner
+            for piece in matrix.pieces
+            if piece.rank == rank
+        ]
+        for owner in range(world)
+    ]
+    theirs = [
+        [
+            (matrix, piece)
+            for matrix in matrices
+            if matrix.owner == rank
+            for piece in matrix.pieces
+            if piece.rank == other
+        ]
+        for other in range(world)
+    ]
     sent, received = ([sum(piece.numel for _, piece in pieces) for pieces in side] for side in (mine, theirs))
-    outgoing = torch.cat([update.new_empty(0), *(update.narrow(0, piece.offset, piece.numel)
-                                                 for pieces in mine for _, piece in pieces)])
+    outgoing = torch.cat(
+        [update.new_empty(0), *(update.narrow(0, piece.offset, piece.numel) for pieces in mine for _, piece in pieces)]
+    )
     incoming = update.new_empty(sum(received))
     dist.all_to_all_single(incoming, outgoing, received, sent)
     places = [place for pieces in theirs for place in pieces]
     values = list(incoming.split([piece.numel for _, piece in places])) if places else []
     for matrix in matrices:
         if matrix.owner == rank:
-            slices = sorted(((piece.start, value) for (owned, piece), value in zip(places, values) if owned is matrix),
-                            key=lambda item: item[0])
+            slices = sorted(
+                ((piece.start, value) for (owned, piece), value in zip(places, values) if owned is matrix),
+                key=lambda item: item[0],
+            )
             whole = orthogonal(torch.cat([value for _, value in slices]).view(matrix.rows, matrix.columns)).reshape(-1)
             for start, value in slices:
-                value.copy_(whole[start: start + value.numel()])
+                value.copy_(whole[start : start + value.numel()])
     dist.all_to_all_single(outgoing, incoming, sent, received)
     returned = [piece for pieces in mine for _, piece in pieces]
     for piece, value in zip(returned, outgoing.split([piece.numel for piece in returned]) if returned else ()):

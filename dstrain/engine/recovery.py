@@ -31,7 +31,7 @@ from dstrain.distributed import group
 from dstrain.engine.updates import Flag, Late
 from dstrain.recipe import Faults
 
-WINDOW, _LEAST = 64, 16     # losses of each part in a running median, and the number from which on it is trusted
+WINDOW, _LEAST = 64, 16  # losses of each part in a running median, and the number from which on it is trusted
 
 
 class Course:
@@ -39,7 +39,7 @@ class Course:
 
     def __init__(self, faults: Faults = Faults()):
         self.faults, self._state = faults, State()
-        self._unread: tuple[int, Sequence[Flag], Mapping[str, Late]] | None = None    # the latest step, as it is known
+        self._unread: tuple[int, Sequence[Flag], Mapping[str, Late]] | None = None  # the latest step, as it is known
 
     @property
     def state(self) -> State:
@@ -59,8 +59,9 @@ class Course:
     def rollbacks(self) -> int:
         return len(self._state.rollbacks)
 
-    def trouble(self, done: int, applied: Iterable[Flag], losses: Mapping[str, Sequence[Tensor]],
-                last: bool = False) -> str | None:
+    def trouble(
+        self, done: int, applied: Iterable[Flag], losses: Mapping[str, Sequence[Tensor]], last: bool = False
+    ) -> str | None:
         """Takes note of the step after which `done` are done: what is wrong with it or the one before, None if nothing.
 
         applied: of each part that had a turn. losses: by part, of each of this rank's micro-batches; they are used only
@@ -86,8 +87,10 @@ class Course:
             loss, window = late.read(), state.losses.setdefault(part, [])
             usual = median(window) if len(window) >= _LEAST else math.inf
             if 0 < usual * self.faults.spike < loss < math.inf:
-                state.high = (done, f"step {done}: {part}'s loss {loss:.4g} is above {self.faults.spike:g} x its "
-                                    f"median {usual:.4g}")
+                state.high = (
+                    done,
+                    f"step {done}: {part}'s loss {loss:.4g} is above {self.faults.spike:g} x its median {usual:.4g}",
+                )
                 return
             if math.isfinite(loss):
                 window[:] = [*window, loss][-WINDOW:]
@@ -99,13 +102,13 @@ class Course:
     def go_back(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
         """From `done` steps to a checkpoint of `step`, whose course is `saved`."""
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
-        self.state = parse(saved).model_copy(update={"shift": clock - step, "rollbacks": rollbacks,
-                                                     "forgiven": self.state.forgiven})
+        self.state = parse(saved).model_copy(
+            update={"shift": clock - step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
+        )
 
     def forgive(self) -> None:
         """A user has changed the run: it may go back as often as a new one."""
         self.state.forgiven = self.rollbacks
-
 
 
 def _means(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, Late]:

@@ -27,11 +27,29 @@ UNSUPPORTED = {
     "datastates_ckpt": "checkpoints belong to the recipe: save.format, save.keep",
     "gradient_allreduce_op": "a loss is a mean over the global batch",
     "managed_gradient_accumulation": "accumulation follows from batch.global and batch.micro",
-    **dict.fromkeys(("pipeline", "tensor_parallel", "expert_parallel", "hybrid_engine", "autotuning", "amp",
-                     "use_data_before_expert_parallelism", "weight_quantization", "compression_training", "nebula",
-                     "sparse_gradients", "sparse_attention", "curriculum_learning", "progressive_layer_drop",
-                     "quantize_training", "eigenvalue", "graph_harvesting", "sequence_parallel_size"),
-                    "its systems are trained by data parallelism and ZeRO"),
+    **dict.fromkeys(
+        (
+            "pipeline",
+            "tensor_parallel",
+            "expert_parallel",
+            "hybrid_engine",
+            "autotuning",
+            "amp",
+            "use_data_before_expert_parallelism",
+            "weight_quantization",
+            "compression_training",
+            "nebula",
+            "sparse_gradients",
+            "sparse_attention",
+            "curriculum_learning",
+            "progressive_layer_drop",
+            "quantize_training",
+            "eigenvalue",
+            "graph_harvesting",
+            "sequence_parallel_size",
+        ),
+        "its systems are trained by data parallelism and ZeRO",
+    ),
 }
 UNSUPPORTED_WITHIN = {
     "prescale_gradients": "DeepSpeed refuses it with ZeRO, and its gradients are means already",
@@ -59,7 +77,7 @@ def unsupported(settings: dict[str, Any]) -> Iterator[str]:
         value: Any = settings
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
-        if value not in (None, False):             # an empty section is one, too
+        if value not in (None, False):  # an empty section is one, too
             yield f'dstrain does not support "{key}": {reason}; remove it'
 
 
@@ -105,14 +123,19 @@ def refusals(settings: dict[str, Any]) -> Iterator[str]:
     try:
         DeepSpeedConfig(rest)
     except ValidationError as error:
-        yield from (f'"{".".join(map(str, item["loc"]))}" in a section ({error.title}): {item["msg"]}'
-                    for item in error.errors())
-    except Exception as error:                                    # it raises asserts, AttributeErrors and its own
+        yield from (
+            f'"{".".join(map(str, item["loc"]))}" in a section ({error.title}): {item["msg"]}'
+            for item in error.errors()
+        )
+    except Exception as error:  # it raises asserts, AttributeErrors and its own
         yield f"DeepSpeed refuses these settings: {error}"
     else:
         known = rest.asked | set(sections)
-        yield from (f'"{key}" is no key of DeepSpeed, which would ignore it silently{suggestion(key, known)}'
-                    for key in settings if key not in known and key != "train_batch_size")
+        yield from (
+            f'"{key}" is no key of DeepSpeed, which would ignore it silently{suggestion(key, known)}'
+            for key in settings
+            if key not in known and key != "train_batch_size"
+        )
     for name, model in sections.items():
         block = settings.get(name, {})
         if not isinstance(block, dict):
@@ -126,7 +149,7 @@ def refusals(settings: dict[str, Any]) -> Iterator[str]:
                 key = ".".join([name, *map(str, item["loc"])])
                 if item["type"] == "extra_forbidden":
                     yield f'"{key}" is no key of DeepSpeed{suggestion(key, known)}'
-                elif item["type"] == "enum":                      # DeepSpeed's stages have an alias, named twice
+                elif item["type"] == "enum":  # DeepSpeed's stages have an alias, named twice
                     members = dict.fromkeys(item["ctx"]["expected"].replace(" or ", ", ").split(", "))
                     yield f'"{key}" is {json.dumps(item["input"], default=str)[:60]}: write one of {", ".join(members)}'
                 else:

@@ -23,18 +23,23 @@ Settings = dict[str, Any]
 
 # dstrain's own choices where the JSON says nothing.
 _DEFAULTS = {
-    "steps_per_print": 10**12,                   # dstrain reports; 0 would divide by zero
-    "wall_clock_breakdown": False,               # it synchronizes at every phase
+    "steps_per_print": 10**12,  # dstrain reports; 0 would divide by zero
+    "wall_clock_breakdown": False,  # it synchronizes at every phase
     "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,        # dstrain builds the optimizer, also an offloaded one
+    "zero_force_ds_cpu_optimizer": False,  # dstrain builds the optimizer, also an offloaded one
 }
 # Decides "auto" of the Hugging Face configurations; buckets as in ds_configs/.
-_AUTO_ZERO = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
-              "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000}
+_AUTO_ZERO = {
+    "reduce_bucket_size": 50_000_000,
+    "allgather_bucket_size": 50_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+}
 
 
-def resolve(ds_config: Path | dict[str, Any], run: Run, world: int, device_type: str,
-            before: Settings | None = None) -> Settings:
+def resolve(
+    ds_config: Path | dict[str, Any], run: Run, world: int, device_type: str, before: Settings | None = None
+) -> Settings:
     """The one checked dict for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu").
 
     before      what the run was resolved to when it began: a run that goes on keeps its precision where that is "auto".
@@ -51,7 +56,7 @@ def resolve(ds_config: Path | dict[str, Any], run: Run, world: int, device_type:
         settings.setdefault(key, value)
     problems += refusals(settings)
     problems += _sizes(settings)
-    if not problems:                                          # the types are right from here on
+    if not problems:  # the types are right from here on
         problems += [*_mechanism(settings, run, world, device_type), *_sums(settings)]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
@@ -63,13 +68,17 @@ def micro_and_accumulation(run: Run, world: int) -> tuple[int, int]:
     total, micro = run.batch.global_, run.batch.micro
     if total % world:
         fits = sorted({total // world * world or world, -(-total // world) * world})
-        raise ConfigError(f"batch.global={total} cannot be split evenly over {world} ranks: write "
-                          f"batch.global={' or '.join(map(str, fits))}, or start {divisors(total)} ranks")
+        raise ConfigError(
+            f"batch.global={total} cannot be split evenly over {world} ranks: write "
+            f"batch.global={' or '.join(map(str, fits))}, or start {divisors(total)} ranks"
+        )
     share = total // world
     micro = micro or share
     if share % micro:
-        raise ConfigError(f"batch.micro={micro} does not divide the {share} samples of a rank (batch.global={total} "
-                          f"over {world} ranks): micro-batches that work are {divisors(share)}")
+        raise ConfigError(
+            f"batch.micro={micro} does not divide the {share} samples of a rank (batch.global={total} "
+            f"over {world} ranks): micro-batches that work are {divisors(share)}"
+        )
     return micro, share // micro
 
 
@@ -120,12 +129,16 @@ def remarks(settings: Settings, device_type: str) -> list[str]:
     if stage(settings) == 0 and precision(settings) != "fp32":
         lines.append(f"stage 0 with {precision(settings)} updates weights one by one, slowly: stage 1 does not")
     if not checked:
-        lines.append('"bf16.check_grad_overflow" and "zero_optimization.compute_grad_norm" change nothing here: one '
-                     "norm of all gradients is always computed, and a step where it is not finite is skipped")
+        lines.append(
+            '"bf16.check_grad_overflow" and "zero_optimization.compute_grad_norm" change nothing here: one '
+            "norm of all gradients is always computed, and a step where it is not finite is skipped"
+        )
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     if wide and offloads_optimizer(settings) and stage(settings) < 3:
-        lines.append("gradients are summed in fp32 on the GPU, 4 bytes a weight, at stage 2 over all ranks: for half "
-                     f'of it, write "data_types": {{"grad_accum_dtype": "{precision(settings)}"}}')
+        lines.append(
+            "gradients are summed in fp32 on the GPU, 4 bytes a weight, at stage 2 over all ranks: for half "
+            f'of it, write "data_types": {{"grad_accum_dtype": "{precision(settings)}"}}'
+        )
     if bf16 and device_type == "cpu" and not cpu.multiplies_bf16():
         lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
     return lines
@@ -137,8 +150,10 @@ def _read(path: Path) -> Settings:
     except FileNotFoundError:
         raise ConfigError(f"--ds_config {path}: there is no such file{nearby(path, '*.json')}") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: {error.msg} at column {error.colno}; correct the JSON (no comments, "
-                          "no comma after the last entry)") from None
+        raise ConfigError(
+            f"{path}:{error.lineno}: {error.msg} at column {error.colno}; correct the JSON (no comments, "
+            "no comma after the last entry)"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--ds_config {path} cannot be read as a text file: {reason}") from None
@@ -174,8 +189,12 @@ def _optimizer(block: Any, run: Run) -> Iterator[str]:
     kind = str(block.get("type", "auto"))
     if kind.lower() not in ("auto", run.optimizer.name, "adam" if run.optimizer.name == "adamw" else "auto"):
         yield f'"optimizer.type" is {kind}, optimizer.name in the recipe is {run.optimizer.name}: remove the block'
-    own = {"lr": run.optimizer.lr, "betas": list(run.optimizer.betas), "eps": run.optimizer.eps,
-           "weight_decay": run.optimizer.weight_decay}
+    own = {
+        "lr": run.optimizer.lr,
+        "betas": list(run.optimizer.betas),
+        "eps": run.optimizer.eps,
+        "weight_decay": run.optimizer.weight_decay,
+    }
     for key, value in block.get("params", {}).items():
         if key in own:
             yield from _agreement(f"optimizer.params.{key}", value, f"optimizer.{key}", own[key])
@@ -190,7 +209,7 @@ def _recipes(settings: Settings, run: Run, world: int) -> Iterator[str]:
     try:
         micro, accumulation = micro_and_accumulation(run, world)
     except ConfigError as error:
-        raise ConfigError(*error.problems) from None              # named by its recipe keys: the JSON is not at fault
+        raise ConfigError(*error.problems) from None  # named by its recipe keys: the JSON is not at fault
     for key, recipe_key, own in (
         ("train_batch_size", "batch.global", run.batch.global_),
         ("train_micro_batch_size_per_gpu", "batch.micro", micro),
@@ -203,32 +222,40 @@ def _recipes(settings: Settings, run: Run, world: int) -> Iterator[str]:
 
 def _agreement(key: str, value: Any, recipe_key: str, own: Any) -> Iterator[str]:
     if value not in ("auto", own):
-        yield (f'"{key}" is {json.dumps(value)}, {recipe_key} in the recipe is {json.dumps(own)}: write "auto" in the '
-               'JSON, which leaves it to the recipe, or make both equal')
+        yield (
+            f'"{key}" is {json.dumps(value)}, {recipe_key} in the recipe is {json.dumps(own)}: write "auto" in the '
+            "JSON, which leaves it to the recipe, or make both equal"
+        )
 
 
 def _automatic(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
     """Decides the "auto" of bf16 and of bucket sizes, and names every other one."""
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
-        settings["bf16"]["enabled"] = (precision(before) == "bf16" if before else
-                                       device_type == "cuda" or cpu.multiplies_bf16())
+        settings["bf16"]["enabled"] = (
+            precision(before) == "bf16" if before else device_type == "cuda" or cpu.multiplies_bf16()
+        )
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
         zero.update({key: own for key, own in _AUTO_ZERO.items() if zero.get(key) == "auto"})
     for key in _autos(settings, ""):
         section, _, name = key.rpartition(".")
         within = f" within {section}" if section else ""
-        yield (f'"{key}" is "auto", which DeepSpeed reads as false: write true or false' if name == "enabled" else
-               f'"{key}" is "auto", which nothing decides{within}: write a value, or remove it for its default')
+        yield (
+            f'"{key}" is "auto", which DeepSpeed reads as false: write true or false'
+            if name == "enabled"
+            else f'"{key}" is "auto", which nothing decides{within}: write a value, or remove it for its default'
+        )
 
 
 def _search(fp16: Settings, run: Run) -> Iterator[str]:
     """Whether the steps that a dynamic loss scale may skip on its way down look like a run that diverges."""
     skips = fp16.get("initial_scale_power", 16) + fp16.get("hysteresis", 2) - 1
     if not fp16.get("loss_scale", 0) and skips > run.faults.max_skipped:
-        yield (f'"fp16" may skip {skips} steps in a row until its loss scale is low enough (initial_scale_power + '
-               f"hysteresis - 1), and faults.max_skipped={run.faults.max_skipped} takes them for divergence: lower "
-               f'"fp16.initial_scale_power", or write faults.max_skipped={skips}')
+        yield (
+            f'"fp16" may skip {skips} steps in a row until its loss scale is low enough (initial_scale_power + '
+            f"hysteresis - 1), and faults.max_skipped={run.faults.max_skipped} takes them for divergence: lower "
+            f'"fp16.initial_scale_power", or write faults.max_skipped={skips}'
+        )
 
 
 def _sums(settings: Settings) -> Iterator[str]:
@@ -240,8 +267,10 @@ def _sums(settings: Settings) -> Iterator[str]:
             settings["data_types"] = {**data_types, "grad_accum_dtype": "fp32"}
     elif choice not in (own, "fp32"):
         choices = '"fp32"' if own == "fp32" else f'"fp32" or "{own}"'
-        yield (f'"data_types.grad_accum_dtype" is {json.dumps(choice)}, and the networks compute in {own}: write '
-               f"{choices}, or remove it")
+        yield (
+            f'"data_types.grad_accum_dtype" is {json.dumps(choice)}, and the networks compute in {own}: write '
+            f"{choices}, or remove it"
+        )
 
 
 def _autos(value: Any, key: str) -> Iterator[str]:
@@ -249,7 +278,7 @@ def _autos(value: Any, key: str) -> Iterator[str]:
         yield key
     elif isinstance(value, dict):
         for name, inner in value.items():
-            if (key, name) != ("data_types", "keep_in_fp32_modules"):      # there DeepSpeed knows the word
+            if (key, name) != ("data_types", "keep_in_fp32_modules"):  # there DeepSpeed knows the word
                 yield from _autos(inner, f"{key}.{name}" if key else name)
 
 
@@ -259,12 +288,18 @@ def _sizes(settings: Settings) -> Iterator[str]:
     zero = zero if isinstance(zero, dict) else {}
     if type(zero.get("stage", 0)) is not int and zero["stage"] != "auto":
         yield f'"zero_optimization.stage" is {json.dumps(zero["stage"])}: write 0, 1, 2 or 3'
-    for key, least, most in (("reduce_bucket_size", 1, 10**10), ("allgather_bucket_size", 1, 10**10),
-                             ("stage3_prefetch_bucket_size", 0, 10**10), ("sub_group_size", 1, 10**15)):
+    for key, least, most in (
+        ("reduce_bucket_size", 1, 10**10),
+        ("allgather_bucket_size", 1, 10**10),
+        ("stage3_prefetch_bucket_size", 0, 10**10),
+        ("sub_group_size", 1, 10**15),
+    ):
         value = zero.get(key)
         if isinstance(value, (int, float)) and not least <= value <= most:
-            yield (f'"zero_optimization.{key}" is {json.dumps(value)[:40]}: it is a number of elements, write '
-                   f"{min(_AUTO_ZERO.get(key, 10**9), most)}, say")
+            yield (
+                f'"zero_optimization.{key}" is {json.dumps(value)[:40]}: it is a number of elements, write '
+                f"{min(_AUTO_ZERO.get(key, 10**9), most)}, say"
+            )
     timers = settings.get("timers", {})
     if not isinstance(timers, dict) or not isinstance(timers.get("throughput", {}), dict):
         yield '"timers" is no object with objects in it: write {"throughput": {"enabled": true}}, or remove it'
@@ -282,35 +317,49 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
     if len(enabled) == 2:
         yield '"bf16.enabled" and "fp16.enabled" are both true: keep one (bf16 needs no loss scale)'
     elif enabled == ["fp16"] and device_type == "cpu":
-        yield ('"fp16.enabled" is true, and DeepSpeed has no fp16 on CPU: take ds_configs/zero2.json (bf16) or '
-               "ds_configs/zero2_fp32.json")
+        yield (
+            '"fp16.enabled" is true, and DeepSpeed has no fp16 on CPU: take ds_configs/zero2.json (bf16) or '
+            "ds_configs/zero2_fp32.json"
+        )
     elif enabled == ["fp16"] and stage(settings) == 0:
-        yield ('"fp16.enabled" is true at stage 0, where DeepSpeed divides the gradients by a loss scale and does not '
-               'multiply the loss by it: write "zero_optimization": {"stage": 1}, for one GPU as well')
+        yield (
+            '"fp16.enabled" is true at stage 0, where DeepSpeed divides the gradients by a loss scale and does not '
+            'multiply the loss by it: write "zero_optimization": {"stage": 1}, for one GPU as well'
+        )
     elif enabled == ["fp16"]:
         yield from _search(settings["fp16"], run)
     for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = offload(settings, what)
         if device == "nvme":
-            yield (f'"zero_optimization.{what}.device" is "nvme", where the fp32 weights are out of reach of the EMA, '
-                   'of initialization and of checkpoints: write "cpu"')
+            yield (
+                f'"zero_optimization.{what}.device" is "nvme", where the fp32 weights are out of reach of the EMA, '
+                'of initialization and of checkpoints: write "cpu"'
+            )
         if device != "none" and stage(settings) < least:
-            yield (f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
-                   f"{stage(settings)}: remove it or raise the stage")
+            yield (
+                f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
+                f"{stage(settings)}: remove it or raise the stage"
+            )
     if run.optimizer.name != "adamw" and offloads_optimizer(settings):
-        yield ('"zero_optimization.offload_optimizer" steps on the host, where there is AdamW alone; optimizer.name '
-               f"is {run.optimizer.name}: remove it, or write optimizer.name=adamw")
+        yield (
+            '"zero_optimization.offload_optimizer" steps on the host, where there is AdamW alone; optimizer.name '
+            f"is {run.optimizer.name}: remove it, or write optimizer.name=adamw"
+        )
     if run.optimizer.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "optimizer.name=adamw8bit needs bitsandbytes: pip install bitsandbytes, or write optimizer.name=adamw"
     if stage(settings) == 3 and not zero.get("contiguous_gradients", True):
-        yield ('"zero_optimization.contiguous_gradients" is false at stage 3, where DeepSpeed then frees a gradient of '
-               "which a rank owns no part while the GPU still reads it: write true")
+        yield (
+            '"zero_optimization.contiguous_gradients" is false at stage 3, where DeepSpeed then frees a gradient of '
+            "which a rank owns no part while the GPU still reads it: write true"
+        )
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
     local = zero.get("zero_hpz_partition_size", 1)
     if local > 1 and world % min(local, world):
-        yield (f'"zero_optimization.zero_hpz_partition_size" is {local}, the ranks are {world}: write the number '
-               f"of GPUs of a machine, one of {divisors(world)}")
+        yield (
+            f'"zero_optimization.zero_hpz_partition_size" is {local}, the ranks are {world}: write the number '
+            f"of GPUs of a machine, one of {divisors(world)}"
+        )
     for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
         if zero.get(key, False) > (key == "zero_hpz_partition_size"):
             if stage(settings) != 3:

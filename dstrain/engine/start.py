@@ -18,7 +18,7 @@ from dstrain.distributed.progress import phases
 from dstrain.engine import prepare_environment
 from dstrain.recipe import ConfigError
 
-_OPERATOR = "deepspeed_shm_comm"             # also the name of its folder
+_OPERATOR = "deepspeed_shm_comm"  # also the name of its folder
 
 
 def start(timeout_minutes: float = 30) -> None:
@@ -28,8 +28,12 @@ def start(timeout_minutes: float = 30) -> None:
     """
     phases().at("importing DeepSpeed")
     place = group.place()
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank),
-                      LOCAL_WORLD_SIZE=str(place.local_world))
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.world),
+        LOCAL_RANK=str(place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_world),
+    )
     os.environ.setdefault("MASTER_ADDR", _first_host())
     if "MASTER_PORT" not in os.environ:
         # A process alone takes any free port. Several must know one port without a word between them: it follows from
@@ -51,13 +55,15 @@ def start(timeout_minutes: float = 30) -> None:
             if place.world > 1:
                 phases().at(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
             _join_anew(deepspeed.get_accelerator().communication_backend_name(), timeout)
-            with _compiling(), redirect_stdout(io.StringIO()):   # each rank would print a line of DeepSpeed's own
+            with _compiling(), redirect_stdout(io.StringIO()):  # each rank would print a line of DeepSpeed's own
                 deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
         except torch.distributed.DistNetworkError as error:
             if "EADDRINUSE" not in str(error) and "in use" not in str(error):
                 raise
-            raise ConfigError(f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run here: give "
-                              "the launcher another, deepspeed --master_port PORT ...") from None
+            raise ConfigError(
+                f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run here: give "
+                "the launcher another, deepspeed --master_port PORT ..."
+            ) from None
         group.barrier()
         _unlink_buffers()
 
@@ -72,10 +78,11 @@ def import_deepspeed() -> ModuleType:
     prepare_environment()
     import deepspeed
     from deepspeed.runtime import compiler
+
     original, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
     try:
         with suppress(ImportError):
-            import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+            import deepspeed.runtime.zero.muon.original_muon
     finally:
         compiler.compile = original
     return deepspeed
@@ -109,8 +116,14 @@ def _join_anew(backend: str, timeout: timedelta) -> None:
     if attempt != "0":
         store, rank, world = next(torch.distributed.rendezvous("env://", timeout=timeout))
         device = group.device() if torch.cuda.is_available() else None
-        torch.distributed.init_process_group(backend, store=torch.distributed.PrefixStore(f"attempt_{attempt}", store),
-                                             rank=rank, world_size=world, timeout=timeout, device_id=device)
+        torch.distributed.init_process_group(
+            backend,
+            store=torch.distributed.PrefixStore(f"attempt_{attempt}", store),
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+            device_id=device,
+        )
 
 
 def _unlink_buffers() -> None:
@@ -130,8 +143,10 @@ def _first_host() -> str:
     if not nodes:
         return "127.0.0.1"
     import subprocess
-    return subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True,
-                          check=True).stdout.split()[0]
+
+    return subprocess.run(
+        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+    ).stdout.split()[0]
 
 
 def _free_port() -> int:

@@ -25,14 +25,14 @@ from dstrain.distributed import group
 from dstrain.engine.accumulation import sum_into
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_ROW = 1 << 14              # elements in one sum of squares: on a CPU, a longer one in fp32 loses digits
+_ROW = 1 << 14  # elements in one sum of squares: on a CPU, a longer one in fp32 loses digits
 
 
 class Late:
     """Values on their way to the host: to read them waits for what the device did before, and not for what follows."""
 
     def __init__(self, values: Tensor):
-        self._host = values.to("cpu", non_blocking=True)                 # page-locked memory, where they cross
+        self._host = values.to("cpu", non_blocking=True)  # page-locked memory, where they cross
         self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     def read(self) -> Any:
@@ -70,11 +70,11 @@ class Updates:
 
     def __init__(self, engine: Any):
         self.engine, self._zero = engine, engine.optimizer
-        self.applied = Flag(False)                     # whether the latest micro-batch led to an update
-        self._unread: Flag | None = None               # of the latest step, where it is not yet counted
-        self._norm: Tensor | None = None               # of the latest step's gradients, before clipping
-        self._sums = False                             # micro-batches' gradients in those of the masters
-        self._plain = self.stage == 0 and not hasattr(self._zero, "fp32_groups")            # fp32: torch's optimizer
+        self.applied = Flag(False)  # whether the latest micro-batch led to an update
+        self._unread: Flag | None = None  # of the latest step, where it is not yet counted
+        self._norm: Tensor | None = None  # of the latest step's gradients, before clipping
+        self._sums = False  # micro-batches' gradients in those of the masters
+        self._plain = self.stage == 0 and not hasattr(self._zero, "fp32_groups")  # fp32: torch's optimizer
         self._lean = getattr(self._inner(), "_step_supports_amp_scaling", False) and (self._plain or self.stage > 0)
         if self._lean and self._plain:
             engine.clip_fp32_gradients = lambda: None
@@ -86,10 +86,11 @@ class Updates:
                 self._zero.reduce_and_partition_stream = _Followed()
             elif self.stage < 3 and self._zero.overlap_comm:
                 self._zero.independent_gradient_partition_epilogue = partial(
-                    self._end_backward, self._zero.independent_gradient_partition_epilogue)
+                    self._end_backward, self._zero.independent_gradient_partition_epilogue
+                )
         if self._searches_scale:
-            self._zero.loss_scaler.raise_error_at_min_scale = False       # course.py sees to skipped steps instead
-            self._zero._update_scale = lambda overflow: None              # `settle` does it
+            self._zero.loss_scaler.raise_error_at_min_scale = False  # course.py sees to skipped steps instead
+            self._zero._update_scale = lambda overflow: None  # `settle` does it
 
     def step(self) -> None:
         """The optimizer's step after a backward pass, on the last micro-batch; none where a gradient is not finite."""
@@ -103,8 +104,9 @@ class Updates:
         self.settle()
         if self._plain:
             # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
-            self._check([_norms(weight.grad) for weight in self.engine.module.parameters() if weight.grad is not None],
-                        None)
+            self._check(
+                [_norms(weight.grad) for weight in self.engine.module.parameters() if weight.grad is not None], None
+            )
         if self._plain and not self._lean and not self._norm.isfinite().item():
             self._skip()
         else:
@@ -152,11 +154,15 @@ class Updates:
 
     @cached_property
     def _alone(self) -> bool:
-        """Whether there is nothing to reduce: on one rank, which rounds no gradient as if it sent it in another type.
+        """Whether there is nothing to reduce: on one rank, which rounds no gradient as if it sent
+        it in another type.
         """
         zero = self._zero
-        return (0 < self.stage < 3 and dist.get_world_size(zero.dp_process_group) == 1
-                and zero.communication_data_type == zero.dtype)
+        return (
+            0 < self.stage < 3
+            and dist.get_world_size(zero.dp_process_group) == 1
+            and zero.communication_data_type == zero.dtype
+        )
 
     def _reduce_nothing(self) -> None:
         """Spares one rank DeepSpeed's buckets: a copy of all gradients, and 0.1 ms of the host for each weight.
@@ -165,8 +171,8 @@ class Updates:
         for hook in self._zero._grad_acc_hooks:
             hook.remove()
         self._zero._grad_acc_hooks.clear()
-        self._zero.reduce_gradients = lambda **options: None                                        # stage 1
-        self._zero.overlapping_partition_gradients_reduce_epilogue = lambda: None                   # stage 2
+        self._zero.reduce_gradients = lambda **options: None  # stage 1
+        self._zero.overlapping_partition_gradients_reduce_epilogue = lambda: None  # stage 2
         aside = getattr(self.engine, "wide_sums", None)
         if aside:
             aside.detach()
@@ -176,12 +182,14 @@ class Updates:
         """What makes up the gradient of a flat master at stages 1 and 2, one piece behind the other."""
         zero = self._zero
         if not self._alone:
-            flat = zero._get_preflattened_grad_partition(number)         # fp32 sums over micro-batches lie so already
+            flat = zero._get_preflattened_grad_partition(number)  # fp32 sums over micro-batches lie so already
             return [piece.reshape(-1) for piece in zero.averaged_gradients[number]] if flat is None else [flat]
         if self._sums:
             return [master.grad]
-        pieces = [weight.new_zeros(weight.numel()) if weight.grad is None else weight.grad.reshape(-1)
-                  for weight in zero.bit16_groups[number]]
+        pieces = [
+            weight.new_zeros(weight.numel()) if weight.grad is None else weight.grad.reshape(-1)
+            for weight in zero.bit16_groups[number]
+        ]
         padding = master.numel() - sum(piece.numel() for piece in pieces)
         return [*pieces, pieces[0].new_zeros(padding)] if padding else pieces
 
@@ -213,8 +221,9 @@ class Updates:
                 master.grad = torch.empty_like(master)
                 torch._foreach_copy_(master.grad.split([piece.numel() for piece in pieces]), pieces)
             # A GPU takes all pieces at once, and reads half the bytes where they are of 16 bits.
-            norms.append(torch.stack(torch._foreach_norm(pieces, dtype=torch.float32)) if master.is_cuda else
-                         _norms(master.grad))
+            norms.append(
+                torch.stack(torch._foreach_norm(pieces, dtype=torch.float32)) if master.is_cuda else _norms(master.grad)
+            )
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
             del pieces
@@ -229,6 +238,7 @@ class Updates:
     def _step_stage3(self) -> None:
         """In place of DeepSpeed's step at stage 3: the same, but for the checks, and one exchange of what persists."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
         zero = self._zero
         zero._pre_step()
         if any(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in self._scattered):
@@ -238,9 +248,9 @@ class Updates:
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             zero._prepare_sub_group(number, set())
             zero._optimizer_step(number)
-            zero.fp16_partitioned_groups_flat[number].copy_(master)              # its pieces are the weights' shares
+            zero.fp16_partitioned_groups_flat[number].copy_(master)  # its pieces are the weights' shares
             zero._release_sub_group(number, set())
-        zero.grad_partitions_flat_buffer.zero_()             # for weights that take no part in the next step
+        zero.grad_partitions_flat_buffer.zero_()  # for weights that take no part in the next step
         if weights := zero.persistent_parameters:
             # With offload_param the shares lie in the host's memory.
             own = torch.cat([weight.ds_tensor for weight in weights]).to(group.device())
@@ -252,7 +262,7 @@ class Updates:
             shares = own.view(world, -1).split([weight.ds_tensor.numel() for weight in weights], dim=1)
             for weight, share in zip(weights, shares):
                 padded = share.numel() > weight.ds_numel
-                weight.data = (share.reshape(-1)[:weight.ds_numel] if padded else share).reshape(weight.ds_shape)
+                weight.data = (share.reshape(-1)[: weight.ds_numel] if padded else share).reshape(weight.ds_shape)
                 weight.ds_status = ZeroParamStatus.AVAILABLE
         zero.invalidate_secondary_tensor()
 
@@ -305,14 +315,15 @@ class Updates:
 
     @property
     def scaler_state(self) -> dict[str, float]:
-        """What a checkpoint keeps of a dynamic loss scale and its history; nothing of a fixed one, which is a setting.
+        """What a checkpoint keeps of a dynamic loss scale and its history; nothing of a fixed one,
+        which is a setting.
         """
         self.settle()
         return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._searches_scale}
 
     @scaler_state.setter
     def scaler_state(self, state: dict[str, float]) -> None:
-        if self._searches_scale and state.keys() == set(_SCALER_STATE):   # not where the run was in another precision
+        if self._searches_scale and state.keys() == set(_SCALER_STATE):  # not where the run was in another precision
             self._unread = None
             vars(self._zero.loss_scaler).update(state)
 

@@ -19,7 +19,7 @@ from dstrain.metrics.network import Features, by_class, three_channels
 from dstrain.nn.classifier import BUILTIN, FILE, Classifier
 from dstrain.recipe import ConfigError
 
-SIDE = 28                                      # pixels of an image that the network sees
+SIDE = 28  # pixels of an image that the network sees
 
 
 def prepared(images: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Builtin(Features):
     size = 64
     classes = FASHION
     videos = None
-    parts = ("item", "motion")                     # of what a caption of a clip asks for
+    parts = ("item", "motion")  # of what a caption of a clip asks for
 
     def __init__(self, device: torch.device) -> None:
         path = BUILTIN / FILE
@@ -65,11 +65,14 @@ class Builtin(Features):
     def require_captions(self, captions: Sequence[str]) -> None:
         known = moving.captions()
         if unknown := [caption for caption in captions if caption not in known]:
-            raise ConfigError(f"{unknown[0]!r} is no caption of the built-in clips, such as {next(iter(known))!r}: ask "
-                              "for those, or leave out the metric accuracy")
+            raise ConfigError(
+                f"{unknown[0]!r} is no caption of the built-in clips, such as {next(iter(known))!r}: ask "
+                "for those, or leave out the metric accuracy"
+            )
 
-    def showing(self, images: Tensor, logits: Tensor, labels: Tensor | None,
-                captions: list[str] | None) -> Tensor | None:
+    def showing(
+        self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
+    ) -> Tensor | None:
         """As of Features; of clips by their captions: those that are right, all, right items, and right motions."""
         if images.ndim == 4 or captions is None:
             return super().showing(images, logits, labels, captions)

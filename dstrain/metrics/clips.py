@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from dstrain.data.builtin.moving import MOTIONS
 
 NO_MOTION = -1
-_LEAST = 0.2                      # of the free length: a displacement below it is no motion
-_BOTH = 0.5                       # of the longer axis's path: with one as long on the shorter axis, the item bounces
-_EDGE = 0.01                      # of the brightness lies beyond either edge of an item
+_LEAST = 0.2  # of the free length: a displacement below it is no motion
+_BOTH = 0.5  # of the longer axis's path: with one as long on the shorter axis, the item bounces
+_EDGE = 0.01  # of the brightness lies beyond either edge of an item
 
 
 def grey(videos: Tensor) -> Tensor:
@@ -27,10 +27,12 @@ def items(frames: Tensor, side: int = 28) -> Tensor:
     are taken, the rest being the border that the data have at any size but 28.
     """
     height, width = frames.shape[-2:]
-    shown = 2 * min(height, width) // 3 * 28 / 32                                     # pixels
-    steps = (torch.arange(side, device=frames.device) + 0.5) / side - 0.5             # (side,)
-    axes = [2 * (_middle(frames.sum(dim))[:, None] + shown * steps) / length - 1
-            for dim, length in ((1, width), (2, height))]                             # x and y: (N, side) each
+    shown = 2 * min(height, width) // 3 * 28 / 32  # pixels
+    steps = (torch.arange(side, device=frames.device) + 0.5) / side - 0.5  # (side,)
+    axes = [
+        2 * (_middle(frames.sum(dim))[:, None] + shown * steps) / length - 1
+        for dim, length in ((1, width), (2, height))
+    ]  # x and y: (N, side) each
     grid = torch.stack((axes[0][:, None, :].expand(-1, side, -1), axes[1][:, :, None].expand(-1, -1, side)), -1)
     return F.grid_sample(frames[:, None], grid, mode="bilinear", align_corners=False)
 
@@ -44,10 +46,10 @@ def motions(videos: Tensor) -> Tensor:
     """
     height, width = videos.shape[-2:]
     free = min(height, width) - 2 * min(height, width) // 3
-    places = torch.stack([_centre(videos.sum(2)), _centre(videos.sum(3))], -1)        # (N, T, 2): x, y in pixels
-    paths = places.diff(dim=1).abs().sum(1)                                           # (N, 2)
+    places = torch.stack([_centre(videos.sum(2)), _centre(videos.sum(3))], -1)  # (N, T, 2): x, y in pixels
+    paths = places.diff(dim=1).abs().sum(1)  # (N, 2)
     net = places[:, -1] - places[:, 0]
-    axis = net.abs().argmax(1)                                                        # (N,)
+    axis = net.abs().argmax(1)  # (N,)
     ahead = net.gather(1, axis[:, None])[:, 0] > 0
     left, right, up, down, bouncing = range(len(MOTIONS))
     straight = torch.where(axis == 0, torch.where(ahead, right, left), torch.where(ahead, down, up))
@@ -63,7 +65,7 @@ def _centre(profile: Tensor) -> Tensor:
 
 def _middle(profile: Tensor) -> Tensor:
     """The middle between the two edges of a profile (N, L) of brightness, pixels (N,); of black it is L / 2."""
-    share = profile.cumsum(1) / profile.sum(1, keepdim=True)                          # up to the right edge of a pixel
+    share = profile.cumsum(1) / profile.sum(1, keepdim=True)  # up to the right edge of a pixel
     share = torch.where(share.isfinite(), share, torch.linspace(0, 1, profile.shape[1], device=profile.device))
     before = torch.cat((torch.zeros_like(share[:, :1]), share[:, :-1]), 1)
     edges = []

@@ -12,9 +12,9 @@ from torch import Tensor
 from dstrain.distributed import group
 from dstrain.encoders.precision import computing
 
-NEIGHBOURS = 5                                    # the farthest that precision and its like look for
-_ROWS = 512                                       # of a matrix of distances at a time
-_SEED = 2020                                      # of the choices below, torch-fidelity's
+NEIGHBOURS = 5  # the farthest that precision and its like look for
+_ROWS = 512  # of a matrix of distances at a time
+_SEED = 2020  # of the choices below, torch-fidelity's
 
 
 def frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
@@ -70,28 +70,33 @@ def manifold(features: Tensor, reference: Tensor, neighbours: int = 3, near: int
     """
     if min(len(features), len(reference)) <= near:
         return dict.fromkeys(("precision", "recall", "density", "coverage"), math.nan)
-    center = reference.mean(0)                    # distances lose no digits to what all features share
+    center = reference.mean(0)  # distances lose no digits to what all features share
     features, reference = features - center, reference - center
     own = _radii(features, (neighbours,))[0]
-    other, wide = _radii(reference, (neighbours, near))                       # squared, as all distances here
-    inside = torch.zeros(3, dtype=torch.float64, device=features.device)      # in precision, in density; covered
+    other, wide = _radii(reference, (neighbours, near))  # squared, as all distances here
+    inside = torch.zeros(3, dtype=torch.float64, device=features.device)  # in precision, in density; covered
     recalled, nearest = torch.zeros_like(other), torch.full_like(other, math.inf)
     for rows in _shared(len(features)):
-        squares = _squares(features[rows], reference)                         # (rows, M)
+        squares = _squares(features[rows], reference)  # (rows, M)
         inside[0] += (squares <= other).any(1).sum()
         inside[1] += (squares <= wide).sum()
         recalled = torch.maximum(recalled, (squares <= own[rows, None]).any(0).float())
         nearest = torch.minimum(nearest, squares.amin(0))
     inside, recalled = group.total(inside), group.total(recalled) > 0
     covered = group.total((nearest <= wide).float()) > 0
-    return {"precision": inside[0].item() / len(features), "recall": recalled.double().mean().item(),
-            "density": inside[1].item() / (near * len(features)), "coverage": covered.double().mean().item()}
+    return {
+        "precision": inside[0].item() / len(features),
+        "recall": recalled.double().mean().item(),
+        "density": inside[1].item() / (near * len(features)),
+        "coverage": covered.double().mean().item(),
+    }
 
 
 def _shared(count: int) -> list[slice]:
     """This rank's rows of `count`."""
-    return [slice(begin, min(begin + _ROWS, count))
-            for begin in range(group.rank() * _ROWS, count, _ROWS * group.world())]
+    return [
+        slice(begin, min(begin + _ROWS, count)) for begin in range(group.rank() * _ROWS, count, _ROWS * group.world())
+    ]
 
 
 def _squares(x: Tensor, y: Tensor) -> Tensor:
@@ -105,7 +110,7 @@ def _radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
     """Squared distance of each row to its n-th neighbour among the others, (len(neighbours), N)."""
     radii = torch.zeros(len(neighbours), len(features), device=features.device)
     for rows in _shared(len(features)):
-        smallest = _squares(features[rows], features).topk(max(neighbours) + 1, largest=False).values    # itself first
+        smallest = _squares(features[rows], features).topk(max(neighbours) + 1, largest=False).values  # itself first
         for index, number in enumerate(neighbours):
             radii[index, rows] = smallest[:, number]
     return group.total(radii)

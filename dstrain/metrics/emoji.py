@@ -26,6 +26,8 @@ class Emoji(Features):
     def texts(self, captions: list[str]) -> Tensor:
         embeds = emoji.text_embeds(captions)
         if embeds is None:
-            raise ConfigError("--features emoji: it knows the names of the built-in emoji alone, and one of these "
-                              "captions is none of them: draw for those names, or take --features clip:FOLDER")
+            raise ConfigError(
+                "--features emoji: it knows the names of the built-in emoji alone, and one of these "
+                "captions is none of them: draw for those names, or take --features clip:FOLDER"
+            )
         return embeds.to(self._device)

@@ -39,8 +39,13 @@ SOURCES = {
     "i3d": "i3d_torchscript.pt, which StyleGAN-V downloads",
 }
 BUILT_IN = {"builtin": Builtin, "emoji": Emoji}
-_TOWERS = {"torchscript": towers.Scripted, "i3d": towers.ScriptedVideo, "dinov2": towers.Dino, "clip": towers.Clip,
-           "videomae": towers.VideoMae}
+_TOWERS = {
+    "torchscript": towers.Scripted,
+    "i3d": towers.ScriptedVideo,
+    "dinov2": towers.Dino,
+    "clip": towers.Clip,
+    "videomae": towers.VideoMae,
+}
 
 
 def open_features(words: str, device: torch.device | None = None) -> Features:
@@ -54,6 +59,8 @@ def open_features(words: str, device: torch.device | None = None) -> Features:
         raise ConfigError(f"--features {words}: known are {', '.join(known)}")
     path, folder = Path(path).expanduser(), SOURCES[kind].startswith("a folder")
     if not (path.is_dir() if folder else path.is_file()):
-        raise ConfigError(f"--features {words}: there is no such {'folder' if folder else 'file'}; get "
-                          f"{SOURCES[kind]}, and give its path")
+        raise ConfigError(
+            f"--features {words}: there is no such {'folder' if folder else 'file'}; get "
+            f"{SOURCES[kind]}, and give its path"
+        )
     return inception.opened(kind, path, device) if kind in inception.KINDS else _TOWERS[kind](path, device)

@@ -24,17 +24,17 @@ from dstrain.recipe import ConfigError
 class Batch:
     """Some images of a set, all of one size."""
 
-    numbers: Tensor                               # int64 (n,), their places in the set
-    images: Tensor                                # uint8 (n, C, H, W); of clips (n, T, C, H, W)
-    labels: Tensor | None = None                  # int64 (n,)
+    numbers: Tensor  # int64 (n,), their places in the set
+    images: Tensor  # uint8 (n, C, H, W); of clips (n, T, C, H, W)
+    labels: Tensor | None = None  # int64 (n,)
     captions: list[str] | None = None
 
 
 class Images(ABC):
     """A set of images, of which each rank takes some."""
 
-    captions: Sequence[str] | None = None         # of all images, or those that they repeat; None: they are not known
-    clips: bool | None = None                     # whether they are clips; None: it shows in each
+    captions: Sequence[str] | None = None  # of all images, or those that they repeat; None: they are not known
+    clips: bool | None = None  # whether they are clips; None: it shows in each
 
     @abstractmethod
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Begun(Images):
     def __init__(self, images: Images, size: int) -> None:
         self.captions, self._length, self._size = images.captions, len(images), size
         self._rest = images.batches(size)
-        self.first = next(self._rest, None)       # None: this rank has no images
+        self.first = next(self._rest, None)  # None: this rank has no images
 
     def __len__(self) -> int:
         return self._length
@@ -78,8 +78,10 @@ def open_set(path: Path, option: str) -> Images:
     path = samples_path(path.expanduser())
     images = _opened(path, option)
     if len(images) < 2:
-        raise ConfigError(f"{option} {path} holds {len(images)} image{'s' * (len(images) != 1)}, and metrics compare "
-                          "sets of images: give two or more")
+        raise ConfigError(
+            f"{option} {path} holds {len(images)} image{'s' * (len(images) != 1)}, and metrics compare "
+            "sets of images: give two or more"
+        )
     return images
 
 
@@ -87,16 +89,30 @@ def _opened(path: Path, option: str) -> Images:
     if not path.exists():
         raise ConfigError(f"{option} {path}: there is no such file or folder")
     with _reading(path, option):
-        if (path / "run.yaml").is_file():         # its images are grids
-            raise ConfigError(f"{option} {path} is a run's folder: draw from it by launch/generate.py, and name the "
-                              "folder that it wrote")
+        if (path / "run.yaml").is_file():  # its images are grids
+            raise ConfigError(
+                f"{option} {path} is a run's folder: draw from it by launch/generate.py, and name the "
+                "folder that it wrote"
+            )
         if path.is_dir():
-            return Files(path, sorted(file.relative_to(path).as_posix() for file in path.rglob("*")
-                                      if file.suffix.lower() in SUFFIXES and file.is_file()), None, option)
+            return Files(
+                path,
+                sorted(
+                    file.relative_to(path).as_posix()
+                    for file in path.rglob("*")
+                    if file.suffix.lower() in SUFFIXES and file.is_file()
+                ),
+                None,
+                option,
+            )
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:
-                return Files(path, sorted(name for name in archive.namelist()
-                                          if Path(name).suffix.lower() in SUFFIXES), path, option)
+                return Files(
+                    path,
+                    sorted(name for name in archive.namelist() if Path(name).suffix.lower() in SUFFIXES),
+                    path,
+                    option,
+                )
         if path.suffix == ".npz":
             return Arrays(path, option)
     raise ConfigError(f"{option} {path}: name a folder of images, a .zip of images, or an .npz with arr_0")
@@ -106,11 +122,12 @@ def _opened(path: Path, option: str) -> Images:
 def _reading(path: Path, option: str) -> Iterator[None]:
     try:
         yield
-    except ConfigError:                           # a ValueError that already says what to do
+    except ConfigError:  # a ValueError that already says what to do
         raise
     except (OSError, EOFError, ValueError, KeyError, SyntaxError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"{option} {path} cannot be read ({type(error).__name__}: {error}); mend or remove "
-                          "it") from None
+        raise ConfigError(
+            f"{option} {path} cannot be read ({type(error).__name__}: {error}); mend or remove it"
+        ) from None
 
 
 class Files(Images):
@@ -135,8 +152,9 @@ class Files(Images):
                         images.append(to_tensor(to_mode(image, 3)))
             for shape in sorted({image.shape for image in images}):
                 chosen = [index for index, image in enumerate(images) if image.shape == shape]
-                yield Batch(torch.tensor([turn[index] for index in chosen]),
-                            torch.stack([images[index] for index in chosen]))
+                yield Batch(
+                    torch.tensor([turn[index] for index in chosen]), torch.stack([images[index] for index in chosen])
+                )
 
 
 class Arrays(Images):
@@ -144,7 +162,7 @@ class Arrays(Images):
 
     def __init__(self, path: Path, option: str) -> None:
         self.path, self.option, others = path, option, {}
-        if not zipfile.is_zipfile(path):          # numpy would advise to read it unsafely
+        if not zipfile.is_zipfile(path):  # numpy would advise to read it unsafely
             raise ValueError("it is no whole .npz")
         with np.load(path, allow_pickle=False) as file:
             self.names = file.files
@@ -174,8 +192,7 @@ class Arrays(Images):
             shape, reversed_axes, dtype = read(stream)
             if reversed_axes:
                 raise ValueError("arr_0 is in Fortran's order: write it by numpy.ascontiguousarray")
-            if (dtype != np.uint8 or len(shape) not in (4, 5) or shape[-1] not in (1, 3)
-                    or 0 in shape[1:]):
+            if dtype != np.uint8 or len(shape) not in (4, 5) or shape[-1] not in (1, 3) or 0 in shape[1:]:
                 raise ValueError(f"arr_0 is {dtype} {shape}, and images are uint8 (N, H, W, 1 or 3)")
             yield stream, shape
 
@@ -189,9 +206,12 @@ class Arrays(Images):
                     content = stream.read(len(turn) * bytes_each)
                 pixels = np.frombuffer(content, np.uint8).reshape(len(turn), *shape[1:])
                 numbers = torch.tensor(turn)
-                yield Batch(numbers, torch.from_numpy(pixels.copy()).movedim(-1, -3),
-                            None if self.labels is None else self.labels[numbers],
-                            None if self.captions is None else [self.captions[number] for number in turn])
+                yield Batch(
+                    numbers,
+                    torch.from_numpy(pixels.copy()).movedim(-1, -3),
+                    None if self.labels is None else self.labels[numbers],
+                    None if self.captions is None else [self.captions[number] for number in turn],
+                )
 
 
 class Sourced(Images):
@@ -201,8 +221,10 @@ class Sourced(Images):
         self.source = source
         self.key = next((key for key in ("image", "video") if key in source.first()), None)
         if self.key is None:
-            raise ConfigError("the data hold no pixels, but latents, tokens or embeddings: name a folder of the images "
-                              "or an .npz as --reference")
+            raise ConfigError(
+                "the data hold no pixels, but latents, tokens or embeddings: name a folder of the images "
+                "or an .npz as --reference"
+            )
 
     def __len__(self) -> int:
         return len(self.source)
@@ -211,5 +233,9 @@ class Sourced(Images):
         for turn in _turns(len(self), size):
             samples, _ = self.source.read_batch(torch.tensor(turn))
             captions = samples.get("caption")
-            yield Batch(torch.tensor(turn), samples[self.key], samples.get("label") if self.source.classes else None,
-                        None if captions is None else captions_of(captions))
+            yield Batch(
+                torch.tensor(turn),
+                samples[self.key],
+                samples.get("label") if self.source.classes else None,
+                None if captions is None else captions_of(captions),
+            )

@@ -26,8 +26,8 @@ from dstrain.sampling.draw import draw_own
 from dstrain.sampling.requests import make_request, of_all
 from dstrain.systems.base import Nets, Request, System
 
-_BATCH = 100                                  # pictures of the data that are described at once
-_OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics: "}       # the recipe's words
+_BATCH = 100  # pictures of the data that are described at once
+_OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics: "}  # the recipe's words
 
 
 class Quality:
@@ -40,54 +40,70 @@ class Quality:
         samples, data, key = run.samples, run.data, f"every.metrics={run.every.metrics}"
         self.metrics, self._run, self._system = tuple(metrics), run, system
         if not system.generates or (reason := system.cannot_draw()):
-            raise ConfigError(f"{key}: {run.system} draws no pictures while it trains"
-                              f"{f' ({reason})' if system.generates else ''}: write every.metrics=0")
+            raise ConfigError(
+                f"{key}: {run.system} draws no pictures while it trains"
+                f"{f' ({reason})' if system.generates else ''}: write every.metrics=0"
+            )
         if system.starts_from_data:
-            raise ConfigError(f"{key}: {run.system} draws from given pictures: write every.metrics=0, and measure it "
-                              "by launch/evaluate.py RUN --metrics")
+            raise ConfigError(
+                f"{key}: {run.system} draws from given pictures: write every.metrics=0, and measure it "
+                "by launch/evaluate.py RUN --metrics"
+            )
         with reworded(options=_OPTIONS):
             self._networks = table.chosen_networks(metrics, samples.features)
         own = built_in(data, samples.metrics_split)
         if own is None and any(network.name == "builtin" for network in self._networks.values()):
-            raise ConfigError(f"samples.metrics: {', '.join(metrics)} by the built-in classifier is for the "
-                              f"built-in clothes, and {data.path} holds other data: write samples.metrics=[fid] "
-                              "samples.features=[inception:FILE], say, or every.metrics=0")
+            raise ConfigError(
+                f"samples.metrics: {', '.join(metrics)} by the built-in classifier is for the "
+                f"built-in clothes, and {data.path} holds other data: write samples.metrics=[fid] "
+                "samples.features=[inception:FILE], say, or every.metrics=0"
+            )
         source = train if samples.metrics_split == "train" else unseen
-        self._source = own or source and source.squares()
+        self._source = own or (source and source.squares())
         if self._source is None:
             raise ConfigError(f"samples.metrics_split=held_out: {data.path} holds nothing out: write train")
         if own is None and data.codes is not None:
-            raise ConfigError(f"{key}: {data.path} holds codes, and not the pictures to compare with: write "
-                              "every.metrics=0, and take launch/evaluate.py --metrics with a --reference")
-        self._request, self._captions = make_request(of_all(samples, data, system), system, samples.metrics_samples,
-                                                     samples.seed)
+            raise ConfigError(
+                f"{key}: {data.path} holds codes, and not the pictures to compare with: write "
+                "every.metrics=0, and take launch/evaluate.py --metrics with a --reference"
+            )
+        self._request, self._captions = make_request(
+            of_all(samples, data, system), system, samples.metrics_samples, samples.seed
+        )
         if "accuracy" in metrics and self._captions is None and "label" not in self._request.conditions:
-            raise ConfigError("samples.metrics: accuracy needs labels or captions, and this model is told none: leave "
-                              "it out")
+            raise ConfigError(
+                "samples.metrics: accuracy needs labels or captions, and this model is told none: leave it out"
+            )
 
     def describe(self, folder: Path) -> None:
         """Describes the data, on all ranks, or reads what an earlier command has written into the run's folder."""
         compared = {metric: network for metric, network in self._networks.items() if table.METRICS[metric].compares}
         networks = {network.name: network for network in compared.values()}
         data = self._run.data
-        key = json.dumps([{name: network.fingerprint for name, network in networks.items()},
-                          sorted(table.needs_of(list(compared))), self._source.fingerprint(),
-                          [data.image_size, data.height, data.num_frames, data.channels, data.draft]])
+        key = json.dumps(
+            [
+                {name: network.fingerprint for name, network in networks.items()},
+                sorted(table.needs_of(list(compared))),
+                self._source.fingerprint(),
+                [data.image_size, data.height, data.num_frames, data.channels, data.draft],
+            ]
+        )
         path = folder / f"metrics_data_{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}.npz"
         statistics = {}
         if group.rank() == 0 and path.exists():
-            with suppress(ConfigError):                       # a damaged file is written anew
+            with suppress(ConfigError):  # a damaged file is written anew
                 statistics = reference.read(path, networks.values(), "cpu")
         statistics = group.from_first(statistics)
         if table.lacking(compared, statistics):
             statistics = table.collect(Sourced(self._source), compared, _BATCH, compared=True)
             if group.rank() == 0:
-                with suppress(ConfigError):                   # a full disk: the next start describes them again
+                with suppress(ConfigError):  # a full disk: the next start describes them again
                     reference.write(path, statistics)
         self._data = {name: _placed(values) for name, values in statistics.items()}
 
-    def measure(self, nets: Nets, micro: int,
-                watched: Callable[[Iterable[Any]], Iterator[Any]] = iter) -> dict[str, float]:
+    def measure(
+        self, nets: Nets, micro: int, watched: Callable[[Iterable[Any]], Iterator[Any]] = iter
+    ) -> dict[str, float]:
         """samples.metrics of what the networks draw, at most `micro` pictures of a rank at a time; not those by class.
 
         On all ranks together, and the same on all of them. `watched` passes the rounds on, one by one.
@@ -108,8 +124,14 @@ class Quality:
 class _Drawn(Images):
     """What networks draw of a request, each rank its own share."""
 
-    def __init__(self, system: System, nets: Nets, request: Request, captions: list[str] | None,
-                 watched: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
+    def __init__(
+        self,
+        system: System,
+        nets: Nets,
+        request: Request,
+        captions: list[str] | None,
+        watched: Callable[[Iterable[Any]], Iterator[Any]],
+    ) -> None:
         self.system, self.nets, self.request, self.captions, self.watched = system, nets, request, captions, watched
 
     def __len__(self) -> int:
@@ -120,8 +142,12 @@ class _Drawn(Images):
         for numbers, images in self.watched(draw_own(self.system, self.nets, self.request, size)):
             numbers = numbers[numbers < len(self)]
             if len(numbers):
-                yield Batch(numbers, images[:len(numbers)], None if labels is None else labels[numbers],
-                            self.captions and [self.captions[number] for number in numbers.tolist()])
+                yield Batch(
+                    numbers,
+                    images[: len(numbers)],
+                    None if labels is None else labels[numbers],
+                    self.captions and [self.captions[number] for number in numbers.tolist()],
+                )
 
 
 def _placed(statistics: Statistics) -> Statistics:
@@ -138,15 +164,17 @@ def checked_quality(run: Run, system: System, train: Source, unseen: Source | No
     if run.every.metrics and metrics is None:
         draws = system.generates and not system.starts_from_data and not system.cannot_draw()
         name = name_of(run.data)
-        asked = name == MOVING and system.takes_texts or name == FASHION_PATH and "label" in system.conditions(1)
+        asked = (name == MOVING and system.takes_texts) or (name == FASHION_PATH and "label" in system.conditions(1))
         metrics = (("fd", "accuracy") if asked else ("fd",)) if draws and name in (FASHION_PATH, MOVING) else ()
     best, measures = run.save.best, run.every.metrics and metrics
     quality = Quality(run, metrics, system, train, unseen) if measures else None
     if isinstance(best, str) and best not in (*table.LOWER, *table.HIGHER):
         raise ConfigError(f"save.best={best}: it may be one of {', '.join((*table.LOWER, *table.HIGHER))}")
     if isinstance(best, str) and best not in (metrics or ()):
-        raise ConfigError(f"save.best={best} needs that metric, and these data and this model have "
-                          f"{' and '.join(metrics or ('none',))} by default: name it in samples.metrics")
+        raise ConfigError(
+            f"save.best={best} needs that metric, and these data and this model have "
+            f"{' and '.join(metrics or ('none',))} by default: name it in samples.metrics"
+        )
     return quality
 
 

@@ -18,9 +18,9 @@ from dstrain.encoders.precision import computing
 from dstrain.metrics.network import Features, three_channels
 from dstrain.recipe import ConfigError
 
-SIDE = 299                                        # pixels of what the network sees
-_SPATIAL = "Mixed_6d"                             # ADM's mixed_6: the block whose first branch sFID compares
-_SPATIAL_CHANNELS = 7                             # that enter sFID, as in ADM's evaluator
+SIDE = 299  # pixels of what the network sees
+_SPATIAL = "Mixed_6d"  # ADM's mixed_6: the block whose first branch sFID compares
+_SPATIAL_CHANNELS = 7  # that enter sFID, as in ADM's evaluator
 
 # Blocks: convolutions by name as (input, channels, kernel[, stride]). An input is x, the pooled x, or another
 # convolution. What no convolution takes as its input is the output, in this order.
@@ -28,41 +28,80 @@ Convolutions = dict[str, tuple]
 
 
 def _a(pooled: int) -> Convolutions:
-    return {"branch1x1": ("x", 64, 1), "branch5x5_1": ("x", 48, 1), "branch5x5_2": ("branch5x5_1", 64, 5),
-            "branch3x3dbl_1": ("x", 64, 1), "branch3x3dbl_2": ("branch3x3dbl_1", 96, 3),
-            "branch3x3dbl_3": ("branch3x3dbl_2", 96, 3), "branch_pool": ("pool", pooled, 1)}
+    return {
+        "branch1x1": ("x", 64, 1),
+        "branch5x5_1": ("x", 48, 1),
+        "branch5x5_2": ("branch5x5_1", 64, 5),
+        "branch3x3dbl_1": ("x", 64, 1),
+        "branch3x3dbl_2": ("branch3x3dbl_1", 96, 3),
+        "branch3x3dbl_3": ("branch3x3dbl_2", 96, 3),
+        "branch_pool": ("pool", pooled, 1),
+    }
 
 
 def _c(width: int) -> Convolutions:
-    return {"branch1x1": ("x", 192, 1), "branch7x7_1": ("x", width, 1), "branch7x7_2": ("branch7x7_1", width, (1, 7)),
-            "branch7x7_3": ("branch7x7_2", 192, (7, 1)), "branch7x7dbl_1": ("x", width, 1),
-            "branch7x7dbl_2": ("branch7x7dbl_1", width, (7, 1)), "branch7x7dbl_3": ("branch7x7dbl_2", width, (1, 7)),
-            "branch7x7dbl_4": ("branch7x7dbl_3", width, (7, 1)), "branch7x7dbl_5": ("branch7x7dbl_4", 192, (1, 7)),
-            "branch_pool": ("pool", 192, 1)}
+    return {
+        "branch1x1": ("x", 192, 1),
+        "branch7x7_1": ("x", width, 1),
+        "branch7x7_2": ("branch7x7_1", width, (1, 7)),
+        "branch7x7_3": ("branch7x7_2", 192, (7, 1)),
+        "branch7x7dbl_1": ("x", width, 1),
+        "branch7x7dbl_2": ("branch7x7dbl_1", width, (7, 1)),
+        "branch7x7dbl_3": ("branch7x7dbl_2", width, (1, 7)),
+        "branch7x7dbl_4": ("branch7x7dbl_3", width, (7, 1)),
+        "branch7x7dbl_5": ("branch7x7dbl_4", 192, (1, 7)),
+        "branch_pool": ("pool", 192, 1),
+    }
 
 
 def _blocks() -> dict[str, tuple[str, Convolutions]]:
     """Pool and convolutions of each block: mean and max keep the size, halved is the maximum with stride 2."""
-    e = {"branch1x1": ("x", 320, 1), "branch3x3_1": ("x", 384, 1), "branch3x3_2a": ("branch3x3_1", 384, (1, 3)),
-         "branch3x3_2b": ("branch3x3_1", 384, (3, 1)), "branch3x3dbl_1": ("x", 448, 1),
-         "branch3x3dbl_2": ("branch3x3dbl_1", 384, 3), "branch3x3dbl_3a": ("branch3x3dbl_2", 384, (1, 3)),
-         "branch3x3dbl_3b": ("branch3x3dbl_2", 384, (3, 1)), "branch_pool": ("pool", 192, 1)}
-    b = {"branch3x3": ("x", 384, 3, 2), "branch3x3dbl_1": ("x", 64, 1), "branch3x3dbl_2": ("branch3x3dbl_1", 96, 3),
-         "branch3x3dbl_3": ("branch3x3dbl_2", 96, 3, 2)}
-    d = {"branch3x3_1": ("x", 192, 1), "branch3x3_2": ("branch3x3_1", 320, 3, 2), "branch7x7x3_1": ("x", 192, 1),
-         "branch7x7x3_2": ("branch7x7x3_1", 192, (1, 7)), "branch7x7x3_3": ("branch7x7x3_2", 192, (7, 1)),
-         "branch7x7x3_4": ("branch7x7x3_3", 192, 3, 2)}
-    return {"Mixed_5b": ("mean", _a(32)), "Mixed_5c": ("mean", _a(64)), "Mixed_5d": ("mean", _a(64)),
-            "Mixed_6a": ("halved", b), "Mixed_6b": ("mean", _c(128)), "Mixed_6c": ("mean", _c(160)),
-            "Mixed_6d": ("mean", _c(160)), "Mixed_6e": ("mean", _c(192)), "Mixed_7a": ("halved", d),
-            "Mixed_7b": ("mean", e), "Mixed_7c": ("max", e)}
+    e = {
+        "branch1x1": ("x", 320, 1),
+        "branch3x3_1": ("x", 384, 1),
+        "branch3x3_2a": ("branch3x3_1", 384, (1, 3)),
+        "branch3x3_2b": ("branch3x3_1", 384, (3, 1)),
+        "branch3x3dbl_1": ("x", 448, 1),
+        "branch3x3dbl_2": ("branch3x3dbl_1", 384, 3),
+        "branch3x3dbl_3a": ("branch3x3dbl_2", 384, (1, 3)),
+        "branch3x3dbl_3b": ("branch3x3dbl_2", 384, (3, 1)),
+        "branch_pool": ("pool", 192, 1),
+    }
+    b = {
+        "branch3x3": ("x", 384, 3, 2),
+        "branch3x3dbl_1": ("x", 64, 1),
+        "branch3x3dbl_2": ("branch3x3dbl_1", 96, 3),
+        "branch3x3dbl_3": ("branch3x3dbl_2", 96, 3, 2),
+    }
+    d = {
+        "branch3x3_1": ("x", 192, 1),
+        "branch3x3_2": ("branch3x3_1", 320, 3, 2),
+        "branch7x7x3_1": ("x", 192, 1),
+        "branch7x7x3_2": ("branch7x7x3_1", 192, (1, 7)),
+        "branch7x7x3_3": ("branch7x7x3_2", 192, (7, 1)),
+        "branch7x7x3_4": ("branch7x7x3_3", 192, 3, 2),
+    }
+    return {
+        "Mixed_5b": ("mean", _a(32)),
+        "Mixed_5c": ("mean", _a(64)),
+        "Mixed_5d": ("mean", _a(64)),
+        "Mixed_6a": ("halved", b),
+        "Mixed_6b": ("mean", _c(128)),
+        "Mixed_6c": ("mean", _c(160)),
+        "Mixed_6d": ("mean", _c(160)),
+        "Mixed_6e": ("mean", _c(192)),
+        "Mixed_7a": ("halved", d),
+        "Mixed_7b": ("mean", e),
+        "Mixed_7c": ("max", e),
+    }
 
 
 class Convolution(nn.Module):
     """Convolution without bias, batch norm, ReLU."""
 
-    def __init__(self, before: int, after: int, kernel: int | tuple[int, int], stride: int = 1,
-                 padded: bool = True) -> None:
+    def __init__(
+        self, before: int, after: int, kernel: int | tuple[int, int], stride: int = 1, padded: bool = True
+    ) -> None:
         super().__init__()
         height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
         padding = (height // 2, width // 2) if padded else 0
@@ -151,8 +190,11 @@ def as_clean_fid(images: Tensor) -> Tensor:
 
 
 # Resize filter, and the value that becomes 0; 0 becomes -1.
-KINDS = {"inception": (as_tensorflow, 128.0), "pytorch-fid": (as_pytorch_fid, 127.5),
-             "clean-fid": (as_clean_fid, 128.0)}
+KINDS = {
+    "inception": (as_tensorflow, 128.0),
+    "pytorch-fid": (as_pytorch_fid, 127.5),
+    "clean-fid": (as_clean_fid, 128.0),
+}
 
 
 class InceptionFeatures(Features):
@@ -190,7 +232,7 @@ class InceptionSpatial(Features):
         network = self._whole._network
         with computing("fp32"):
             maps = getattr(network, _SPATIAL).branch1x1(network(self._whole.prepared(images), until=_SPATIAL))
-        return maps[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1), None      # TensorFlow's order: channels last
+        return maps[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1), None  # TensorFlow's order: channels last
 
 
 def opened(kind: str, path: Path, device: torch.device) -> InceptionFeatures:
@@ -198,9 +240,11 @@ def opened(kind: str, path: Path, device: torch.device) -> InceptionFeatures:
     network = Inception()
     try:
         network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:                    # a damaged file may raise anything
+    except Exception as error:  # a damaged file may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ConfigError(f"--features {kind}:{path}: these are no weights of FID's Inception ({reason}); give "
-                          "pt_inception-2015-12-05-6726825d.pth, or a TorchScript file as torchscript:FILE") from None
+        raise ConfigError(
+            f"--features {kind}:{path}: these are no weights of FID's Inception ({reason}); give "
+            "pt_inception-2015-12-05-6726825d.pth, or a TorchScript file as torchscript:FILE"
+        ) from None
     digest = fingerprint({"kind": kind}, network.state_dict())
     return InceptionFeatures(kind, network.eval().requires_grad_(False).to(device), digest)

@@ -40,8 +40,9 @@ class Features(ABC):
     def require_captions(self, captions: Sequence[str]) -> None:
         """ConfigError: clips of these captions cannot be scored by `showing`."""
 
-    def showing(self, images: Tensor, logits: Tensor, labels: Tensor | None,
-                captions: list[str] | None) -> Tensor | None:
+    def showing(
+        self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
+    ) -> Tensor | None:
         """Of images that were asked for by labels (n,) or captions, float64 (2, classes): those that show it, and all.
 
         More rows are images that show a part of what was asked for, as named in `parts`. None: nothing was asked for.
@@ -51,8 +52,10 @@ class Features(ABC):
         labels = labels.to(logits.device)
         wrong = labels[(labels < 0) | (labels >= len(self.classes))]
         if len(wrong):
-            raise ConfigError(f"a label is {int(wrong[0])}, and {self.name} knows {len(self.classes)} classes: "
-                              "leave out the metric accuracy")
+            raise ConfigError(
+                f"a label is {int(wrong[0])}, and {self.name} knows {len(self.classes)} classes: "
+                "leave out the metric accuracy"
+            )
         right = logits.argmax(1) == labels
         return by_class(labels, len(self.classes), right, torch.ones_like(right))
 

@@ -1,9 +1,9 @@
 """Files of statistics that images are compared with: ours, and those of ADM, EDM, EDM2, clean-fid and pytorch-fid.
 
-    ours     .npz with KIND.mu, KIND.sigma, KIND.count, KIND.fingerprint and KIND.kept of each network, and of Inception
-             also under ADM's names
-    ADM      .npz with mu, sigma, mu_s, sigma_s (for sFID), and arr_0, images of the set for precision and recall
-    others   .npz with mu and sigma (EDM, clean-fid, pytorch-fid) or feats (clean-fid's for KID); .pkl of EDM2
+ours     .npz with KIND.mu, KIND.sigma, KIND.count, KIND.fingerprint and KIND.kept of each network, and of Inception
+         also under ADM's names
+ADM      .npz with mu, sigma, mu_s, sigma_s (for sFID), and arr_0, images of the set for precision and recall
+others   .npz with mu and sigma (EDM, clean-fid, pytorch-fid) or feats (clean-fid's for KID); .pkl of EDM2
 """
 
 import pickle
@@ -22,7 +22,7 @@ from dstrain.metrics.statistics import Statistics
 from dstrain.recipe import ConfigError, write_errors
 
 SUFFIXES = (".npz", ".pkl")
-INCEPTIONS = ("inception", "torchscript", "pytorch-fid", "clean-fid")      # networks that mu and sigma may be of
+INCEPTIONS = ("inception", "torchscript", "pytorch-fid", "clean-fid")  # networks that mu and sigma may be of
 _EDM2 = {"fid": INCEPTIONS, "fd_dinov2": ("dinov2",)}
 
 
@@ -33,10 +33,20 @@ def read(path: Path, networks: Iterable[Features], device: torch.device) -> dict
     """
     try:
         arrays = _pickled(path) if path.suffix == ".pkl" else _zipped(path)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile,
-            pickle.UnpicklingError) as error:
-        raise ConfigError(f"--reference {path} cannot be read ({type(error).__name__}: {error}); give a file of ours, "
-                          "ADM's, EDM's, EDM2's or clean-fid's, or images") from None
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+    ) as error:
+        raise ConfigError(
+            f"--reference {path} cannot be read ({type(error).__name__}: {error}); give a file of ours, "
+            "ADM's, EDM's, EDM2's or clean-fid's, or images"
+        ) from None
     statistics = {network.name: _of(network, arrays, path, device) for network in networks}
     return {name: of_network for name, of_network in statistics.items() if of_network is not None}
 
@@ -56,42 +66,65 @@ def _of(network: Features, arrays: dict[str, Any], path: Path, device: torch.dev
     prefix = f"{name}." if any("." in key for key in arrays) else ""
     if not prefix and name == "inception-spatial":
         end = "_s"
-    elif not prefix and name not in INCEPTIONS:            # statistics without a network's name are Inception's
+    elif not prefix and name not in INCEPTIONS:  # statistics without a network's name are Inception's
         return None
     mean, covariance = arrays.get(f"{prefix}mu{end}"), arrays.get(f"{prefix}sigma{end}")
     kept = None if end else arrays.get(f"{prefix}kept", arrays.get(f"{prefix}feats"))
     if mean is None and kept is None:
         return None
-    mean, covariance, kept = (_checked(rows, f"--reference {path}: {prefix}{key}", axes) for rows, key, axes in (
-        (mean, f"mu{end}", "D"), (covariance, f"sigma{end}", "DD"), (kept, "kept or feats", "nD")))
+    mean, covariance, kept = (
+        _checked(rows, f"--reference {path}: {prefix}{key}", axes)
+        for rows, key, axes in (
+            (mean, f"mu{end}", "D"),
+            (covariance, f"sigma{end}", "DD"),
+            (kept, "kept or feats", "nD"),
+        )
+    )
     for rows in (mean, covariance, kept):
         if rows is not None and rows.shape[-1] != network.size:
-            raise ConfigError(f"--reference {path} holds statistics of {rows.shape[-1]} features, and {name} has "
-                              f"{network.size}: name the network that they were made with")
+            raise ConfigError(
+                f"--reference {path} holds statistics of {rows.shape[-1]} features, and {name} has "
+                f"{network.size}: name the network that they were made with"
+            )
     if covariance is not None and not (np.allclose(covariance, covariance.T) and (covariance.diagonal() >= 0).all()):
-        raise ConfigError(f"--reference {path}: {prefix}sigma{end} is no covariance, which is symmetric and has no "
-                          "negative variance: write the file anew")
+        raise ConfigError(
+            f"--reference {path}: {prefix}sigma{end} is no covariance, which is symmetric and has no "
+            "negative variance: write the file anew"
+        )
     fingerprint = arrays.get(f"{prefix}fingerprint")
     if fingerprint is not None and str(fingerprint) != network.fingerprint:
-        raise ConfigError(f"--reference {path} was made with other weights or another preprocessing of {name} "
-                          f"({str(fingerprint)[:8]}, here {network.fingerprint[:8]}): give those, or write it anew")
+        raise ConfigError(
+            f"--reference {path} was made with other weights or another preprocessing of {name} "
+            f"({str(fingerprint)[:8]}, here {network.fingerprint[:8]}): give those, or write it anew"
+        )
     count = arrays.get(f"{prefix}count")
-    return Statistics(_tensor(mean, torch.float64, device), _tensor(covariance, torch.float64, device),
-                      None if count is None else int(count), _tensor(kept, torch.float32, device),
-                      None if fingerprint is None else str(fingerprint))
+    return Statistics(
+        _tensor(mean, torch.float64, device),
+        _tensor(covariance, torch.float64, device),
+        None if count is None else int(count),
+        _tensor(kept, torch.float32, device),
+        None if fingerprint is None else str(fingerprint),
+    )
 
 
 def _checked(rows: Any, name: str, axes: str) -> np.ndarray | None:
-    """Numbers with these axes, those of one letter equally long. ConfigError with `name`: they are not, or not finite.
+    """Numbers with these axes, those of one letter equally long. ConfigError with `name`: they are
+    not, or not finite.
     """
     if rows is None:
         return None
     rows = np.asarray(rows)
     shape = f"({', '.join(axes)}{',' if len(axes) == 1 else ''})"
-    if (rows.dtype.kind not in "fiu" or rows.ndim != len(axes) or not rows.size
-            or len(set(axes)) == 1 and len(set(rows.shape)) > 1):
-        raise ConfigError(f"{name} is {rows.dtype} of shape {rows.shape}, and numbers of shape {shape} are expected: "
-                          "write the file anew")
+    if (
+        rows.dtype.kind not in "fiu"
+        or rows.ndim != len(axes)
+        or not rows.size
+        or (len(set(axes)) == 1 and len(set(rows.shape)) > 1)
+    ):
+        raise ConfigError(
+            f"{name} is {rows.dtype} of shape {rows.shape}, and numbers of shape {shape} are expected: "
+            "write the file anew"
+        )
     if not np.isfinite(rows).all():
         raise ConfigError(f"{name} holds values that are not finite: write the file anew")
     return rows
@@ -103,7 +136,7 @@ def _tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.device) 
 
 def _zipped(path: Path) -> dict[str, Any]:
     """All but the images."""
-    if not zipfile.is_zipfile(path):              # numpy would advise to read it unsafely
+    if not zipfile.is_zipfile(path):  # numpy would advise to read it unsafely
         raise ValueError("it is no whole .npz")
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files if not name.startswith("arr_") and name != "prompts"}
@@ -122,8 +155,13 @@ def _pickled(path: Path) -> dict[str, Any]:
     """EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}, by our names."""
     with open(path, "rb") as file:
         content = _Arrays(file).load()
-    return {f"{kind}.{key}": content[metric][key] for metric, kinds in _EDM2.items() if metric in content
-            for kind in kinds for key in ("mu", "sigma")}
+    return {
+        f"{kind}.{key}": content[metric][key]
+        for metric, kinds in _EDM2.items()
+        if metric in content
+        for kind in kinds
+        for key in ("mu", "sigma")
+    }
 
 
 def write(path: Path, statistics: dict[str, Statistics]) -> None:
@@ -132,11 +170,10 @@ def write(path: Path, statistics: dict[str, Statistics]) -> None:
     for name, of_network in statistics.items():
         values = {"mu": of_network.mean, "sigma": of_network.covariance, "kept": of_network.kept}
         arrays |= {f"{name}.{key}": value.cpu().numpy() for key, value in values.items() if value is not None}
-        arrays |= {f"{name}.count": np.array(of_network.count),
-                   f"{name}.fingerprint": np.array(of_network.fingerprint)}
+        arrays |= {f"{name}.count": np.array(of_network.count), f"{name}.fingerprint": np.array(of_network.fingerprint)}
         if name in ("inception", "inception-spatial"):
             end = "_s" if name == "inception-spatial" else ""
             arrays |= {f"mu{end}": arrays[f"{name}.mu"], f"sigma{end}": arrays[f"{name}.sigma"]}
     with write_errors(f"--write-reference {path}", "make room, or name a file elsewhere"), replacing(path) as new:
-        with open(new, "wb") as file:              # a path would get the suffix .npz
+        with open(new, "wb") as file:  # a path would get the suffix .npz
             np.savez(file, **arrays)

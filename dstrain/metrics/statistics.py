@@ -14,25 +14,25 @@ from torch.nn import functional as F
 from dstrain.distributed import group
 from dstrain.metrics.network import Features
 
-KEPT = 10_000                                     # features of a set that KID, precision and recall compare
-_ROWS = 512                                       # features that enter the moments at a time
-_SPLITS = 10                                      # of an Inception Score
-_SEED = 2020                                      # of its shuffle, torch-fidelity's
+KEPT = 10_000  # features of a set that KID, precision and recall compare
+_ROWS = 512  # features that enter the moments at a time
+_SPLITS = 10  # of an Inception Score
+_SEED = 2020  # of its shuffle, torch-fidelity's
 
 
 @dataclass
 class Statistics:
     """A set of images as one network sees it; what was not collected is None."""
 
-    mean: Tensor | None = None                    # float64 (D,)
-    covariance: Tensor | None = None              # float64 (D, D), of the population, divided by count - 1
-    count: int | None = None                      # images
-    kept: Tensor | None = None                    # float32 (n, D), evenly spaced over the set
-    fingerprint: str | None = None                # of the network; None in files of others
-    scores: tuple[Tensor, Tensor, Tensor] | None = None      # arguments of distances.inception_score
-    right: Tensor | None = None                   # float64 (2 or more, classes), see Features.showing
-    text_score: float | None = None               # 100 times the mean cosine with the captions, at least 0
-    retrieved: tuple[float, int] | None = None    # share of images whose caption is the nearest of so many
+    mean: Tensor | None = None  # float64 (D,)
+    covariance: Tensor | None = None  # float64 (D, D), of the population, divided by count - 1
+    count: int | None = None  # images
+    kept: Tensor | None = None  # float32 (n, D), evenly spaced over the set
+    fingerprint: str | None = None  # of the network; None in files of others
+    scores: tuple[Tensor, Tensor, Tensor] | None = None  # arguments of distances.inception_score
+    right: Tensor | None = None  # float64 (2 or more, classes), see Features.showing
+    text_score: float | None = None  # 100 times the mean cosine with the captions, at least 0
+    retrieved: tuple[float, int] | None = None  # share of images whose caption is the nearest of so many
 
 
 @dataclass
@@ -40,28 +40,30 @@ class Collector:
     """Adds batches of one rank up, for one network; `result` merges all ranks."""
 
     network: Features
-    total: int                                    # images of the set on all ranks
-    keep: int = 0                                 # features, evenly spaced
+    total: int  # images of the set on all ranks
+    keep: int = 0  # features, evenly spaced
     moments: bool = True
-    scores: bool = False                          # sums of an Inception Score
-    texts: bool = False                           # compare images with their captions
-    right: bool = False                           # count those that show their label
-    candidates: Sequence[str] = ()                # captions, among which each image's own is looked for
+    scores: bool = False  # sums of an Inception Score
+    texts: bool = False  # compare images with their captions
+    right: bool = False  # count those that show their label
+    candidates: Sequence[str] = ()  # captions, among which each image's own is looked for
     _slots: list[Tensor] = field(default_factory=list)
     _rows: list[Tensor] = field(default_factory=list)
-    _waiting: list[Tensor] = field(default_factory=list)     # features that the moments do not hold yet
+    _waiting: list[Tensor] = field(default_factory=list)  # features that the moments do not hold yet
     _sums: dict[str, Tensor] = field(default_factory=dict)
-    _texts: list[Tensor] = field(default_factory=list)       # embeddings of the candidates, once they are needed
+    _texts: list[Tensor] = field(default_factory=list)  # embeddings of the candidates, once they are needed
 
     def __post_init__(self) -> None:
         if self.scores:
             self._split = np.empty(self.total, dtype=np.int64)
             borders = np.arange(_SPLITS + 1) * self.total // _SPLITS
             self._split[np.random.RandomState(_SEED).permutation(self.total)] = np.repeat(
-                np.arange(_SPLITS), np.diff(borders))
+                np.arange(_SPLITS), np.diff(borders)
+            )
 
-    def add(self, numbers: Tensor, images: Tensor, labels: Tensor | None = None,
-            captions: list[str] | None = None) -> None:
+    def add(
+        self, numbers: Tensor, images: Tensor, labels: Tensor | None = None, captions: list[str] | None = None
+    ) -> None:
         """Images uint8 (n, C, H, W), or clips, with their numbers int64 (n,) in the set, classes and captions."""
         features, logits = self.network(images)
         self._add("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
@@ -83,11 +85,11 @@ class Collector:
         is none of them.
         """
         if not self._texts:
-            self._texts.append(F.normalize(self.network.texts([*self.candidates]), dim=1))       # (K, D)
-        own = F.normalize(self.network.texts(captions), dim=1)                                    # (n, D)
+            self._texts.append(F.normalize(self.network.texts([*self.candidates]), dim=1))  # (K, D)
+        own = F.normalize(self.network.texts(captions), dim=1)  # (n, D)
         place = {caption: place for place, caption in enumerate(self.candidates)}
         at = torch.tensor([place.get(caption, len(place) - 1) for caption in captions], device=features.device)
-        cosines = features @ self._texts[0].T                                                     # (n, K)
+        cosines = features @ self._texts[0].T  # (n, K)
         mine = (features * own).sum(1, keepdim=True)
         return (cosines.scatter(1, at[:, None], -torch.inf) < mine).all(1)
 

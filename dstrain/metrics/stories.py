@@ -29,16 +29,28 @@ def compared(network: Features, videos: Tensor, ends: list[int], items: Tensor, 
     videos uint8 (N, T, C, H, W); ends: the frame behind each scene; items (N,) and motions `asked` (N, S), int64.
     """
     shades = grey(videos)
-    jumps = shades.diff(dim=1).abs().mean((2, 3))                                                 # (N, T - 1)
+    jumps = shades.diff(dim=1).abs().mean((2, 3))  # (N, T - 1)
     columns, first = [], None
     for number, (begin, end) in enumerate(zip([0, *ends], ends)):
         shown = network(videos[:, begin:end])[1].argmax(1)
         first = shown if first is None else first
         moves = motions(shades[:, begin:end]) == asked[:, number].to(shown.device)
         seam = jumps[:, begin - 1] if begin else torch.zeros_like(jumps[:, 0])
-        columns.append(torch.stack([row.double().sum() for row in (
-            torch.ones_like(shown), shown == items.to(shown.device), shown == first, moves, seam,
-            jumps[:, begin:end - 1].mean(1))]))
+        columns.append(
+            torch.stack(
+                [
+                    row.double().sum()
+                    for row in (
+                        torch.ones_like(shown),
+                        shown == items.to(shown.device),
+                        shown == first,
+                        moves,
+                        seam,
+                        jumps[:, begin : end - 1].mean(1),
+                    )
+                ]
+            )
+        )
     return torch.stack(columns, 1)
 
 
@@ -48,8 +60,15 @@ def figures(sums: Tensor) -> dict[str, tuple[float, None]]:
     between frames within scenes. 1 is best of all four.
     """
     stories, item, kept, motion, seam, within = sums
-    values = {"item": item / stories, "kept": kept[1:] / stories[1:], "motion": motion / stories,
-              "seam": seam[1:] / within.mean()}
+    values = {
+        "item": item / stories,
+        "kept": kept[1:] / stories[1:],
+        "motion": motion / stories,
+        "seam": seam[1:] / within.mean(),
+    }
     result = {f"scenes_{name}": (by_scene.mean().item(), None) for name, by_scene in values.items()}
-    return result | {f"scenes_{name}/{number}": (value, None) for name, by_scene in values.items()
-                     for number, value in enumerate(by_scene.tolist(), 1 + len(item) - len(by_scene))}
+    return result | {
+        f"scenes_{name}/{number}": (value, None)
+        for name, by_scene in values.items()
+        for number, value in enumerate(by_scene.tolist(), 1 + len(item) - len(by_scene))
+    }

@@ -13,9 +13,9 @@ from dstrain.metrics.reference import INCEPTIONS
 from dstrain.metrics.statistics import KEPT, Collector, Statistics
 from dstrain.recipe import ConfigError
 
-Figures = dict[str, tuple[float, float | None]]        # name: value, and its deviation over subsets or splits
+Figures = dict[str, tuple[float, float | None]]  # name: value, and its deviation over subsets or splits
 _IMAGES = (*INCEPTIONS, "dinov2", "clip", "builtin")
-_CANDIDATES = 100                                      # captions among which retrieval looks for an image's own
+_CANDIDATES = 100  # captions among which retrieval looks for an image's own
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Metric:
     kinds: Sequence[str]
     needs: Sequence[str]
     figures: Callable[[str, Features, Statistics, Statistics | None], Figures]
-    compares: bool = True                              # with a reference
-    spatial: bool = False                              # with the network's `spatial`
+    compares: bool = True  # with a reference
+    spatial: bool = False  # with the network's `spatial`
 
 
 def _frechet(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
@@ -58,8 +58,11 @@ def _retrieval(name: str, network: Features, drawn: Statistics, reference: None)
 
 def _accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
     right, number, *parts = drawn.right
-    shares = {f"{name}/{label}": (share.item(), None)
-              for label, share, count in zip(network.classes, right / number, number) if count}
+    shares = {
+        f"{name}/{label}": (share.item(), None)
+        for label, share, count in zip(network.classes, right / number, number)
+        if count
+    }
     totals = {name: right} | {f"{name}_{part}": counts for part, counts in zip(network.parts, parts)}
     return {key: ((counts.sum() / number.sum()).item(), None) for key, counts in totals.items()} | shares
 
@@ -91,16 +94,22 @@ def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, F
     """
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
-        raise ConfigError(f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; launch/evaluate.py "
-                          "takes scenes, too, alone")
+        raise ConfigError(
+            f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; launch/evaluate.py "
+            "takes scenes, too, alone"
+        )
     chosen = {}
     for name in metrics:
         kinds = METRICS[name].kinds
-        chosen[name] = next((words for words in paths if words.partition(":")[0] in kinds),
-                            next((kind for kind in kinds if kind in BUILT_IN), None))
+        chosen[name] = next(
+            (words for words in paths if words.partition(":")[0] in kinds),
+            next((kind for kind in kinds if kind in BUILT_IN), None),
+        )
         if chosen[name] is None:
-            raise ConfigError(f"--metrics {name} needs a network: --features "
-                              + " or ".join(f"{kind}:PATH ({SOURCES[kind]})" for kind in kinds[:2]))
+            raise ConfigError(
+                f"--metrics {name} needs a network: --features "
+                + " or ".join(f"{kind}:PATH ({SOURCES[kind]})" for kind in kinds[:2])
+            )
     unused = [words for words in paths if words not in chosen.values()]
     if unused:
         raise ConfigError(f"--features {unused[0]}: no metric of --metrics {','.join(metrics)} takes it; leave it out")
@@ -108,8 +117,14 @@ def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, F
     return {name: opened[words].spatial if METRICS[name].spatial else opened[words] for name, words in chosen.items()}
 
 
-def collect(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT, compared: bool = False,
-            progress: Callable[[int], Any] = lambda number: None) -> dict[str, Statistics]:
+def collect(
+    images: Images,
+    networks: dict[str, Features],
+    size: int,
+    keep: int = KEPT,
+    compared: bool = False,
+    progress: Callable[[int], Any] = lambda number: None,
+) -> dict[str, Statistics]:
     """What the metrics in `networks` need of a set, by name of the network; on all ranks together.
 
     size: images of one rank at a time; keep: features for kid, pr and dc; compared: the set is the reference, of which
@@ -120,9 +135,19 @@ def collect(images: Images, networks: dict[str, Features], size: int, keep: int 
     needs = _needs(networks, compared)
     by_name = {network.name: network for network in networks.values()}
     candidates = tuple(islice(dict.fromkeys(images.captions or ()), _CANDIDATES))
-    collectors = {name: Collector(by_name[name], len(images), keep * ("kept" in of), "mean" in of, "scores" in of,
-                                  "text_score" in of, "right" in of, candidates if "retrieved" in of else ())
-                  for name, of in needs.items()}
+    collectors = {
+        name: Collector(
+            by_name[name],
+            len(images),
+            keep * ("kept" in of),
+            "mean" in of,
+            "scores" in of,
+            "text_score" in of,
+            "right" in of,
+            candidates if "retrieved" in of else (),
+        )
+        for name, of in needs.items()
+    }
     for batch in images.batches(size):
         for name, collector in collectors.items():
             _require(batch, by_name[name], needs[name])
@@ -155,8 +180,10 @@ def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None
     """ConfigError: of `count` images, in the set `of`, pr and dc find no neighbours."""
     by_neighbours = [name for name in metrics if name in ("pr", "dc")]
     if by_neighbours and count <= distances.NEIGHBOURS:
-        raise ConfigError(f"--metrics {','.join(by_neighbours)} looks for {distances.NEIGHBOURS} neighbours of each "
-                          f"image among {count}{of}: take {distances.NEIGHBOURS + 1} or more, and as much --kept")
+        raise ConfigError(
+            f"--metrics {','.join(by_neighbours)} looks for {distances.NEIGHBOURS} neighbours of each "
+            f"image among {count}{of}: take {distances.NEIGHBOURS + 1} or more, and as much --kept"
+        )
 
 
 def require_enough(count: int, option: str = "") -> None:
@@ -178,10 +205,12 @@ def _require(batch: Batch, network: Features, needs: set[str]) -> None:
     """ConfigError, before much is computed: a network takes no such images, or a metric lacks texts or labels."""
     clips = batch.images.ndim == 5
     _require_kind(network, clips)
-    shown = batch.captions if clips and batch.labels is None else batch.labels       # captions of clips name the item
-    for need, metric, kind, values in (("text_score", "clip_score", "captions", batch.captions),
-                                       ("retrieved", "retrieval", "captions", batch.captions),
-                                       ("right", "accuracy", "labels", shown)):
+    shown = batch.captions if clips and batch.labels is None else batch.labels  # captions of clips name the item
+    for need, metric, kind, values in (
+        ("text_score", "clip_score", "captions", batch.captions),
+        ("retrieved", "retrieval", "captions", batch.captions),
+        ("right", "accuracy", "labels", shown),
+    ):
         if need in needs and values is None:
             raise ConfigError(f"--metrics {metric} needs {kind}, and these images have none: leave it out")
 
@@ -191,14 +220,20 @@ def _require_kind(network: Features, clips: bool) -> None:
     if network.videos not in (None, clips):
         kinds = ("clips", "images") if network.videos else ("images", "clips")
         metrics = ", ".join(name for name, metric in METRICS.items() if network.name in metric.kinds)
-        raise ConfigError(f"--features {network.name} (for the metrics {metrics}): it takes {kinds[0]}, and these are "
-                          f"{kinds[1]}: choose other metrics")
+        raise ConfigError(
+            f"--features {network.name} (for the metrics {metrics}): it takes {kinds[0]}, and these are "
+            f"{kinds[1]}: choose other metrics"
+        )
 
 
 def lacking(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
     """The metrics that compare and for which statistics of a reference do not suffice."""
-    return [name for name, network in networks.items() if METRICS[name].compares and any(
-        getattr(statistics.get(network.name), need, None) is None for need in METRICS[name].needs)]
+    return [
+        name
+        for name, network in networks.items()
+        if METRICS[name].compares
+        and any(getattr(statistics.get(network.name), need, None) is None for need in METRICS[name].needs)
+    ]
 
 
 def needs_of(metrics: Sequence[str]) -> set[str]:
@@ -207,8 +242,7 @@ def needs_of(metrics: Sequence[str]) -> set[str]:
     return {words[need] for name in metrics for need in METRICS[name].needs}
 
 
-def figures(networks: dict[str, Features], drawn: dict[str, Statistics],
-            reference: dict[str, Statistics]) -> Figures:
+def figures(networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]) -> Figures:
     """The figures of all metrics in `networks`, from statistics by name of their network; on all ranks together."""
     values: Figures = {}
     for name, network in networks.items():

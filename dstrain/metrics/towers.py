@@ -74,12 +74,14 @@ class Scripted(Features):
 
     def __init__(self, path: Path, device: torch.device) -> None:
         try:
-            with warnings.catch_warnings(action="ignore", category=FutureWarning):   # such files are old
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # such files are old
                 self.network = torch.jit.load(str(path), map_location=device).eval()
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(". ")[0]
-            raise ConfigError(f"--features {self.name}:{path} is no TorchScript file ({reason}); pickled detectors "
-                              "(.pkl) are not read") from None
+            raise ConfigError(
+                f"--features {self.name}:{path} is no TorchScript file ({reason}); pickled detectors "
+                "(.pkl) are not read"
+            ) from None
         self.device, weights = device, self.network.state_dict()
         self.fingerprint = fingerprint({"kind": self.name, "code": self.network.code}, weights)
         self.size = self(torch.zeros(self._probe, dtype=torch.uint8))[0].shape[1]
@@ -98,6 +100,6 @@ class ScriptedVideo(Scripted):
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
-        clips = three_channels(images).to(self.device).transpose(1, 2).float()                    # (N, 3, T, H, W)
+        clips = three_channels(images).to(self.device).transpose(1, 2).float()  # (N, 3, T, H, W)
         with computing("fp32"):
             return self.network(clips, rescale=True, resize=True, return_features=True).float(), None

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dstrain.recipe import ConfigError
 
-_LEAK = 0.2                                       # slope of the leaky units below 0
-_LEAST_RISE = 1e-3                                # of the mean logit, by a step of length 1 in each value
+_LEAK = 0.2  # slope of the leaky units below 0
+_LEAST_RISE = 1e-3  # of the mean logit, by a step of length 1 in each value
 
 
 class PatchDiscriminator(nn.Module):
@@ -34,7 +34,7 @@ class PatchDiscriminator(nn.Module):
         super().__init__()
         layers: list[nn.Module] = [Filter(channels, base_channels, stride=2), nn.LeakyReLU(_LEAK)]
         for number in range(1, n_layers + 1):
-            before, after = (base_channels * min(2 ** power, 8) for power in (number - 1, number))
+            before, after = (base_channels * min(2**power, 8) for power in (number - 1, number))
             stride = 2 if number < n_layers else 1
             groups = math.gcd(after, max(after // 16, 1))
             layers += [Filter(before, after, stride, bias=False), nn.GroupNorm(groups, after), nn.LeakyReLU(_LEAK)]
@@ -87,7 +87,7 @@ class Judge(Filter):
 
 def least_size(n_layers: int) -> int:
     """The smallest side of a picture in pixels for which there is a patch to judge."""
-    return 3 * 2 ** n_layers
+    return 3 * 2**n_layers
 
 
 def hinge(real: Tensor, fake: Tensor) -> Tensor:
@@ -136,8 +136,12 @@ def of_filters(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
     """
     (batch, before), after = entered.shape[:2], of_output.shape[1]
     of_all = torch.nn.grad.conv2d_weight(
-        entered.float().reshape(1, -1, *entered.shape[2:]), (batch * after, before, side, side),
-        of_output.float().reshape(1, -1, *of_output.shape[2:]), padding=side // 2, groups=batch)
+        entered.float().reshape(1, -1, *entered.shape[2:]),
+        (batch * after, before, side, side),
+        of_output.float().reshape(1, -1, *of_output.shape[2:]),
+        padding=side // 2,
+        groups=batch,
+    )
     return of_all.view(batch, after, before, side, side)
 
 

@@ -7,8 +7,15 @@ from torch import Tensor
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None, dropout: float = 0.0,
-           causal: bool = False, scale: float | None = None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    added: Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
     """softmax(query key^T scale + added) value: (B, heads, N, d), twice (B, heads, M, d) -> (B, heads, N, d).
 
     added      float, broadcast to (B, heads, N, M); or bool, True where a token is seen.

@@ -4,6 +4,7 @@ The metrics of the built-in data (metrics/builtin.py) and a perceptual distance 
 it. launch/builtin/make_classifier.py has trained it on the whole of Fashion-MNIST and says how good it is.
 """
 
+import itertools
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -22,7 +23,8 @@ class Classifier(nn.Module):
         widths = (1, 32, 64, 128, 128)
         self.convolutions = nn.ModuleList(
             nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
-            for before, after in zip(widths, widths[1:]))
+            for before, after in itertools.pairwise(widths)
+        )
         self.features = nn.Linear(widths[-1] * 9, 64)
         self.logits = nn.Linear(64, 10)
 
@@ -36,7 +38,7 @@ class Classifier(nn.Module):
         """
         x, outputs = images, []
         for number, convolution in enumerate(self.convolutions):
-            x = convolution(x if number == 0 else F.max_pool2d(x, 2))        # 28 -> 14 -> 7 -> 3
+            x = convolution(x if number == 0 else F.max_pool2d(x, 2))  # 28 -> 14 -> 7 -> 3
             outputs.append(x)
         return outputs
 

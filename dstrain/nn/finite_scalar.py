@@ -20,8 +20,8 @@ from dstrain.nn.lookup_free import Quantized
 from dstrain.nn.quantize import wide
 from dstrain.recipe import ConfigError
 
-_MARGIN = 1e-3                                    # share by which the bound exceeds the outermost levels, as published
-_MOST = 1000                                      # levels of a number: then the bound is half a level above the last
+_MARGIN = 1e-3  # share by which the bound exceeds the outermost levels, as published
+_MOST = 1000  # levels of a number: then the bound is half a level above the last
 
 
 class FiniteScalar(nn.Module):
@@ -34,11 +34,17 @@ class FiniteScalar(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
         """(B, ..., dim); `weight` is unused, as there are no terms: (B, ...)."""
-        z = bounded(wide(self.project_in(x)), self.levels)                                        # (B, ..., d)
+        z = bounded(wide(self.project_in(x)), self.levels)  # (B, ..., d)
         rounded = z + (z.round() - z).detach()
         nothing = z.new_zeros(len(x))
-        return Quantized(self.project_out(code_of(rounded, self.levels).to(x.dtype)), tokens_of(z, self.levels),
-                         nothing, nothing, nothing, z.new_zeros(len(x), 0))
+        return Quantized(
+            self.project_out(code_of(rounded, self.levels).to(x.dtype)),
+            tokens_of(z, self.levels),
+            nothing,
+            nothing,
+            nothing,
+            z.new_zeros(len(x), 0),
+        )
 
     def encode(self, x: Tensor) -> Tensor:
         """(B, ..., dim) -> int64 (B, ...)."""
@@ -87,8 +93,10 @@ def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> Non
     if not levels or min(levels) < 3 or max(levels) > _MOST:
         raise ConfigError(f"levels {list(levels)}: give 3 to {_MOST} levels for each number, such as [8, 6, 5]")
     if math.prod(levels) != codebook_size:
-        raise ConfigError(f"levels {list(levels)} make {math.prod(levels)} tokens and {key} is {codebook_size}: write "
-                          f"{key}={math.prod(levels)}, or other levels")
+        raise ConfigError(
+            f"levels {list(levels)} make {math.prod(levels)} tokens and {key} is {codebook_size}: write "
+            f"{key}={math.prod(levels)}, or other levels"
+        )
 
 
 def _middles(levels: tuple[int, ...], device: torch.device) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from dstrain.recipe import ConfigError
 
-Fitted = tuple[dict[str, Tensor], list[str]]      # a state dict as a network takes it, and notes for the user
+Fitted = tuple[dict[str, Tensor], list[str]]  # a state dict as a network takes it, and notes for the user
 Shapes = dict[str, tuple[int, ...]]
-Remedies = Sequence[tuple[str, str]]              # pattern of a weight's name -> the recipe's fields that decide it
+Remedies = Sequence[tuple[str, str]]  # pattern of a weight's name -> the recipe's fields that decide it
 
 
 def shapes_of(network: nn.Module) -> Shapes:
@@ -31,8 +31,10 @@ def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], 
         in_network = shapes.get(name, "absent")
         if in_file != in_network:
             fields = next(fields for pattern, fields in remedies if re.search(pattern, name))
-            raise ConfigError(f"weights: {name} is {in_file} in the file and {in_network} in the network; "
-                              f"set {fields} to those the file was made with")
+            raise ConfigError(
+                f"weights: {name} is {in_file} in the file and {in_network} in the network; "
+                f"set {fields} to those the file was made with"
+            )
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -55,8 +57,10 @@ def refill(state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep
     if keep_last:
         fresh[-1] = table[-1]
     state[name] = fresh
-    return [f"{name}: {len(table)} rows in the file, {shape[0]} in the network; replaced by fresh rows"
-            + (", the last (no label) kept" if keep_last else "")]
+    return [
+        f"{name}: {len(table)} rows in the file, {shape[0]} in the network; replaced by fresh rows"
+        + (", the last (no label) kept" if keep_last else "")
+    ]
 
 
 def unused(names: Iterable[str]) -> list[str]:
@@ -67,18 +71,28 @@ def unused(names: Iterable[str]) -> list[str]:
     return [f"{len(names)} weights of the folder have no place here and are left: {', '.join(names[:3])}"]
 
 
-def require_config(diffusers_config: Mapping[str, Any], classes: Sequence[str], system: str, expected: dict[str, Any],
-                   fields: Mapping[str, str]) -> None:
+def require_config(
+    diffusers_config: Mapping[str, Any],
+    classes: Sequence[str],
+    system: str,
+    expected: dict[str, Any],
+    fields: Mapping[str, str],
+) -> None:
     """ConfigError: a config.json of diffusers is of none of the classes, or the first of its fields that differs from
     `expected`. `fields` are those of the recipe that decide a field of config.json.
     """
     kind = diffusers_config.get("_class_name")
     if kind not in classes:
-        raise ConfigError(f"weights: config.json is of class {kind}, system {system} takes a {classes[0]}, or a "
-                          "pipeline that holds one")
+        raise ConfigError(
+            f"weights: config.json is of class {kind}, system {system} takes a {classes[0]}, or a "
+            "pipeline that holds one"
+        )
     for name, value in expected.items():
         loaded = diffusers_config.get(name)
         if (tuple(loaded) if isinstance(loaded, list) else loaded) != value:
-            remedy = (f"model.{fields[name]}; set it to what the file was made with" if name in fields else
-                      "this network, which has no other")
+            remedy = (
+                f"model.{fields[name]}; set it to what the file was made with"
+                if name in fields
+                else "this network, which has no other"
+            )
             raise ConfigError(f"weights: {name} is {loaded} in config.json, and {value} by {remedy}")

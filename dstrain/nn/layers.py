@@ -21,7 +21,7 @@ class Linear(nn.Linear):
     """A linear layer that knows its initialization: xavier (uniform), normal (std 0.02) or zero. Biases start at 0."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, init: str = "xavier") -> None:
-        self.init = init                          # before the parent, whose constructor calls reset_parameters
+        self.init = init  # before the parent, whose constructor calls reset_parameters
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
@@ -56,7 +56,7 @@ class Embedding(nn.Embedding):
     """A table of vectors, normal with standard deviation `std`."""
 
     def __init__(self, count: int, dim: int, std: float = 0.02) -> None:
-        self.std = std                            # before the parent, whose constructor calls reset_parameters
+        self.std = std  # before the parent, whose constructor calls reset_parameters
         super().__init__(count, dim)
 
     def reset_parameters(self) -> None:
@@ -87,7 +87,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, count, dim = x.shape
         qkv = self.qkv(x).view(batch, count, 3, self.num_heads, dim // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)                     # (B, heads, N, dim / heads) each
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, N, dim / heads) each
         x = attend(query, key, value)
         return self.proj(x.transpose(1, 2).reshape(batch, count, dim))
 
@@ -116,7 +116,7 @@ def timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: i
     half = dim // 2
     index = torch.arange(half, device=t.device).double()
     frequencies = torch.exp(-math.log(max_period) * index / (half - shift)).float()
-    angles = t[:, None].float() * frequencies[None]                                                # (B, half)
+    angles = t[:, None].float() * frequencies[None]  # (B, half)
     features = torch.cat((torch.cos(angles), torch.sin(angles)), dim=1)
     return F.pad(features, (0, dim % 2))
 
@@ -137,6 +137,6 @@ def sincos_positions(dim: int, height: int, width: int, base: int | None = None)
     frequencies = 10000.0 ** (-np.arange(dim // 4) / (dim // 4))
     halves = []
     for position in (column, row):
-        angles = position[:, None] * frequencies[None]                                               # (N, dim / 4)
+        angles = position[:, None] * frequencies[None]  # (N, dim / 4)
         halves += [np.sin(angles), np.cos(angles)]
     return torch.from_numpy(np.concatenate(halves, axis=1).astype(np.float32))

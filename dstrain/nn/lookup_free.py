@@ -28,20 +28,20 @@ from dstrain.nn.layers import Linear
 from dstrain.nn.quantize import wide
 from dstrain.recipe import ConfigError
 
-_GROUP = 10                                       # most bits of a group
-_UNIFORM = 0.01                                   # share of a uniform distribution in q, so that log q stays finite
-_CELLS = 1 << 24                                  # entries of the similarity matrix that are in memory at once
+_GROUP = 10  # most bits of a group
+_UNIFORM = 0.01  # share of a uniform distribution in q, so that log q stays finite
+_CELLS = 1 << 24  # entries of the similarity matrix that are in memory at once
 
 
 class Quantized(NamedTuple):
     """What a quantizer makes of vectors (B, ..., dim). The terms are weighted means over a sample's tokens."""
 
-    x: Tensor                                     # the quantized vectors, gradient straight through: (B, ..., dim)
-    tokens: Tensor                                # int64 (B, ...)
-    commitment: Tensor                            # square of z - code, with gradient to z alone: (B,)
-    codebook: Tensor                              # the same, with gradient to the code; 0 where codes are fixed: (B,)
-    entropy: Tensor                               # of p(c|z), in nats a token; 0 where there is no p(c|z): (B,)
-    shares: Tensor                                # of codes by group, from p(c|z): (B, sum of the groups' codes or 0)
+    x: Tensor  # the quantized vectors, gradient straight through: (B, ..., dim)
+    tokens: Tensor  # int64 (B, ...)
+    commitment: Tensor  # square of z - code, with gradient to z alone: (B,)
+    codebook: Tensor  # the same, with gradient to the code; 0 where codes are fixed: (B,)
+    entropy: Tensor  # of p(c|z), in nats a token; 0 where there is no p(c|z): (B,)
+    shares: Tensor  # of codes by group, from p(c|z): (B, sum of the groups' codes or 0)
 
 
 class LookupFree(nn.Module):
@@ -57,15 +57,21 @@ class LookupFree(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
         """(B, ..., dim), and the weight of each token in the terms, (B, ...)."""
-        z = wide(self.project_in(x))                                                              # (B, ..., d)
-        code = torch.where(z > 0, 1.0, -1.0).to(z.dtype)                                          # the sign of 0 is -1
+        z = wide(self.project_in(x))  # (B, ..., d)
+        code = torch.where(z > 0, 1.0, -1.0).to(z.dtype)  # the sign of 0 is -1
         through = z + (code - z).detach()
         commitment = weighted((z - code).square().mean(-1), weight)
-        logits = (4 * self.inv_temperature * z).flatten(1, -2)                                    # (B, N, d)
-        of_bits = F.softplus(logits) - logits * logits.sigmoid()          # entropies, from logits of a bit's being set
+        logits = (4 * self.inv_temperature * z).flatten(1, -2)  # (B, N, d)
+        of_bits = F.softplus(logits) - logits * logits.sigmoid()  # entropies, from logits of a bit's being set
         entropy = weighted(of_bits.sum(-1), weight.flatten(1))
-        return Quantized(self.project_out(through.to(x.dtype)), tokens_of(code), commitment,
-                         torch.zeros_like(commitment), entropy, shares_of(logits, weight.flatten(1)))
+        return Quantized(
+            self.project_out(through.to(x.dtype)),
+            tokens_of(code),
+            commitment,
+            torch.zeros_like(commitment),
+            entropy,
+            shares_of(logits, weight.flatten(1)),
+        )
 
     def encode(self, x: Tensor) -> Tensor:
         """(B, ..., dim) -> int64 (B, ...)."""
@@ -86,13 +92,20 @@ class CosineQuantizer(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
         """(B, ..., dim), and the weight of each token in the terms, (B, ...)."""
-        z = F.normalize(wide(self.project_in(x)), dim=-1)                                         # (B, ..., D)
+        z = F.normalize(wide(self.project_in(x)), dim=-1)  # (B, ..., D)
         tokens, code = self.codebook(z)
         through = z + (code - z).detach()
-        commitment, codebook = (weighted((moved - fixed.detach()).square().sum(-1), weight)
-                                for moved, fixed in ((z, code), (code, z)))
-        return Quantized(self.project_out(through.to(x.dtype)), tokens, commitment, codebook,
-                         torch.zeros_like(commitment), commitment.new_zeros(len(x), 0))
+        commitment, codebook = (
+            weighted((moved - fixed.detach()).square().sum(-1), weight) for moved, fixed in ((z, code), (code, z))
+        )
+        return Quantized(
+            self.project_out(through.to(x.dtype)),
+            tokens,
+            commitment,
+            codebook,
+            torch.zeros_like(commitment),
+            commitment.new_zeros(len(x), 0),
+        )
 
     def encode(self, x: Tensor) -> Tensor:
         """(B, ..., dim) -> int64 (B, ...)."""
@@ -124,18 +137,19 @@ class Usage:
 
     def __init__(self, bits: int, decay: float = 0.9) -> None:
         self.decay = decay
-        self.q = torch.cat([torch.full((1 << size,), 0.5 ** size) for size in groups(bits)])      # uniform at first
+        self.q = torch.cat([torch.full((1 << size,), 0.5**size) for size in groups(bits)])  # uniform at first
 
     def observe(self, shares: Tensor) -> None:
         """Moves q towards the mean over one step's samples, (N, codes), in the order of the global batch."""
-        mean = shares.double().mean(0).float()                            # a NaN would stay in q forever
-        self.q = torch.where(mean.isfinite().all(), torch.lerp(mean, self.q.to(mean.device), self.decay),
-                             self.q.to(mean.device))
+        mean = shares.double().mean(0).float()  # a NaN would stay in q forever
+        self.q = torch.where(
+            mean.isfinite().all(), torch.lerp(mean, self.q.to(mean.device), self.decay), self.q.to(mean.device)
+        )
 
     def diversity(self, shares: Tensor, bits: int) -> Tensor:
         """-sum_c p(c) log q(c) in nats, whose gradient at q = E p is that of the entropy of the mean: (B,)."""
         self.q = self.q.to(shares.device)
-        uniform = torch.cat([self.q.new_full((1 << size,), 0.5 ** size) for size in groups(bits)])
+        uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in groups(bits)])
         return -(shares * ((1 - _UNIFORM) * self.q + _UNIFORM * uniform).log()).sum(1)
 
 
@@ -143,8 +157,10 @@ def bits_of(codebook_size: int) -> int:
     """log2 of a power of two. ConfigError: another number; the message names the powers next to it."""
     bits = codebook_size.bit_length() - 1
     if codebook_size < 2 or codebook_size != 1 << bits:
-        raise ConfigError(f"codebook_size: {codebook_size} is no power of two, which lookup-free codes need; take "
-                          f"{max(1 << bits, 2)} or {max(2 << bits, 4)}, or quantizer cosine")
+        raise ConfigError(
+            f"codebook_size: {codebook_size} is no power of two, which lookup-free codes need; take "
+            f"{max(1 << bits, 2)} or {max(2 << bits, 4)}, or quantizer cosine"
+        )
     return bits
 
 
@@ -171,8 +187,8 @@ def shares_of(logits: Tensor, weight: Tensor) -> Tensor:
     shares = []
     for part in logits.split(groups(logits.shape[-1]), dim=-1):
         size = part.shape[-1]
-        code = code_of(torch.arange(1 << size, device=logits.device), size)                       # (codes, size)
-        p = (part @ code.T.to(part.dtype) / 2).softmax(-1)                                        # (B, N, codes)
+        code = code_of(torch.arange(1 << size, device=logits.device), size)  # (codes, size)
+        p = (part @ code.T.to(part.dtype) / 2).softmax(-1)  # (B, N, codes)
         shares.append(torch.einsum("bn,bnc->bc", (weight / weight.sum(1, keepdim=True)).to(p.dtype), p))
     return torch.cat(shares, dim=1)
 
@@ -180,4 +196,3 @@ def shares_of(logits: Tensor, weight: Tensor) -> Tensor:
 def weighted(values: Tensor, weight: Tensor) -> Tensor:
     """Weighted means by sample: two (B, ...) -> (B,)."""
     return (values * weight).flatten(1).sum(1) / weight.flatten(1).sum(1)
-

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WINDOW, _SIGMA, _C1, _C2 = 11, 1.5, 0.01 ** 2, 0.03 ** 2
-_LEAST_ERROR = 1e-10                              # mean square: equal pictures have 100 dB
+_WINDOW, _SIGMA, _C1, _C2 = 11, 1.5, 0.01**2, 0.03**2
+_LEAST_ERROR = 1e-10  # mean square: equal pictures have 100 dB
 
 
 def relative_error(values: Tensor, truth: Tensor) -> float:
@@ -43,7 +43,7 @@ def ssim(picture: Tensor, truth: Tensor) -> Tensor:
 
 def _gaussian(size: int, like: Tensor) -> Tensor:
     distance = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
-    weight = torch.exp(-distance.square() / (2 * _SIGMA ** 2))
+    weight = torch.exp(-distance.square() / (2 * _SIGMA**2))
     return weight / weight.sum()
 
 
@@ -58,7 +58,7 @@ def histogram(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) ->
 
     The mean of rows over samples is the histogram of all samples, however they were batched. `counted`: not padding.
     """
-    flat = tokens.flatten(1)                                                                      # (B, N)
+    flat = tokens.flatten(1)  # (B, N)
     shares = torch.ones_like(flat, dtype=torch.float32) if counted is None else counted.flatten(1).float()
     shares = shares / shares.sum(1, keepdim=True)
     return torch.zeros(len(flat), num_tokens, device=flat.device).scatter_add_(1, flat, shares)

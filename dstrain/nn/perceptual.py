@@ -19,13 +19,15 @@ from dstrain.nn.classifier import BUILTIN as CLASSIFIER
 from dstrain.nn.classifier import FILE, Classifier
 from dstrain.recipe import ConfigError
 
-CHANNELS = (64, 128, 256, 512, 512)               # of the five stages
-_ENDS = (3, 8, 15, 22, 29)                        # their last ReLU, as torchvision numbers VGG-16's features
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pictures in [0, 1]
-BUILTIN = "builtin:fashion"                       # in place of a path: the package's classifier
-REMEDY = ("give a folder (or a .safetensors or .pt file) with torchvision's VGG-16 (vgg16-397923af.pth) and the heads "
-          f"of LPIPS 0.1 (vgg.pth), for garments like the built-in ones {BUILTIN}, or without it set the perceptual "
-          "weight to 0")
+CHANNELS = (64, 128, 256, 512, 512)  # of the five stages
+_ENDS = (3, 8, 15, 22, 29)  # their last ReLU, as torchvision numbers VGG-16's features
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, of pictures in [0, 1]
+BUILTIN = "builtin:fashion"  # in place of a path: the package's classifier
+REMEDY = (
+    "give a folder (or a .safetensors or .pt file) with torchvision's VGG-16 (vgg16-397923af.pth) and the heads "
+    f"of LPIPS 0.1 (vgg.pth), for garments like the built-in ones {BUILTIN}, or without it set the perceptual "
+    "weight to 0"
+)
 
 
 class Distance(nn.Module):
@@ -41,7 +43,7 @@ class Distance(nn.Module):
         """The distance by sample, of pictures in [-1, 1]: two (B, 1 or 3, H, W) -> float32 (B,)."""
         distance = picture.new_zeros(len(picture), dtype=torch.float32)
         for features, true_features, head in zip(self._stages(picture), self._stages(truth), self.heads):
-            difference = (_unit(features) - _unit(true_features)).square()                        # (B, c, h, w)
+            difference = (_unit(features) - _unit(true_features)).square()  # (B, c, h, w)
             distance = distance + torch.einsum("bchw,c->bhw", difference, head).mean((1, 2)).float()
         return distance
 
@@ -73,12 +75,12 @@ class Perceptual(Distance):
         super().__init__()
         from torchvision.models import vgg16  # slow to import, and only this distance needs it
 
-        with torch.device("meta"):                # its classifier, the largest part, is not needed
+        with torch.device("meta"):  # its classifier, the largest part, is not needed
             features = vgg16(weights=None, init_weights=False).features[: _ENDS[-1] + 1]
         self.features = features.to_empty(device="cpu")
         for layer in self.features:
             if isinstance(layer, nn.ReLU):
-                layer.inplace = False             # it would overwrite features that are read
+                layer.inplace = False  # it would overwrite features that are read
         self.heads = nn.ParameterList(torch.full((channels,), 1.0 / channels) for channels in CHANNELS)
         self.register_buffer("mean", torch.tensor(_MEAN).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(1, 3, 1, 1), persistent=False)
@@ -105,8 +107,9 @@ class Perceptual(Distance):
         for name, tensor in needed.items():
             shape = tuple(weights[name].shape) if name in weights else "absent"
             if shape != tuple(tensor.shape):
-                raise ConfigError(f"model.perceptual.path: {name} is {shape} at {path}, and {tuple(tensor.shape)} is "
-                                  f"needed: {REMEDY}")
+                raise ConfigError(
+                    f"model.perceptual.path: {name} is {shape} at {path}, and {tuple(tensor.shape)} is needed: {REMEDY}"
+                )
         self.load_state_dict({name: weights[name].float() for name in needed})
 
 
@@ -129,8 +132,9 @@ def _read(file: Path) -> dict[str, Tensor]:
             raise RuntimeError("no state dict")
         return state
     except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"model.perceptual.path: {file} cannot be read as weights ({type(error).__name__}): "
-                          f"{REMEDY}") from None
+        raise ConfigError(
+            f"model.perceptual.path: {file} cannot be read as weights ({type(error).__name__}): {REMEDY}"
+        ) from None
 
 
 def _named(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,9 +20,9 @@ from dstrain.nn import adversarial, perceptual
 from dstrain.nn.perceptual import Distance
 from dstrain.recipe import ConfigError, Section
 
-Nets = Mapping[str, Callable[..., Tensor]]        # part -> its engine, or its bare network
+Nets = Mapping[str, Callable[..., Tensor]]  # part -> its engine, or its bare network
 Loss = Callable[[Nets, dict[str, Tensor]], dict[str, Tensor]]
-_MOST = 1e4                                       # VQGAN's bound of the critique's weight at the last layer
+_MOST = 1e4  # VQGAN's bound of the critique's weight at the last layer
 
 
 class Perceptual(Section):
@@ -56,8 +56,9 @@ class Penalty(Section):
     """approximate: length of the step, in standard deviations of a pixel in [-1, 1]."""
 
 
-def require_pictures(judge: Perceptual | None, discriminator: Discriminator | None, shape: tuple[int, int, int],
-                     prefix: str = "") -> None:
+def require_pictures(
+    judge: Perceptual | None, discriminator: Discriminator | None, shape: tuple[int, int, int], prefix: str = ""
+) -> None:
     """ConfigError: pictures (C, H, W) do not suit one of the sections, whose keys begin with `prefix`."""
     channels, height, width = shape
     if judge and channels == 4:
@@ -65,8 +66,10 @@ def require_pictures(judge: Perceptual | None, discriminator: Discriminator | No
     if judge and min(height, width) < 16:
         raise ConfigError(f"{prefix}perceptual halves the side four times, image_size is {height} x {width}: take 16")
     if discriminator and min(height, width) < (least := adversarial.least_size(discriminator.n_layers)):
-        raise ConfigError(f"{prefix}discriminator.n_layers {discriminator.n_layers} needs pictures of {least} pixels, "
-                          f"image_size is {height} x {width}: take fewer layers")
+        raise ConfigError(
+            f"{prefix}discriminator.n_layers {discriminator.n_layers} needs pictures of {least} pixels, "
+            f"image_size is {height} x {width}: take fewer layers"
+        )
 
 
 def missing_weights(judge: Perceptual | None, key: str) -> list[str]:
@@ -79,8 +82,8 @@ def missing_weights(judge: Perceptual | None, key: str) -> list[str]:
 class LastLayer(NamedTuple):
     """A first stage's last convolution, of stride 1 and with its padding."""
 
-    entered: Tensor                               # its input, without a graph: (B, c, H, W)
-    side: int                                     # of its filters
+    entered: Tensor  # its input, without a graph: (B, c, H, W)
+    side: int  # of its filters
 
 
 class PictureLoss:
@@ -89,12 +92,13 @@ class PictureLoss:
     Attributes: perceives, whether there is a perceptual term; adversarial, whether there is a discriminator now.
     """
 
-    def __init__(self, judge: Perceptual | None, discriminator: Discriminator | None,
-                 penalty: Penalty | None = None) -> None:
+    def __init__(
+        self, judge: Perceptual | None, discriminator: Discriminator | None, penalty: Penalty | None = None
+    ) -> None:
         self.judge, self.discriminator, self.penalty = judge, discriminator, penalty
         self.perceives = judge is not None and judge.weight > 0
         self.adversarial, self._penalized = discriminator is not None, penalty is not None
-        self.network: Distance | None = None            # loaded where it is first needed
+        self.network: Distance | None = None  # loaded where it is first needed
 
     def parts(self, part: str, learn: Loss) -> dict[str, Loss]:
         """The parts of a first stage: its own with its loss, and `discriminator` where there is one."""
@@ -104,8 +108,11 @@ class PictureLoss:
         """The discriminator of pictures with that many channels; {} without one."""
         if self.discriminator is None:
             return {}
-        return {"discriminator": adversarial.PatchDiscriminator(channels, self.discriminator.base_channels,
-                                                                self.discriminator.n_layers)}
+        return {
+            "discriminator": adversarial.PatchDiscriminator(
+                channels, self.discriminator.base_channels, self.discriminator.n_layers
+            )
+        }
 
     def turns(self, part: str, step: int) -> tuple[str, ...]:
         """The first stage's part, and the discriminator from its start on. Before that no critique is learned from."""
@@ -119,7 +126,7 @@ class PictureLoss:
         if not self.perceives:
             return {}
         network = self._network()
-        if next(network.parameters()).device != picture.device:   # also where a recipe's shapes are checked on meta
+        if next(network.parameters()).device != picture.device:  # also where a recipe's shapes are checked on meta
             network.to(picture.device)
         return {"perceptual": network(picture, truth)}
 
@@ -136,8 +143,16 @@ class PictureLoss:
         """The terms recon and perceptual, weighted: (B,)."""
         return terms["recon"] + self.judge.weight * terms["perceptual"] if self.perceives else terms["recon"]
 
-    def critique(self, nets: Nets, example: dict[str, Tensor], picture: Tensor, truth: Tensor, of_mean: Tensor,
-                 out: Tensor | None = None, last: LastLayer | None = None) -> tuple[dict[str, Tensor], Tensor]:
+    def critique(
+        self,
+        nets: Nets,
+        example: dict[str, Tensor],
+        picture: Tensor,
+        truth: Tensor,
+        of_mean: Tensor,
+        out: Tensor | None = None,
+        last: LastLayer | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """The terms critique, critique_weight and critique_share, (B,), and the gradient of the product of the first
         two with respect to `out`, the leaf that `picture` was made of; None: the picture itself.
 
@@ -151,12 +166,17 @@ class PictureLoss:
         if last is None:
             factor, share = adversarial.balance(of_mean, of_critique)
         else:
-            factor, share = adversarial.balance(*(adversarial.of_filters(last.entered, of_output, last.side)
-                                                  for of_output in (of_mean, of_critique)), most=_MOST)
+            factor, share = adversarial.balance(
+                *(adversarial.of_filters(last.entered, of_output, last.side) for of_output in (of_mean, of_critique)),
+                most=_MOST,
+            )
         weight = self.discriminator.weight * factor
         example["original"], example["reconstruction"] = truth, picture.detach()
-        terms = {"critique": critique.detach().float(), "critique_weight": weight,
-                 "critique_share": self.discriminator.weight * share}
+        terms = {
+            "critique": critique.detach().float(),
+            "critique_weight": weight,
+            "critique_share": self.discriminator.weight * share,
+        }
         return terms, weight.view(-1, 1, 1, 1) * of_critique
 
     def discriminate(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -173,8 +193,8 @@ class PictureLoss:
         else:
             step = penalty.sigma * rng.normal(example["key"], "penalty", tuple(truth.shape[1:]))
             logits = network(torch.cat((both, truth + step)))
-            slope = adversarial.slope_between(logits[:count], logits[2 * count:], penalty.sigma)
-        real, fake = logits[:count], logits[count: 2 * count]
+            slope = adversarial.slope_between(logits[:count], logits[2 * count :], penalty.sigma)
+        real, fake = logits[:count], logits[count : 2 * count]
         loss = adversarial.hinge(real, fake)
         terms = {name: logit.detach().flatten(1).mean(1).float() for name, logit in (("real", real), ("fake", fake))}
         if self._penalized:

@@ -14,5 +14,7 @@ def to_uint8(pixels: Tensor) -> Tensor:
 def require_shape(x: Tensor, shape: tuple[int, int, int], channels: str) -> None:
     """ConfigError: x (..., C, H, W) is not of the `shape` (C, H, W) by the model's fields image_size and `channels`."""
     if tuple(x.shape[-3:]) != shape:
-        raise ConfigError(f"data: the model takes {shape} (channels, height, width) by {channels} and image_size, the "
-                          f"data give {tuple(x.shape[-3:])}; change the one or the other")
+        raise ConfigError(
+            f"data: the model takes {shape} (channels, height, width) by {channels} and image_size, the "
+            f"data give {tuple(x.shape[-3:])}; change the one or the other"
+        )

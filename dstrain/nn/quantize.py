@@ -15,7 +15,7 @@ from dstrain import rng
 from dstrain.recipe import ConfigError
 
 SAMPLINGS = ("soft", "straight_through", "reinmax")
-_LEAST = 2.0 ** -25                               # below every uniform number but 0, and with a finite logarithm
+_LEAST = 2.0**-25  # below every uniform number but 0, and with a finite logarithm
 
 
 def wide(x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def relax(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> 
         smooth = _reinmax(logits, hard, temperature)
     else:
         raise ConfigError(f"sampling: {sampling!r} is unknown; one of {', '.join(SAMPLINGS)}")
-    return hard + (smooth - smooth.detach())                              # the value of hard, the gradient of smooth
+    return hard + (smooth - smooth.detach())  # the value of hard, the gradient of smooth
 
 
 def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
@@ -58,7 +58,10 @@ def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
     """
     pi = logits.detach().softmax(1)
     halfway = ((logits.detach() / temperature).softmax(1) + hard) / 2
-    with_jacobian_of = lambda p: p * (logits - (p * logits).sum(1, keepdim=True))
+
+    def with_jacobian_of(p):
+        return p * (logits - (p * logits).sum(1, keepdim=True))
+
     return 2 * with_jacobian_of(halfway) - with_jacobian_of(pi) / 2
 
 

@@ -20,8 +20,8 @@ from dstrain.planning.estimate import CONTEXT, Estimate
 from dstrain.recipe import ConfigError, Run
 from dstrain.tracking.hardware import Chip
 
-LARGEST = 4096                                       # number of ranks that are counted
-RECOMPUTE = ("none", "attention", "all")             # from the most memory to the least
+LARGEST = 4096  # number of ranks that are counted
+RECOMPUTE = ("none", "attention", "all")  # from the most memory to the least
 _OFFLOADS = ((), ("offload_optimizer",), ("offload_optimizer", "offload_param"))
 _TO_HOST = {"device": "cpu", "pin_memory": True}
 
@@ -45,8 +45,14 @@ class Case:
         phases().at(work)
         return Estimate(self.run, settings, self.layout, self.chip, count(self.run, settings, self.layout))
 
-    def changed(self, *, micro: int | None = None, recompute: str | None = None, stage: int | None = None,
-                offload: tuple[str, ...] = ()) -> "Case":
+    def changed(
+        self,
+        *,
+        micro: int | None = None,
+        recompute: str | None = None,
+        stage: int | None = None,
+        offload: tuple[str, ...] = (),
+    ) -> "Case":
         """The case with other choices; what is None or empty stays."""
         run, ds_config = self.run, copy.deepcopy(self.ds_config)
         if micro is not None:
@@ -69,11 +75,13 @@ def advice(estimate: Estimate, case: Case) -> Estimate | None:
     choices, share = estimate.choices(), case.run.batch.global_ // case.layout.world
     now = RECOMPUTE.index(choices["model.recompute"]) if choices["model.recompute"] in RECOMPUTE else 0
     changes: dict[str, list[Any]] = {
-        "recompute": [*RECOMPUTE[now + 1:]] if "recompute" in case.run.model else [],
+        "recompute": [*RECOMPUTE[now + 1 :]] if "recompute" in case.run.model else [],
         "micro": [micro for micro in _halves(share) if micro < estimate.micro],
         "stage": [*range(choices["zero_optimization.stage"] + 1, 4)],
-        "offload": [names for names in _OFFLOADS
-                    if any(choices[f"zero_optimization.{name}"] == "none" for name in names)]}
+        "offload": [
+            names for names in _OFFLOADS if any(choices[f"zero_optimization.{name}"] == "none" for name in names)
+        ],
+    }
     for size in range(1, len(changes) + 1):
         ways = [{name: changes[name] for name in names} for names in itertools.combinations(changes, size)]
         fitting = [tried for way in ways for tried in _fitting(case, way)]
@@ -110,7 +118,7 @@ def _fitting(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimate]:
 def _first(try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]) -> Estimate | None:
     """The estimate of the first of some sizes that fits, where the last ones take the least memory; by halving."""
     fitting, low, high = None, 0, len(sizes) - 1
-    middle = high                                        # most ways fail even with the last: it is tried first
+    middle = high  # most ways fail even with the last: it is tried first
     while low <= high:
         tried = try_(sizes[middle])
         if tried and tried.fits:
@@ -134,7 +142,7 @@ def search(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
     for stage, choice in itertools.product((1, 2, 3), recompute):
         full = False
         for micro in reversed(_halves(share)):
-            if full and micro < share:                   # more samples take more; a whole share sums no gradients
+            if full and micro < share:  # more samples take more; a whole share sums no gradients
                 continue
             tried = _tried(case.changed(stage=stage, recompute=choice, micro=micro))
             full = tried is not None and not tried.fits
@@ -153,7 +161,7 @@ def _tried(case: Case) -> Estimate | None:
 
 
 def _cost(estimate: Estimate) -> tuple[float, ...]:
-    if estimate.time is None:                            # what goes to the host, is computed again, and is exchanged
+    if estimate.time is None:  # what goes to the host, is computed again, and is exchanged
         exchanged = sum(call.bytes for call in estimate.counts.collectives)
         return estimate.host, estimate.counts.recomputed, exchanged, -estimate.micro, estimate.needed
     # The model of time does not know what it costs to launch kernels: of equal times, fewer micro-batches are faster.

@@ -41,7 +41,7 @@ def rates(first: Measured, second: Measured) -> Rates:
     work = operations(more.counts) - operations(less.counts)
     per_operation = (more.seconds - less.seconds) / work
     once = less.seconds - per_operation * operations(less.counts)
-    if not 0 < per_operation or once < 0:
+    if not per_operation > 0 or once < 0:
         return Rates(more.seconds / operations(more.counts), 0.0)
     return Rates(per_operation, once / learned(less.counts))
 

@@ -36,6 +36,7 @@ def count(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cud
     counted. RuntimeError, TypeError, ValueError: the system's code asks for values.
     """
     from dstrain.planning.rank import count_here
+
     return in_worker(count_here, run, settings, layout, device)
 
 
@@ -45,7 +46,7 @@ def in_worker(work: Callable[..., T], *arguments: Any) -> T:
     try:
         return worker.submit(_portable, work, *arguments).result()
     except KeyboardInterrupt:
-        for process in worker._processes.values():               # public as kill_workers() from Python 3.14 on
+        for process in worker._processes.values():  # public as kill_workers() from Python 3.14 on
             process.kill()
         _worker.cache_clear()
         raise
@@ -73,13 +74,14 @@ def _begin() -> None:
     """Leaves GPUs to others; says nothing, since DeepSpeed tells of ranks that do not exist; ends with its parent. What
     it imports is no garbage, for which DeepSpeed looks whenever it shards weights.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # of a terminal, which reaches the parent, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which reaches the parent, too
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):
         os.dup2(nowhere, output)
     from dstrain.engine.start import import_deepspeed
+
     import_deepspeed()
     gc.freeze()
 

@@ -20,10 +20,10 @@ class Collective:
             reduce_scatter.
     """
 
-    operation: str               # all_reduce, all_gather, reduce_scatter, broadcast, all_to_all
-    count: float                 # calls; the mean of a step where turns differ between steps
+    operation: str  # all_reduce, all_gather, reduce_scatter, broadcast, all_to_all
+    count: float  # calls; the mean of a step where turns differ between steps
     bytes: float
-    ranks: int                   # in the group
+    ranks: int  # in the group
 
 
 @dataclass(frozen=True)

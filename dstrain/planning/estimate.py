@@ -17,7 +17,7 @@ from dstrain.tracking.hardware import GIB, Chip
 # Of a GPU's memory, beside what is counted: the driver's own and the CUDA context with its libraries; the buffers of
 # NCCL's channels; and the allocator's loss, a share of what is counted.
 CONTEXT, _NCCL, _ALLOCATOR = 2 * GIB, GIB, 0.05
-_HOST = 0.9                              # of the memory of a host, what ranks may take; loaders need some
+_HOST = 0.9  # of the memory of a host, what ranks may take; loaders need some
 OPTIONAL = "offload_optimizer", "offload_param"
 
 
@@ -63,26 +63,43 @@ class Estimate:
         """What may be changed so that a run fits, each by the name that a user writes."""
         zero = {"stage": stage(self.settings)} | {name: offload(self.settings, name) for name in OPTIONAL}
         return {"batch.micro": self.micro, "model.recompute": self.run.model.get("recompute", "none")} | {
-            f"zero_optimization.{name}": value for name, value in zero.items()}
+            f"zero_optimization.{name}": value for name, value in zero.items()
+        }
 
     def figures(self) -> dict[str, Any]:
         """All of it as plain values: seconds, bytes, operations, watt-hours."""
         counts, time = self.counts, self.time
         values: dict[str, Any] = {
-            "name": self.run.name, "world": self.layout.world, "gpus_per_node": self.layout.gpus_per_node,
-            "precision": precision(self.settings), "batch": self.run.batch.global_,
-            "accumulation": self.settings["gradient_accumulation_steps"], "choices": self.choices(),
-            "weights": counts.weights, "device": counts.device, "device_bytes": self.needed,
-            "reserve_bytes": self.reserve, "memory_bytes": self.chip.memory, "fits": self.fits,
-            "elsewhen": counts.elsewhen, "host": counts.host, "host_bytes": self.host,
-            "collectives": [vars(call) for call in counts.collectives], "flops": counts.flops,
-            "recomputed_flops": counts.recomputed, "checkpoint_bytes": counts.checkpoint}
+            "name": self.run.name,
+            "world": self.layout.world,
+            "gpus_per_node": self.layout.gpus_per_node,
+            "precision": precision(self.settings),
+            "batch": self.run.batch.global_,
+            "accumulation": self.settings["gradient_accumulation_steps"],
+            "choices": self.choices(),
+            "weights": counts.weights,
+            "device": counts.device,
+            "device_bytes": self.needed,
+            "reserve_bytes": self.reserve,
+            "memory_bytes": self.chip.memory,
+            "fits": self.fits,
+            "elsewhen": counts.elsewhen,
+            "host": counts.host,
+            "host_bytes": self.host,
+            "collectives": [vars(call) for call in counts.collectives],
+            "flops": counts.flops,
+            "recomputed_flops": counts.recomputed,
+            "checkpoint_bytes": counts.checkpoint,
+        }
         if time:
             hours = time.total * self.run.steps / 3600
-            values |= {"seconds": {**vars(time), "total": time.total},
-                       "samples_per_second": self.run.batch.global_ / time.total,
-                       "mfu": counts.flops / time.total / self.chip.rate(precision(self.settings)),
-                       "days": hours / 24, "kwh": hours * self.layout.world * self.chip.watts / 1000}
+            values |= {
+                "seconds": {**vars(time), "total": time.total},
+                "samples_per_second": self.run.batch.global_ / time.total,
+                "mfu": counts.flops / time.total / self.chip.rate(precision(self.settings)),
+                "days": hours / 24,
+                "kwh": hours * self.layout.world * self.chip.watts / 1000,
+            }
         return values
 
 
@@ -91,8 +108,10 @@ def held(estimate: Estimate) -> str:
     chip, total = estimate.chip, estimate.needed + estimate.reserve
     text = f"{total / 1e9:.2f} GB of the {chip.memory / 1e9:.1f} GB of a GPU"
     if chip.host is not None and estimate.host > _HOST * chip.host:
-        text += (f", {estimate.host / 1e9:.0f} GB of the {_HOST * chip.host / 1e9:.0f} GB that a rank may take of the "
-                 "host's memory")
+        text += (
+            f", {estimate.host / 1e9:.0f} GB of the {_HOST * chip.host / 1e9:.0f} GB that a rank may take of the "
+            "host's memory"
+        )
     return text
 
 
@@ -110,11 +129,12 @@ def brief(run: Run, system: System, settings: dict[str, Any], world: int) -> str
         largest = " of the largest bucket" if run.data.buckets else ""
         work = step_flops(system, run.batch.global_, counted_step(run, system)) / world / 1e12
         work = f"; a step{largest} is {work:.3g} TFLOP a rank"
-    except (RuntimeError, TypeError, ValueError):                # as commands/probe.py meets them on the meta device
+    except (RuntimeError, TypeError, ValueError):  # as commands/probe.py meets them on the meta device
         work = ""
     weights = ", ".join(f"{part} {number / 1e6:,.1f} M" for part, number in numbers.items())
-    return (f"weights: {weights}{work}\n{keeps(run, system, settings, world)}; launch/plan.py counts all that a step "
-            "takes")
+    return (
+        f"weights: {weights}{work}\n{keeps(run, system, settings, world)}; launch/plan.py counts all that a step takes"
+    )
 
 
 def as_json(values: Any) -> str:

@@ -19,7 +19,7 @@ from dstrain.tracking.flops import step_flops
 # At stage 3 DeepSpeed cuts each weight into as many tensors as there are ranks, in Python: a step of 1,024 ranks would
 # take minutes. Above this many a step is taken by so few, and what a rank keeps is counted at the true number.
 _RANKS = 8
-_MICRO_BATCHES = 3           # of a step that is taken whole; with more, each further one does what the second does
+_MICRO_BATCHES = 3  # of a step that is taken whole; with more, each further one does what the second does
 
 
 def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
@@ -36,8 +36,11 @@ def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) 
     on_device = {kind: size - host.get(kind, 0) for kind, size in peak.items() if size > host.get(kind, 0)}
     if run.save.asynchronous and run.save.format != "deepspeed":
         host["snapshot"] = own
-    elsewhen = {kind: size for kind, size in states(run, system, settings, layout.world).items()
-                if kind not in {**on_device, **host}}
+    elsewhen = {
+        kind: size
+        for kind, size in states(run, system, settings, layout.world).items()
+        if kind not in {**on_device, **host}
+    }
     return Counts(weights, on_device, elsewhen, host, measured.collectives, flops, measured.recomputed, checkpoint)
 
 
@@ -77,8 +80,13 @@ def _extended(measured: Measured, more: int) -> Measured:
     for each in measured.collectives:
         none = replace(each, count=0, bytes=0)
         first, second = (side.get((each.operation, each.ranks), none) for side in (known, middle))
-        collectives.append(replace(each, count=each.count + more * (second.count - first.count),
-                                   bytes=each.bytes + more * (second.bytes - first.bytes)))
+        collectives.append(
+            replace(
+                each,
+                count=each.count + more * (second.count - first.count),
+                bytes=each.bytes + more * (second.bytes - first.bytes),
+            )
+        )
     recomputed = measured.recomputed + more * (again_after - again)
     return replace(measured, collectives=tuple(collectives), recomputed=recomputed)
 
@@ -87,8 +95,10 @@ def _require_countable(settings: dict[str, Any]) -> None:
     """ConfigError: what quantizes needs the kernels of a GPU, and takes some sizes of shares alone."""
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if settings.get("zero_optimization", {}).get(key):
-            raise ConfigError(f'"zero_optimization.{key}" needs the kernels of a GPU, so nothing is counted: '
-                              "without it a rank keeps as much, and sends more")
+            raise ConfigError(
+                f'"zero_optimization.{key}" needs the kernels of a GPU, so nothing is counted: '
+                "without it a rank keeps as much, and sends more"
+            )
 
 
 def _spread(measured: Measured, kept: dict[str, int], few: int, world: int) -> Measured:
@@ -101,15 +111,28 @@ def _spread(measured: Measured, kept: dict[str, int], few: int, world: int) -> M
     padded = smaller * world / few
 
     def shared(kinds: dict[str, int], working: float) -> dict[str, int]:
-        sizes = {kind: size + kept.get(kind, 0) - measured.kept.get(kind, 0) if kind in kept else size
-                 for kind, size in kinds.items()}
+        sizes = {
+            kind: size + kept.get(kind, 0) - measured.kept.get(kind, 0) if kind in kept else size
+            for kind, size in kinds.items()
+        }
         return {kind: round(size * working) if kind == "working" else size for kind, size in sizes.items()}
 
     def sent(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
         # Muon's all_to_all hands on what a rank owns; others exchange the whole.
-        return tuple(replace(each, bytes=round(each.bytes * (smaller if each.operation == "all_to_all" else padded)),
-                             ranks=world) if each.ranks == few else each for each in collectives)
+        return tuple(
+            replace(
+                each, bytes=round(each.bytes * (smaller if each.operation == "all_to_all" else padded)), ranks=world
+            )
+            if each.ranks == few
+            else each
+            for each in collectives
+        )
 
-    return Measured(shared(measured.kept, 1), shared(measured.passes, 1), shared(measured.update, smaller),
-                    sent(measured.collectives), measured.recomputed,
-                    [(sent(collectives), again) for collectives, again in measured.begun])
+    return Measured(
+        shared(measured.kept, 1),
+        shared(measured.passes, 1),
+        shared(measured.update, smaller),
+        sent(measured.collectives),
+        measured.recomputed,
+        [(sent(collectives), again) for collectives, again in measured.begun],
+    )

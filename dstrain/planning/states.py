@@ -12,7 +12,7 @@ from dstrain.engine.settings import offload, offloads_optimizer, precision, stag
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 
-_EIGHT_BITS = 1 + 4 / 256                    # bytes of a moment: its code, and a scale of 4 bytes for each 256 of them
+_EIGHT_BITS = 1 + 4 / 256  # bytes of a moment: its code, and a scale of 4 bytes for each 256 of them
 
 
 def whole(run: Run, system: System) -> tuple[dict[str, int], int]:
@@ -23,7 +23,7 @@ def whole(run: Run, system: System) -> tuple[dict[str, int], int]:
         for count, moments, averages in _learned(run, system, part, network):
             numbers[part] = numbers.get(part, 0) + count
             size += 4 * count * (1 + moments + averages)
-            size += round(_EIGHT_BITS * count * moments) if run.optimizer.name == "adamw8bit" else 0     # as they are
+            size += round(_EIGHT_BITS * count * moments) if run.optimizer.name == "adamw8bit" else 0  # as they are
         trained = {name for name, _ in network.named_parameters()}
         size += sum(value.nbytes for name, value in network.state_dict().items() if name not in trained)
     for number, network in enumerate(system.frozen()):
@@ -45,11 +45,11 @@ def states(run: Run, system: System, settings: dict[str, Any], world: int) -> di
     for part in system.parts:
         for count, moments, averages in _learned(run, system, part, system.on_meta(part)):
             sizes["weights"] += width * count / (world if level == 3 else 1)
-            sizes["masters"] += 0 if wide and not level else 4 * count / share      # they may be the weights
+            sizes["masters"] += 0 if wide and not level else 4 * count / share  # they may be the weights
             sizes["moments"] += moment * count * moments / share
             sizes["gradients"] += summed * count / (world if level > 1 else 1)
             sizes["average"] += 4 * count * averages / share
-            if offloads_optimizer(settings):                     # its fp32 gradients; at 1 and 2 also 16-bit weights
+            if offloads_optimizer(settings):  # its fp32 gradients; at 1 and 2 also 16-bit weights
                 sizes["staging"] += (4 if wide or level == 3 else 6) * count / share
     return {kind: math.ceil(size) for kind, size in sizes.items() if size}
 
@@ -58,7 +58,7 @@ def keeps(run: Run, system: System, settings: dict[str, Any], world: int) -> str
     """What a rank keeps, by kind, and what of it lies in the host's memory: a line."""
     sizes = states(run, system, settings, world)
     offloaded = {kind for entry, kinds in OFFLOADED.items() if offload(settings, entry) != "none" for kind in kinds}
-    offloaded -= {"gradients"} if stage(settings) < 3 else set()          # summed on the GPU
+    offloaded -= {"gradients"} if stage(settings) < 3 else set()  # summed on the GPU
     kinds = ", ".join(f"{kind}{' (host)' * (kind in offloaded)} {size / 1e9:.3g}" for kind, size in sizes.items())
     rank = f"each of {world} ranks keeps" if world > 1 else "the rank keeps"
     return f"memory: {rank} {sum(sizes.values()) / 1e9:.3g} GB: {kinds}; activations and buckets come on top"
@@ -67,5 +67,8 @@ def keeps(run: Run, system: System, settings: dict[str, Any], world: int) -> str
 def _learned(run: Run, system: System, part: str, network: nn.Module) -> Iterator[tuple[int, int, int]]:
     """Weights, moments and averages of each group of a part's optimizer."""
     for members in groups(network, run, system.decays, system.blocks()):
-        yield (sum(weight.numel() for weight in members["params"]), len(members["moments"]),
-               len(run.ema.names) if part in system.averaged else 0)
+        yield (
+            sum(weight.numel() for weight in members["params"]),
+            len(members["moments"]),
+            len(run.ema.names) if part in system.averaged else 0,
+        )

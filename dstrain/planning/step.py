@@ -3,6 +3,7 @@
 The steps are the loop's own, with the run's engines and averages, whether these are real or pretended.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -25,10 +26,10 @@ from dstrain.train import take_step
 # Steps before the one that counts. The first one makes the moments, and from it ZeRO-3 learns the order of the weights,
 # by which it fetches them ahead in the second.
 _WARM = {0: 1, 1: 1, 2: 1, 3: 2}
-_EVERY = 16                  # a penalty that comes every 1, 2, 4, 8 or 16 steps falls on the step that counts
-_LATE = 4096                 # steps among which the one that counts is looked for
+_EVERY = 16  # a penalty that comes every 1, 2, 4, 8 or 16 steps falls on the step that counts
+_LATE = 4096  # steps among which the one that counts is looked for
 
-MADE_IN_A_STEP = ("other", "activations", "working")      # kinds of what has no owner that is known yet
+MADE_IN_A_STEP = ("other", "activations", "working")  # kinds of what has no owner that is known yet
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,22 @@ class Measured:
     begun: list[tuple[tuple[Collective, ...], float]] = field(default_factory=list)
 
 
-def measure(run: Run, settings: dict[str, Any], system: System,
-            engines_of: Callable[..., Engines] = Engines) -> tuple[Measured, Engines, EmaShadow]:
+def measure(
+    run: Run, settings: dict[str, Any], system: System, engines_of: Callable[..., Engines] = Engines
+) -> tuple[Measured, Engines, EmaShadow]:
     """Builds engines and averages and takes a few steps, of which the last counts."""
     with Watch() as watch:
-        with watch.making("buckets"):                             # what is made here and has no other owner
+        with watch.making("buckets"):  # what is made here and has no other owner
             engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
-        with watch.making("inputs"), unset_fake_temporarily():    # captions are read
-            batches = Repeated(system, settings["train_micro_batch_size_per_gpu"],
-                               settings["gradient_accumulation_steps"])
-        watch.mark((tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())),
-                   "frozen")
-        updates: list[int] = []                                   # where they begin and end, in turn
+        with watch.making("inputs"), unset_fake_temporarily():  # captions are read
+            batches = Repeated(
+                system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
+            )
+        watch.mark(
+            (tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())), "frozen"
+        )
+        updates: list[int] = []  # where they begin and end, in turn
         begun: list[tuple[tuple[Collective, ...], float]] = []
         _label(watch, system, engines, updates, begun)
         last = counted_step(run, system)
@@ -76,14 +80,21 @@ def measure(run: Run, settings: dict[str, Any], system: System,
                 ema.update(max(0, number), engines.applied())
             updates.append(watch.now)
         moments = [begin, *updates, watch.now]
-        spans = list(zip(moments, moments[1:]))                   # passes, update, passes, ..., averages, nothing
-        result = Measured(dict(watch.alive(begin)), dict(watch.peak(spans[::2])), dict(watch.peak(spans[1::2])),
-                          watch.collectives(), watch.recomputed, begun)
+        spans = list(itertools.pairwise(moments))  # passes, update, passes, ..., averages, nothing
+        result = Measured(
+            dict(watch.alive(begin)),
+            dict(watch.peak(spans[::2])),
+            dict(watch.peak(spans[1::2])),
+            watch.collectives(),
+            watch.recomputed,
+            begun,
+        )
     return result, engines, ema
 
 
-def build(run: Run, settings: dict[str, Any], system: System,
-          engines_of: Callable[..., Engines]) -> tuple[dict[str, int], Engines, EmaShadow]:
+def build(
+    run: Run, settings: dict[str, Any], system: System, engines_of: Callable[..., Engines]
+) -> tuple[dict[str, int], Engines, EmaShadow]:
     """Engines and averages without a step, and the bytes of what has an owner, by kind."""
     with Watch() as watch:
         engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
@@ -98,11 +109,17 @@ def build(run: Run, settings: dict[str, Any], system: System,
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
 
-def _label(watch: Watch, system: System, engines: Engines, updates: list[int],
-           begun: list[tuple[tuple[Collective, ...], float]]) -> None:
+def _label(
+    watch: Watch,
+    system: System,
+    engines: Engines,
+    updates: list[int],
+    begun: list[tuple[tuple[Collective, ...], float]],
+) -> None:
     """Has the watch know what is made for which purpose. `updates` gets where each optimizer's step begins and ends,
     `begun` what has been done before each micro-batch.
     """
+
     @contextmanager
     def encoding() -> Iterator[None]:
         begun.append((watch.so_far(), watch.recomputed))
@@ -111,7 +128,7 @@ def _label(watch: Watch, system: System, engines: Engines, updates: list[int],
 
     around(system, "encode", encoding)
     around(engines, "learn", lambda: watch.making("working"))
-    system.observe = lambda rows: None                            # it would read values
+    system.observe = lambda rows: None  # it would read values
 
     @contextmanager
     def updating() -> Iterator[None]:

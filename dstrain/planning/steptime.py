@@ -24,13 +24,13 @@ from dstrain.tracking.hardware import Chip
 
 # Of the rates on data sheets, what training reaches. Published runs of large transformers report 0.4 to 0.6.
 _EFFICIENCY, _BANDWIDTH, _LINKS = 0.45, 0.8, 0.8
-_PASSES = 3                          # forward, and backward to the inputs and to the weights
-_ADAMW, _AVERAGE = 30, 12            # bytes a weight: gradient 4, master and moments 12 read and written, weight 2
-_HOST = 40e9                         # bytes a second of the host's memory for each GPU
-_CALL, _HOP = 20e-6, 5e-6            # seconds
-LAUNCHES = 5e-3                      # seconds below which Python and the launches of kernels take most of a step
+_PASSES = 3  # forward, and backward to the inputs and to the weights
+_ADAMW, _AVERAGE = 30, 12  # bytes a weight: gradient 4, master and moments 12 read and written, weight 2
+_HOST = 40e9  # bytes a second of the host's memory for each GPU
+_CALL, _HOP = 20e-6, 5e-6  # seconds
+LAUNCHES = 5e-3  # seconds below which Python and the launches of kernels take most of a step
 _LEFT = 0.1
-_DISK = 2e9                          # bytes a second that a machine writes to the storage of checkpoints
+_DISK = 2e9  # bytes a second that a machine writes to the storage of checkpoints
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
 
 
@@ -41,7 +41,7 @@ class StepTime:
     compute: float
     update: float
     exposed: float
-    network: float                   # hidden or not
+    network: float  # hidden or not
     save: float
     stall: float
 
@@ -62,16 +62,24 @@ def step_time(counts: Counts, run: Run, settings: dict[str, Any], layout: Layout
     update = moved / (_BANDWIDTH * chip.bandwidth)
     if offloads_optimizer(settings):
         update = moved / _HOST + 2 * width * owned / (_LINKS * chip.host_link)
-    reductions, others = (sum(_seconds(call, layout, chip) for call in counts.collectives
-                              if (call.operation in _REDUCTIONS) == reduces) for reduces in (True, False))
+    reductions, others = (
+        sum(_seconds(call, layout, chip) for call in counts.collectives if (call.operation in _REDUCTIONS) == reduces)
+        for reduces in (True, False)
+    )
     network = reductions + others
     if settings.get("zero_optimization", {}).get("overlap_comm", zero == 3):
         reductions = _beside(reductions, compute * 2 / 3 / (1 if zero >= 2 else accumulation))
         others = _beside(others, compute) if zero == 3 else others
     state = counts.checkpoint / layout.world
     nodes = -(-layout.world // layout.gpus_per_node)
-    return StepTime(compute, update, reductions + others, network, counts.checkpoint / (nodes * _DISK),
-                    0.0 if offloads_optimizer(settings) else state / (_LINKS * chip.host_link))
+    return StepTime(
+        compute,
+        update,
+        reductions + others,
+        network,
+        counts.checkpoint / (nodes * _DISK),
+        0.0 if offloads_optimizer(settings) else state / (_LINKS * chip.host_link),
+    )
 
 
 def _beside(seconds: float, work: float) -> float:

@@ -21,9 +21,16 @@ from torch.utils._pytree import tree_leaves
 from dstrain.planning.counts import Collective
 from dstrain.tracking.flops import operations
 
-_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "allgather_base": "all_gather",
-          "allgather_into_tensor_coalesced": "all_gather", "reduce_scatter_base": "reduce_scatter",
-          "reduce_scatter_tensor_coalesced": "reduce_scatter", "alltoall_base": "all_to_all", "alltoall": "all_to_all"}
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall_base": "all_to_all",
+    "alltoall": "all_to_all",
+}
 
 
 def _computes_again() -> bool:
@@ -40,24 +47,24 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kind, self.kinds = "other", {}                       # now; of every storage, by number
+        self.kind, self.kinds = "other", {}  # now; of every storage, by number
         self.recomputed = 0.0
-        self._numbers: dict[int, int] = {}                        # of living storages, by address
+        self._numbers: dict[int, int] = {}  # of living storages, by address
         self._references: dict[int, Any] = {}
-        self._events: list[tuple[int, int]] = []                  # number of a storage, bytes that it adds or frees
+        self._events: list[tuple[int, int]] = []  # number of a storage, bytes that it adds or frees
         self._calls: Counter[tuple[str, int]] = Counter()
         self._bytes: Counter[tuple[str, int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].device                                 # asked more often than anything else is done
+            return args[0].device  # asked more often than anything else is done
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._count(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
         elif self.kind == "working" and _computes_again():
             self.recomputed += operations(func, args, kwargs or {}, out)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":     # is_meta would be an operation, too
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":  # is_meta would be an operation, too
                 self.see(tensor)
         return out
 
@@ -135,5 +142,8 @@ class Watch(TorchDispatchMode):
 
     def so_far(self) -> tuple[Collective, ...]:
         """The same, and the count goes on."""
-        return tuple(Collective(operation, calls, self._bytes[operation, ranks], ranks)
-                     for (operation, ranks), calls in sorted(self._calls.items()) if ranks > 1 and calls)
+        return tuple(
+            Collective(operation, calls, self._bytes[operation, ranks], ranks)
+            for (operation, ranks), calls in sorted(self._calls.items())
+            if ranks > 1 and calls
+        )

@@ -12,7 +12,7 @@ from dstrain.recipe.problems import as_text
 from dstrain.recipe.run import Run
 from dstrain.recipe.section import resume_rule
 
-Change = tuple[str, Any, Any]                # dotted key, old value, new value
+Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
 
 def differences(old: Run, new: Run) -> list[Change]:
@@ -24,6 +24,7 @@ def differences(old: Run, new: Run) -> list[Change]:
 
 def refused(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
     """The differences that would make a resumed run another run; `system` is the schema of the model section."""
+
     def acceptable(key: str, before: Any) -> bool:
         rule = resume_rule(key, Run, system)
         return rule.may_change or (rule.may_be_filled_in and before is None)
@@ -44,13 +45,16 @@ def refusals(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -
         remedy = resume_rule(key, Run, system).remedy or f"write {key}={as_text(old)} to keep it"
         if key == "optimizer.decay_steps":
             remedy = f"the learning rate decays until this step; write optimizer.decay_steps={old} to keep it"
-        lines.append(f"{key} was {as_text(old)} in {folder} and is now {as_text(new)}: {remedy}, --allow-change to go "
-                     "on with the new value, or another folder= for a new run")
+        lines.append(
+            f"{key} was {as_text(old)} in {folder} and is now {as_text(new)}: {remedy}, --allow-change to go "
+            "on with the new value, or another folder= for a new run"
+        )
     return ConfigError(*lines)
 
 
 def _flat(run: Run) -> dict[str, Any]:
     """Every value of a Run by dotted key."""
+
     def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
             if isinstance(value, dict):

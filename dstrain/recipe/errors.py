@@ -40,10 +40,12 @@ def write_errors(path: object, remedy: str) -> Iterator[None]:
     """Turns an OSError raised inside into a ConfigError: `path` cannot be written, why, and the remedy."""
     try:
         yield
-    except NotRead:                                # of what is read meanwhile, with a remedy of its own
+    except NotRead:  # of what is read meanwhile, with a remedy of its own
         raise
     except IsADirectoryError as error:
-        raise ConfigError(f"{path} cannot be written: {error.filename2 or error.filename} is a folder where a file "
-                          "belongs; move it away") from None
+        raise ConfigError(
+            f"{path} cannot be written: {error.filename2 or error.filename} is a folder where a file "
+            "belongs; move it away"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from None

@@ -19,7 +19,7 @@ from dstrain.recipe.problems import as_text, nearby, problems_of
 from dstrain.recipe.run import Run
 from dstrain.recipe.section import subsection
 
-_LARGEST, _DEEPEST = 20_000, 32                             # entries and levels of a recipe, far above any
+_LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
 
 
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
@@ -37,8 +37,10 @@ def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     if problems:
         raise ConfigError(*problems)
     if run.data.mixture and "data.path" in overridden:
-        raise ConfigError(f"data.path={values['data']['path']}: data.mixture takes its place: leave one of them out, "
-                          "or write data.mixture=null, too")
+        raise ConfigError(
+            f"data.path={values['data']['path']}: data.mixture takes its place: leave one of them out, "
+            "or write data.mixture=null, too"
+        )
     return run
 
 
@@ -98,12 +100,15 @@ def _override(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str
         shown, names = f"{as_text(key)}={as_text(text)}", key.split(".")
         if not equals or not all(names) or len(names) > _DEEPEST:
             recipe = ", or --recipe before the name of a recipe" if override.endswith((".yaml", ".yml")) else ""
-            problems.append(f"{as_text(override)!r} is no override: write key=value without spaces{recipe}, for "
-                            "example steps=500")
+            problems.append(
+                f"{as_text(override)!r} is no override: write key=value without spaces{recipe}, for example steps=500"
+            )
             continue
         if not text.strip():
-            problems.append(f"{key}= gives nothing, as where a variable of the shell is not set: write a value, "
-                            f"{key}=null for none, or {key}='\"\"' for an empty text")
+            problems.append(
+                f"{key}= gives nothing, as where a variable of the shell is not set: write a value, "
+                f"{key}=null for none, or {key}='\"\"' for an empty text"
+            )
             continue
         try:
             _put(values, key, _parse(text))
@@ -141,7 +146,7 @@ def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
         values["init_from"] = path
         return []
     if "init_from" in overridden and "model.init_from" not in overridden:
-        return []                                            # the command line's spelling wins over the recipe's
+        return []  # the command line's spelling wins over the recipe's
     return [f"init_from={values['init_from']} and its synonym model.init_from={path} differ: give one of them"]
 
 
@@ -149,7 +154,7 @@ def _parse(text: str) -> Any:
     """The value of a YAML text. YAMLError."""
     try:
         return yaml.load(text, _Loader)
-    except ValueError as error:                              # a number of thousands of digits
+    except ValueError as error:  # a number of thousands of digits
         raise yaml.YAMLError(error) from None
 
 
@@ -168,21 +173,32 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = 0
-        self._sizes: dict[yaml.Node, int] = {}               # nodes within a node, aliases unfolded
+        self._sizes: dict[yaml.Node, int] = {}  # nodes within a node, aliases unfolded
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event, self._depth = self.peek_event(), self._depth + 1
         tag = getattr(event, "tag", None)
-        problem = (f"the tag {tag} is none of a recipe's" if tag else
-                   f"it is nested deeper than {_DEEPEST} levels" if self._depth > _DEEPEST else
-                   f"it holds more than {_LARGEST} entries" if len(self._sizes) >= _LARGEST else None)
+        problem = (
+            f"the tag {tag} is none of a recipe's"
+            if tag
+            else f"it is nested deeper than {_DEEPEST} levels"
+            if self._depth > _DEEPEST
+            else f"it holds more than {_LARGEST} entries"
+            if len(self._sizes) >= _LARGEST
+            else None
+        )
         if problem:
             raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
-        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else \
-            node.value if isinstance(node, yaml.SequenceNode) else []
-        if isinstance(event, yaml.AliasEvent):               # without a size within what it names: it has no end
+        inner = (
+            [part for pair in node.value for part in pair]
+            if isinstance(node, yaml.MappingNode)
+            else node.value
+            if isinstance(node, yaml.SequenceNode)
+            else []
+        )
+        if isinstance(event, yaml.AliasEvent):  # without a size within what it names: it has no end
             size = self._sizes.get(node, math.inf)
         else:
             size = self._sizes[node] = 1 + sum(map(self._sizes.__getitem__, inner))
@@ -198,15 +214,17 @@ class _Loader(yaml.SafeLoader):
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is no text: put it into quotes", key_node.start_mark)
+                    None, None, f"the key {key!r} is no text: put it into quotes", key_node.start_mark
+                )
             name, colon, value = key.partition(":")
-            empty = value_node.value == "" and value_node.tag.endswith(":null")      # not as '' is
+            empty = value_node.value == "" and value_node.tag.endswith(":null")  # not as '' is
             if node.flow_style and colon and key_node.style is None and empty:
                 problem = f"{{{key}}} lacks a space after the colon: write {{{name}: {value}}}"
                 raise _Unspaced(None, None, problem, key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice, first in line {seen[key]}", key_node.start_mark)
+                    None, None, f"the key {key!r} stands twice, first in line {seen[key]}", key_node.start_mark
+                )
             seen[key] = line
         return super().construct_mapping(node, deep)
 
@@ -221,8 +239,12 @@ for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?(0|[1-9][0-9_]*)", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
-     r"|[-+]?\.(inf|Inf)|\.(nan|NaN)", "-+.0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf)|\.(nan|NaN)",
+        "-+.0123456789",
+    ),
 ):
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))

@@ -12,19 +12,44 @@ from dstrain.recipe.section import fields
 
 # What other trainers call our keys; names that are close in spelling are found without this table.
 _SYNONYMS = {
-    "learning_rate": "optimizer.lr", "wd": "optimizer.weight_decay", "max_grad_norm": "optimizer.clip",
-    "gradient_clipping": "optimizer.clip", "grad_clip": "optimizer.clip", "warmup_steps": "optimizer.warmup",
-    "batch_size": "batch.global", "global_batch_size": "batch.global", "train_batch_size": "batch.global",
-    "micro_batch": "batch.micro", "train_micro_batch_size_per_gpu": "batch.micro", "epochs": "steps",
-    "max_steps": "steps", "num_steps": "steps", "output_dir": "folder", "results_dir": "folder", "out": "folder",
-    "global_seed": "seed", "data_path": "data.path", "data_dir": "data.path", "num_workers": "data.workers",
-    "image_size": "data.image_size", "ema_rate": "ema.decays", "ema_decay": "ema.decays", "ckpt": "init_from",
-    "log_every": "every.report", "ckpt_every": "every.save", "save_interval": "every.save",
+    "learning_rate": "optimizer.lr",
+    "wd": "optimizer.weight_decay",
+    "max_grad_norm": "optimizer.clip",
+    "gradient_clipping": "optimizer.clip",
+    "grad_clip": "optimizer.clip",
+    "warmup_steps": "optimizer.warmup",
+    "batch_size": "batch.global",
+    "global_batch_size": "batch.global",
+    "train_batch_size": "batch.global",
+    "micro_batch": "batch.micro",
+    "train_micro_batch_size_per_gpu": "batch.micro",
+    "epochs": "steps",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "output_dir": "folder",
+    "results_dir": "folder",
+    "out": "folder",
+    "global_seed": "seed",
+    "data_path": "data.path",
+    "data_dir": "data.path",
+    "num_workers": "data.workers",
+    "image_size": "data.image_size",
+    "ema_rate": "ema.decays",
+    "ema_decay": "ema.decays",
+    "ckpt": "init_from",
+    "log_every": "every.report",
+    "ckpt_every": "every.save",
+    "save_interval": "every.save",
 }
 
 
-def problems_of(error: ValidationError, schema: type[BaseModel], prefix: str = "", overridden: Iterable[str] = (),
-                recipe: Path | None = None) -> list[str]:
+def problems_of(
+    error: ValidationError,
+    schema: type[BaseModel],
+    prefix: str = "",
+    overridden: Iterable[str] = (),
+    recipe: Path | None = None,
+) -> list[str]:
     """Pydantic's errors as lines that name key, value, expectation and origin.
 
     `overridden`: the keys that the command line gives; all others come from the file `recipe`.
@@ -35,12 +60,14 @@ def problems_of(error: ValidationError, schema: type[BaseModel], prefix: str = "
         key = _dotted(item["loc"], prefix)
         typed = any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in overridden)
         origin = "command line" if typed else recipe
-        lines += [f"{line} [{origin}]" if origin and not line.startswith(_NAMES_ITS_KEY) else line
-                  for line in _lines(item, key, prefix, known)]
+        lines += [
+            f"{line} [{origin}]" if origin and not line.startswith(_NAMES_ITS_KEY) else line
+            for line in _lines(item, key, prefix, known)
+        ]
     return [line.removeprefix(_NAMES_ITS_KEY) for line in lines]
 
 
-_NAMES_ITS_KEY = "\0"                        # before a message that a validator of the Run has written whole
+_NAMES_ITS_KEY = "\0"  # before a message that a validator of the Run has written whole
 
 
 def _dotted(location: Iterable[Any], prefix: str) -> str:
@@ -81,8 +108,9 @@ def suggestion(key: str, known: Iterable[str]) -> str:
     """' (did you mean ...?)' for a key that is unknown among `known` dotted keys, or nothing."""
     known, key = list(known), key.lower().replace("-", "_")
     section, _, leaf = key.rpartition(".")
-    meant = [name for name in known if name.rpartition(".")[2] == leaf] or \
-            [name for name in (_SYNONYMS.get(leaf),) if name in known]
+    meant = [name for name in known if name.rpartition(".")[2] == leaf] or [
+        name for name in (_SYNONYMS.get(leaf),) if name in known
+    ]
     if not meant:
         siblings = [name for name in known if name.rpartition(".")[0] == section]
         meant = difflib.get_close_matches(key, siblings, 1) or difflib.get_close_matches(key, known, 1, 0.75)
@@ -113,5 +141,5 @@ def as_text(value: Any) -> str:
     if isinstance(value, str):
         value = value.replace("\0", "\\0")
     named = {None: "null", "": "''", True: "true", False: "false"}
-    text = named[value] if value is None or isinstance(value, (bool, str)) and value in named else str(value)
+    text = named[value] if value is None or (isinstance(value, (bool, str)) and value in named) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

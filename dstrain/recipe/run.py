@@ -19,7 +19,7 @@ from dstrain.recipe.problems import divisors
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, short_path
 from dstrain.recipe.shapes import Shape, Shaping
 
-WIDEST = 0.288           # relative width of an average by a power of time: all steps count alike at 1 / sqrt(12)
+WIDEST = 0.288  # relative width of an average by a power of time: all steps count alike at 1 / sqrt(12)
 
 
 def _refuse(*checks: tuple[Any, str]) -> None:
@@ -32,47 +32,47 @@ class Codes(Section):
     """What the index of a cache says: filled in, not written by hand. See dstrain/data/cached/shards.py."""
 
     kind: Literal["latents", "tokens"]
-    shape: tuple[PositiveInt, ...]           # of one image's codes: (C, h, w), (h, w); of one video's (t, h, w)
-    flips: Literal[1, 2]                     # 2: of the mirrored image, too
-    scaling_factor: float | None             # of latents: 1 / their standard deviation
-    first_stage: str                         # fingerprint of what encoded them
-    codebook_size: int | None = None         # of tokens: number of ids that there may be; None: an older index
-    text: tuple[PositiveInt, PositiveInt] | None = None    # (L, E) of text_encodings beside them
-    text_encoder: str | None = None          # fingerprint of what encoded these
+    shape: tuple[PositiveInt, ...]  # of one image's codes: (C, h, w), (h, w); of one video's (t, h, w)
+    flips: Literal[1, 2]  # 2: of the mirrored image, too
+    scaling_factor: float | None  # of latents: 1 / their standard deviation
+    first_stage: str  # fingerprint of what encoded them
+    codebook_size: int | None = None  # of tokens: number of ids that there may be; None: an older index
+    text: tuple[PositiveInt, PositiveInt] | None = None  # (L, E) of text_encodings beside them
+    text_encoder: str | None = None  # fingerprint of what encoded these
 
 
 class Cache(Section):
     """Of data at an address (s3://, gs://, hf://, http://), on a disk of each machine; all its processes share it."""
 
-    folder: str | None = None                # None: dstrain/data in the user's cache folder
-    gb: Annotated[float, Field(ge=0.01, le=1e9)] = 20.0    # 10^9 bytes, at most; data below 0.8 of it stay there
+    folder: str | None = None  # None: dstrain/data in the user's cache folder
+    gb: Annotated[float, Field(ge=0.01, le=1e9)] = 20.0  # 10^9 bytes, at most; data below 0.8 of it stay there
 
 
 class Data(Mixture, Shaping):
-    path: str = "builtin:fashion"            # a folder: images, clips (a subfolder a class) or a cache; or a built-in
-    image_size: Annotated[int, Field(gt=0, le=65536), FIXED] = 32    # pixels, of the square to fit into; clips: width
-    height: Annotated[PositiveInt | None, FIXED] = None    # of clips, pixels; None: image_size
-    num_frames: Annotated[PositiveInt | None, FIXED] = None    # of clips; None: images
-    frame_stride: Annotated[PositiveInt, FIXED] = 1    # of clips: one frame of so many is taken
-    captions: str | None = None              # of clips: NAME<TAB>CAPTION lines, or .csv or .jsonl with file and
-                                             # caption; None: X.txt beside X.mp4, else the names of class folders
-    labels: Literal["auto", "prefix", "none"] = "auto"    # prefix: ADM's CLASS_name.png; none: no labels at all
-    class_list: str | None = None            # a file with a class (folder, synset) a line: their order is the label
-    columns: dict[Literal["path", "image", "label", "caption"], str | list[str]] = {}    # of a table, by their names
-    images: str | None = None                # a folder of images that are mixed into the clips
-    image_share: Fraction = 0.2              # of the training samples, where `images` is given
-    channels: Annotated[Literal[1, 3, 4], FIXED] = 3    # 1 converts to grey, 4 keeps transparency (RGBA)
-    flip: Annotated[bool, FIXED] = True      # horizontal flips, drawn for each sample and step
-    held_out: Annotated[Fraction, FIXED] = 0.0    # share of a folder kept for evaluation; the built-in set has its own
-    held_out_path: str | None = None         # a folder for evaluation instead of a share
-    draft: Annotated[bool, FIXED] = False    # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
-    max_bad_fraction: Fraction = 0.01        # share of unreadable files that is replaced before the run ends
-    workers: Annotated[int, Field(ge=0, le=1024)] | None = None    # loader processes a rank; 0: none; None chooses
-    index: str | None = None                 # folder of the list of samples; None: in the run's, or not kept if small
-    splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)    # of embedding pairs: train, validation, test
-    cache: Cache = Cache()                   # of data at an address
-    embeddings: str | None = None            # of images, from launch/encode.py --image-encoder, or builtin:emoji-pairs
-    codes: Codes | None = None               # where `path` holds cached codes: filled in from their index
+    path: str = "builtin:fashion"  # a folder: images, clips (a subfolder a class) or a cache; or a built-in
+    image_size: Annotated[int, Field(gt=0, le=65536), FIXED] = 32  # pixels, of the square to fit into; clips: width
+    height: Annotated[PositiveInt | None, FIXED] = None  # of clips, pixels; None: image_size
+    num_frames: Annotated[PositiveInt | None, FIXED] = None  # of clips; None: images
+    frame_stride: Annotated[PositiveInt, FIXED] = 1  # of clips: one frame of so many is taken
+    captions: str | None = None  # of clips: NAME<TAB>CAPTION lines, or .csv or .jsonl with file and
+    # caption; None: X.txt beside X.mp4, else the names of class folders
+    labels: Literal["auto", "prefix", "none"] = "auto"  # prefix: ADM's CLASS_name.png; none: no labels at all
+    class_list: str | None = None  # a file with a class (folder, synset) a line: their order is the label
+    columns: dict[Literal["path", "image", "label", "caption"], str | list[str]] = {}  # of a table, by their names
+    images: str | None = None  # a folder of images that are mixed into the clips
+    image_share: Fraction = 0.2  # of the training samples, where `images` is given
+    channels: Annotated[Literal[1, 3, 4], FIXED] = 3  # 1 converts to grey, 4 keeps transparency (RGBA)
+    flip: Annotated[bool, FIXED] = True  # horizontal flips, drawn for each sample and step
+    held_out: Annotated[Fraction, FIXED] = 0.0  # share of a folder kept for evaluation; the built-in set has its own
+    held_out_path: str | None = None  # a folder for evaluation instead of a share
+    draft: Annotated[bool, FIXED] = False  # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
+    max_bad_fraction: Fraction = 0.01  # share of unreadable files that is replaced before the run ends
+    workers: Annotated[int, Field(ge=0, le=1024)] | None = None  # loader processes a rank; 0: none; None chooses
+    index: str | None = None  # folder of the list of samples; None: in the run's, or not kept if small
+    splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)  # of embedding pairs: train, validation, test
+    cache: Cache = Cache()  # of data at an address
+    embeddings: str | None = None  # of images, from launch/encode.py --image-encoder, or builtin:emoji-pairs
+    codes: Codes | None = None  # where `path` holds cached codes: filled in from their index
 
     @field_validator("path", "held_out_path", "captions", "images", "class_list", "index", "embeddings")
     @classmethod
@@ -82,61 +82,88 @@ class Data(Mixture, Shaping):
 
     @model_validator(mode="after")
     def _agree(self) -> "Data":
-        clips = {"height": self.height, "captions": self.captions, "images": self.images,
-                 "frame_stride": self.frame_stride != 1 or None}
+        clips = {
+            "height": self.height,
+            "captions": self.captions,
+            "images": self.images,
+            "frame_stride": self.frame_stride != 1 or None,
+        }
         keys = [f"data.{name}" for name, value in clips.items() if value is not None]
         _refuse(
             *self.mixture_problems(),
-            (keys and self.num_frames is None, f"{', '.join(keys)}: of clips, not of images: leave it out, or write "
-             "data.num_frames=17, say"),
-            (self.num_frames and self.channels == 4, "data.channels=4: clips have no transparency: write "
-             "data.channels=3"),
-            (self.images and not 0 < self.image_share < 1, f"data.image_share={self.image_share:g} lies between 0 and "
-             "1: leave data.images out for no images; for images alone write their folder as data.path"),
+            (
+                keys and self.num_frames is None,
+                f"{', '.join(keys)}: of clips, not of images: leave it out, or write data.num_frames=17, say",
+            ),
+            (
+                self.num_frames and self.channels == 4,
+                "data.channels=4: clips have no transparency: write data.channels=3",
+            ),
+            (
+                self.images and not 0 < self.image_share < 1,
+                f"data.image_share={self.image_share:g} lies between 0 and "
+                "1: leave data.images out for no images; for images alone write their folder as data.path",
+            ),
             *self.clip_problems(self.num_frames),
-            (self.draft and (self.crop != "center" or self.size_conditions), "data.draft=true goes with data.crop="
-             "center and without data.size_conditions: write data.draft=false"),
+            (
+                self.draft and (self.crop != "center" or self.size_conditions),
+                "data.draft=true goes with data.crop=center and without data.size_conditions: write data.draft=false",
+            ),
             (self.mixture and self.buckets, "data.mixture and data.buckets exclude each other: leave one of them out"),
             (self.held_out == 1, "data.held_out=1 leaves nothing to train on: give a share below 1"),
-            (self.held_out and self.held_out_path, f"data.held_out={self.held_out} and data.held_out_path="
-             f"{self.held_out_path} both name held-out images: give one of the two"),
+            (
+                self.held_out and self.held_out_path,
+                f"data.held_out={self.held_out} and data.held_out_path="
+                f"{self.held_out_path} both name held-out images: give one of the two",
+            ),
         )
         return self
 
 
 class BatchSize(Section):
-    global_: Annotated[int, FIXED] = Field(64, alias="global", gt=0, le=2**24)    # samples of a step, on all ranks
-    micro: PositiveInt | None = None         # samples for each rank and forward pass; None: global / world size
+    global_: Annotated[int, FIXED] = Field(64, alias="global", gt=0, le=2**24)  # samples of a step, on all ranks
+    micro: PositiveInt | None = None  # samples for each rank and forward pass; None: global / world size
 
     @model_validator(mode="after")
     def _agree(self) -> "BatchSize":
-        _refuse((self.micro and self.global_ % self.micro, f"batch.global={self.global_} is no multiple of batch.micro="
-                 f"{self.micro}: micro-batches that fit are {divisors(self.global_)}"))
+        _refuse(
+            (
+                self.micro and self.global_ % self.micro,
+                f"batch.global={self.global_} is no multiple of batch.micro="
+                f"{self.micro}: micro-batches that fit are {divisors(self.global_)}",
+            )
+        )
         return self
 
 
 class Optimizer(Section):
-    name: Literal["adamw", "muon", "adamw8bit", "lion"] = "adamw"    # what each is: dstrain/engine/optimizers.py
-    lr: NonNegative = 1e-4                   # peak learning rate; muon takes that of adamw, lion a third to a tenth
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)    # of the moments; lion is published with 0.9, 0.99
-    momentum: Fraction = 0.95                # of muon's matrices
+    name: Literal["adamw", "muon", "adamw8bit", "lion"] = "adamw"  # what each is: dstrain/engine/optimizers.py
+    lr: NonNegative = 1e-4  # peak learning rate; muon takes that of adamw, lion a third to a tenth
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # of the moments; lion is published with 0.9, 0.99
+    momentum: Fraction = 0.95  # of muon's matrices
     eps: NonNegative = 1e-8
-    weight_decay: NonNegative = 0.0          # decoupled; on what System.decays names
-    clip: NonNegative = 0.0                  # global gradient norm is scaled down to this; 0 is none
-    warmup: Count = 0                        # steps of linear growth from 0 to lr
-    schedule: Literal["constant", "cosine", "linear"] = "constant"     # after the warm-up
-    final_lr: NonNegative = 0.0              # where cosine and linear end
-    decay_steps: Annotated[PositiveInt | None, MAY_CHANGE] = None    # step at which final_lr is reached; None: the last
+    weight_decay: NonNegative = 0.0  # decoupled; on what System.decays names
+    clip: NonNegative = 0.0  # global gradient norm is scaled down to this; 0 is none
+    warmup: Count = 0  # steps of linear growth from 0 to lr
+    schedule: Literal["constant", "cosine", "linear"] = "constant"  # after the warm-up
+    final_lr: NonNegative = 0.0  # where cosine and linear end
+    decay_steps: Annotated[PositiveInt | None, MAY_CHANGE] = None  # step at which final_lr is reached; None: the last
 
     @model_validator(mode="after")
     def _agree(self) -> "Optimizer":
         _refuse(
             (max(self.betas) >= 1, f"optimizer.betas={list(self.betas)} must lie below 1, for example [0.9, 0.999]"),
             (self.momentum == 1, "optimizer.momentum=1 must lie below 1, for example 0.95"),
-            (self.final_lr > self.lr, f"optimizer.final_lr={self.final_lr:g} is above optimizer.lr={self.lr:g}: the "
-             "schedules only go down; lower final_lr or raise lr"),
-            (self.decay_steps and self.warmup >= self.decay_steps, f"optimizer.warmup={self.warmup} is not below "
-             f"optimizer.decay_steps={self.decay_steps}: shorten the warm-up"),
+            (
+                self.final_lr > self.lr,
+                f"optimizer.final_lr={self.final_lr:g} is above optimizer.lr={self.lr:g}: the "
+                "schedules only go down; lower final_lr or raise lr",
+            ),
+            (
+                self.decay_steps and self.warmup >= self.decay_steps,
+                f"optimizer.warmup={self.warmup} is not below "
+                f"optimizer.decay_steps={self.decay_steps}: shorten the warm-up",
+            ),
         )
         return self
 
@@ -153,13 +180,13 @@ class Optimizer(Section):
 
 
 class Ema(Section):
-    decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = (0.9999,)   # one shadow for each; () is none
-    warmup: bool = False                     # effective decay min(decay, (1 + step) / (10 + step))
+    decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = (0.9999,)  # one shadow for each; () is none
+    warmup: bool = False  # effective decay min(decay, (1 + step) / (10 + step))
     # Power-function averages by their relative width, ema/profiles.py: [0.05, 0.10], say, and snapshots of them, of
     # which launch/reconstruct.py makes those of any width. One shadow for each; () is none.
     profiles: tuple[Annotated[float, Field(ge=0.001, le=WIDEST)], ...] = ()
-    snapshots: Annotated[Count, MAY_CHANGE] = 0        # one in so many steps, and of the last; 0 is never
-    snapshot_precision: Annotated[Literal["fp32", "bf16"], MAY_CHANGE] = "fp32"    # bf16: see launch/reconstruct.md
+    snapshots: Annotated[Count, MAY_CHANGE] = 0  # one in so many steps, and of the last; 0 is never
+    snapshot_precision: Annotated[Literal["fp32", "bf16"], MAY_CHANGE] = "fp32"  # bf16: see launch/reconstruct.md
 
     @property
     def names(self) -> tuple[float, ...]:
@@ -168,15 +195,25 @@ class Ema(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "Ema":
-        repeated = {name: sorted({value for value in values if values.count(value) > 1})
-                    for name, values in (("decay", self.decays), ("profile", self.profiles))}
+        repeated = {
+            name: sorted({value for value in values if values.count(value) > 1})
+            for name, values in (("decay", self.decays), ("profile", self.profiles))
+        }
         _refuse(
-            *((values, f"ema.{name}s={list(getattr(self, f'{name}s'))} holds {values} twice: name each {name} once")
-              for name, values in repeated.items()),
-            (self.profiles and min(self.decays, default=1) <= WIDEST, f"ema.decays={list(self.decays)}: with "
-             f"ema.profiles, --ema takes a number up to {WIDEST} for a width: leave so short a decay out"),
-            (self.snapshots and not self.profiles, f"ema.snapshots={self.snapshots} keeps averages of ema.profiles, "
-             "which is empty: write ema.profiles=[0.05,0.10]"),
+            *(
+                (values, f"ema.{name}s={list(getattr(self, f'{name}s'))} holds {values} twice: name each {name} once")
+                for name, values in repeated.items()
+            ),
+            (
+                self.profiles and min(self.decays, default=1) <= WIDEST,
+                f"ema.decays={list(self.decays)}: with "
+                f"ema.profiles, --ema takes a number up to {WIDEST} for a width: leave so short a decay out",
+            ),
+            (
+                self.snapshots and not self.profiles,
+                f"ema.snapshots={self.snapshots} keeps averages of ema.profiles, "
+                "which is empty: write ema.profiles=[0.05,0.10]",
+            ),
         )
         return self
 
@@ -191,10 +228,10 @@ class Every(Section):
     report: Count = 50
     sample: Count = 500
     evaluate: Count = 500
-    evaluate_samples: Count = 0              # held-out samples of an evaluation, evenly spaced; 0 is all
-    metrics: Count = 0                       # samples.metrics of samples.metrics_samples drawn pictures, from each EMA
+    evaluate_samples: Count = 0  # held-out samples of an evaluation, evenly spaced; 0 is all
+    metrics: Count = 0  # samples.metrics of samples.metrics_samples drawn pictures, from each EMA
     save: Count = 500
-    report_page: Count = 5000                # report.html, and also after the last step; a process of its own writes it
+    report_page: Count = 5000  # report.html, and also after the last step; a process of its own writes it
 
     @field_validator("report", "sample", "evaluate", "metrics", "save", "report_page", mode="before")
     @classmethod
@@ -206,12 +243,12 @@ class Every(Section):
 
 class Save(Section):
     format: Literal["fragments", "deepspeed"] = "fragments"
-    keep: Annotated[int, Field(ge=2)] = 2    # newest checkpoints kept; two, so that a damaged one has a predecessor
-    keep_every: Count = 0                    # also keep every checkpoint whose step is a multiple; 0 is none
+    keep: Annotated[int, Field(ge=2)] = 2  # newest checkpoints kept; two, so that a damaged one has a predecessor
+    keep_every: Count = 0  # also keep every checkpoint whose step is a multiple; 0 is none
     # Also save and keep the EMA's best step: true is the lowest held-out loss; a metric is one of samples.metrics, of
     # fd and other distances the lowest, of accuracy and clip_score the highest.
     best: bool | str = False
-    asynchronous: bool = True                # training waits for a copy in the host's memory only; not with deepspeed
+    asynchronous: bool = True  # training waits for a copy in the host's memory only; not with deepspeed
 
 
 class Samples(Section):
@@ -219,76 +256,86 @@ class Samples(Section):
 
     num: Annotated[int, Field(gt=0, le=100_000)] = 40
     labels: tuple[Count, ...] | None = None  # repeated to `num`; None: every class in turn
-    prompts: tuple[str, ...] | None = None   # texts, repeated to `num`, for a system that takes them
-    num_frames: PositiveInt | None = None    # of videos; None: the model's
-    size: Shape | None = None                # width and height of pictures; None: image_size
-    sampler: str | None = None               # None: the usual one of the system
-    num_steps: PositiveInt = 50              # network evaluations for each picture
-    guidance_scale: NonNegative = 1.0        # 1 is none
-    guidance_rescale: Fraction = 0.0         # share by which guided predictions get the deviation of plain ones
-    guidance_interval: tuple[NonNegative, NonNegative] | None = None    # noise levels sigma / alpha; None: all
-    spacing: Literal["leading", "trailing", "linspace", "karras"] | None = None    # None: the sampler's usual
-    eta: NonNegative | None = None           # noise of a step; None: the sampler's usual
+    prompts: tuple[str, ...] | None = None  # texts, repeated to `num`, for a system that takes them
+    num_frames: PositiveInt | None = None  # of videos; None: the model's
+    size: Shape | None = None  # width and height of pictures; None: image_size
+    sampler: str | None = None  # None: the usual one of the system
+    num_steps: PositiveInt = 50  # network evaluations for each picture
+    guidance_scale: NonNegative = 1.0  # 1 is none
+    guidance_rescale: Fraction = 0.0  # share by which guided predictions get the deviation of plain ones
+    guidance_interval: tuple[NonNegative, NonNegative] | None = None  # noise levels sigma / alpha; None: all
+    spacing: Literal["leading", "trailing", "linspace", "karras"] | None = None  # None: the sampler's usual
+    eta: NonNegative | None = None  # noise of a step; None: the sampler's usual
     seed: Count = 0
-    ema: float | None = None                 # decay or width of the EMA to draw from; None: the first
+    ema: float | None = None  # decay or width of the EMA to draw from; None: the first
     # For every.metrics: metrics and networks as of launch/evaluate.py, see dstrain/metrics/in_training.py. None: fd and
     # accuracy of the built-in data, as far as the model has labels or captions; nothing of other data.
     metrics: tuple[str, ...] | None = None
-    features: tuple[str, ...] = ()           # KIND:PATH of networks; fd and accuracy have one built in
-    metrics_samples: Annotated[int, Field(ge=2)] = 500     # drawn, of all classes or captions in turn
+    features: tuple[str, ...] = ()  # KIND:PATH of networks; fd and accuracy have one built in
+    metrics_samples: Annotated[int, Field(ge=2)] = 500  # drawn, of all classes or captions in turn
     metrics_split: Literal["train", "held_out"] = "train"  # the data that they are compared with
 
     @model_validator(mode="after")
     def _agree(self) -> "Samples":
         _refuse(
             (self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"),
-            (self.prompts is not None and not all(text.strip() for text in self.prompts or ("",)), "samples.prompts="
-             f"{list(self.prompts or ())} holds no text, or an empty one: give texts, or null for none"),
-            (self.guidance_interval and self.guidance_interval[0] > self.guidance_interval[1],
-             f"samples.guidance_interval={list(self.guidance_interval or ())}: write the lower noise level first"),
+            (
+                self.prompts is not None and not all(text.strip() for text in self.prompts or ("",)),
+                "samples.prompts="
+                f"{list(self.prompts or ())} holds no text, or an empty one: give texts, or null for none",
+            ),
+            (
+                self.guidance_interval and self.guidance_interval[0] > self.guidance_interval[1],
+                f"samples.guidance_interval={list(self.guidance_interval or ())}: write the lower noise level first",
+            ),
             (self.labels and self.prompts, "samples.labels and samples.prompts are both given: give one of the two"),
         )
         return self
 
 
 class Track(Section):
-    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"   # auto: online with a key, offline without
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"  # auto: online with a key, offline without
     project: str = "dstrain"
     entity: str | None = None
-    tags: tuple[str, ...] = ()               # of the run in wandb, beside its name
-    group: str | None = None                 # wandb shows runs of one group together
-    notes: str | None = None                 # on the run, for a person
+    tags: tuple[str, ...] = ()  # of the run in wandb, beside its name
+    group: str | None = None  # wandb shows runs of one group together
+    notes: str | None = None  # on the run, for a person
     tensorboard: bool = False
-    artifact: bool = False                   # log the trained model to wandb at the end, as an artifact
+    artifact: bool = False  # log the trained model to wandb at the end, as an artifact
 
 
 class Faults(Section):
-    max_skipped: PositiveInt = 20            # non-finite steps in a row; one more is trouble: engine/recovery.py
-    spike: Annotated[float | None, Field(gt=1)] = None     # a loss above so many running medians is trouble; None: none
-    max_rollbacks: Count = 3                 # times that a run goes back from trouble, before it ends; 0: none
-    orphan_check: bool = True                # save and end when the launcher has gone
+    max_skipped: PositiveInt = 20  # non-finite steps in a row; one more is trouble: engine/recovery.py
+    spike: Annotated[float | None, Field(gt=1)] = None  # a loss above so many running medians is trouble; None: none
+    max_rollbacks: Count = 3  # times that a run goes back from trouble, before it ends; 0: none
+    orphan_check: bool = True  # save and end when the launcher has gone
     # A rank that waits longer for another ends. Listing data, compiling and saving, while others wait, take less.
     timeout_minutes: Annotated[float, Field(gt=0, le=10080)] = 30
-    hang_factor: NonNegative = 20            # times the median step, after which a step hangs; 0: only the timeout
-    hang_seconds: NonNegative = 300          # and no step hangs before
+    hang_factor: NonNegative = 20  # times the median step, after which a step hangs; 0: only the timeout
+    hang_seconds: NonNegative = 300  # and no step hangs before
 
     @model_validator(mode="after")
     def _agree(self) -> "Faults":
-        _refuse((0 < self.hang_factor < 1, f"faults.hang_factor={self.hang_factor:g}: a step that takes less than "
-                 "usual does not hang: write a number above 1, or 0 for faults.timeout_minutes alone"))
+        _refuse(
+            (
+                0 < self.hang_factor < 1,
+                f"faults.hang_factor={self.hang_factor:g}: a step that takes less than "
+                "usual does not hang: write a number above 1, or 0 for faults.timeout_minutes alone",
+            )
+        )
         return self
 
 
 class Run(Section):
     name: str = Field("dit-small", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
-    system: Annotated[str, FIXED] = "dit"    # a folder of dstrain/systems/, or a package of your own: my_lab.edm
-    folder: Path | None = None               # None: runs/NAME
-    steps: PositiveInt = 1000                # optimizer steps in all; may grow between runs
+    system: Annotated[str, FIXED] = "dit"  # a folder of dstrain/systems/, or a package of your own: my_lab.edm
+    folder: Path | None = None  # None: runs/NAME
+    steps: PositiveInt = 1000  # optimizer steps in all; may grow between runs
     seed: Annotated[Count, FIXED] = 0
-    init_from: Path | None = None            # weights to start from: a published file or a run
-    compile: Literal["auto", "on", "off"] = "auto"     # the repeated block; auto: on a GPU
-    channels_last: bool = False              # images enter the networks as NHWC, which GPUs convolve faster
-    model: Annotated[dict[str, Any], FIXED] = Field(default_factory=dict)    # the system's own section, its Config
+    init_from: Path | None = None  # weights to start from: a published file or a run
+    compile: Literal["auto", "on", "off"] = "auto"  # the repeated block; auto: on a GPU
+    channels_last: bool = False  # images enter the networks as NHWC, which GPUs convolve faster
+    model: Annotated[dict[str, Any], FIXED] = Field(default_factory=dict)  # the system's own section, its Config
     data: Data = Data()
     batch: BatchSize = BatchSize()
     optimizer: Annotated[Optimizer, FIXED] = Optimizer()
@@ -313,17 +360,32 @@ class Run(Section):
     def _agree(self) -> "Run":
         ema, profiles = self.samples.ema, list(self.ema.profiles)
         _refuse(
-            (ema is not None and ema not in self.ema.names, f"samples.ema={ema} is none of ema.decays="
-             f"{list(self.ema.decays)}{f' and ema.profiles={profiles}' if profiles else ''}: choose one of them, or "
-             "add it to ema.decays"),
-            (self.save.format == "deepspeed" and self.optimizer.name != "adamw", "save.format=deepspeed holds "
-             f"the moments of adamw, not of {self.optimizer.name}: write save.format=fragments"),
-            (self.save.best is True and not self.every.evaluate, "save.best=true needs held-out losses: set "
-             "every.evaluate"),
-            (isinstance(self.save.best, str) and not (self.every.metrics and (
-                self.samples.metrics is None or self.save.best in self.samples.metrics)),    # None: all of the set
-             f"save.best={self.save.best} needs that metric: set every.metrics, and name it in samples.metrics"),
-            (self.every.metrics and self.samples.metrics == (), f"every.metrics={self.every.metrics}: samples.metrics "
-             "names none: write samples.metrics=[fd], say, or every.metrics=0"),
+            (
+                ema is not None and ema not in self.ema.names,
+                f"samples.ema={ema} is none of ema.decays="
+                f"{list(self.ema.decays)}{f' and ema.profiles={profiles}' if profiles else ''}: choose one of them, or "
+                "add it to ema.decays",
+            ),
+            (
+                self.save.format == "deepspeed" and self.optimizer.name != "adamw",
+                "save.format=deepspeed holds "
+                f"the moments of adamw, not of {self.optimizer.name}: write save.format=fragments",
+            ),
+            (
+                self.save.best is True and not self.every.evaluate,
+                "save.best=true needs held-out losses: set every.evaluate",
+            ),
+            (
+                isinstance(self.save.best, str)
+                and not (
+                    self.every.metrics and (self.samples.metrics is None or self.save.best in self.samples.metrics)
+                ),  # None: all of the set
+                f"save.best={self.save.best} needs that metric: set every.metrics, and name it in samples.metrics",
+            ),
+            (
+                self.every.metrics and self.samples.metrics == (),
+                f"every.metrics={self.every.metrics}: samples.metrics "
+                "names none: write samples.metrics=[fd], say, or every.metrics=0",
+            ),
         )
         return self

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]      # products of two fit into float32
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # products of two fit into float32
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -45,9 +45,9 @@ Recompute = Annotated[bool | int | str, BeforeValidator(_recompute)]
 class Resume:
     """What may become of a field when a run goes on."""
 
-    may_change: bool                         # else it would be another run
-    may_be_filled_in: bool = False           # null may become a value: an older dstrain did not write it down
-    remedy: str = ""                         # what to do where it has changed; "": write the earlier value
+    may_change: bool  # else it would be another run
+    may_be_filled_in: bool = False  # null may become a value: an older dstrain did not write it down
+    remedy: str = ""  # what to do where it has changed; "": write the earlier value
 
 
 def fixed(remedy: str = "") -> Resume:
@@ -66,8 +66,14 @@ MAY_CHANGE, FIXED = Resume(may_change=True), fixed()
 class Section(BaseModel):
     """A part of a recipe. The docstring below a field is its description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, coerce_numbers_to_str=True,
-                              allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -75,8 +81,9 @@ class Section(BaseModel):
         for part in value if isinstance(value, (list, tuple)) else (value,):
             # Python's True is an int: without this `steps: true` would be one step.
             if isinstance(part, bool) and bool not in plain_types(cls.model_fields[info.field_name].annotation):
-                raise PydanticCustomError("no_bool", "is {value}, which has no meaning here",
-                                          {"value": str(part).lower()})
+                raise PydanticCustomError(
+                    "no_bool", "is {value}, which has no meaning here", {"value": str(part).lower()}
+                )
             if isinstance(part, str) and "\0" in part:
                 raise PydanticCustomError("nul", "it holds a NUL, which no name or path has")
             if isinstance(part, (int, float)) and 2**63 <= abs(part) != math.inf:
@@ -110,7 +117,7 @@ def resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel]) -> R
     rule = MAY_CHANGE
     for depth, name in enumerate(key.split(".")):
         entries = {field.alias or own: field for own, field in schema.model_fields.items()} if schema else {}
-        if (field := entries.get(name.partition("[")[0])) is None:    # a key of another version: as its section
+        if (field := entries.get(name.partition("[")[0])) is None:  # a key of another version: as its section
             return rule
         rule = next((mark for mark in field.metadata if isinstance(mark, Resume)), rule)
         schema = system if depth == 0 and name == "model" else subsection(field)

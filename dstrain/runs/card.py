@@ -51,10 +51,18 @@ def draw(folder: Path, title: str, code: str) -> np.ndarray:
         (place / "here").mkdir()
         (place / "here" / title).symlink_to(folder.absolute())
         # The code of pipelines is ours, and is copied into a cache, which several exports at a time would share.
-        environment = {"HF_MODULES_CACHE": str(place / "modules"), "DIFFUSERS_DISABLE_REMOTE_CODE": "false",
-                       "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run([sys.executable, "-c", _RUNNER, place / "code.py", place / "drawn.npy"],
-                              cwd=place / "here", capture_output=True, text=True, env=os.environ | environment)
+        environment = {
+            "HF_MODULES_CACHE": str(place / "modules"),
+            "DIFFUSERS_DISABLE_REMOTE_CODE": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", _RUNNER, place / "code.py", place / "drawn.npy"],
+            cwd=place / "here",
+            capture_output=True,
+            text=True,
+            env=os.environ | environment,
+        )
         if done.returncode:
             raise RuntimeError(f"the code of the model card fails:\n{code}\n{done.stderr[-4000:]}")
         return np.load(place / "drawn.npy")
@@ -64,8 +72,20 @@ def _titled(code: str, title: str) -> str:
     return code.replace('"OUT', json.dumps(title, ensure_ascii=False)[:-1])
 
 
-def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds: Mapping[str, str], class_name: str,
-          note: str, code: str, errors: Mapping[str, float], limit: float, system: System) -> None:
+def write(
+    out: Path,
+    title: str,
+    run: Run,
+    folder: Path,
+    checkpoint: Path,
+    kinds: Mapping[str, str],
+    class_name: str,
+    note: str,
+    code: str,
+    errors: Mapping[str, float],
+    limit: float,
+    system: System,
+) -> None:
     """OUT/README.md, and beside it the run's newest grid of samples, if there is one.
 
     title   what the folder is called when it is whole             note   what whoever loads it has to know
@@ -74,19 +94,24 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
     limit   of the code's error
     """
     sealed, run = manifest(checkpoint), _published(run)
-    imported = sealed["extra"].get("imported")                            # of launch/import.py's: not trained here
+    imported = sealed["extra"].get("imported")  # of launch/import.py's: not trained here
     versions = ", ".join(f"{library} {version}" for library, version in sealed["versions"].items())
-    here = ", ".join([f"dstrain {__version__}", *(f"{library} {importlib.metadata.version(library)}"
-                                                  for library in _LIBRARIES)])
+    here = ", ".join(
+        [f"dstrain {__version__}", *(f"{library} {importlib.metadata.version(library)}" for library in _LIBRARIES)]
+    )
     data = (folder / "data.txt").read_text(encoding="utf-8").strip() if (folder / "data.txt").exists() else "unknown"
     facts = {
-        "System": f"{run.system}, as diffusers' {class_name}", "Run": run.name,
+        "System": f"{run.system}, as diffusers' {class_name}",
+        "Run": run.name,
         "Step": f"0, imported from {imported}" if imported else f"{sealed['step']:,} of {run.steps:,}",
         "Weights": "; ".join(f"{part}: {'as imported' if imported else _kind(kind)}" for part, kind in kinds.items()),
-        "Seed": str(run.seed), "Data": "unknown" if imported else f"{run.data.path} ({data})",
-        "Imported with" if imported else "Trained with": versions, "Exported with": here,
+        "Seed": str(run.seed),
+        "Data": "unknown" if imported else f"{run.data.path} ({data})",
+        "Imported with" if imported else "Trained with": versions,
+        "Exported with": here,
         "Difference": ", ".join(f"{error:.1e} ({name})" for name, error in errors.items())
-                      + ", relative, of what diffusers computes from this folder and the trained network"}
+        + ", relative, of what diffusers computes from this folder and the trained network",
+    }
     lines = ["---", "library_name: diffusers", f"tags: [dstrain, {run.system}]", "---", "", f"# {run.name}", ""]
     if (grid := _newest_grid(folder / "samples")) is not None:
         shutil.copyfile(grid, out / GRID)
@@ -94,15 +119,28 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
     cells = {key: value.replace("|", "\\|").replace("\n", " ") for key, value in facts.items()}
     lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items()), ""]
     lines += ["```python", *_titled(code, title).splitlines(), "```", ""]
-    lines += ["This code was run on this folder when it was written, without dstrain. What it drew differs by "
-              f"{errors['code']:.1e} (relative to the largest value) from what the trained network draws in dstrain "
-              f"from the same noise; above {limit:.1e} the export would have been refused."
-              + f" The run's own pictures take {_settings(run.samples, system, class_name)}."
-              * ("images = pipeline" in code), ""]
+    lines += [
+        "This code was run on this folder when it was written, without dstrain. What it drew differs by "
+        f"{errors['code']:.1e} (relative to the largest value) from what the trained network draws in dstrain "
+        f"from the same noise; above {limit:.1e} the export would have been refused."
+        + f" The run's own pictures take {_settings(run.samples, system, class_name)}."
+        * ("images = pipeline" in code),
+        "",
+    ]
     lines += [f"Note: {note}.", ""] if note else []
     recipe = [line for line in dump(run).splitlines() if line not in ("folder: null", "init_from: null")]
-    lines += ["## Recipe", "", "```yaml", *recipe, "```", "", "## Licence", "", "Not stated: whoever publishes these "
-              "weights says here under which licence, and what that of the data allows.", ""]
+    lines += [
+        "## Recipe",
+        "",
+        "```yaml",
+        *recipe,
+        "```",
+        "",
+        "## Licence",
+        "",
+        "Not stated: whoever publishes these weights says here under which licence, and what that of the data allows.",
+        "",
+    ]
     (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -110,8 +148,11 @@ def _settings(samples: Samples, system: System, class_name: str) -> str:
     """How a run draws, in the words of the pipelines; with the scheduler, where diffusers has it."""
     sampler = system.sampler(samples.sampler)
     words = [f"{samples.num_steps} steps of {sampler}"]
-    words += [f"{name}={value:g}, which the pipeline does not know"
-              for name in ("eta", "guidance_rescale") if (value := getattr(samples, name))]
+    words += [
+        f"{name}={value:g}, which the pipeline does not know"
+        for name in ("eta", "guidance_rescale")
+        if (value := getattr(samples, name))
+    ]
     if samples.guidance_scale != 1:
         words.append(f"guidance_scale={samples.guidance_scale:g}")
         if samples.guidance_interval:
@@ -119,10 +160,16 @@ def _settings(samples: Samples, system: System, class_name: str) -> str:
             words.append(f"guidance_interval={samples.guidance_interval}{unknown}")
     if samples.spacing:
         # DDIMScheduler's steps are of equal length, T // N, whatever its spacing; DDPMPipeline knows no DDIM.
-        if (samples.spacing in ("leading", "trailing") and sampler == "ddim" and class_name != "DDPMPipeline"
-                and system.diffusion.num_timesteps % samples.num_steps == 0):
-            words.append("and `pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, "
-                         f'timestep_spacing="{samples.spacing}")`, which comes from diffusers')
+        if (
+            samples.spacing in ("leading", "trailing")
+            and sampler == "ddim"
+            and class_name != "DDPMPipeline"
+            and system.diffusion.num_timesteps % samples.num_steps == 0
+        ):
+            words.append(
+                "and `pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, "
+                f'timestep_spacing="{samples.spacing}")`, which comes from diffusers'
+            )
         else:
             words.append(f"spacing={samples.spacing}, which the pipeline does not know")
     return ", ".join(words)
@@ -132,8 +179,14 @@ def _published(run: Run) -> Run:
     """The recipe without the paths of the run's machine: folders are left out, of files the names stay."""
     data = {key: _without_paths(value) for key, value in run.data}
     data |= {key: data[key] and _last(data[key]) for key in ("path", "held_out_path")}
-    return run.model_copy(update={"folder": None, "init_from": None, "data": run.data.model_copy(update=data),
-                                  "model": _without_paths(run.model)})
+    return run.model_copy(
+        update={
+            "folder": None,
+            "init_from": None,
+            "data": run.data.model_copy(update=data),
+            "model": _without_paths(run.model),
+        }
+    )
 
 
 def _without_paths(value: Any) -> Any:

@@ -20,34 +20,37 @@ from dstrain.runs.weights import unaltered
 from dstrain.systems.base import Batch
 from dstrain.systems.codec import Codec, require_codes
 
-_RUN = "RUN"                                   # the folder's name in the usage of launch/encode.py
+_RUN = "RUN"  # the folder's name in the usage of launch/encode.py
 
 
 @dataclass(frozen=True)
 class FirstStage:
     """A frozen network that encodes."""
 
-    name: str                                  # for messages
+    name: str  # for messages
     fingerprint: str
-    channels: int                              # of its images
-    codes: Callable[[Batch], np.ndarray] | None = None     # None: it is not at hand, and others have cached its codes;
-                                               # image uint8 (B, C, H, W), or video uint8 (B, T, C, H, W) and frames
-                                               # int64 (B,) -> float32 (B, 2, c, h, w), mean and deviation, or
-                                               # token ids (B, h, w) or (B, t, h, w)
-    codebook_size: int | None = None           # of token ids
-    data: Data | None = None                   # what a run learned from
+    channels: int  # of its images
+    codes: Callable[[Batch], np.ndarray] | None = None  # None: it is not at hand, and others have cached its codes;
+    # image uint8 (B, C, H, W), or video uint8 (B, T, C, H, W) and frames
+    # int64 (B,) -> float32 (B, 2, c, h, w), mean and deviation, or
+    # token ids (B, h, w) or (B, t, h, w)
+    codebook_size: int | None = None  # of token ids
+    data: Data | None = None  # what a run learned from
 
 
-def of_run(folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None,
-           precision: Precision = "fp32") -> FirstStage:
+def of_run(
+    folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None, precision: Precision = "fp32"
+) -> FirstStage:
     """Of a run's folder, or of one that launch/export.py RUN --format safetensors or launch/consolidate.py has written.
 
     ConfigError: the folder is neither, its system encodes nothing, or weights are absent or damaged.
     """
     if not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists():
         if ema is not None or raw or step is not None:
-            raise ConfigError(f"{folder} is an export and holds weights of one kind: leave out --ema, --raw and "
-                              "--checkpoint, or name the run itself")
+            raise ConfigError(
+                f"{folder} is an export and holds weights of one kind: leave out --ema, --raw and "
+                "--checkpoint, or name the run itself"
+            )
         unaltered([folder])
         codec = Codec.load(folder, _RUN)
     else:
@@ -72,7 +75,7 @@ def _of_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None)
     require_codes(system, run, folder, _RUN)
     checkpoint = trained.checkpoint(folder, step, ema)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
-    first = next(iter(system.parts))                       # another part, such as a discriminator, encodes nothing
+    first = next(iter(system.parts))  # another part, such as a discriminator, encodes nothing
     networks = trained.networks(system, checkpoint, {first: kinds[first]}, torch.float32)
     return Codec(networks[first], system, run, str(folder), _RUN)
 
@@ -83,14 +86,17 @@ def of_diffusers(path: str, image_size: int | None, precision: Precision = "fp32
         vae = autoencoder.Autoencoder(path).to(group.device())
     if image_size is not None and image_size % vae.factor:
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
-    codes = lambda batch: _moments(*autoencoder.posterior(vae.vae, batch["image"].float() / 127.5 - 1))
+
+    def codes(batch):
+        return _moments(*autoencoder.posterior(vae.vae, batch["image"].float() / 127.5 - 1))
+
     fingerprint = vae.fingerprint()
     vae.encode_in(precision)
     return FirstStage(path, fingerprint, vae.image_channels, codes)
 
 
 def _moments(mean: Tensor, std: Tensor) -> np.ndarray:
-    return torch.stack((mean, std), dim=1).float().cpu().numpy()                                  # (B, 2, c, h, w)
+    return torch.stack((mean, std), dim=1).float().cpu().numpy()  # (B, 2, c, h, w)
 
 
 class Encoder:
@@ -136,8 +142,10 @@ class Encoder:
         """Of captions uint8 (b, bytes), or of several each (b, K, bytes), by calls of b captions."""
         several = captions if captions.ndim == 3 else captions[:, None]
         encoded = [self.texts.encode(captions_of(several[:, k])) for k in range(several.shape[1])]
-        arrays = {name: np.stack([texts[name].cpu().numpy() for texts in encoded], axis=1)
-                  for name in ("text_encodings", "text_mask")}
+        arrays = {
+            name: np.stack([texts[name].cpu().numpy() for texts in encoded], axis=1)
+            for name in ("text_encodings", "text_mask")
+        }
         return arrays if captions.ndim == 3 else {name: array[:, 0] for name, array in arrays.items()}
 
     def _stored(self, name: str, array: np.ndarray) -> np.ndarray:

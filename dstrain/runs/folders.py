@@ -1,14 +1,14 @@
 """The folder of a run: what it holds, and whether a command may go on in it.
 
-    run.yaml           the whole recipe as resolved          ds_config.json   the whole DeepSpeed config as resolved
-    data.txt           fingerprint of the data               saved            the last step that was saved; 0: none yet
-    checkpoints/       step_N/, see dstrain/checkpoint/store.py  samples/         step_N.png, grids from the EMA
-    averages/          snapshots of averages by width        reconstructed/   others, made of these
-    metrics.jsonl      a line per report                     log.txt          what was printed
-    bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
-    events.jsonl       starts and rollbacks                 report.html      all of it for a person
-    earlier_N/         --from-scratch, --step put it here   stop             make this file to stop the run
-    index/             the list of samples of large data
+run.yaml           the whole recipe as resolved          ds_config.json   the whole DeepSpeed config as resolved
+data.txt           fingerprint of the data               saved            the last step that was saved; 0: none yet
+checkpoints/       step_N/, see dstrain/checkpoint/store.py  samples/         step_N.png, grids from the EMA
+averages/          snapshots of averages by width        reconstructed/   others, made of these
+metrics.jsonl      a line per report                     log.txt          what was printed
+bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
+events.jsonl       starts and rollbacks                 report.html      all of it for a person
+earlier_N/         --from-scratch, --step put it here   stop             make this file to stop the run
+index/             the list of samples of large data
 """
 
 import fcntl
@@ -35,11 +35,11 @@ from dstrain.systems import config_class
 class Resume:
     """How a command begins in its folder; as it stands, it goes on from the newest checkpoint."""
 
-    from_scratch: bool = False               # begins anew; what the folder holds is moved aside
-    allow_change: bool = False               # goes on although the recipe or the data changed
-    step: int | None = None                  # goes on from this checkpoint; newer ones are moved aside
-    trust_pickle: bool = False               # reads DeepSpeed's own files, and runs what is pickled in them
-    profile: tuple[int, int, int] | None = None    # steps that are recorded, and of which ranks: tracking/profile.py
+    from_scratch: bool = False  # begins anew; what the folder holds is moved aside
+    allow_change: bool = False  # goes on although the recipe or the data changed
+    step: int | None = None  # goes on from this checkpoint; newer ones are moved aside
+    trust_pickle: bool = False  # reads DeepSpeed's own files, and runs what is pickled in them
+    profile: tuple[int, int, int] | None = None  # steps that are recorded, and of which ranks: tracking/profile.py
 
 
 def check(run: Run, fingerprint: str, resume: Resume) -> None:
@@ -54,27 +54,36 @@ def check(run: Run, fingerprint: str, resume: Resume) -> None:
     if resume.from_scratch or not folder.exists():
         return
     if (folder / "checkpoints" / "step_00000000").is_dir():
-        raise ConfigError(f"folder={folder} holds imported weights, and no moments to go on with: train in another "
-                          f"folder= with init_from={folder}")
+        raise ConfigError(
+            f"folder={folder} holds imported weights, and no moments to go on with: train in another "
+            f"folder= with init_from={folder}"
+        )
     if not (folder / "run.yaml").exists():
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_", "index")))
         if names:
-            raise ConfigError(f"folder={folder} is not a run's: it holds {', '.join(names[:3])} and no run.yaml; name "
-                              "another folder, or move these aside with --from-scratch")
+            raise ConfigError(
+                f"folder={folder} is not a run's: it holds {', '.join(names[:3])} and no run.yaml; name "
+                "another folder, or move these aside with --from-scratch"
+            )
         return
     if lost := _lost(folder):
-        raise ConfigError(f"{folder} {lost}: put back what is gone, or begin anew with --from-scratch, which moves the "
-                          "rest aside")
-    if resume.allow_change or not last_saved(folder):       # without a saved step, no run would be changed
+        raise ConfigError(
+            f"{folder} {lost}: put back what is gone, or begin anew with --from-scratch, which moves the rest aside"
+        )
+    if resume.allow_change or not last_saved(folder):  # without a saved step, no run would be changed
         return
     if changes := refused(recipe_of(folder), run, system := config_class(run.system)):
         raise refusals(changes, folder / "run.yaml", system)
     if not (earlier := small.line_of(folder / "data.txt")):
-        raise ConfigError(f"{folder / 'data.txt'} is gone or damaged, and it says on which data the run was trained: "
-                          f"put it back, or give --allow-change, if these are data.path={run.data.path}")
+        raise ConfigError(
+            f"{folder / 'data.txt'} is gone or damaged, and it says on which data the run was trained: "
+            f"put it back, or give --allow-change, if these are data.path={run.data.path}"
+        )
     if not same_data(earlier, fingerprint):
-        raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
-                          f"{earlier!r} before; put the files back, name another folder=, or give --allow-change")
+        raise ConfigError(
+            f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
+            f"{earlier!r} before; put the files back, name another folder=, or give --allow-change"
+        )
 
 
 def prepare(run: Run, fingerprint: str, resume: Resume) -> None:
@@ -99,7 +108,7 @@ def _lost(folder: Path) -> str | None:
     if (folder / "saved").exists():
         return "holds no checkpoint, and its file `saved`, which names the last one, is damaged"
     reports, pictures = folder / "metrics.jsonl", folder / "samples"
-    if reports.is_file() and reports.stat().st_size or pictures.is_dir() and any(pictures.iterdir()):
+    if (reports.is_file() and reports.stat().st_size) or (pictures.is_dir() and any(pictures.iterdir())):
         return "holds what training has reported, and neither a checkpoint nor the file `saved`"
     return None
 
@@ -132,16 +141,19 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:
-                os.utime(file.fileno())              # when this command began, for tracking/report/state.py
+                os.utime(file.fileno())  # when this command began, for tracking/report/state.py
                 return file
-            file.close()                             # its last holder removed the folder, and with it this file
+            file.close()  # its last holder removed the folder, and with it this file
             file = _lock(folder)
         except BlockingIOError:
             if time.monotonic() > end:
-                raise ConfigError(busy or f"folder={folder}: another process trains in it; name another folder=, or "
-                                  f"stop that one first (touch {folder / 'stop'})") from None
+                raise ConfigError(
+                    busy
+                    or f"folder={folder}: another process trains in it; name another folder=, or "
+                    f"stop that one first (touch {folder / 'stop'})"
+                ) from None
             time.sleep(0.5)
-        except OSError:                              # a file system without locks
+        except OSError:  # a file system without locks
             return file
 
 
@@ -149,8 +161,12 @@ def _lock(folder: Path) -> IO[str]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # Without waiting for the reader of a pipe.
-        return open(folder / ".lock", "a", encoding="utf-8", opener=lambda path, flags: os.open(
-            path, flags | os.O_NONBLOCK, 0o666))
+        return open(
+            folder / ".lock",
+            "a",
+            encoding="utf-8",
+            opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK, 0o666),
+        )
 
 
 def writing(folder: Path) -> AbstractContextManager[None]:
@@ -172,8 +188,11 @@ def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if _noted(folder) is None:
             note_saved(folder, last_saved(folder))
-        for name, text in (("run.yaml", dump(run)), ("data.txt", fingerprint + "\n"),
-                           ("ds_config.json", json.dumps(settings, indent=2) + "\n")):
+        for name, text in (
+            ("run.yaml", dump(run)),
+            ("data.txt", fingerprint + "\n"),
+            ("ds_config.json", json.dumps(settings, indent=2) + "\n"),
+        ):
             atomic.write(folder / name, text)
 
 
@@ -183,7 +202,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
     ConfigError: `out` is there already, and no empty folder; or it cannot be written.
     """
-    if out.is_symlink() or out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"--out {out} is there already: name a new folder")
     temporary = out.absolute().with_name(f"{out.absolute().name}.tmp{os.getpid()}")
     try:
@@ -191,9 +210,11 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield temporary
         by_umask(temporary)
         atomic.publish(temporary, out)
-    except (OSError, SafetensorError) as error:                          # a full disk raises either
-        raise ConfigError(f"--out {out} cannot be written ({getattr(error, 'strerror', None) or error}): name a folder "
-                          "that can be written and has room") from None
+    except (OSError, SafetensorError) as error:  # a full disk raises either
+        raise ConfigError(
+            f"--out {out} cannot be written ({getattr(error, 'strerror', None) or error}): name a folder "
+            "that can be written and has room"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -201,8 +222,10 @@ def new_folder(out: Path) -> Iterator[Path]:
 def require_steps(run: Run, step: int) -> None:
     """ConfigError: the run is further than its recipe goes."""
     if step > run.steps:
-        raise ConfigError(f"steps={run.steps}, and {run.directory / 'checkpoints'} is at step {step} already; raise "
-                          "steps=, or begin anew with --from-scratch")
+        raise ConfigError(
+            f"steps={run.steps}, and {run.directory / 'checkpoints'} is at step {step} already; raise "
+            "steps=, or begin anew with --from-scratch"
+        )
 
 
 def last_saved(folder: Path) -> int:
@@ -232,7 +255,7 @@ def settings_before(folder: Path) -> dict[str, Any]:
 
 
 def note_saved(folder: Path, step: int) -> None:
-    atomic.write(folder / "saved", f"{step}\n", make=False)         # a run's folder that was taken away stays so
+    atomic.write(folder / "saved", f"{step}\n", make=False)  # a run's folder that was taken away stays so
 
 
 def set_aside(folder: Path) -> None:
@@ -245,9 +268,12 @@ def set_aside(folder: Path) -> None:
 
 def set_newer_aside(folder: Path, step: int) -> None:
     """Moves checkpoints and averages after `step` into earlier_N, the newest first, with a copy of metrics.jsonl."""
-    newer = [path for kind in ("checkpoints", "averages", "reconstructed/*") for path in folder.glob(f"{kind}/step_*")
-             if (number := path.name[5:].partition(".")[0]).isdecimal() and int(number) > step
-             and path.suffix != ".tmp"]
+    newer = [
+        path
+        for kind in ("checkpoints", "averages", "reconstructed/*")
+        for path in folder.glob(f"{kind}/step_*")
+        if (number := path.name[5:].partition(".")[0]).isdecimal() and int(number) > step and path.suffix != ".tmp"
+    ]
     if not newer:
         return
     with writing(folder):

@@ -10,7 +10,7 @@ from dstrain.recipe import ConfigError, reworded
 from dstrain.runs import trained
 from dstrain.systems.base import System
 
-Guide = tuple[Path, float | str | None, int | None]        # a run; its EMA's decay or width, or raw; its checkpoint
+Guide = tuple[Path, float | str | None, int | None]  # a run; its EMA's decay or width, or raw; its checkpoint
 
 
 def load(guide: Guide, system: System, scale: float, dtype: torch.dtype) -> nn.Module:

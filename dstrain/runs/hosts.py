@@ -21,7 +21,7 @@ from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, NotSaved, Run, differences
 from dstrain.runs import folders
 
-_SHOWN = 8      # of what differs; hundreds of ranks may say the same
+_SHOWN = 8  # of what differs; hundreds of ranks may say the same
 
 
 def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
@@ -42,14 +42,21 @@ def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
     host, first_code, config = group.from_first((machine, code, pickle.dumps((run, settings))))
     me, first = f"rank {group.rank()} on {machine}", f"rank 0 on {host}"
     # On one machine the code differs only while somebody edits it.
-    problems = [f"{me} has {name} {version}, {first} has {first_code[name]}: install the same on all machines"
-                for name, version in code.items() if version != first_code[name] and machine != host]
+    problems = [
+        f"{me} has {name} {version}, {first} has {first_code[name]}: install the same on all machines"
+        for name, version in code.items()
+        if version != first_code[name] and machine != host
+    ]
     if not problems and (changed := _changes(*pickle.loads(config), run, settings)):
-        problems.append(f"{me} has another recipe than {first}: {', '.join(changed)}; give all machines one command"
-                        ", and where their CPUs differ, true or false for an \"auto\" of the JSON")
+        problems.append(
+            f"{me} has another recipe than {first}: {', '.join(changed)}; give all machines one command"
+            ', and where their CPUs differ, true or false for an "auto" of the JSON'
+        )
     if not _sees(probe, patience):
-        problems.append(f"folder={folder} is not shared: {me} does not see what {first} wrote there; put it on a file "
-                        "system that all machines mount, folder=/shared/NAME, say")
+        problems.append(
+            f"folder={folder} is not shared: {me} does not see what {first} wrote there; put it on a file "
+            "system that all machines mount, folder=/shared/NAME, say"
+        )
     problems = [problem for of_rank in group.objects(problems) for problem in of_rank]
     if group.rank() == 0:
         probe.unlink()
@@ -77,11 +84,13 @@ def require_folder(folder: Path, patience: float = 2.0) -> None:
     """
     gone = False
     if group.rank() == 0:
-        with suppress(OSError):                      # storage that fails is for the save to report
+        with suppress(OSError):  # storage that fails is for the save to report
             gone = not _sees(folder / "run.yaml", patience)
     if group.from_first(gone):
-        raise NotSaved(f"{folder} was moved or removed while training wrote into it (its run.yaml is gone): nothing "
-                       "more is saved; move it back and give the same command again")
+        raise NotSaved(
+            f"{folder} was moved or removed while training wrote into it (its run.yaml is gone): nothing "
+            "more is saved; move it back and give the same command again"
+        )
 
 
 def _end(problems: list[str]) -> None:
@@ -90,7 +99,7 @@ def _end(problems: list[str]) -> None:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise ConfigError(*problems[:_SHOWN], *more)
     if problems:
-        time.sleep(3)                                # a launcher ends all its ranks once one has: rank 0 speaks first
+        time.sleep(3)  # a launcher ends all its ranks once one has: rank 0 speaks first
         raise SystemExit(2)
 
 
@@ -105,8 +114,11 @@ def _code() -> dict[str, str]:
 def _changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]) -> list[str]:
     """Entries of the recipe and of the DeepSpeed settings that differ: KEY=here (not there)."""
     changes = differences(first_run, run)
-    changes += [(key, first_settings.get(key), settings.get(key)) for key in sorted({*first_settings, *settings})
-                if first_settings.get(key) != settings.get(key)]
+    changes += [
+        (key, first_settings.get(key), settings.get(key))
+        for key in sorted({*first_settings, *settings})
+        if first_settings.get(key) != settings.get(key)
+    ]
     return [f"{key}={own} (not {first})" for key, first, own in changes[:_SHOWN]]
 
 
@@ -118,7 +130,7 @@ def _sees(path: Path, patience: float) -> bool:
             return False
         for above in reversed(path.parents):
             try:
-                os.scandir(above).close()            # NFS remembers what was not there, and asks when this is opened
+                os.scandir(above).close()  # NFS remembers what was not there, and asks when this is opened
             except OSError:
                 pass
         time.sleep(0.2)

@@ -21,8 +21,10 @@ from dstrain.systems.base import System
 def read(folder: Path) -> Run:
     """The recipe that a run was trained with, as resolved. ConfigError: it is no run's folder."""
     if not (folder / "run.yaml").exists():
-        raise ConfigError(f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
-                          "example runs/dit-small")
+        raise ConfigError(
+            f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
+            "example runs/dit-small"
+        )
     return folders.recipe_of(folder)
 
 
@@ -43,12 +45,16 @@ def checkpoint(folder: Path, step: int | None = None, ema: float | None = None) 
     newest = store.newest()
     if ema is not None and (made := reconstructed(folder, ema, None, newest and newest[1])):
         if newest and newest[1].name != made.name and group.rank() == 0:
-            print(f"note: --ema {ema} is of {made.name}; launch/reconstruct.py has made none of {newest[1].name}",
-                  file=sys.stderr)
+            print(
+                f"note: --ema {ema} is of {made.name}; launch/reconstruct.py has made none of {newest[1].name}",
+                file=sys.stderr,
+            )
         return whole(made)
     if newest is None and (steps := store.steps()):
-        raise ConfigError(f"{folder}: none of its checkpoints ({', '.join(map(str, steps))}) is whole; see the reasons "
-                          "above, restore one, or train it again")
+        raise ConfigError(
+            f"{folder}: none of its checkpoints ({', '.join(map(str, steps))}) is whole; see the reasons "
+            "above, restore one, or train it again"
+        )
     if newest is None:
         raise ConfigError(f"{folder} holds no whole checkpoint yet: train first")
     return newest[1]
@@ -62,26 +68,32 @@ def require_writable(folder: Path, option: str = "--out") -> None:
         raise ConfigError(f"{option} {folder} cannot be written: name another folder")
 
 
-def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool = False,
-          every: bool = False) -> dict[str, str]:
+def kinds(
+    system: System, checkpoint: Path, ema: float | None = None, raw: bool = False, every: bool = False
+) -> dict[str, str]:
     """Which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
 
     Parts without averages, such as a discriminator, are left out unless `every`, which takes those that the folder
     holds: what launch/reconstruct.py makes lacks them. ConfigError: no such average.
     """
-    return {part: checkpoint_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
-            for part in system.parts if part in system.averaged or every and any(checkpoint.glob(f"{part}-*-of-*"))}
+    return {
+        part: checkpoint_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
+        for part in system.parts
+        if part in system.averaged or (every and any(checkpoint.glob(f"{part}-*-of-*")))
+    }
 
 
-def networks(system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype,
-             device: torch.device | None = None) -> dict[str, nn.Module]:
+def networks(
+    system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype, device: torch.device | None = None
+) -> dict[str, nn.Module]:
     """The networks of the parts in `kinds`, with those weights, in eval mode on a device (None: the rank's)."""
     states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
     return placed(system, states, dtype, device or group.device())
 
 
-def placed(system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype,
-           device: torch.device) -> dict[str, nn.Module]:
+def placed(
+    system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype, device: torch.device
+) -> dict[str, nn.Module]:
     """The system's networks with the weights of `states`, pairs of a part and its state dict, as `networks`."""
     fresh, loaded = system.networks(), {}
     for part, state in states:
@@ -89,7 +101,7 @@ def placed(system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtyp
         network.load_state_dict(state)
         buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
         network.to(device, dtype).eval()
-        for name, buffer in network.named_buffers():                      # tables keep their own precision
+        for name, buffer in network.named_buffers():  # tables keep their own precision
             buffer.data = buffers[name].to(device)
     for network in system.frozen():
         network.to(device)

@@ -27,7 +27,7 @@ from dstrain.systems.base import System
 
 Adapted = dict[str, tuple[dict[str, Tensor], list[str]]]
 _INDEX = "model.safetensors.index.json"
-_MODEL = "diffusion_pytorch_model"                # what diffusers calls its files
+_MODEL = "diffusion_pytorch_model"  # what diffusers calls its files
 _INDICES = (_INDEX, f"{_MODEL}.safetensors.index.json")
 
 
@@ -42,7 +42,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
     """
     first, *others = (part for part in system.parts if parts is None or part in parts)
     if path.name in (f"{_MODEL}.safetensors", f"{_MODEL}.bin") and (path.parent / "config.json").is_file():
-        path = path.parent                                               # the names in it are those of diffusers
+        path = path.parent  # the names in it are those of diffusers
     if (path / "checkpoints").is_dir():
         newest = Store(path / "checkpoints").newest()
         if newest is None:
@@ -62,13 +62,18 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
         adapted = {first: _adapted(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
     else:
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
-            raise ConfigError(f"init_from={path} holds DeepSpeed's own files: merge them with `python "
-                              f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR")
+            raise ConfigError(
+                f"init_from={path} holds DeepSpeed's own files: merge them with `python "
+                f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR"
+            )
         unaltered([path], together=True)
         adapted = {first: _adapted(system, first, read(path), path)}
     adapted[first][1].extend(notes)
-    adapted[first][1].extend(f"{part} is not in {path} and begins anew" for part in others
-                             if part not in adapted and not any(note.startswith(f"{part} lies") for note in notes))
+    adapted[first][1].extend(
+        f"{part} is not in {path} and begins anew"
+        for part in others
+        if part not in adapted and not any(note.startswith(f"{part} lies") for note in notes)
+    )
     return adapted
 
 
@@ -79,8 +84,10 @@ def _of_checkpoint(path: Path, system: System, first: str, others: list[str]) ->
         recipe = path.parent.parent / "run.yaml"
         text = recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else ""
         name = re.search(r"^system: *(\w+)", text, re.MULTILINE)
-        raise ConfigError(f"init_from={path} is of a run of {f'system {name[1]}' if name else 'another system'}, which "
-                          f"trains {', '.join(sorted(parts))} and no {first}; name a run of this recipe's system")
+        raise ConfigError(
+            f"init_from={path} is of a run of {f'system {name[1]}' if name else 'another system'}, which "
+            f"trains {', '.join(sorted(parts))} and no {first}; name a run of this recipe's system"
+        )
     adapted, notes = {}, []
     for part in (part for part in (first, *others) if part in parts):
         kind = checkpoint_kind(path, part)
@@ -105,14 +112,14 @@ def unaltered(paths: Iterable[Path], together: bool = False) -> None:
     `together`: called on all ranks, each of which reads its share.
     """
     paths = [path.absolute() for path in paths]
-    above = (paths[0], *paths[0].parents)[:3]                             # a file, its part's folder, all parts' folder
+    above = (paths[0], *paths[0].parents)[:3]  # a file, its part's folder, all parts' folder
     folder = next((folder for folder in above if (folder / CONSOLIDATED).is_file()), None)
     if folder is None:
         return
     try:
         files = read_json(folder / CONSOLIDATED).get("files", {})
         names = [name for name in files if any((folder / name).is_relative_to(path) for path in paths)]
-        share = names[group.rank() % group.world()::group.world()] if together else names
+        share = names[group.rank() % group.world() :: group.world()] if together else names
         wrong = faults(folder, share, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         wrong = [f"{CONSOLIDATED} is damaged"]
@@ -121,8 +128,9 @@ def unaltered(paths: Iterable[Path], together: bool = False) -> None:
         raise ConfigError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
 
 
-def _adapted(system: System, part: str, state: dict[str, Tensor],
-             origin: object) -> tuple[dict[str, Tensor], list[str]]:
+def _adapted(
+    system: System, part: str, state: dict[str, Tensor], origin: object
+) -> tuple[dict[str, Tensor], list[str]]:
     """What the system makes of a part's weights, and notes on it, first of all how many came unchanged."""
     values, notes = system.adapt(part, state)
     before, after = ({_place(tensor) for tensor in tensors.values()} for tensors in (state, values))
@@ -149,8 +157,10 @@ def _config_of_diffusers(path: Path, system: System) -> Path | None:
         except (OSError, ValueError, AttributeError):
             raise ConfigError(f"weights: {config} is damaged: copy it again from where it comes") from None
     if (path / "model_index.json").is_file():
-        raise ConfigError(f"weights: {path} is a pipeline of diffusers and holds no {inner.relative_to(path)}, which "
-                          "this system begins from; name the folder of one network")
+        raise ConfigError(
+            f"weights: {path} is a pipeline of diffusers and holds no {inner.relative_to(path)}, which "
+            "this system begins from; name the folder of one network"
+        )
     return None
 
 
@@ -163,8 +173,11 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
         shutil.copyfile(recipe, folder / "run.yaml")
     for part in parts:
         kind = checkpoint_kind(checkpoint, part, ema if ema in ema_decays(checkpoint, part) else None)
-        save_file(read_weights(checkpoint, part, kind), folder / f"{part}.safetensors",
-                  metadata={"weights": kind, "checkpoint": checkpoint.name})
+        save_file(
+            read_weights(checkpoint, part, kind),
+            folder / f"{part}.safetensors",
+            metadata={"weights": kind, "checkpoint": checkpoint.name},
+        )
     by_umask(folder)
 
 
@@ -179,8 +192,10 @@ def checkpoint_kind(path: Path, part: str, ema: float | None = None) -> str:
     """The kind of weights to take from a checkpoint: the EMA asked for, else its first, else the weights."""
     decays = ema_decays(path, part)
     if ema is not None and ema not in decays:
-        raise ConfigError(f"{path} holds no EMA of {'width' if ema <= WIDEST else 'decay'} {ema}; it holds "
-                          f"{', '.join(map(str, decays)) or 'none'}{_made_or_to_make(path.parent.parent, ema)}")
+        raise ConfigError(
+            f"{path} holds no EMA of {'width' if ema <= WIDEST else 'decay'} {ema}; it holds "
+            f"{', '.join(map(str, decays)) or 'none'}{_made_or_to_make(path.parent.parent, ema)}"
+        )
     if ema is None and not decays:
         return "master"
     return f"ema.{decays[0] if ema is None else ema!r}"
@@ -191,7 +206,8 @@ def _made_or_to_make(run: Path, ema: float) -> str:
     made = sorted((path.name for path in (run / RECONSTRUCTED).glob("*") if any(path.glob("step_*"))), key=float)
     makes = ema <= WIDEST and any((run / snapshots.FOLDER).glob("step_*"))
     return (f"; reconstructed: {', '.join(made)}" if made else "") + (
-        f"; launch/reconstruct.py {run} --ema {ema} makes one of its snapshots" if makes else "")
+        f"; launch/reconstruct.py {run} --ema {ema} makes one of its snapshots" if makes else ""
+    )
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
@@ -203,8 +219,8 @@ def read(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if path.is_dir() and not files:
-        files = sorted(path.glob("prior/*.safetensors"))                 # diffusers' folder of all that a prior is
-    if (plain := path / f"{_MODEL}.safetensors") in files:               # beside it in other precisions
+        files = sorted(path.glob("prior/*.safetensors"))  # diffusers' folder of all that a prior is
+    if (plain := path / f"{_MODEL}.safetensors") in files:  # beside it in other precisions
         files = [file for file in files if file == plain or not file.name.startswith(f"{_MODEL}.")]
     elif not files and (path / f"{_MODEL}.bin").exists():
         files = [path := path / f"{_MODEL}.bin"]
@@ -223,12 +239,14 @@ def read(path: str | Path) -> dict[str, Tensor]:
                 raise ConfigError(f"weights: {file} is no safetensors file ({error}): fetch it again") from error
         return _named(state, path)
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):     # train.py keeps its arguments in the file
+        with torch.serialization.safe_globals([argparse.Namespace]):  # train.py keeps its arguments in the file
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
-    except Exception as error:              # the restricted unpickler meets hostile bytes: it may raise anything
-        raise ConfigError(f"weights: {path} is no weights file, damaged, or holds more than tensors and plain values "
-                          f"({type(error).__name__}), and was not loaded, nor anything in it run; convert it to "
-                          "safetensors where it comes from") from None
+    except Exception as error:  # the restricted unpickler meets hostile bytes: it may raise anything
+        raise ConfigError(
+            f"weights: {path} is no weights file, damaged, or holds more than tensors and plain values "
+            f"({type(error).__name__}), and was not loaded, nor anything in it run; convert it to "
+            "safetensors where it comes from"
+        ) from None
     if isinstance(content, dict):
         # An empty "ema" is no average. DALLE-pytorch's key is "weights"; DALLE2-pytorch's average is "ema_model".
         inner = (content.get(name) for name in ("ema_model", "ema", "model", "weights"))
@@ -259,6 +277,8 @@ def _listed(index: Path) -> list[Path]:
 def _named(state: object, path: Path) -> dict[str, Tensor]:
     """Weights under their own names, without the prefixes of wrappers."""
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ConfigError(f"weights: {path} holds no state dict (name -> tensor), nor one under 'ema', 'model' or "
-                          "'weights'; save the network's state_dict() there")
+        raise ConfigError(
+            f"weights: {path} holds no state dict (name -> tensor), nor one under 'ema', 'model' or "
+            "'weights'; save the network's state_dict() there"
+        )
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}

@@ -19,8 +19,9 @@ from dstrain.systems.base import Batch, Nets, Request, System, Terms
 @contextmanager
 def resting(nets: Nets) -> Iterator[None]:
     """Inside, the networks are in evaluation mode, without dropout; afterwards in the mode they had."""
-    modes = [(module, module.training)
-             for net in nets.values() if isinstance(net, nn.Module) for module in net.modules()]
+    modes = [
+        (module, module.training) for net in nets.values() if isinstance(net, nn.Module) for module in net.modules()
+    ]
     for module, _ in modes:
         module.training = False
     try:
@@ -30,8 +31,9 @@ def resting(nets: Nets) -> Iterator[None]:
             module.training = mode
 
 
-def draw(system: System, nets: Nets, request: Request, chunk: int,
-         device: torch.device | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+def draw(
+    system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and what System.sample makes
     of them, (n, ...).
 
@@ -45,8 +47,9 @@ def draw(system: System, nets: Nets, request: Request, chunk: int,
 
 
 @torch.no_grad()
-def draw_own(system: System, nets: Nets, request: Request, chunk: int,
-             device: torch.device | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+def draw_own(
+    system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """As `draw`, but each rank has the `chunk` samples of its own turn, on its device.
 
     The last ones may be numbered beyond the request's: they repeat others, so that all ranks call the networks alike.
@@ -69,8 +72,10 @@ def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: t
 
 def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
     """As `draw_all`, on the host of rank 0 alone; None on the others. No rank's GPU holds more than its own samples."""
-    rounds = [group.rows_to_first(images, shares(len(request.seeds), number, chunk))
-              for number, (_, images) in enumerate(draw_own(system, nets, request, chunk))]
+    rounds = [
+        group.rows_to_first(images, shares(len(request.seeds), number, chunk))
+        for number, (_, images) in enumerate(draw_own(system, nets, request, chunk))
+    ]
     return None if rounds[0] is None else torch.cat(rounds)
 
 
@@ -82,7 +87,8 @@ def shares(total: int, round: int, chunk: int) -> list[int]:
 
 @torch.no_grad()
 def picture_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
-    """The system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the host of rank 0; None elsewhere.
+    """The system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the host of
+    rank 0; None elsewhere.
     """
     pictures: dict[str, list[Tensor | None]] = {}
     total, world = len(batch["key"]), group.world()
@@ -115,8 +121,8 @@ class Means:
     """
 
     sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    timesteps: list[int] | None = None                                   # of the columns of curves
-    nonfinite: int = 0                                                   # samples
+    timesteps: list[int] | None = None  # of the columns of curves
+    nonfinite: int = 0  # samples
 
     def add(self, terms: Terms, valid: Tensor) -> None:
         valid, terms = valid.cpu(), {name: values.cpu() for name, values in terms.items() if values.ndim}
@@ -124,7 +130,7 @@ class Means:
         if timestep is not None:
             self.timesteps = timestep[0].tolist()
         for name, values in terms.items():
-            values = values.double().view(len(valid), -1)                                         # (B, K)
+            values = values.double().view(len(valid), -1)  # (B, K)
             self._sum("figures" if terms[name].ndim == 1 else "curves", name, values, valid[:, None])
             if quartile is not None and terms[name].ndim == 1:
                 self._sum("quarters", name, values, valid[:, None] & (quartile[:, None] == torch.arange(4)))
@@ -133,7 +139,7 @@ class Means:
 
     def _sum(self, kind: str, name: str, values: Tensor, counted: Tensor) -> None:
         values = torch.where(counted, values, 0.0)
-        sums = torch.stack((values.sum(0), values.square().sum(0), counted.expand_as(values).sum(0)))     # (3, K)
+        sums = torch.stack((values.sum(0), values.square().sum(0), counted.expand_as(values).sum(0)))  # (3, K)
         self.sums[kind, name] = self.sums.get((kind, name), 0) + sums
 
     def result(self) -> dict[str, Any]:
@@ -143,8 +149,14 @@ class Means:
         names = list(self.sums)
         flat = torch.cat([*(self.sums[name].flatten() for name in names), torch.tensor([self.nonfinite]).double()])
         flat = group.total(flat.to(group.device())).cpu()
-        result: dict[str, Any] = {"figures": {}, "standard_errors": {}, "curves": {}, "timesteps": self.timesteps,
-                                  "quarters": {}, "nonfinite_samples": int(flat[-1])}
+        result: dict[str, Any] = {
+            "figures": {},
+            "standard_errors": {},
+            "curves": {},
+            "timesteps": self.timesteps,
+            "quarters": {},
+            "nonfinite_samples": int(flat[-1]),
+        }
         for (kind, name), part in zip(names, flat[:-1].split([self.sums[name].numel() for name in names])):
             total, squares, count = part.view(3, -1)
             means = total / count
@@ -156,8 +168,9 @@ class Means:
 
 
 @torch.no_grad()
-def score(system: System, nets: Nets, batches: Iterable[Batch],
-          curves: dict[str, list[float]] | None = None) -> dict[str, float]:
+def score(
+    system: System, nets: Nets, batches: Iterable[Batch], curves: dict[str, list[float]] | None = None
+) -> dict[str, float]:
     """Means over held-out samples of the system's evaluation terms, the same for any world size.
 
     A batch's `valid` bool (B,) is False for the repetitions that fill up a rank's last batch. `curves` receives the
@@ -169,11 +182,17 @@ def score(system: System, nets: Nets, batches: Iterable[Batch],
         valid = batch.pop("valid")
         with resting(nets):
             terms = system.evaluate(nets, system.encode(batch))
-        means.add({name: values for name, values in terms.items()
-                   if values.shape[:1] == valid.shape and values.ndim <= 2 and name != "quartile"}, valid)
+        means.add(
+            {
+                name: values
+                for name, values in terms.items()
+                if values.shape[:1] == valid.shape and values.ndim <= 2 and name != "quartile"
+            },
+            valid,
+        )
     result = means.result()
     if curves is not None:
         curves |= {name: mean.tolist() for name, mean in result["curves"].items()}
-    bad = result["nonfinite_samples"]                                    # a mean that such a sample enters is NaN
+    bad = result["nonfinite_samples"]  # a mean that such a sample enters is NaN
     figures = dict(sorted(result["figures"].items())) | system.digest(result["curves"])
     return figures | ({"nonfinite_samples": bad} if bad else {})

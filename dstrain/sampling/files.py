@@ -1,12 +1,12 @@
 """The files that launch/generate.py writes, round by round: the ranks share the single files, rank 0 writes the rest.
 
-    samples/000000.png              pictures; of videos .gif and .mp4. With a caption 000000-a-sneaker-moving-left.gif.
-                                    The folder holds nothing else: tools that score a folder take all of it
-    grid.png, grid.gif              the first of them; of videos the .png shows frames side by side
-    samples_NxHxWx3.npz             arr_0, as ADM's evaluator reads it, of videos (N, T, H, W, 3); arr_1, the labels
-                                    int64 (N,) of a class-conditional run; prompts, where there were texts
-    prompts.txt, captions.jsonl     the texts, and which file of samples/, seed and frames belong to them
-    embeddings.npy                  of a prior, instead of all pictures
+samples/000000.png              pictures; of videos .gif and .mp4. With a caption 000000-a-sneaker-moving-left.gif.
+                                The folder holds nothing else: tools that score a folder take all of it
+grid.png, grid.gif              the first of them; of videos the .png shows frames side by side
+samples_NxHxWx3.npz             arr_0, as ADM's evaluator reads it, of videos (N, T, H, W, 3); arr_1, the labels
+                                int64 (N,) of a class-conditional run; prompts, where there were texts
+prompts.txt, captions.jsonl     the texts, and which file of samples/, seed and frames belong to them
+embeddings.npy                  of a prior, instead of all pictures
 """
 
 import json
@@ -28,8 +28,8 @@ from dstrain.tracking.pictures import Album, grid, on_white, save_png
 from dstrain.tracking.videos import FPS, film, film_grid, safe_name, save_gif, save_mp4, strip
 
 FORMATS = ("gif", "mp4")
-_IN_GRID = 256                                    # pictures
-_CLIPS_IN_GRID = 64                               # clips
+_IN_GRID = 256  # pictures
+_CLIPS_IN_GRID = 64  # clips
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class About:
 
     num: int
     seed: int = 0
-    columns: int | None = None                    # of the grid
-    labels: Tensor | None = None                  # int64 (num,)
-    captions: Sequence[str] | None = None         # one a sample
-    scenes: Sequence[Scene] | None = None         # of every sample
-    files: bool = True                            # one for each sample, too
-    formats: Sequence[str] = FORMATS              # of videos
+    columns: int | None = None  # of the grid
+    labels: Tensor | None = None  # int64 (num,)
+    captions: Sequence[str] | None = None  # one a sample
+    scenes: Sequence[Scene] | None = None  # of every sample
+    files: bool = True  # one for each sample, too
+    formats: Sequence[str] = FORMATS  # of videos
     fps: int = FPS
 
     def stem(self, number: int) -> str:
@@ -90,8 +90,8 @@ class Pictures:
         """Writes what belongs to all of them; the .npz comes last."""
         if group.rank() != 0:
             return
-        about, first = self.about, torch.cat(self.first)[:_CLIPS_IN_GRID if self.videos else _IN_GRID]
-        captions = about.captions and about.captions[:len(first)]
+        about, first = self.about, torch.cat(self.first)[: _CLIPS_IN_GRID if self.videos else _IN_GRID]
+        captions = about.captions and about.captions[: len(first)]
         if self.videos:
             save_gif(self.out / "grid.gif", film_grid(first, about.columns, captions), about.fps)
         save_png(self.out / "grid.png", strip(first, captions) if self.videos else grid(first, about.columns, captions))
@@ -99,9 +99,11 @@ class Pictures:
         if about.captions:
             _write_prompts(self.out, [scene.caption for scene in about.scenes] if about.scenes else about.captions)
             kind = (about.formats[0] if self.videos else "png") if about.files else None
-            lines = ({"file": kind and f"{about.stem(number)}.{kind}", "caption": caption, "seed": about.seed + number}
-                     | ({"scenes": [asdict(scene) for scene in about.scenes]} if about.scenes else {})
-                     for number, caption in enumerate(about.captions))
+            lines = (
+                {"file": kind and f"{about.stem(number)}.{kind}", "caption": caption, "seed": about.seed + number}
+                | ({"scenes": [asdict(scene) for scene in about.scenes]} if about.scenes else {})
+                for number, caption in enumerate(about.captions)
+            )
             text = "".join(f"{json.dumps(line)}\n" for line in lines)
             (self.out / "captions.jsonl").write_text(text, encoding="utf-8")
             arrays["prompts"] = np.array(about.captions)
@@ -135,10 +137,12 @@ def folder_for(out: Path | None, parent: Path) -> Path:
 
     ConfigError: `out` cannot be written, or holds samples already.
     """
+
     def used(path: Path) -> bool:
         # Pictures alone are those of a command that was stopped: they would mix with others.
-        return path.is_dir() and any(chain(path.glob("samples_*.npz"), path.glob("embeddings.npy"),
-                                           path.glob(f"{SAMPLES}/*")))
+        return path.is_dir() and any(
+            chain(path.glob("samples_*.npz"), path.glob("embeddings.npy"), path.glob(f"{SAMPLES}/*"))
+        )
 
     if out is None:
         names = chain(["generated"], (f"generated_{number}" for number in count(2)))

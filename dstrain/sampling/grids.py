@@ -13,8 +13,9 @@ from dstrain.sampling.requests import make_request
 from dstrain.systems.base import Nets, System
 
 
-def grids(run: Run, system: System, nets: Nets, source: Source,
-          micro: int) -> Iterator[tuple[Tensor | None, str, int | None, list[str] | None]]:
+def grids(
+    run: Run, system: System, nets: Nets, source: Source, micro: int
+) -> Iterator[tuple[Tensor | None, str, int | None, list[str] | None]]:
     """Images uint8 (N, ...) on the host of rank 0, None on the others; their name, the grid's columns and captions.
 
     `source` is what a system begins from that begins from data. At most `micro` samples of a rank in one call.
@@ -22,8 +23,8 @@ def grids(run: Run, system: System, nets: Nets, source: Source,
     samples = run.samples
     chunk = min(micro, -(-samples.num // group.world()))
     data: dict[str, Tensor] = {}
-    columns = None                                                # the same for all grids, so that they align
-    if system.starts_from_data:                                   # the same samples on every rank
+    columns = None  # the same for all grids, so that they align
+    if system.starts_from_data:  # the same samples on every rank
         data = next(held_out(source, min(samples.num, len(source)), seed=run.seed))
     if system.generates:
         request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)

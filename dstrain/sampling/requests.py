@@ -17,9 +17,17 @@ from dstrain.systems.base import CHOICES, Request, System
 OPTIONS = {"num_steps: ": "--steps: ", "labels: ": "--labels: ", "guidance_scale: ": "--guidance-scale: "}
 
 
-def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, labels: Sequence[int] | None = None,
-                 prompts: Sequence[str] | None = None, images: Tensor | None = None,
-                 **choices: Any) -> tuple[Request, list[str] | None]:
+def make_request(
+    samples: Samples,
+    system: System,
+    num: int,
+    seed: int = 0,
+    *,
+    labels: Sequence[int] | None = None,
+    prompts: Sequence[str] | None = None,
+    images: Tensor | None = None,
+    **choices: Any,
+) -> tuple[Request, list[str] | None]:
     """A request for `num` samples, sample i a function of seed + i, and the texts that they are of, one a sample.
 
     labels and prompts are repeated to `num`. images: uint8 (N, C, H, W), or frames (N, K, C, H, W), that samples begin
@@ -29,8 +37,10 @@ def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, l
     choices = {name: value for name, value in choices.items() if value is not None}
     samples = samples.model_copy(update=choices)
     if samples.guidance_scale == 1 and (idle := {"guidance_interval", "guidance_rescale"} & choices.keys()):
-        raise ConfigError(f"--{min(idle).replace('_', '-')} changes nothing at --guidance-scale 1, which is none: "
-                          "give another scale, or leave it out")
+        raise ConfigError(
+            f"--{min(idle).replace('_', '-')} changes nothing at --guidance-scale 1, which is none: "
+            "give another scale, or leave it out"
+        )
     if num < 1:
         raise ConfigError(f"{num} samples are asked for: ask for 1 or more")
     if prompts is None and not labels:
@@ -47,9 +57,16 @@ def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, l
     if images is not None:
         conditions |= system.conditions_from(images[torch.arange(num) % len(images)])
     system.check_sampling(samples)
-    return Request(seed + torch.arange(num), conditions, samples.num_steps, system.sampler(samples.sampler) or None,
-                   samples.guidance_scale, num_frames=samples.num_frames, size=samples.size,
-                   **{name: getattr(samples, name) for name in CHOICES}), captions
+    return Request(
+        seed + torch.arange(num),
+        conditions,
+        samples.num_steps,
+        system.sampler(samples.sampler) or None,
+        samples.guidance_scale,
+        num_frames=samples.num_frames,
+        size=samples.size,
+        **{name: getattr(samples, name) for name in CHOICES},
+    ), captions
 
 
 def of_all(samples: Samples, data: Data, system: System) -> Samples:

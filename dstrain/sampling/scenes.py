@@ -18,7 +18,7 @@ from dstrain.data.decode.pixels import read_samples, samples_path
 from dstrain.recipe import ConfigError, Data, reworded
 from dstrain.systems.base import Request, System
 
-_LATEST = 1 - 2 ** -53                            # of read_clip's chances: the last window of a file
+_LATEST = 1 - 2**-53  # of read_clip's chances: the last window of a file
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,14 @@ def length(system: System, frames: int | None, primed: int | None, scenes: bool)
     unit, frames = system.temporal_patch_size, frames or system.num_frames
     if (frames - 1) % unit:
         below = frames - (frames - 1) % unit
-        raise ConfigError(f"--num-frames {frames}: clips of this model have 1 + k * {unit} frames: ask for {below} or "
-                          f"{below + unit}")
+        raise ConfigError(
+            f"--num-frames {frames}: clips of this model have 1 + k * {unit} frames: ask for {below} or {below + unit}"
+        )
     if frames > system.num_frames:
-        raise ConfigError(f"--num-frames {frames}: clips of this model have {system.num_frames} at most: ask for no "
-                          "more, and go on from the last ones (--scenes)")
+        raise ConfigError(
+            f"--num-frames {frames}: clips of this model have {system.num_frames} at most: ask for no "
+            "more, and go on from the last ones (--scenes)"
+        )
     if primed is None:
         return Length(frames, 1 + unit if 1 + unit < frames and not scenes else 1)
     if (primed - 1) % unit or primed >= frames:
@@ -66,8 +69,15 @@ def frames_of_scenes(captions: tuple[str, ...], length: Length) -> list[Scene]:
     return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
 
 
-def go_on(system: System, clips: Tensor, seeds: Tensor, scenes: list[dict[str, Tensor]], primed: int, request: Request,
-          draw: Callable[[Request], Tensor]) -> Tensor:
+def go_on(
+    system: System,
+    clips: Tensor,
+    seeds: Tensor,
+    scenes: list[dict[str, Tensor]],
+    primed: int,
+    request: Request,
+    draw: Callable[[Request], Tensor],
+) -> Tensor:
     """Clips uint8 (N, T, C, H, W) with further scenes behind them, (N, T', C, H, W).
 
     scenes: the conditions of each, (N, ...), or (1, ...) for all clips. seeds: int64 (N,), of the first scene; every
@@ -97,8 +107,10 @@ def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) ->
         clips = [_read(file, data, primed) for file in _files(path)]
     shortest = min(map(len, clips))
     if exactly and shortest < primed:
-        raise ConfigError(f"--prime {path}: there are {shortest} frames, and --prime-frames {primed} are to be given: "
-                          "give a longer clip, or fewer frames")
+        raise ConfigError(
+            f"--prime {path}: there are {shortest} frames, and --prime-frames {primed} are to be given: "
+            "give a longer clip, or fewer frames"
+        )
     count = min(primed, shortest - (shortest - 1) % unit)
     return torch.stack([clip[-count:] for clip in clips])
 
@@ -117,9 +129,10 @@ def _files(path: Path) -> list[Path]:
 def _read(file: Path, data: Data, most: int) -> Tensor:
     try:
         clip, real, _ = read_clip(file, Cut(most, *_size(data), data.channels), _LATEST)
-    except Exception as error:                    # a hostile file may raise anything
-        raise ConfigError(f"--prime {file} cannot be read ({' '.join(str(error).split())[:150]}): give a video or a "
-                          "picture") from None
+    except Exception as error:  # a hostile file may raise anything
+        raise ConfigError(
+            f"--prime {file} cannot be read ({' '.join(str(error).split())[:150]}): give a video or a picture"
+        ) from None
     return clip[:real]
 
 
@@ -129,9 +142,11 @@ def _of_npz(path: Path, data: Data) -> Tensor:
     array = array[:, None] if array.ndim == 4 else array
     size = _size(data)
     if array.dtype != np.uint8 or array.ndim != 5 or array.shape[2:4] != size or array.shape[4] != 3 or not len(array):
-        raise ConfigError(f"--prime {path}: arr_0 is {array.dtype} {array.shape}, and this run goes on from uint8 "
-                          f"(N, T, {size[0]}, {size[1]}, 3)")
-    channels = array[..., :1] if data.channels == 1 else array          # grey is written as three equal channels
+        raise ConfigError(
+            f"--prime {path}: arr_0 is {array.dtype} {array.shape}, and this run goes on from uint8 "
+            f"(N, T, {size[0]}, {size[1]}, 3)"
+        )
+    channels = array[..., :1] if data.channels == 1 else array  # grey is written as three equal channels
     return torch.from_numpy(channels).permute(0, 1, 4, 2, 3)
 
 

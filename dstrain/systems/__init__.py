@@ -78,12 +78,15 @@ def package(name: str) -> ModuleType:
         raise ConfigError(f"system: {name!r} is unknown; one of {', '.join(names())}, or a package on PYTHONPATH{hint}")
     missing = [word for word in ("Config", "build") if not hasattr(module, word)]
     if missing:
-        raise ConfigError(f"system: the package {name!r} has no {' and no '.join(missing)}, see "
-                          "dstrain/systems/base.py; name one that holds a system")
+        raise ConfigError(
+            f"system: the package {name!r} has no {' and no '.join(missing)}, see "
+            "dstrain/systems/base.py; name one that holds a system"
+        )
     kinds = getattr(module.Config, "learns_from", None)
     if not (isinstance(kinds, tuple) and kinds and set(kinds) <= set(get_args(Kind))):
-        raise ConfigError(f"system: Config of {name} must be a SystemConfig with learns_from, a tuple of "
-                          f"{', '.join(get_args(Kind))}")
+        raise ConfigError(
+            f"system: Config of {name} must be a SystemConfig with learns_from, a tuple of {', '.join(get_args(Kind))}"
+        )
     return module
 
 

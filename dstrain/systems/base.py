@@ -36,8 +36,19 @@ from dstrain.recipe import MAY_CHANGE, ConfigError, Recompute, Run, Section
 from dstrain.systems.optional import CHOICES, Figures, FirstStage, Imports, Prompted, Sampling, Stateful, Videos
 from dstrain.systems.types import Batch, Example, Kind, Loss, Nets, Progress, Request, Terms
 
-__all__ = ["CHOICES", "Batch", "Example", "Kind", "Loss", "Nets", "Progress", "Request", "System", "SystemConfig",
-           "Terms"]
+__all__ = [
+    "CHOICES",
+    "Batch",
+    "Example",
+    "Kind",
+    "Loss",
+    "Nets",
+    "Progress",
+    "Request",
+    "System",
+    "SystemConfig",
+    "Terms",
+]
 
 
 class SystemConfig(Section):
@@ -46,10 +57,10 @@ class SystemConfig(Section):
     A field may not change when a run goes on, unless it is marked Annotated[..., MAY_CHANGE], see recipe/section.py.
     """
 
-    learns_from: ClassVar[tuple[Kind, ...]] = ("images",)      # which data the system takes
-    num_labels_field: ClassVar[str] = "num_classes"            # the field that is the number of labels, for messages
-    without_labels: ClassVar[str] = ""                         # the override that makes a model learn none, if any
-    learns_durations: ClassVar[bool] = False                   # batches of clips may differ in their number of frames
+    learns_from: ClassVar[tuple[Kind, ...]] = ("images",)  # which data the system takes
+    num_labels_field: ClassVar[str] = "num_classes"  # the field that is the number of labels, for messages
+    without_labels: ClassVar[str] = ""  # the override that makes a model learn none, if any
+    learns_durations: ClassVar[bool] = False  # batches of clips may differ in their number of frames
 
     recompute: Annotated[Recompute, MAY_CHANGE] = "none"
     """What the repeated blocks compute again in backward instead of keeping it: none; attention, all but products with
@@ -84,8 +95,9 @@ class SystemConfig(Section):
         return None
 
     @classmethod
-    def with_encoders(cls, model: dict[str, Any], text_encoder: str | None = None,
-                      tokenizer: str | None = None) -> dict[str, Any]:
+    def with_encoders(
+        cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
+    ) -> dict[str, Any]:
         """The section with another folder or hub name of its frozen networks, as generate --text-encoder, --tokenizer.
 
         ConfigError: the model has no use for it.
@@ -99,17 +111,20 @@ class SystemConfig(Section):
     def unequal(self, run: Run, **fields: str) -> list[str]:
         """A line for each pair KEY=FIELD of a data.KEY and a field of this section that differ, for `conflicts`."""
         pairs = ((key, getattr(run.data, key), field, getattr(self, field)) for key, field in fields.items())
-        return [f"data.{key}={of_data} and model.{field}={of_model} differ: make both equal"
-                for key, of_data, field, of_model in pairs if of_data != of_model]
+        return [
+            f"data.{key}={of_data} and model.{field}={of_model} differ: make both equal"
+            for key, of_data, field, of_model in pairs
+            if of_data != of_model
+        ]
 
 
 class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports, ABC):
     """One generative model. What stands here every system meets; what it may add stands in optional.py."""
 
-    parts: dict[str, Loss]                        # trained networks and their losses, in update order
-    averaged: tuple[str, ...]                     # parts that have an EMA
-    samplers: tuple[str, ...] = ()                # what Request.sampler may be, the usual one last; () is no choice
-    generates: bool = True                        # whether training draws grids of `sample`, that is, of pictures
+    parts: dict[str, Loss]  # trained networks and their losses, in update order
+    averaged: tuple[str, ...]  # parts that have an EMA
+    samplers: tuple[str, ...] = ()  # what Request.sampler may be, the usual one last; () is no choice
+    generates: bool = True  # whether training draws grids of `sample`, that is, of pictures
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:
@@ -120,8 +135,7 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         """A batch of the right shapes and random content, for bench, export and tests."""
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32 embeddings (N, D), from the seeds.
-        """
+        """Draws uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32 embeddings (N, D), from the seeds."""
         raise ConfigError(f"a {type(self).__name__} draws no samples")
 
     def encode(self, batch: Batch) -> Example:
@@ -139,8 +153,10 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         """
         terms = self.loss(next(iter(self.parts)), nets, example)
         if "loss_each" not in terms:
-            raise ConfigError(f"{type(self).__name__}: held-out data are measured by loss_each (B,), which the loss "
-                              "does not return: return it, or write `evaluate`")
+            raise ConfigError(
+                f"{type(self).__name__}: held-out data are measured by loss_each (B,), which the loss "
+                "does not return: return it, or write `evaluate`"
+            )
         return {name: term for name, term in terms.items() if term.ndim} | {"loss": terms["loss_each"]}
 
     def turns(self, step: int) -> tuple[str, ...]:

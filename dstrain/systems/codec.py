@@ -49,7 +49,7 @@ class Codec(Frozen):
         self.of_videos = "video" in batch
         pixels = batch["video" if self.of_videos else "image"]
         self.shape, self.channels = tuple(pixels.shape[-3:]), pixels.shape[-3]
-        with torch.device("meta"):                                        # computes shapes and nothing else
+        with torch.device("meta"):  # computes shapes and nothing else
             example = {"x_start": torch.empty(pixels.shape), "frames": torch.full((1,), pixels.shape[1])}
             codes = system.codes({part: system.networks()[part]}, example)
         self.kind = "tokens" if "tokens" in codes else "latents"
@@ -67,16 +67,19 @@ class Codec(Frozen):
             run = recipe.load(folder / "recipe.yaml")
             system = systems.build(run.system, run.model)
         except ConfigError as error:
-            raise ConfigError(f"{key}: {folder / 'recipe.yaml'} is no recipe of a run ({one_line(error)}); export the "
-                              "run once more") from None
+            raise ConfigError(
+                f"{key}: {folder / 'recipe.yaml'} is no recipe of a run ({one_line(error)}); export the run once more"
+            ) from None
         require_codes(system, run, path, key)
         part = next(iter(system.parts))
         network = system.networks()[part]
         try:
             network.load_state_dict(_weights(folder, part))
-        except (OSError, SafetensorError, RuntimeError) as error:         # the last where names or shapes differ
-            raise ConfigError(f"{key}: {path} does not hold the weights of {part} that its recipe.yaml asks for "
-                              f"({one_line(error)}); export the run once more") from None
+        except (OSError, SafetensorError, RuntimeError) as error:  # the last where names or shapes differ
+            raise ConfigError(
+                f"{key}: {path} does not hold the weights of {part} that its recipe.yaml asks for "
+                f"({one_line(error)}); export the run once more"
+            ) from None
         return cls(network, system, run, str(path), key)
 
     @torch.no_grad()
@@ -88,14 +91,18 @@ class Codec(Frozen):
         """
         self.require_shape(tuple(pixels.shape[-3:]))
         if pixels.ndim == 5 and not self.of_videos:
-            raise ConfigError(f"{self.key}: the first stage at {self.path} encodes images, and the data give videos; "
-                              "name the export of a phenaki.tokenizer")
+            raise ConfigError(
+                f"{self.key}: the first stage at {self.path} encodes images, and the data give videos; "
+                "name the export of a phenaki.tokenizer"
+            )
         if pixels.ndim == 4 and self.of_videos:
             pixels = pixels[:, None]
         count = pixels.shape[1]
         if self.of_videos and (count - 1) % self.temporal_patch_size:
-            raise ConfigError(f"data.num_frames: {count} frames do not fit the temporal patch of "
-                              f"{self.temporal_patch_size} in {self.path}; take 1 + a multiple of it")
+            raise ConfigError(
+                f"data.num_frames: {count} frames do not fit the temporal patch of "
+                f"{self.temporal_patch_size} in {self.path}; take 1 + a multiple of it"
+            )
         if frames is None:
             frames = torch.full((len(pixels),), count, device=pixels.device)
         return self._system.codes(self._nets, {"x_start": pixels, "frames": frames})
@@ -108,30 +115,41 @@ class Codec(Frozen):
         another number of latent frames. ConfigError: another kind or shape, or token ids beyond the codebook.
         """
         of_tokens, inner = self.kind == "tokens", 2 if self.of_videos else 1
-        if (codes.ndim != len(self.codes_shape) + 1 or codes.shape[inner:] != self.codes_shape[inner - 1:]
-                or codes.is_floating_point() == of_tokens):
-            raise ConfigError(f"{self.key}: codes are {tuple(codes.shape[1:])} of {codes.dtype}, the first stage at "
-                              f"{self.path} decodes {self.kind} {self.codes_shape}; name the one that encoded them")
+        if (
+            codes.ndim != len(self.codes_shape) + 1
+            or codes.shape[inner:] != self.codes_shape[inner - 1 :]
+            or codes.is_floating_point() == of_tokens
+        ):
+            raise ConfigError(
+                f"{self.key}: codes are {tuple(codes.shape[1:])} of {codes.dtype}, the first stage at "
+                f"{self.path} decodes {self.kind} {self.codes_shape}; name the one that encoded them"
+            )
         if of_tokens and codes.numel():
             low, high = (int(limit) for limit in torch.aminmax(codes))
             if low < 0 or high >= self.codebook_size:
-                raise ConfigError(f"{self.key}: token ids go from {low} to {high}, the first stage at {self.path} "
-                                  f"decodes 0 to {self.codebook_size - 1}; name the one that encoded them")
+                raise ConfigError(
+                    f"{self.key}: token ids go from {low} to {high}, the first stage at {self.path} "
+                    f"decodes 0 to {self.codebook_size - 1}; name the one that encoded them"
+                )
         return self._system.decode(self._nets, codes)
 
     def require_shape(self, shape: tuple[int, ...]) -> None:
         """ConfigError: images or frames are not (channels, height, width) as this first stage's are."""
         if shape != self.shape:
-            raise ConfigError(f"data: images or frames are {shape} (channels, height, width), the first stage at "
-                              f"{self.path} takes {self.shape}; set data.channels, data.height and data.image_size "
-                              "(--image-size) to its own")
+            raise ConfigError(
+                f"data: images or frames are {shape} (channels, height, width), the first stage at "
+                f"{self.path} takes {self.shape}; set data.channels, data.height and data.image_size "
+                "(--image-size) to its own"
+            )
 
 
 def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
     """ConfigError: the system of a run has no codes."""
     if not system.encodes:
-        raise ConfigError(f"{key}: {path} is of the system {run.system}, which encodes nothing that others learn from; "
-                          "name one of an autoencoder (vae) or of a video tokenizer (phenaki.tokenizer)")
+        raise ConfigError(
+            f"{key}: {path} is of the system {run.system}, which encodes nothing that others learn from; "
+            "name one of an autoencoder (vae) or of a video tokenizer (phenaki.tokenizer)"
+        )
 
 
 def _require_export(folder: Path, key: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dstrain.recipe import ConfigError, Samples
 from dstrain.systems.types import Example, Nets, Progress, Terms
 
-CHOICES = ("spacing", "eta", "guidance_rescale", "guidance_interval")    # fields of both Samples and Request
+CHOICES = ("spacing", "eta", "guidance_rescale", "guidance_interval")  # fields of both Samples and Request
 
 
 class Figures:
@@ -34,7 +34,7 @@ class Figures:
 class Stateful:
     """Small state that is no weight, such as a history of losses by timestep. It is saved, and equal on all ranks."""
 
-    watched: tuple[str, ...] = ()                 # terms by sample that `observe` sees after a step, and no report
+    watched: tuple[str, ...] = ()  # terms by sample that `observe` sees after a step, and no report
 
     def observe(self, terms: Terms) -> None:
         """Learns from the `watched` terms of a step, (N, ...) each, of all ranks, in the order of the global batch."""
@@ -50,10 +50,10 @@ class Stateful:
 class Prompted:
     """Samples that begin from texts, pictures or frames."""
 
-    starts_from_data: bool = False                # whether samples or `pictures` need data: reconstruction, upsampling
+    starts_from_data: bool = False  # whether samples or `pictures` need data: reconstruction, upsampling
 
-    takes_embeddings: int = 0                     # width of the image embeddings that samples begin from; 0: of none
-    draws_embeddings: int = 0                     # width of the embeddings that `sample` draws; 0: it draws pictures
+    takes_embeddings: int = 0  # width of the image embeddings that samples begin from; 0: of none
+    draws_embeddings: int = 0  # width of the embeddings that `sample` draws; 0: it draws pictures
 
     @property
     def takes_texts(self) -> bool:
@@ -80,25 +80,30 @@ class Prompted:
 
 
 class Sampling:
-    """Choices of Samples and Request beyond sampler, num_steps and guidance_scale, and other ways to begin or to guide.
+    """Choices of Samples and Request beyond sampler, num_steps and guidance_scale, and other ways
+    to begin or to guide.
     """
 
-    sampling: tuple[str, ...] = ()                # the names of those that `sample` reads, see CHOICES
-    takes_sizes: bool = False                     # whether it draws pictures of any Request.size
-    inverts: bool = False                         # whether conditions may hold `invert`, uint8 (N, C, H, W): pictures
-                                                  # that are carried to noise, and drawn again from it
+    sampling: tuple[str, ...] = ()  # the names of those that `sample` reads, see CHOICES
+    takes_sizes: bool = False  # whether it draws pictures of any Request.size
+    inverts: bool = False  # whether conditions may hold `invert`, uint8 (N, C, H, W): pictures
+    # that are carried to noise, and drawn again from it
 
     def check_sampling(self, samples: Samples) -> None:
         """ConfigError: a choice that this system does not read, or that does not go with its sampler."""
         usual = Samples()
         if samples.size is not None and not self.takes_sizes:
-            raise ConfigError(f"samples.size={list(samples.size)}, or --size: a {type(self).__name__} draws pictures "
-                              "of one size; leave it out")
+            raise ConfigError(
+                f"samples.size={list(samples.size)}, or --size: a {type(self).__name__} draws pictures "
+                "of one size; leave it out"
+            )
         for name in CHOICES:
             value = getattr(samples, name)
             if value != getattr(usual, name) and name not in self.sampling:
-                raise ConfigError(f"samples.{name}={value}, or --{name.replace('_', '-')}: a {type(self).__name__} "
-                                  "does not read it; leave it out")
+                raise ConfigError(
+                    f"samples.{name}={value}, or --{name.replace('_', '-')}: a {type(self).__name__} "
+                    "does not read it; leave it out"
+                )
 
     def require_guide(self, other: Any) -> None:
         """ConfigError: the networks of the system `other`, as `guide` in `nets`, cannot guide this one's samples."""
@@ -108,15 +113,15 @@ class Sampling:
 class Videos:
     """Samples that are videos."""
 
-    num_frames: int | None = None                 # of the longest clip, the default of `sample`; None: no videos
-    temporal_patch_size: int = 1                  # frames of a latent step: a clip has 1 + k * this
+    num_frames: int | None = None  # of the longest clip, the default of `sample`; None: no videos
+    temporal_patch_size: int = 1  # frames of a latent step: a clip has 1 + k * this
 
 
 class FirstStage:
     """A first stage: launch/encode.py caches its codes, other systems learn from them, and decode what they draw."""
 
-    encodes: bool = False                         # whether it has `codes`
-    codebook_size: int | None = None              # number of ids that `codes` may give; None: latents
+    encodes: bool = False  # whether it has `codes`
+    codebook_size: int | None = None  # number of ids that `codes` may give; None: latents
 
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Codes of images, before any noise: latent_mean and latent_std float32 (B, C, h, w), or tokens int64
@@ -138,7 +143,7 @@ class FirstStage:
 class Imports:
     """Weights that were trained elsewhere, or go there."""
 
-    in_pipeline: str = ""                         # where a pipeline of diffusers keeps what `from_diffusers` takes
+    in_pipeline: str = ""  # where a pipeline of diffusers keeps what `from_diffusers` takes
 
     def on_meta(self, part: str) -> nn.Module:
         """A part's network without values, for its names and shapes."""
@@ -152,21 +157,27 @@ class Imports:
         """
         expected = self.on_meta(part).state_dict()
         for name in [*expected, *state]:
-            in_network, in_file = (tuple(weights[name].shape) if name in weights else "absent"
-                                   for weights in (expected, state))
+            in_network, in_file = (
+                tuple(weights[name].shape) if name in weights else "absent" for weights in (expected, state)
+            )
             if in_network != in_file:
-                raise ConfigError(f"weights: {name} is {in_file} in the file and {in_network} in the network; set the "
-                                  "model section to what the file was made with")
+                raise ConfigError(
+                    f"weights: {name} is {in_file} in the file and {in_network} in the network; set the "
+                    "model section to what the file was made with"
+                )
         return dict(state), []
 
-    def from_diffusers(self, state: dict[str, Tensor],
-                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def from_diffusers(
+        self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], list[str]]:
         """Weights of the first part under diffusers' names as `adapt` takes them, and what to know of them.
 
         ConfigError: another class, or a field that differs from the recipe's.
         """
-        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')} of diffusers, which "
-                          f"a {type(self).__name__} does not begin from; give a file or folder of this system")
+        raise ConfigError(
+            f"weights: config.json is of class {diffusers_config.get('_class_name')} of diffusers, which "
+            f"a {type(self).__name__} does not begin from; give a file or folder of this system"
+        )
 
     def require_expressible(self) -> None:
         """ConfigError: launch/export.py cannot write such a model for diffusers, whatever its weights are."""

@@ -17,7 +17,7 @@ _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
 def title(result: dict[str, Any]) -> str:
     """One line that says what was measured."""
-    if "system" in result and result["system"] is None:              # a set of images, and no run
+    if "system" in result and result["system"] is None:  # a set of images, and no run
         return f"{result['run']}: {result['samples']} images"
     data = Path(result["data"]["path"]).name if result["split"] == "all" else result["split"].replace("_", "-")
     number = f"{result['samples']} {data} samples"
@@ -36,6 +36,7 @@ def weights(result: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """All figures, one a line."""
+
     def row(name: str, value: float | None, error: float | None = None, unit: str = "") -> str:
         number = "not finite" if value is None else f"{value:.5g}"
         return f"  {name:<26}{number:>11}" + (f" +- {error:<9.2g}" if error is not None else "") + unit
@@ -46,8 +47,11 @@ def table(result: dict[str, Any]) -> str:
     for name, curve in result["curves"].items():
         total = None if None in curve else sum(curve)
         mean = None if total is None else total / len(curve)
-        lines.append(row("vb, sum over t", total, None, bits) if name == "vb" else
-                     row(f"{name}, mean{' over t' if result['timesteps'] else ''}", mean))
+        lines.append(
+            row("vb, sum over t", total, None, bits)
+            if name == "vb"
+            else row(f"{name}, mean{' over t' if result['timesteps'] else ''}", mean)
+        )
     for name, values in result["quarters"].items():
         numbers = "".join(f"{'-' if value is None else f'{value:.5g}':>11}" for value in values)
         lines.append(f"  {name + ' by quarter of t':<26}{numbers}")
@@ -108,8 +112,15 @@ def _cumulative(axes: Any, result: dict[str, Any]) -> None:
     total, prior = result["figures"].get("total"), result["figures"].get("prior")
     if total is not None and prior is not None:
         axes.axhline(total, color=_FAINT, linestyle="--", linewidth=1)
-        axes.annotate(f"total {total:.4g} (prior {prior:.2g})", (0.03, total), xycoords=("axes fraction", "data"),
-                      xytext=(0, 4), textcoords="offset points", color="#555555", fontsize=9)
+        axes.annotate(
+            f"total {total:.4g} (prior {prior:.2g})",
+            (0.03, total),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 4),
+            textcoords="offset points",
+            color="#555555",
+            fontsize=9,
+        )
         axes.set_ylim(min(0.0, *values), 1.1 * max(total, *values))
     axes.set(title="summed up to a timestep", ylabel="bits/dim")
 
@@ -122,7 +133,7 @@ def _errors(axes: Any, result: dict[str, Any]) -> None:
     _log(axes, list(curves.values()))
     largest = max((value for values in curves.values() for value in values if value == value), default=0.0)
     if axes.get_yscale() == "log" and axes.get_ylim()[0] < 1e-6 * largest:
-        axes.set_ylim(bottom=1e-6 * largest)         # errors of eps may be tiny at the timesteps of most noise
+        axes.set_ylim(bottom=1e-6 * largest)  # errors of eps may be tiny at the timesteps of most noise
     axes.set(title="errors by timestep", ylabel="mean squared error")
 
 
@@ -138,14 +149,22 @@ def _widths(axes: Any, result: dict[str, Any]) -> None:
     judge = result["judge"]
     pairs = sorted(zip(result["widths"], _numbers(result["scores"][judge])))
     axes.plot(*zip(*pairs), color=_INK, **_marks([value for _, value in pairs]))
-    axes.set(title="averages chosen afterwards", xlabel="relative width of the average",
-             ylabel="held-out loss" if judge == "loss" else judge)
+    axes.set(
+        title="averages chosen afterwards",
+        xlabel="relative width of the average",
+        ylabel="held-out loss" if judge == "loss" else judge,
+    )
 
 
 def _steps(result: dict[str, Any]) -> list[int]:
     """Numbers of steps n after which similarity/n/... was measured."""
-    return sorted({int(name.split("/")[1]) for name in result["figures"]
-                   if name.startswith("similarity/") and name.split("/")[1].isdigit()})
+    return sorted(
+        {
+            int(name.split("/")[1])
+            for name in result["figures"]
+            if name.startswith("similarity/") and name.split("/")[1].isdigit()
+        }
+    )
 
 
 def _similarities(axes: Any, result: dict[str, Any]) -> None:
@@ -159,8 +178,13 @@ def _similarities(axes: Any, result: dict[str, Any]) -> None:
     baseline = figures.get("similarity/text_image")
     if baseline is not None:
         axes.axhline(baseline, color=_FAINT, linestyle="--", linewidth=1, label="baseline (text and image)")
-    axes.set(title="cosine of drawn embeddings with", xlabel="sampling steps", xticks=range(len(steps)),
-             xticklabels=steps, xlim=(-0.5, len(steps) - 0.5))
+    axes.set(
+        title="cosine of drawn embeddings with",
+        xlabel="sampling steps",
+        xticks=range(len(steps)),
+        xticklabels=steps,
+        xlim=(-0.5, len(steps) - 0.5),
+    )
 
 
 def _quarters(axes: Any, result: dict[str, Any]) -> None:
@@ -175,7 +199,7 @@ def _curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any)
     last = timesteps[-1]
     if last >= 20:
         axes.set_xscale("symlog", linthresh=1, linscale=0.5)
-        ticks = [0, *(10 ** power for power in range(len(str(last + 1))))]
+        ticks = [0, *(10**power for power in range(len(str(last + 1))))]
         axes.set_xticks(ticks, map(str, ticks))
         axes.minorticks_off()
     axes.set_xlim(-0.08 if last >= 20 else -0.02 * max(last, 1), 1.1 * max(last, 1))

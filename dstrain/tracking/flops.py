@@ -20,9 +20,9 @@ from dstrain.recipe import Run
 from dstrain.systems.base import System
 from dstrain.tracking.hardware import known_rate
 
-_SAMPLES = 2                                     # of a count; operations grow with the number of samples
+_SAMPLES = 2  # of a count; operations grow with the number of samples
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SAME = {torch.ops.aten.addmm_: torch.ops.aten.addmm}       # operations that torch has no formula for
+_SAME = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # operations that torch has no formula for
 
 
 class Utilization:
@@ -43,7 +43,7 @@ class Utilization:
             return {}
         try:
             work = sum(self._of_step(step) for step in range(first, done)) / group.world()
-        except (RuntimeError, TypeError, ValueError) as error:   # as commands/probe.py meets them on the meta device
+        except (RuntimeError, TypeError, ValueError) as error:  # as commands/probe.py meets them on the meta device
             warnings.warn(f"mfu is not reported, since the operations of a step cannot be counted: {error}")
             self._rate = None
             return {}
@@ -71,7 +71,7 @@ def step_flops(system: System, batch: int, step: int = 0) -> float:
             example = placed(system.encode(placed(samples, meta)), meta)
         with _Useful() as useful:
             for part in system.turns(step):
-                for name, network in networks.items():           # as in a turn: only this part learns
+                for name, network in networks.items():  # as in a turn: only this part learns
                     network.requires_grad_(name == part)
                 useful.backward = False
                 loss = system.loss(part, networks, example)["loss"]
@@ -107,8 +107,11 @@ def _on_meta(system: System) -> System:
     """A copy of a system whose frozen networks have shapes and no values."""
     tensors = [tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())]
     memo = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
-    memo |= {id(tensor): torch.nn.Parameter(memo[id(tensor)], tensor.requires_grad) for tensor in tensors
-             if isinstance(tensor, torch.nn.Parameter)}
+    memo |= {
+        id(tensor): torch.nn.Parameter(memo[id(tensor)], tensor.requires_grad)
+        for tensor in tensors
+        if isinstance(tensor, torch.nn.Parameter)
+    }
     return copy.deepcopy(system, memo)
 
 
@@ -132,4 +135,4 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> floa
         a @ b
         wait()
         seconds.append(time.perf_counter() - begun)
-    return 2 * size ** 3 / min(seconds)
+    return 2 * size**3 / min(seconds)

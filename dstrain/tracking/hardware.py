@@ -11,7 +11,7 @@ import torch
 
 from dstrain.recipe import ConfigError
 
-GIB = 2 ** 30
+GIB = 2**30
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Dense peaks in TFLOP/s by the name that torch gives a GPU: 16-bit with fp32 sums, TF32, fp32. A part of a GPU (MIG)
 # and laptops have other names, and are measured as all that is not listed.
@@ -65,7 +65,7 @@ CHIPS = {
     "h200": Chip(141 * GIB, "NVIDIA H200", 4.8e12, 450e9, 50e9, 64e9, 700, 250 * GIB),
     "h100": Chip(80 * GIB, "NVIDIA H100 80GB HBM3", 3.35e12, 450e9, 50e9, 64e9, 700, 250 * GIB),
     "a100": Chip(80 * GIB, "NVIDIA A100-SXM4-80GB", 2.039e12, 300e9, 25e9, 32e9, 400, 250 * GIB),
-    "4090": Chip(24 * GIB, "NVIDIA GeForce RTX 4090", 1.008e12, 32e9, 3.125e9, 32e9, 450),     # PCIe; 25 Gbit/s
+    "4090": Chip(24 * GIB, "NVIDIA GeForce RTX 4090", 1.008e12, 32e9, 3.125e9, 32e9, 450),  # PCIe; 25 Gbit/s
 }
 
 
@@ -87,6 +87,6 @@ def chip(text: str) -> Chip:
         raise ConfigError(problem)
     unit = size[2].lower()
     memory = float(size[1]) * (1024 if unit.endswith("i") else 1000) ** (" kmgt".index(unit[:1] or " "))
-    if not 2 ** 28 <= memory <= 2 ** 50:
+    if not 2**28 <= memory <= 2**50:
         raise ConfigError(f"{problem}; {memory:.3g} bytes are no GPU's")
     return Chip(int(memory))

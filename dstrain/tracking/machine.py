@@ -24,21 +24,34 @@ def machine() -> dict[str, Any]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[library] = importlib.metadata.version(library)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    return {"world": group.world(), "device": device, "host": socket.gethostname(), "cores": os.cpu_count(),
-            "versions": {library: version for library, version in versions.items() if version}} | commit()
+    return {
+        "world": group.world(),
+        "device": device,
+        "host": socket.gethostname(),
+        "cores": os.cpu_count(),
+        "versions": {library: version for library, version in versions.items() if version},
+    } | commit()
 
 
 def commit(package: Path = Path(__file__).parents[1]) -> dict[str, Any]:
     """`commit` that is checked out of the code that runs, and whether it is `dirty`: changed since, or joined by files
     that git neither has nor ignores. Empty where git does not know the package.
     """
+
     def git(*words: str) -> str:
         # Without the lock by which `status` would write down what it has seen: somebody may commit at this moment.
-        return subprocess.run(["git", "--no-optional-locks", "-C", package.parent, *words], check=True, timeout=10,
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace").stdout
+        return subprocess.run(
+            ["git", "--no-optional-locks", "-C", package.parent, *words],
+            check=True,
+            timeout=10,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        ).stdout
 
     try:
-        git("ls-files", "--error-unmatch", f"{package.name}/__init__.py")    # else the repository is somebody else's
+        git("ls-files", "--error-unmatch", f"{package.name}/__init__.py")  # else the repository is somebody else's
         changed = git("status", "--porcelain", "--", package.name, "launch", "ds_configs")
         return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(changed.strip())}
     except (OSError, subprocess.SubprocessError):

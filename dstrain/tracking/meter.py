@@ -12,7 +12,7 @@ from dstrain.distributed import group
 from dstrain.recipe import ConfigError
 
 QUARTERS = 4
-_Key = tuple[str, tuple[str, ...], tuple[str, ...], bool]   # part, per-sample terms, scalars, whether with quartiles
+_Key = tuple[str, tuple[str, ...], tuple[str, ...], bool]  # part, per-sample terms, scalars, whether with quartiles
 
 
 class Meter:
@@ -26,7 +26,7 @@ class Meter:
 
     def __init__(self, parts: Sequence[str]) -> None:
         self._prefixes = {part: f"{part}/" if len(parts) > 1 else "" for part in parts}
-        self._sums: dict[_Key, Tensor] = {}          # (names, 1 or 5, 3): sum, count, non-finite
+        self._sums: dict[_Key, Tensor] = {}  # (names, 1 or 5, 3): sum, count, non-finite
 
     def add(self, part: str, terms: dict[str, Tensor]) -> None:
         """Adds the terms of one micro-batch; never waits for the device.
@@ -39,11 +39,11 @@ class Meter:
         quartile = terms.get("quartile")
         each = tuple(name for name in shapes if name != "quartile")
         if each:
-            values = torch.stack([_double(terms[name]) for name in each])                          # (names, B)
+            values = torch.stack([_double(terms[name]) for name in each])  # (names, B)
             self._accumulate((part, each, (), quartile is not None), values, quartile)
         scalars = tuple(name for name in terms if name not in shapes)
         if scalars:
-            values = torch.stack([_double(terms[name]) for name in scalars])[:, None]              # (names, 1)
+            values = torch.stack([_double(terms[name]) for name in scalars])[:, None]  # (names, 1)
             size = next(iter(shapes.values()), (1,))[0]
             self._accumulate((part, (), scalars, False), values, None, size)
 
@@ -53,12 +53,12 @@ class Meter:
 
     def _accumulate(self, key: _Key, values: Tensor, quartile: Tensor | None, weight: int = 1) -> None:
         finite = values.isfinite()
-        values = torch.where(finite, values, 0)      # before any product, since NaN times 0 is NaN
-        cells = torch.stack((values * weight, finite * weight, ~finite), -1)           # (names, B, 3)
+        values = torch.where(finite, values, 0)  # before any product, since NaN times 0 is NaN
+        cells = torch.stack((values * weight, finite * weight, ~finite), -1)  # (names, B, 3)
         sums = [cells.sum(1)]
         if quartile is not None:
             sums += [torch.where((quartile == quarter)[:, None], cells, 0).sum(1) for quarter in range(QUARTERS)]
-        total = torch.stack(sums, 1)                                         # (names, 1 or 5, 3)
+        total = torch.stack(sums, 1)  # (names, 1 or 5, 3)
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
     def means(self) -> dict[str, float]:

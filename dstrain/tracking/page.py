@@ -18,8 +18,8 @@ class Page:
 
     def __init__(self, folder: Path, every: int, done: int, note: Callable[[str], None]) -> None:
         self._folder, self._every, self._note = folder.absolute(), every, note
-        self._written = self._ended_at = done        # the steps of the last page, and of the last one that was an end
-        self._starter: subprocess.Popen | None = None    # of the writer at work, whose group bears its number
+        self._written = self._ended_at = done  # the steps of the last page, and of the last one that was an end
+        self._starter: subprocess.Popen | None = None  # of the writer at work, whose group bears its number
         self._errors: IO[bytes] | None = None
         self._failed = False
 
@@ -49,13 +49,17 @@ class Page:
         self._written = done
         try:
             self._errors = tempfile.TemporaryFile()
-            root = str(Path(__file__).resolve().parents[2])          # a script in launch/ may find dstrain by itself
+            root = str(Path(__file__).resolve().parents[2])  # a script in launch/ may find dstrain by itself
             path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
             # In a session of its own: Ctrl-C in the terminal is for the training.
             self._starter = subprocess.Popen(
                 [sys.executable, "-m", "dstrain.tracking.report", str(self._folder), str(niceness)],
-                env=os.environ | {"PYTHONPATH": path}, start_new_session=True, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=self._errors)
+                env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+            )
         except OSError as error:
             self._fault(str(error))
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from dstrain.disk.atomic import replacing
 from dstrain.recipe import ConfigError
 
-_PADDING = 2                # black pixels between pictures and around them
-_SIDE = 64                  # pixels near which small pictures are enlarged, by a whole factor
-_CAPTIONED_SIDE = 128       # the same for pictures with a caption below
-_FONT_SIZE = 10             # pixels
-_MAX_LINES = 4              # of a caption that are shown
+_PADDING = 2  # black pixels between pictures and around them
+_SIDE = 64  # pixels near which small pictures are enlarged, by a whole factor
+_CAPTIONED_SIDE = 128  # the same for pictures with a caption below
+_FONT_SIZE = 10  # pixels
+_MAX_LINES = 4  # of a caption that are shown
 
 
 def grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
@@ -52,7 +52,7 @@ def tiled(pictures: np.ndarray, columns: int | None = None) -> np.ndarray:
     whole = np.zeros((rows * down + _PADDING, columns * right + _PADDING, channels), np.uint8)
     for i, picture in enumerate(pictures):
         top, left = i // columns * down + _PADDING, i % columns * right + _PADDING
-        whole[top:top + height, left:left + width] = picture
+        whole[top : top + height, left : left + width] = picture
     return whole
 
 
@@ -71,7 +71,7 @@ def lettering(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
 def _lines(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
     """A text wrapped at blanks, and within words that are too long; what 4 lines do not hold is cut off."""
     letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
-    words = "".join(letter if letter.isascii() else "?" for letter in letters).split()   # Pillow's font is ASCII only
+    words = "".join(letter if letter.isascii() else "?" for letter in letters).split()  # Pillow's font is ASCII only
     lines = [""]
     while words:
         word = words.pop(0)
@@ -86,7 +86,7 @@ def _lines(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
             lines[-1] = word[:fits]
             words[:0] = [word[fits:]] if word[fits:] else []
     if len(lines) > _MAX_LINES:
-        lines[_MAX_LINES - 1:] = [lines[_MAX_LINES - 1][:-3] + "..."]
+        lines[_MAX_LINES - 1 :] = [lines[_MAX_LINES - 1][:-3] + "..."]
     return lines
 
 
@@ -124,7 +124,8 @@ class Album:
         self._zip = zipfile.ZipFile(self._tmp, "w")
         self._member = self._zip.open("arr_0.npy", "w", force_zip64=True)
         np.lib.format.write_array_header_1_0(
-            self._member, {"descr": "|u1", "fortran_order": False, "shape": tuple(shape)})
+            self._member, {"descr": "|u1", "fortran_order": False, "shape": tuple(shape)}
+        )
 
     def add(self, pictures: np.ndarray) -> None:
         """The next pictures, uint8 (n, ...)."""

@@ -14,7 +14,7 @@ import torch
 
 from dstrain.distributed import group
 
-_ALLOCATIONS = 200_000                           # that a snapshot of memory goes back
+_ALLOCATIONS = 200_000  # that a snapshot of memory goes back
 
 
 class Profile:
@@ -24,15 +24,17 @@ class Profile:
     rank 0 alone.
     """
 
-    def __init__(self, folder: Path, window: tuple[int, int, int] | None, done: int,
-                 note: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, window: tuple[int, int, int] | None, done: int, note: Callable[[str], None]
+    ) -> None:
         self._folder, self._note = folder / "profile", note
         self._first, self._last, ranks = window or (0, 0, 1)
         self._waits = group.rank() % ranks == 0 and done <= self._first
         self._profiler: Any = None
-        if window and done > self._first:         # the same command again, as a queue types it
-            note(f"--profile: steps {self._first + 1} to {self._last} are not recorded: the run goes on from step "
-                 f"{done}")
+        if window and done > self._first:  # the same command again, as a queue types it
+            note(
+                f"--profile: steps {self._first + 1} to {self._last} are not recorded: the run goes on from step {done}"
+            )
         self.at(done)
 
     def at(self, done: int) -> None:
@@ -47,7 +49,7 @@ class Profile:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.synchronize()              # else the trace begins with kernels of the step before
+            torch.cuda.synchronize()  # else the trace begins with kernels of the step before
             torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profiler.start()

@@ -14,7 +14,7 @@ from dstrain.systems.base import System
 from dstrain.tracking.flops import Utilization
 from dstrain.tracking.profile import Profile
 
-_REPORTS = 20                                # that tell how long the rest takes
+_REPORTS = 20  # that tell how long the rest takes
 
 
 class Throughput:
@@ -24,12 +24,19 @@ class Throughput:
     window, note: the steps to record, and what writes a line into the log about them, see profile.py.
     """
 
-    def __init__(self, run: Run, first: int, waited: Callable[[], float], system: System | None = None,
-                 precision: str = "fp32", window: tuple[int, int, int] | None = None,
-                 note: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        run: Run,
+        first: int,
+        waited: Callable[[], float],
+        system: System | None = None,
+        precision: str = "fp32",
+        window: tuple[int, int, int] | None = None,
+        note: Callable[[str], None] = print,
+    ) -> None:
         self._run, self._waited, self._note, self._first = run, waited, note, first
         self._profile = Profile(run.directory, window, first, note)
-        self._reports: deque[tuple[int, float]] = deque(maxlen=_REPORTS)     # steps done, and when
+        self._reports: deque[tuple[int, float]] = deque(maxlen=_REPORTS)  # steps done, and when
         self._utilization = None if system is None else Utilization(run, system, precision)
         self.begin(first)
 
@@ -72,9 +79,14 @@ class Throughput:
             torch.cuda.synchronize()
         seconds = max(time.perf_counter() - self._begun - self._paused, 1e-9)
         batch, steps = self._run.batch.global_, done - self._done
-        figures = {"lr": self._run.optimizer.lr_at(done - 1, self._run.steps), "images_seen": done * batch,
-                   "samples_per_second": steps * batch / seconds, "step_seconds": seconds / max(steps, 1),
-                   "data_wait": (self._waited() - self._waited_before) / seconds, "peak_memory_gb": _peak_memory()}
+        figures = {
+            "lr": self._run.optimizer.lr_at(done - 1, self._run.steps),
+            "images_seen": done * batch,
+            "samples_per_second": steps * batch / seconds,
+            "step_seconds": seconds / max(steps, 1),
+            "data_wait": (self._waited() - self._waited_before) / seconds,
+            "peak_memory_gb": _peak_memory(),
+        }
         if self._utilization is not None:
             figures |= self._utilization.figures(self._done, done, seconds)
         self._start(done)
@@ -93,6 +105,7 @@ def _peak_memory() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 

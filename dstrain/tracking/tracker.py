@@ -1,14 +1,14 @@
 """What a run reports while it trains, written by rank 0 into the run's folder.
 
-    metrics.jsonl      one JSON object a report: step, means, figures; figures that depend on the machine stand below
-                       "timing", so that all others are equal bit for bit in a resumed and an uninterrupted run whose
-                       saves fall on reports
-    events.jsonl       a line for each start, with the machine, and each rollback
-    log.txt            the lines that were printed
-    report.html        all of this for a person, see page.py and dstrain/report/
-    samples/           step_00000500.png, grids; of videos step_00000500.gif, and frames side by side as .png
-    wandb/             see wandb_sink.py
-    tensorboard/       where run.track.tensorboard asks for it
+metrics.jsonl      one JSON object a report: step, means, figures; figures that depend on the machine stand below
+                   "timing", so that all others are equal bit for bit in a resumed and an uninterrupted run whose
+                   saves fall on reports
+events.jsonl       a line for each start, with the machine, and each rollback
+log.txt            the lines that were printed
+report.html        all of this for a person, see page.py and dstrain/report/
+samples/           step_00000500.png, grids; of videos step_00000500.gif, and frames side by side as .png
+wandb/             see wandb_sink.py
+tensorboard/       where run.track.tensorboard asks for it
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ from dstrain.tracking.pictures import grid, save_png
 from dstrain.tracking.videos import film_grid, save_gif, strip
 from dstrain.tracking.wandb_sink import WandbSink
 
-_PATIENCE = 5.0              # seconds that a run which was stopped early waits for its report.html
+_PATIENCE = 5.0  # seconds that a run which was stopped early waits for its report.html
 # Figures that depend on the machine: two runs of the same steps differ in them.
 TIMING = ("samples_per_second", "step_seconds", "data_wait", "peak_memory", "seconds", "mfu", "tflops")
 
@@ -51,8 +51,16 @@ class Tracker:
     the folder cannot be written.
     """
 
-    def __init__(self, run: Run, folder: str | os.PathLike, *, parts: Sequence[str], resumed_step: int = 0,
-                 settings: dict[str, Any] | None = None, weights: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        folder: str | os.PathLike,
+        *,
+        parts: Sequence[str],
+        resumed_step: int = 0,
+        settings: dict[str, Any] | None = None,
+        weights: dict[str, int] | None = None,
+    ) -> None:
         if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("track.tensorboard=true needs a package: `pip install tensorboard`, or write false")
         self.folder, self._run = Path(folder), run
@@ -69,6 +77,7 @@ class Tracker:
             torn = lines.cut_torn(self.folder / "log.txt")
         if sys.stderr.isatty():
             from tqdm import tqdm
+
             self._bar = tqdm(total=run.steps, initial=resumed_step, unit="step", dynamic_ncols=True)
             phases().through(self._print)
         for line in phases().logged():
@@ -77,12 +86,22 @@ class Tracker:
         recipe, sharding = run.model_dump(mode="json", by_alias=True), {"deepspeed": settings or {}}
         if run.track.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
+
             self._board = SummaryWriter(self.folder / "tensorboard", purge_step=resumed_step + 1)
             for name, text in (("recipe", dump(run)), ("machine", json.dumps(facts | sharding, indent=2))):
                 self._board.add_text(name, f"```\n{text}\n```", resumed_step)
-        self._wandb = WandbSink(self.folder, run.track.wandb, name=run.name, project=run.track.project,
-                                entity=run.track.entity, tags=run.track.tags, group=run.track.group,
-                                notes=run.track.notes, config=recipe | sharding | {"machine": facts}, note=self.note)
+        self._wandb = WandbSink(
+            self.folder,
+            run.track.wandb,
+            name=run.name,
+            project=run.track.project,
+            entity=run.track.entity,
+            tags=run.track.tags,
+            group=run.track.group,
+            notes=run.track.notes,
+            config=recipe | sharding | {"machine": facts},
+            note=self.note,
+        )
         if weights:
             self.note(memory())
         if damaged or torn:
@@ -110,12 +129,16 @@ class Tracker:
         self._write("metrics.jsonl", _line({"step": done, **steady, "timing": timing | {"time": time.time()}}))
         self.note(self._readable(done, values))
         phases().settle()
-        self._send({f"train/{name}": value for name, value in steady.items()}
-                   | {f"timing/{name}": value for name, value in timing.items()}, done)
+        self._send(
+            {f"train/{name}": value for name, value in steady.items()}
+            | {f"timing/{name}": value for name, value in timing.items()},
+            done,
+        )
         self._page.at(done)
 
-    def scores(self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None,
-               kind: str = "held_out") -> None:
+    def scores(
+        self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None, kind: str = "held_out"
+    ) -> None:
         """Figures of a kind, held_out or metrics, as of `done` steps; curves are drawn as samples/step_N_NAME.png."""
         if not self._first:
             return
@@ -126,7 +149,7 @@ class Tracker:
         for name, values in (curves or {}).items():
             path = self.folder / "samples" / f"step_{done:08d}_{name}.png"
             try:
-                path.parent.mkdir(exist_ok=True)            # and never the run's folder, which may be taken away
+                path.parent.mkdir(exist_ok=True)  # and never the run's folder, which may be taken away
                 plot_columns(path, f"{self._run.name} at step {done}, held out", {name: values})
             except OSError as error:
                 self._fault(path.parent.name, error)
@@ -136,8 +159,14 @@ class Tracker:
                 with Image.open(path) as plot:
                     self._board.add_image(f"held_out/{name}", np.asarray(plot.convert("RGB")), done, dataformats="HWC")
 
-    def samples(self, done: int, images: Tensor | None, name: str = "samples", columns: int | None = None,
-                captions: Sequence[str] | None = None) -> None:
+    def samples(
+        self,
+        done: int,
+        images: Tensor | None,
+        name: str = "samples",
+        columns: int | None = None,
+        captions: Sequence[str] | None = None,
+    ) -> None:
         """Writes a grid of uint8 (N, C, H, W) as samples/step_N.png, or step_N_NAME.png for another name than samples;
         on rank 0, the other ranks have none.
 
@@ -181,10 +210,15 @@ class Tracker:
         if self._first and done:
             drawn = any((self.folder / "samples").glob(f"step_{done:08d}*"))
             path = self.folder / "metrics.jsonl"
-            names = [name for entry in (read_metrics(path) if path.is_file() else ()) if entry["step"] == done
-                     for name in entry]
-            evaluated, measured = (any(name.startswith(f"{kind}/") for name in names)
-                                   for kind in ("held_out", "metrics"))
+            names = [
+                name
+                for entry in (read_metrics(path) if path.is_file() else ())
+                if entry["step"] == done
+                for name in entry
+            ]
+            evaluated, measured = (
+                any(name.startswith(f"{kind}/") for name in names) for kind in ("held_out", "metrics")
+            )
         return group.from_first((drawn, evaluated, measured))
 
     def model(self, done: int, write: Callable[[Path], None]) -> None:
@@ -204,12 +238,13 @@ class Tracker:
         stopped early not so long that whoever stopped it loses patience.
         """
         if self._first:
-            self._page.finish(done, min(60.0 if done == self._run.steps else _PATIENCE,
-                                        15 * self._run.faults.timeout_minutes))
+            self._page.finish(
+                done, min(60.0 if done == self._run.steps else _PATIENCE, 15 * self._run.faults.timeout_minutes)
+            )
 
     def fell(self, text: str, page: bool) -> None:
         """Notes that an error ends the run; with `page`, report.html shows it."""
-        self._faults.add("log.txt")                   # it would be no news now that training goes on without it
+        self._faults.add("log.txt")  # it would be no news now that training goes on without it
         self.note(text)
         if self._first and page:
             self._page.finish(self._done, _PATIENCE)
@@ -229,8 +264,11 @@ class Tracker:
 
     def _readable(self, done: int, values: dict[str, float]) -> str:
         """One line for a person, without the means by quarter of the timesteps."""
-        shown = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                 for name, value in values.items() if name[-3:-1] != "_q" and name != "seconds_left"]
+        shown = [
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in values.items()
+            if name[-3:-1] != "_q" and name != "seconds_left"
+        ]
         left = [f"left {duration(values['seconds_left'])}"] if "seconds_left" in values else []
         return f"step {done}/{self._run.steps}  " + "  ".join(shown + left)
 
@@ -242,8 +280,8 @@ class Tracker:
 
     def _print(self, text: str) -> None:
         phases().heard()
-        bar = self._bar                              # which the main thread may close meanwhile
-        with suppress(OSError, ValueError):          # a closed pipe or terminal ends no training
+        bar = self._bar  # which the main thread may close meanwhile
+        with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
             if bar is not None:
                 bar.write(text, file=sys.stderr)
             else:
@@ -277,8 +315,8 @@ def _entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
             entry = _entry(line)
         except (ValueError, KeyError, TypeError, RecursionError):
             damaged += 1
-            with suppress(ValueError, KeyError, TypeError, RecursionError):      # a whole one glued to half of one
-                entries.append(_entry(line[line.rindex('{"step"'):]))
+            with suppress(ValueError, KeyError, TypeError, RecursionError):  # a whole one glued to half of one
+                entries.append(_entry(line[line.rindex('{"step"') :]))
         else:
             entries.append(entry)
     return entries, damaged
@@ -301,8 +339,10 @@ def _drop_after(path: Path, step: int) -> int:
 
 def _line(entry: dict[str, Any]) -> str:
     """One line of strict JSON: numbers that are not finite become null."""
+
     def strict(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: strict(inner) for name, inner in value.items()}
         return None if isinstance(value, float) and not math.isfinite(value) else value
+
     return json.dumps(strict(entry), allow_nan=False) + "\n"

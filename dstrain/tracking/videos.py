@@ -18,10 +18,10 @@ from dstrain.disk import atomic
 from dstrain.recipe import ConfigError
 from dstrain.tracking.pictures import enlarged, grid, lettering, on_white, tiled
 
-FPS = 10                    # frames a second: a whole number of a GIF's hundredths of a second, too
-_STRIP_FRAMES = 9           # of a clip in a strip
-_STRIP_CLIPS = 16           # in a strip
-_PALETTE_PIXELS = 1 << 16   # from which a palette is made
+FPS = 10  # frames a second: a whole number of a GIF's hundredths of a second, too
+_STRIP_FRAMES = 9  # of a clip in a strip
+_STRIP_CLIPS = 16  # in a strip
+_PALETTE_PIXELS = 1 << 16  # from which a palette is made
 
 
 def film(clip: Tensor) -> np.ndarray:
@@ -58,7 +58,7 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
     Grey films and those of up to 256 colours are kept exactly. In others all frames share one palette, since with
     several palettes still parts would flicker.
     """
-    duration = max(2, round(100 / fps)) * 10                 # ms; browsers slow frames down that are shorter than 20 ms
+    duration = max(2, round(100 / fps)) * 10  # ms; browsers slow frames down that are shorter than 20 ms
     grey = frames.shape[3] == 1 or bool((frames == frames[..., :1]).all())
     pictures = [Image.fromarray(frame[..., 0]) for frame in frames] if grey else _in_one_palette(frames)
     # Pillow drops frames that equal the one before. So each frame is written as a file, and the files are joined: each
@@ -76,18 +76,18 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
 def _in_one_palette(frames: np.ndarray) -> list[Image.Image]:
     """Frames (T, H, W, 3) in 256 colours: exactly where they have no more, else by a median cut and error diffusion."""
     pixels = frames.reshape(-1, 3)
-    sample = pixels[::-(-len(pixels) // _PALETTE_PIXELS)]
-    if len(np.unique(_codes(sample))) <= 256:                  # spares most large films the sorting of all pixels
+    sample = pixels[:: -(-len(pixels) // _PALETTE_PIXELS)]
+    if len(np.unique(_codes(sample))) <= 256:  # spares most large films the sorting of all pixels
         codes, places = np.unique(_codes(pixels), return_inverse=True)
         if len(codes) <= 256:
             colours = np.zeros((256, 3), np.uint8)
-            colours[:len(codes)] = np.stack((codes >> 16, codes >> 8 & 255, codes & 255), 1)
+            colours[: len(codes)] = np.stack((codes >> 16, codes >> 8 & 255, codes & 255), 1)
             pictures = [Image.fromarray(frame) for frame in places.reshape(frames.shape[:3]).astype(np.uint8)]
             for picture in pictures:
-                picture.putpalette(colours.tobytes())        # an L picture becomes a P picture
+                picture.putpalette(colours.tobytes())  # an L picture becomes a P picture
             return pictures
     palette = Image.fromarray(sample[None]).quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=1)
-    palette.putpalette(bytes(palette.getpalette()).ljust(768, b"\0"))    # the sample may hold fewer colours
+    palette.putpalette(bytes(palette.getpalette()).ljust(768, b"\0"))  # the sample may hold fewer colours
     return [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG) for frame in frames]
 
 
@@ -111,7 +111,7 @@ def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> Non
     with atomic.replacing(path) as temporary, av.open(str(temporary), "w", format="mp4", options=options) as file:
         stream = file.add_stream("libx264", rate=fps, options={"crf": "15"})
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
-        stream.codec_context.thread_count = 1                # small frames, and ranks beside this one
+        stream.codec_context.thread_count = 1  # small frames, and ranks beside this one
         for frame in frames:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         file.mux(stream.encode(None))

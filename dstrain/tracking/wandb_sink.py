@@ -24,12 +24,12 @@ from urllib.parse import urlparse
 
 from dstrain.disk import atomic
 
-_CAPACITY = 1000            # entries that wait to be sent
-_HEADER = 7                 # bytes of wandb's file before its first entry
-_RESERVED = 1000            # entries that are written down at a time
-_PROBE_SECONDS = 5.0        # for the server's first answer; the three timeouts stay below 40 s in all
-_INIT_SECONDS = 18.0        # for wandb.init online
-_FINISH_SECONDS = 10.0      # for the last uploads
+_CAPACITY = 1000  # entries that wait to be sent
+_HEADER = 7  # bytes of wandb's file before its first entry
+_RESERVED = 1000  # entries that are written down at a time
+_PROBE_SECONDS = 5.0  # for the server's first answer; the three timeouts stay below 40 s in all
+_INIT_SECONDS = 18.0  # for wandb.init online
+_FINISH_SECONDS = 10.0  # for the last uploads
 
 
 class WandbSink:
@@ -40,30 +40,51 @@ class WandbSink:
     few lines that a person should read.
     """
 
-    def __init__(self, folder: Path, setting: str, *, name: str, project: str, entity: str | None,
-                 config: dict[str, Any], note: Callable[[str], None], tags: Sequence[str] = (),
-                 group: str | None = None, notes: str | None = None) -> None:
-        self.dropped = 0                             # entries that did not fit or were refused
+    def __init__(
+        self,
+        folder: Path,
+        setting: str,
+        *,
+        name: str,
+        project: str,
+        entity: str | None,
+        config: dict[str, Any],
+        note: Callable[[str], None],
+        tags: Sequence[str] = (),
+        group: str | None = None,
+        notes: str | None = None,
+    ) -> None:
+        self.dropped = 0  # entries that did not fit or were refused
         self._note = note
-        self._queue: queue.Queue[Callable[[Any], None]] = queue.Queue(_CAPACITY)     # calls with the run
+        self._queue: queue.Queue[Callable[[Any], None]] = queue.Queue(_CAPACITY)  # calls with the run
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._sync = f"wandb sync {folder / 'wandb' / 'offline-run-*'}"      # all of a run's files, oldest first
+        self._sync = f"wandb sync {folder / 'wandb' / 'offline-run-*'}"  # all of a run's files, oldest first
         mode = resolved_mode(setting)
         if mode == "disabled":
             return
         if mode == "online" and not has_key():
             note(f"wandb: offline, no API key was found; `wandb login`, then `{self._sync}` sends it")
             mode = "offline"
-        os.environ.setdefault("WANDB_SILENT", "true")        # also read by wandb's own process
+        os.environ.setdefault("WANDB_SILENT", "true")  # also read by wandb's own process
         try:
             # Not in the thread: workers that are forked while it holds an import lock would hang.
             self._wandb = importlib.import_module("wandb")
             _set_empty_aside(folder / "wandb")
             self._id, self._entries = _known(folder)
             self._path, self._reserved = folder / "wandb_id", self._entries
-            self._arguments = dict(id=self._id, dir=str(folder), name=name, project=project, entity=entity,
-                                   tags=list(tags) or None, group=group, notes=notes, config=config, resume="allow")
+            self._arguments = {
+                "id": self._id,
+                "dir": str(folder),
+                "name": name,
+                "project": project,
+                "entity": entity,
+                "tags": list(tags) or None,
+                "group": group,
+                "notes": notes,
+                "config": config,
+                "resume": "allow",
+            }
         except Exception as error:
             note(f"wandb: not used: {_brief(error)}")
             return
@@ -86,6 +107,7 @@ class WandbSink:
 
     def artifact(self, name: str, folder: Path, step: int) -> None:
         """All files of a folder as a model; returns at once."""
+
         def send(run: Any) -> None:
             model = self._wandb.Artifact(name, type="model", metadata={"step": step})
             model.add_dir(str(folder))
@@ -101,7 +123,7 @@ class WandbSink:
         self._closing.set()
         thread.join(seconds)
         if thread.is_alive():
-            self.dropped += self._queue.qsize()      # they are in no file of wandb's yet
+            self.dropped += self._queue.qsize()  # they are in no file of wandb's yet
             self._note(f"wandb: not finished after {seconds:g} s; `{self._sync}` sends what is left")
         if self.dropped:
             self._note(f"wandb: {self.dropped} entries were not logged; metrics.jsonl holds all")
@@ -115,7 +137,7 @@ class WandbSink:
             self.dropped += 1
 
     def _log(self, run: Any, values: dict[str, Any]) -> None:
-        if self._entries >= self._reserved:          # written ahead, since a kill leaves no time to write
+        if self._entries >= self._reserved:  # written ahead, since a kill leaves no time to write
             self._reserved = self._entries + _RESERVED
             atomic.write(self._path, f"{self._id}\n{self._reserved}\n")
         run.log(values, step=self._entries, commit=True)
@@ -124,8 +146,8 @@ class WandbSink:
     def _work(self, mode: str) -> None:
         try:
             run = self._start(mode)
-            self._entries = max(self._entries, run.step)         # of an online run that earlier versions began
-        except BaseException as error:               # wandb also raises its own kinds
+            self._entries = max(self._entries, run.step)  # of an online run that earlier versions began
+        except BaseException as error:  # wandb also raises its own kinds
             self._note(f"wandb: could not start: {_brief(error)}")
             run = None
         while True:
@@ -145,11 +167,11 @@ class WandbSink:
             if run is not None:
                 run.finish()
                 atomic.write(self._path, f"{self._id}\n{self._entries}\n")
-                self._wandb.teardown()               # waits until wandb's own process has closed the run's file
+                self._wandb.teardown()  # waits until wandb's own process has closed the run's file
         except BaseException as error:
             self._note(f"wandb: could not finish: {_brief(error)}")
             with suppress(BaseException):
-                self._wandb.teardown()               # or wandb tries it again at the exit, with a traceback
+                self._wandb.teardown()  # or wandb tries it again at the exit, with a traceback
 
     def _start(self, mode: str) -> Any:
         if mode == "online":
@@ -158,13 +180,19 @@ class WandbSink:
                 return self._init("online")
             except BaseException as error:
                 self._note(f"wandb: offline, since online failed: {_brief(error)}")
-                self._wandb.teardown()               # or the id would still be in use
+                self._wandb.teardown()  # or the id would still be in use
         return self._init("offline")
 
     def _init(self, mode: str) -> Any:
-        settings = self._wandb.Settings(silent=True, console="off", init_timeout=_INIT_SECONDS,
-                                        finish_timeout=_FINISH_SECONDS, login_timeout=_INIT_SECONDS, disable_git=True,
-                                        save_code=False)
+        settings = self._wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=_INIT_SECONDS,
+            finish_timeout=_FINISH_SECONDS,
+            login_timeout=_INIT_SECONDS,
+            disable_git=True,
+            save_code=False,
+        )
         run = self._wandb.init(mode=mode, settings=settings, **self._arguments)
         run.define_metric("train/step")
         run.define_metric("*", step_metric="train/step")
@@ -176,7 +204,7 @@ def resolved_mode(setting: str) -> str:
     if setting == "auto":
         setting = "online" if has_key() else "offline"
     variable = os.environ.get("WANDB_MODE", "").strip().lower().replace("dryrun", "offline")
-    modes = ("online", "offline", "disabled")                # the last is the quietest
+    modes = ("online", "offline", "disabled")  # the last is the quietest
     return max(setting, variable, key=modes.index) if variable in modes else setting
 
 

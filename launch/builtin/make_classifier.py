@@ -23,7 +23,7 @@ from dstrain.metrics.builtin import prepared
 from dstrain.nn.classifier import FILE, Classifier
 
 EPOCHS, BATCH, LR, WEIGHT_DECAY, SEED = 10, 128, 4e-3, 5e-2, 0
-SMALLEST = 12                                  # pixels of a side of 32 to which an item is shrunk
+SMALLEST = 12  # pixels of a side of 32 to which an item is shrunk
 
 
 def main(output: Path) -> None:
@@ -38,7 +38,7 @@ def main(output: Path) -> None:
     for epoch in range(EPOCHS):
         network.train()
         order, total = torch.randperm(len(images)), 0.0
-        for batch in order[:len(order) // BATCH * BATCH].split(BATCH):
+        for batch in order[: len(order) // BATCH * BATCH].split(BATCH):
             shown = varied(images[batch])
             loss = F.cross_entropy(network(prepared(shown))[1], labels[batch], label_smoothing=0.05)
             optimizer.zero_grad()
@@ -46,10 +46,18 @@ def main(output: Path) -> None:
             optimizer.step()
             schedule.step()
             total += loss.item()
-        print(f"epoch {epoch + 1}/{EPOCHS}: loss {total / (len(images) // BATCH):.4f}, "
-              f"{time.perf_counter() - begin:.0f} s", flush=True)
-    save_file({name: (weight.half() if weight.is_floating_point() else weight).contiguous()
-               for name, weight in network.state_dict().items()}, output)
+        print(
+            f"epoch {epoch + 1}/{EPOCHS}: loss {total / (len(images) // BATCH):.4f}, "
+            f"{time.perf_counter() - begin:.0f} s",
+            flush=True,
+        )
+    save_file(
+        {
+            name: (weight.half() if weight.is_floating_point() else weight).contiguous()
+            for name, weight in network.state_dict().items()
+        },
+        output,
+    )
     print(f"{output}: {output.stat().st_size:,} bytes, {sum(p.numel() for p in network.parameters()):,} weights")
     measure(output)
 

@@ -41,10 +41,10 @@ from dstrain.encoders.text import TextEncoder
 
 BUILTIN = Path(__file__).parents[2] / "dstrain" / "data" / "builtin"
 FOLDS, EPOCHS, BATCH = 5, 50, 256
-FOLD_WIDTHS = (3, 32, 64, 128, 256)               # of the towers that make the pairs
-TOWER_EPOCHS = 120                                # of the one that measures
-SIDE = 32                                         # pixels of the tower's pictures
-LEVELS = 6.0                                      # standard deviation of the int8 values: about 4.6 bits a value
+FOLD_WIDTHS = (3, 32, 64, 128, 256)  # of the towers that make the pairs
+TOWER_EPOCHS = 120  # of the one that measures
+SIDE = 32  # pixels of the tower's pictures
+LEVELS = 6.0  # standard deviation of the int8 values: about 4.6 bits a value
 
 
 def main(package: Path, encoder: str, folder: Path) -> None:
@@ -60,8 +60,8 @@ def main(package: Path, encoder: str, folder: Path) -> None:
 def write_pairs(captions: list[str], pictures: Tensor, encoder: str, output: Path) -> Tensor:
     """Writes the pairs; returns the text embeddings (N, 384)."""
     minilm = TextEncoder(encoder, 32)
-    text = torch.cat([minilm.encode(captions[i:i + 64])["text_embed"] for i in range(0, len(captions), 64)])
-    text = F.normalize(text, dim=1)                                                               # (N, 384)
+    text = torch.cat([minilm.encode(captions[i : i + 64])["text_embed"] for i in range(0, len(captions), 64)])
+    text = F.normalize(text, dim=1)  # (N, 384)
     image = torch.empty_like(text)
     part = torch.randperm(len(text)) % FOLDS
     for fold in range(FOLDS):
@@ -94,13 +94,19 @@ def write_tower(pictures: Tensor, text: Tensor, output: Path) -> None:
     torch.manual_seed(0)
     train, unseen = (torch.from_numpy(Emoji(split=split).rows.astype(np.int64)) for split in ("train", "held_out"))
     tower = fit(pictures[train], text[train], WIDTHS, TOWER_EPOCHS)
-    save_file({name: weight.half() if weight.is_floating_point() else weight
-               for name, weight in tower.state_dict().items()}, output)
+    save_file(
+        {name: weight.half() if weight.is_floating_point() else weight for name, weight in tower.state_dict().items()},
+        output,
+    )
     cosines = embed(tower, pictures[unseen]) @ text[unseen].T
-    first = [(cosines[i:i + 100, i:i + 100].argmax(1) == torch.arange(100)).float().mean()
-             for i in range(0, len(unseen) - 99, 50)]
-    print(f"{output}: {output.stat().st_size:,} bytes; a held-out picture's name is the first of 100 in "
-          f"{float(torch.stack(first).mean()):.0%}")
+    first = [
+        (cosines[i : i + 100, i : i + 100].argmax(1) == torch.arange(100)).float().mean()
+        for i in range(0, len(unseen) - 99, 50)
+    ]
+    print(
+        f"{output}: {output.stat().st_size:,} bytes; a held-out picture's name is the first of 100 in "
+        f"{float(torch.stack(first).mean()):.0%}"
+    )
 
 
 def read(package: Path) -> tuple[list[str], Tensor]:
@@ -130,10 +136,10 @@ def fit(pictures: Tensor, text: Tensor, widths: tuple[int, ...], epochs: int) ->
     for _ in range(epochs):
         order = torch.randperm(len(text))
         for start in range(0, len(text) - BATCH + 1, BATCH):
-            chosen = order[start:start + BATCH]
+            chosen = order[start : start + BATCH]
             guess = F.normalize(tower(augment(pictures[chosen])), dim=1)
             target = text[chosen]
-            logits = guess @ target.T / 0.07                                                      # (B, B)
+            logits = guess @ target.T / 0.07  # (B, B)
             same = torch.arange(BATCH)
             contrast = (F.cross_entropy(logits, same) + F.cross_entropy(logits.T, same)) / 2
             loss = contrast + 2 * (1 - (guess * target).sum(1).mean())
@@ -150,8 +156,13 @@ def augment(pictures: Tensor) -> Tensor:
     angle, scale = 0.2 * torch.randn(count), 1 + 0.1 * torch.randn(count)
     mirror = torch.where(torch.rand(count) < 0.5, -1.0, 1.0)
     shift = 0.1 * torch.randn(count, 2)
-    rows = torch.stack((torch.stack((scale * angle.cos() * mirror, -scale * angle.sin(), shift[:, 0]), 1),
-                        torch.stack((scale * angle.sin() * mirror, scale * angle.cos(), shift[:, 1]), 1)), 1)
+    rows = torch.stack(
+        (
+            torch.stack((scale * angle.cos() * mirror, -scale * angle.sin(), shift[:, 0]), 1),
+            torch.stack((scale * angle.sin() * mirror, scale * angle.cos(), shift[:, 1]), 1),
+        ),
+        1,
+    )
     grid = F.affine_grid(rows, list(pictures.shape), align_corners=False)
     # White is 0 here, so that what comes in from outside is white.
     moved = F.grid_sample(pictures.float() / 127.5 - 2, grid, align_corners=False)
@@ -167,8 +178,10 @@ def agreement(image: Tensor, text: Tensor) -> str:
     """Cosine of a picture with its own name and with another's, and how often its own is among the ten nearest."""
     cosines = image @ text.T
     own, rank = cosines.diagonal(), (cosines > cosines.diagonal()[:, None]).sum(1)
-    return (f"cosine own {float(own.mean()):.3f}, other {float((image * text.roll(1, 0)).sum(1).mean()):.3f}, own name "
-            f"in the top 10 of {len(text)}: {float((rank < 10).float().mean()):.0%}")
+    return (
+        f"cosine own {float(own.mean()):.3f}, other {float((image * text.roll(1, 0)).sum(1).mean()):.3f}, own name "
+        f"in the top 10 of {len(text)}: {float((rank < 10).float().mean()):.0%}"
+    )
 
 
 def pack(content: bytes) -> bytes:

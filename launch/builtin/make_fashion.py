@@ -48,7 +48,7 @@ def read(name: str, header: int) -> np.ndarray:
 
 def pack(images: np.ndarray) -> bytes:
     """Pixels, LZMA compressed; lc=4 predicts from more of the neighbour than the preset does."""
-    coder = dict(id=lzma.FILTER_LZMA2, preset=9 | lzma.PRESET_EXTREME, lc=4, lp=0, pb=0)
+    coder = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}
     return lzma.compress(images.tobytes(), filters=[coder])
 
 

@@ -116,8 +116,9 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
                 value.lerp_(full[name], 1 - EMA.decay_at(decay, step))
     Checkpoints(folder, engines, ema, History()).save(STEPS, last=True)
     if stage:
-        Checkpoints(folder.with_name(f"{folder.name}-native"), engines, ema, History(),
-                    Save(format="deepspeed")).save(STEPS, last=True)
+        Checkpoints(folder.with_name(f"{folder.name}-native"), engines, ema, History(), Save(format="deepspeed")).save(
+            STEPS, last=True
+        )
     buffers = {"scale.table": engines.modules["tiny"].scale.table.clone()}
     return {"raw": full | buffers, **{f"ema:{decay!r}": shadow | buffers for decay, shadow in naive.items()}}
 

@@ -31,9 +31,9 @@ def test_deepspeeds_own_files(tmp_path, stage):
     trial.steps(0, 2)
     trial.saves.save(2, last=True)
     path, state = tmp_path / "step_00000002", trial.state()
-    assert not list(path.rglob("latest"))                     # a pointer of DeepSpeed's, which knows no whole and half
+    assert not list(path.rglob("latest"))  # a pointer of DeepSpeed's, which knows no whole and half
     assert {file.parent.name for file in path.glob("deepspeed/*/*.pt")} == {"a", "b"}
-    for save in (native, Save(keep=9)):                       # in which format this run saves does not matter
+    for save in (native, Save(keep=9)):  # in which format this run saves does not matter
         again = Trial(tmp_path, stage, save=save, decays=(0.5,), trust=True)
         again.steps(5, 6)
         assert again.saves.resume() == 2 and same(again.state(), state)
@@ -46,8 +46,9 @@ def test_deepspeeds_own_files(tmp_path, stage):
     with pytest.raises(ConfigError, match="give --trust-pickle"):
         Trial(tmp_path, stage).saves.resume()
     other = stage % 3 + 1
-    with pytest.raises(ConfigError, match=f"at stage {stage} on 1 ranks, and resumes only so; this run has stage "
-                       f"{other} and 1 ranks"):
+    with pytest.raises(
+        ConfigError, match=f"at stage {stage} on 1 ranks, and resumes only so; this run has stage {other} and 1 ranks"
+    ):
         Trial(tmp_path, other, trust=True, decays=(0.5,)).saves.resume()
     with pytest.raises(ConfigError, match="holds the weights of b in DeepSpeed's own files"):
         read_weights(path, "b")
@@ -94,8 +95,10 @@ def test_modes_and_metadata(tmp_path):
     with safe_open(tmp_path / "run" / "step_00000001" / "b-00000-of-00001.safetensors", "pt") as file:
         assert file.metadata()["part"] == "b"
     with safe_open(tmp_path / "run" / "step_00000001" / "common.safetensors", "pt") as file:
-        assert set(file.keys()) == {"system/values", *(f"buffer/{part}/{name}" for part in "ab"
-                                                       for name in ("scale.table", "count"))}
+        assert set(file.keys()) == {
+            "system/values",
+            *(f"buffer/{part}/{name}" for part in "ab" for name in ("scale.table", "count")),
+        }
         counters = json.loads(file.metadata()["counters"])
     assert counters == {part: {"updates": 0, "skipped": 0, "stage": 0, "scaler": {}} for part in "ab"}
 
@@ -160,8 +163,9 @@ def test_weights_that_are_not_finite(tmp_path, stage):
     flat = list(trial.engines.masters["b"].own_views(trial.engines.masters["b"].flats))[-1][1]
     kept = flat[-1].item()
     flat[-1] = math.nan
-    with pytest.raises(FloatingPointError, match="the weights of step 5 are not finite and are not saved. .* holds no "
-                       "checkpoint"):
+    with pytest.raises(
+        FloatingPointError, match="the weights of step 5 are not finite and are not saved. .* holds no checkpoint"
+    ):
         trial.saves.save(5)
     flat[-1] = kept
     trial.saves.save(5)

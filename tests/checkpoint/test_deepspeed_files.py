@@ -40,8 +40,13 @@ def merged(source, out, **words) -> dict[str, torch.Tensor]:
 
 def differ(tensors, expected) -> list[str]:
     """Names of tensors that are not bit for bit as expected; weights saved in bf16 are expected in float32."""
-    return [name for name in tensors.keys() | expected.keys() if name not in tensors or name not in expected
-            or not torch.equal(tensors[name], expected[name].to(tensors[name].dtype))]
+    return [
+        name
+        for name in tensors.keys() | expected.keys()
+        if name not in tensors
+        or name not in expected
+        or not torch.equal(tensors[name], expected[name].to(tensors[name].dtype))
+    ]
 
 
 @pytest.mark.parametrize("case", [*ZERO, "plain1-accumulated", "plain0-fp32"])
@@ -70,13 +75,13 @@ def test_deepspeeds_own(saved, tmp_path, case):
 
 def test_loads_into_the_plain_module(saved, tmp_path):
     """Oracle: torch's strict load_state_dict; both names of a tied weight show the trained one."""
-    folder, truth = saved
+    folder, _truth = saved
     program = f"""
 import sys, torch
 sys.path.insert(0, {str(ROOT)!r})
 from safetensors.torch import load_file
 from tests.engine.check_consolidate import Plain
-truth = torch.load({str(folder / 'truth.pt')!r})
+truth = torch.load({str(folder / "truth.pt")!r})
 for case in sys.argv[2:]:
     network = Plain()
     network.load_state_dict(load_file(f"{{sys.argv[1]}}/{{case}}/model.safetensors"), strict=True)
@@ -85,8 +90,13 @@ for case in sys.argv[2:]:
 """
     for case in ZERO:
         merged(folder / case, tmp_path / case)
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path), *ZERO], env=environment(), text=True,
-                          capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), *ZERO],
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -160,7 +170,7 @@ def test_altered_bytes(saved, tmp_path, case):
         path = paths[random.integers(len(paths))]
         before = path.read_bytes()
         place = random.integers(len(before))
-        path.write_bytes(before[:place] + bytes([before[place] ^ 1 << random.integers(8)]) + before[place + 1:])
+        path.write_bytes(before[:place] + bytes([before[place] ^ 1 << random.integers(8)]) + before[place + 1 :])
         out = tmp_path / f"out{number}"
         try:
             assert differ(merged(tmp_path / "in", out), truth[case]["live"]) == [], (path.name, place)
@@ -197,8 +207,11 @@ def test_refused(saved, tmp_path):
     refused("plain2-fp32", f"lacks {second}: 1 of 2 ranks", drop(second))
     refused("plain3-fp32", f"lacks zero_pp_rank_1_{model}", drop(f"zero_pp_rank_1_{model}"))
     refused("plain2-fp32", f"lacks {model}", drop(model))
-    refused("plain2-fp32", "holds files of 3 ranks, and was last written by 2: remove .*_rank_2_",
-            copied(second, second.replace("rank_1", "rank_2")))
+    refused(
+        "plain2-fp32",
+        "holds files of 3 ranks, and was last written by 2: remove .*_rank_2_",
+        copied(second, second.replace("rank_1", "rank_2")),
+    )
     refused("plain2-fp32", "of one rank: remove those of the older run", copied(second, f"bf16_{second}"))
     refused("plain2-fp32", "is of a tensor-parallel run", copied(model, "mp_rank_01_model_states.pt"))
     refused("plain2-fp32", "pipeline- or tensor-parallel run", lambda tag: resaved(tag, model, mp_world_size=2))
@@ -209,15 +222,29 @@ def test_refused(saved, tmp_path):
     refused("plain2-fp32", "--weights ema: .* holds no averages", weights="ema")
     refused("plain2-fp32", "--part a: .* one network", part="a")
     refused("plain2-fp32", "--step 3: .* give --tag", step=3)
-    refused("plain2-fp32", "several checkpoints .* --tag second | third",
-            lambda tag: (shutil.copytree(tag, tag.with_name("second")), tag.with_name("latest").unlink()))
+    refused(
+        "plain2-fp32",
+        "several checkpoints .* --tag second | third",
+        lambda tag: (shutil.copytree(tag, tag.with_name("second")), tag.with_name("latest").unlink()),
+    )
     for name in ("__metadata__", 3):
-        refused("plain2-fp32", f"a weight named {name!r}", lambda tag: resaved(tag, model, module={
-            **torch.load(tag / model, weights_only=False)["module"], name: torch.ones(2)}))
+        refused(
+            "plain2-fp32",
+            f"a weight named {name!r}",
+            lambda tag: resaved(
+                tag, model, module={**torch.load(tag / model, weights_only=False)["module"], name: torch.ones(2)}
+            ),
+        )
     refused("plain0-bf16", "only in BF16: the fp32 weights of stage 0 are kept without names")
     for name in (second, model):
-        refused("plain2-fp32", f"{name} is truncated, damaged",
-                lambda tag: (tag / name).write_bytes((tag / name).read_bytes()[:-300]))
+        refused(
+            "plain2-fp32",
+            f"{name} is truncated, damaged",
+            lambda tag: (tag / name).write_bytes((tag / name).read_bytes()[:-300]),
+        )
     everything = [path.name for path in (folder / "plain2-bf16" / "third").glob("*_optim_states.pt")]
-    refused("plain2-bf16", "lacks zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            lambda tag: [(tag / name).unlink() for name in everything])
+    refused(
+        "plain2-bf16",
+        "lacks zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        lambda tag: [(tag / name).unlink() for name in everything],
+    )

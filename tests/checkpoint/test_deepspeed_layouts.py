@@ -13,7 +13,7 @@ from dstrain.checkpoint import deepspeed_files, torch_files
 from dstrain.checkpoint.safetensors_io import write_model
 from dstrain.recipe import ConfigError
 
-SHAPES = [{"a.weight": (3, 5), "a.bias": (), "b.weight": (2,)}, {"c.weight": (4, 1, 3), "d": (1,)}]        # two groups
+SHAPES = [{"a.weight": (3, 5), "a.bias": (), "b.weight": (2,)}, {"c.weight": (4, 1, 3), "d": (1,)}]  # two groups
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "mp_rank_00_optim_states.pt"
 
 
@@ -22,31 +22,43 @@ def numbers(shape: tuple[int, ...], begin: int) -> Tensor:
 
 
 def weights() -> dict[str, Tensor]:
-    return {name: numbers(shape, 100 * number) for number, (name, shape) in
-            enumerate((name, shape) for group in SHAPES for name, shape in group.items())}
+    return {
+        name: numbers(shape, 100 * number)
+        for number, (name, shape) in enumerate((name, shape) for group in SHAPES for name, shape in group.items())
+    }
 
 
 def common(**more) -> dict:
     """What every rank's model file holds; the frozen weight and the buffers are none of the optimizer's."""
     module = {name: value.bfloat16() for name, value in weights().items()}
     module |= {"half": torch.tensor([1.5, 2.5]).bfloat16(), "count": torch.arange(3), "frozen": numbers((5,), 70)}
-    return {"module": module, "buffer_names": ["half", "count"], "param_shapes": SHAPES, "global_steps": 12,
-            "ds_version": "0.19.1", "ds_config": {"zero_optimization": {"stage": 2}}, **more}
+    return {
+        "module": module,
+        "buffer_names": ["half", "count"],
+        "param_shapes": SHAPES,
+        "global_steps": 12,
+        "ds_version": "0.19.1",
+        "ds_config": {"zero_optimization": {"stage": 2}},
+        **more,
+    }
 
 
 def sharded(folder: Path, world: int, flats: int = 1) -> None:
     """Stage 3: each weight in equal shares, the last one padded with NaN; a rank's in one flat or in several."""
     for rank in range(world):
+
         def share(value: Tensor) -> Tensor:
             size = -(-value.numel() // world)
-            own = value.flatten()[rank * size:(rank + 1) * size]
+            own = value.flatten()[rank * size : (rank + 1) * size]
             return torch.cat([own, torch.full((size - len(own),), math.nan)])
 
         content = common()
         content["frozen_param_shapes"] = {"frozen": (5,)}
         content["frozen_param_fragments"] = {"frozen": share(content["module"]["frozen"])}
-        content["module"] = {name: value if name in content["buffer_names"] else torch.empty(0)
-                             for name, value in content["module"].items()}
+        content["module"] = {
+            name: value if name in content["buffer_names"] else torch.empty(0)
+            for name, value in content["module"].items()
+        }
         torch.save(content, folder / f"zero_pp_rank_{rank}_{MODEL}")
         line = torch.cat([share(value) for value in weights().values()])
         pieces = [piece.clone() for piece in line.tensor_split(flats)]
@@ -59,14 +71,19 @@ def partitioned(folder: Path, world: int, gaps: tuple[int, ...] = (), **more) ->
     torch.save(common(**more), folder / MODEL)
     partitions: list[list[Tensor]] = [[] for _ in range(world)]
     for group in SHAPES:
-        line = torch.cat([piece for number, name in enumerate(group) for piece in (
-            weights()[name].flatten(), torch.full((gaps[number] if gaps else 0,), math.nan))])
+        line = torch.cat(
+            [
+                piece
+                for number, name in enumerate(group)
+                for piece in (weights()[name].flatten(), torch.full((gaps[number] if gaps else 0,), math.nan))
+            ]
+        )
         line = torch.cat([line, torch.full((-len(line) % world,), math.nan)])
         for rank, piece in enumerate(line.chunk(world)):
             partitions[rank].append(piece.clone())
     for rank, own in enumerate(partitions):
         state = {"single_partition_of_fp32_groups": own, "partition_count": [world] * 2, "zero_stage": 2}
-        state |= {"param_alignment_paddings": [list(gaps[:len(group)]) for group in SHAPES]} if gaps else {}
+        state |= {"param_alignment_paddings": [list(gaps[: len(group)]) for group in SHAPES]} if gaps else {}
         torch.save({"optimizer_state_dict": state}, folder / f"bf16_zero_pp_rank_{rank}_{OPTIMIZER}")
 
 
@@ -109,12 +126,19 @@ def read(folder: Path) -> tuple[dict[str, Tensor], deepspeed_files.Checkpoint]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
-@pytest.mark.parametrize("lay", [lambda folder, world: sharded(folder, world),
-                                 lambda folder, world: sharded(folder, world, 3), partitioned, mapped,
-                                 lambda folder, world: partitioned(folder, world, (2, 0, 5)),
-                                 lambda folder, world: partitioned(
-                                     folder, world, frozen_param_shapes={"frozen": (5,)},
-                                     frozen_param_fragments={"frozen": numbers((5,), 70)})])
+@pytest.mark.parametrize(
+    "lay",
+    [
+        lambda folder, world: sharded(folder, world),
+        lambda folder, world: sharded(folder, world, 3),
+        partitioned,
+        mapped,
+        lambda folder, world: partitioned(folder, world, (2, 0, 5)),
+        lambda folder, world: partitioned(
+            folder, world, frozen_param_shapes={"frozen": (5,)}, frozen_param_fragments={"frozen": numbers((5,), 70)}
+        ),
+    ],
+)
 def test_any_number_of_ranks(tmp_path, lay, world):
     """Oracle: the weights that were cut: the ranks' files give each element, none of the padding, and buffers, of which
     halves become float32; names in the network's order; what else the files say.
@@ -123,12 +147,18 @@ def test_any_number_of_ranks(tmp_path, lay, world):
     tensors, checkpoint = read(tmp_path)
     expected = weights() | {"half": torch.tensor([1.5, 2.5]), "count": torch.arange(3), "frozen": numbers((5,), 70)}
     assert [entry.name for entry in checkpoint.entries] == list(expected) and checkpoint.tied == {}
-    assert all(torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype
-               for name, value in expected.items())
+    assert all(
+        torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in expected.items()
+    )
     storages = [(span.path, span.offset, span.offset + span.nbytes) for span in checkpoint.sums]
     for span in (span for entry in checkpoint.entries for span in entry.source.spans):
-        assert sum(path == span.path and first <= span.offset and span.offset + span.nbytes <= last
-                   for path, first, last in storages) == 1
+        assert (
+            sum(
+                path == span.path and first <= span.offset and span.offset + span.nbytes <= last
+                for path, first, last in storages
+            )
+            == 1
+        )
     assert not any(torch_files.altered(*item) for item in checkpoint.sums.items())
     stage = 3 if (tmp_path / f"zero_pp_rank_0_{MODEL}").exists() else 2
     assert checkpoint.facts == {"step": 12, "stage": stage, "world": world, "deepspeed": "0.19.1", "left_out": []}
@@ -180,51 +210,111 @@ def state_of(folder: Path, rank: int, prefix: str = "", **changes) -> None:
 
 
 FAULTS = {
-    "a partition count of none": (partitioned, lambda folder: [
-        state_of(folder, rank, "bf16_", partition_count=[0, 0]) for rank in range(2)], "partitions of 0 ranks"),
-    "a count beyond any": (partitioned, lambda folder: [
-        state_of(folder, rank, "bf16_", partition_count=1 << 20) for rank in range(2)], "partitions of 1048576 ranks"),
-    "experts": (partitioned, lambda folder: state_of(folder, 1, "bf16_", ds_zero_partition_groups=[]),
-                "partitioned over groups of experts"),
-    "several types": (sharded, lambda folder: state_of(folder, 1, fp32_flat_groups=[
-        torch.zeros(4), torch.zeros(4, dtype=torch.float64)]), "not flat, or of several types"),
-    "not flat": (sharded, lambda folder: state_of(folder, 1, fp32_flat_groups=[torch.zeros(4, 8).t()]),
-                 "not flat, or of several types"),
-    "a shorter partition": (sharded, lambda folder: state_of(folder, 1, fp32_flat_groups=[torch.zeros(16)]),
-                            r"its partitions hold \[17, 16\] elements, the weights need 17 of each"),
-    "a short partition": (sharded, lambda folder: state_of(folder, 1, fp32_flat_groups=[torch.zeros(15)]),
-                          r"IndexError: elements 10 .. 16 of 15"),
-    "a long partition": (sharded, lambda folder: state_of(folder, 0, fp32_flat_groups=[torch.zeros(18)]),
-                         r"its partitions hold \[18, 17\] elements, the weights need 17 of each"),
-    "a short piece": (lambda folder, world: mapped(folder, world, 1), lambda folder: None,
-                      r"c.weight \(4, 1, 3\) takes 48 bytes, not 40: it is damaged"),
-    "a short line": (partitioned, lambda folder: [state_of(folder, rank, "bf16_", single_partition_of_fp32_groups=[
-        torch.zeros(8), torch.zeros(7)]) for rank in range(2)], "IndexError: elements 16 .. 18 of 16"),
-    "a weight of no kind": (sharded, lambda folder: altered(folder / f"zero_pp_rank_0_{MODEL}", module={
-        "other": torch.ones(2)}), "other is in the network, and neither trained, frozen, tied nor a buffer"),
-    "a file of an older run": (partitioned, lambda folder: shutil.copy(
-        folder / f"bf16_zero_pp_rank_1_{OPTIMIZER}", folder / f"zero_pp_rank_1_{OPTIMIZER}"),
-        "of one rank: remove those"),
-    "slices": (partitioned, lambda folder: shutil.copy(folder / MODEL, folder / "mp_rank_01_model_states.pt"),
-               "mp_rank_01_model_states.pt is of a tensor-parallel run"),
-    "more ranks": (sharded, lambda folder: shutil.copy(
-        folder / f"zero_pp_rank_1_{OPTIMIZER}", folder / f"zero_pp_rank_2_{OPTIMIZER}"),
-        f"holds files of 3 ranks, and was last written by 2: remove zero_pp_rank_2_{OPTIMIZER}"),
-    "fewer ranks": (sharded, lambda folder: (folder / f"zero_pp_rank_0_{OPTIMIZER}").unlink(),
-                    f"lacks zero_pp_rank_0_{OPTIMIZER}: 1 of 2 ranks are there"),
-    "fewer models": (sharded, lambda folder: (folder / f"zero_pp_rank_1_{MODEL}").unlink(),
-                     f"lacks zero_pp_rank_1_{MODEL}: 1 of 2 ranks are there"),
-    "no model": (partitioned, lambda folder: (folder / MODEL).unlink(),
-                 f"lacks {MODEL} .* it holds bf16_zero_pp_rank_0_{OPTIMIZER}"),
-    "no state": (partitioned, lambda folder: torch.save({"x": 1}, folder / f"bf16_zero_pp_rank_1_{OPTIMIZER}"),
-                 "holds no optimizer_state_dict"),
+    "a partition count of none": (
+        partitioned,
+        lambda folder: [state_of(folder, rank, "bf16_", partition_count=[0, 0]) for rank in range(2)],
+        "partitions of 0 ranks",
+    ),
+    "a count beyond any": (
+        partitioned,
+        lambda folder: [state_of(folder, rank, "bf16_", partition_count=1 << 20) for rank in range(2)],
+        "partitions of 1048576 ranks",
+    ),
+    "experts": (
+        partitioned,
+        lambda folder: state_of(folder, 1, "bf16_", ds_zero_partition_groups=[]),
+        "partitioned over groups of experts",
+    ),
+    "several types": (
+        sharded,
+        lambda folder: state_of(folder, 1, fp32_flat_groups=[torch.zeros(4), torch.zeros(4, dtype=torch.float64)]),
+        "not flat, or of several types",
+    ),
+    "not flat": (
+        sharded,
+        lambda folder: state_of(folder, 1, fp32_flat_groups=[torch.zeros(4, 8).t()]),
+        "not flat, or of several types",
+    ),
+    "a shorter partition": (
+        sharded,
+        lambda folder: state_of(folder, 1, fp32_flat_groups=[torch.zeros(16)]),
+        r"its partitions hold \[17, 16\] elements, the weights need 17 of each",
+    ),
+    "a short partition": (
+        sharded,
+        lambda folder: state_of(folder, 1, fp32_flat_groups=[torch.zeros(15)]),
+        r"IndexError: elements 10 .. 16 of 15",
+    ),
+    "a long partition": (
+        sharded,
+        lambda folder: state_of(folder, 0, fp32_flat_groups=[torch.zeros(18)]),
+        r"its partitions hold \[18, 17\] elements, the weights need 17 of each",
+    ),
+    "a short piece": (
+        lambda folder, world: mapped(folder, world, 1),
+        lambda folder: None,
+        r"c.weight \(4, 1, 3\) takes 48 bytes, not 40: it is damaged",
+    ),
+    "a short line": (
+        partitioned,
+        lambda folder: [
+            state_of(folder, rank, "bf16_", single_partition_of_fp32_groups=[torch.zeros(8), torch.zeros(7)])
+            for rank in range(2)
+        ],
+        "IndexError: elements 16 .. 18 of 16",
+    ),
+    "a weight of no kind": (
+        sharded,
+        lambda folder: altered(folder / f"zero_pp_rank_0_{MODEL}", module={"other": torch.ones(2)}),
+        "other is in the network, and neither trained, frozen, tied nor a buffer",
+    ),
+    "a file of an older run": (
+        partitioned,
+        lambda folder: shutil.copy(folder / f"bf16_zero_pp_rank_1_{OPTIMIZER}", folder / f"zero_pp_rank_1_{OPTIMIZER}"),
+        "of one rank: remove those",
+    ),
+    "slices": (
+        partitioned,
+        lambda folder: shutil.copy(folder / MODEL, folder / "mp_rank_01_model_states.pt"),
+        "mp_rank_01_model_states.pt is of a tensor-parallel run",
+    ),
+    "more ranks": (
+        sharded,
+        lambda folder: shutil.copy(folder / f"zero_pp_rank_1_{OPTIMIZER}", folder / f"zero_pp_rank_2_{OPTIMIZER}"),
+        f"holds files of 3 ranks, and was last written by 2: remove zero_pp_rank_2_{OPTIMIZER}",
+    ),
+    "fewer ranks": (
+        sharded,
+        lambda folder: (folder / f"zero_pp_rank_0_{OPTIMIZER}").unlink(),
+        f"lacks zero_pp_rank_0_{OPTIMIZER}: 1 of 2 ranks are there",
+    ),
+    "fewer models": (
+        sharded,
+        lambda folder: (folder / f"zero_pp_rank_1_{MODEL}").unlink(),
+        f"lacks zero_pp_rank_1_{MODEL}: 1 of 2 ranks are there",
+    ),
+    "no model": (
+        partitioned,
+        lambda folder: (folder / MODEL).unlink(),
+        f"lacks {MODEL} .* it holds bf16_zero_pp_rank_0_{OPTIMIZER}",
+    ),
+    "no state": (
+        partitioned,
+        lambda folder: torch.save({"x": 1}, folder / f"bf16_zero_pp_rank_1_{OPTIMIZER}"),
+        "holds no optimizer_state_dict",
+    ),
     "a list": (partitioned, lambda folder: torch.save([1], folder / MODEL), "holds no module: DeepSpeed did not"),
-    "no shapes": (partitioned, lambda folder: altered(folder / MODEL, param_shapes=3),
-                  "is no checkpoint of ZeRO 1 to 3"),
+    "no shapes": (
+        partitioned,
+        lambda folder: altered(folder / MODEL, param_shapes=3),
+        "is no checkpoint of ZeRO 1 to 3",
+    ),
     "a pipeline": (partitioned, lambda folder: altered(folder / MODEL, mp_world_size=2), "mp_world_size 2"),
-    "a share of a frozen weight": (sharded, lambda folder: altered(
-        folder / f"zero_pp_rank_1_{MODEL}", frozen_param_fragments={"frozen": torch.zeros(1)}),
-        "IndexError: elements 0 .. 5 of 4"),
+    "a share of a frozen weight": (
+        sharded,
+        lambda folder: altered(folder / f"zero_pp_rank_1_{MODEL}", frozen_param_fragments={"frozen": torch.zeros(1)}),
+        "IndexError: elements 0 .. 5 of 4",
+    ),
 }
 
 

@@ -69,11 +69,11 @@ def test_every_run_of_elements(tmp_path, world):
     with pytest.raises(ConfigError, match="elements 3 .. 65 of c are outside of shape"):
         index.spans("master", "c", 3, 65)
     shard = tmp_path / shard_name("net", world - 1, world)
-    write_shard(shard, [("master", Fragment("z", (2,), 0, 2), torch.ones(2))])          # somebody's own shard, sealed
+    write_shard(shard, [("master", Fragment("z", (2,), 0, 2), torch.ones(2))])  # somebody's own shard, sealed
     seal(tmp_path)
     other = open_shards(tmp_path, "net")
     assert type(other) is Shards and other.read("master", "z").tolist() == [1.0, 1.0]
-    (tmp_path / index_name("net")).unlink()                 # as earlier versions have written checkpoints
+    (tmp_path / index_name("net")).unlink()  # as earlier versions have written checkpoints
     assert type(open_shards(tmp_path, "net")) is Shards
 
 
@@ -109,12 +109,14 @@ def test_rows_that_lie(tmp_path, row, value):
     table = np.array(FragmentIndex(tmp_path, "net")._table)
     table[row] = value
     raw = path.read_bytes()
-    path.write_bytes(raw[:-table.nbytes] + table.tobytes())
+    path.write_bytes(raw[: -table.nbytes] + table.tobytes())
     with pytest.raises(ConfigError, match="names elements beyond the shards: it is damaged"):
         FragmentIndex(tmp_path, "net").spans("master", "a")
-    path.write_bytes(raw.replace(b'"shards":"1"', b'"shards":"%d"' % 10 ** 15, 1))      # no list of so many is made
-    path.write_bytes((len(path.read_bytes()) - len(raw) + int.from_bytes(raw[:8], "little")).to_bytes(8, "little")
-                     + path.read_bytes()[8:])
+    path.write_bytes(raw.replace(b'"shards":"1"', b'"shards":"%d"' % 10**15, 1))  # no list of so many is made
+    path.write_bytes(
+        (len(path.read_bytes()) - len(raw) + int.from_bytes(raw[:8], "little")).to_bytes(8, "little")
+        + path.read_bytes()[8:]
+    )
     assert not FragmentIndex(tmp_path, "net").holds_for({path.name: {"hash": ""}})
 
 
@@ -123,11 +125,17 @@ def test_files_that_are_none(tmp_path):
     write(tmp_path, 1)
     path = tmp_path / index_name("net")
     raw = path.read_bytes()
-    length, = struct.unpack("<Q", raw[:8])
-    for bad in (b"", raw[:-1], raw.replace(b'"I64"', b'"F64"'), raw.replace(b'"kinds"', b'"kynds"'),
-                raw.replace(b'"shards":"1"', b'"shards":"x"'),
-                raw.replace(b'"seal"', b'"seel"'), raw.replace(b'"fragments"', b'"fragmentz"'),
-                raw[:8] + b"[" * length + raw[8 + length:]):
+    (length,) = struct.unpack("<Q", raw[:8])
+    for bad in (
+        b"",
+        raw[:-1],
+        raw.replace(b'"I64"', b'"F64"'),
+        raw.replace(b'"kinds"', b'"kynds"'),
+        raw.replace(b'"shards":"1"', b'"shards":"x"'),
+        raw.replace(b'"seal"', b'"seel"'),
+        raw.replace(b'"fragments"', b'"fragmentz"'),
+        raw[:8] + b"[" * length + raw[8 + length :],
+    ):
         path.write_bytes(bad)
         with pytest.raises(ConfigError, match="is no index of fragments"):
             FragmentIndex(tmp_path, "net")
@@ -151,8 +159,9 @@ def test_stored_weights(tmp_path, monkeypatch):
     with pytest.raises(TypeError, match="write into a clone"):
         weights["a"].zero_()
     sizes, read = [], safetensors_io.Files.read
-    monkeypatch.setattr(safetensors_io.Files, "read", lambda self, span, into: (sizes.append(span.nbytes),
-                                                                         read(self, span, into)))
+    monkeypatch.setattr(
+        safetensors_io.Files, "read", lambda self, span, into: (sizes.append(span.nbytes), read(self, span, into))
+    )
     plain = truth["ema.0.99", "c"]
     assert torch.equal(elements(weights["c"], 5, 20), plain[5:25]) and sum(sizes) == 4 * 20
     assert torch.equal(elements(truth["ema.0.99", "a"], 5, 20), truth["ema.0.99", "a"].flatten()[5:25])

@@ -1,5 +1,6 @@
 """Oracle: the tensors that were saved; for the format, the safetensors library."""
 
+import itertools
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,16 +33,13 @@ def cut(name: str, whole: torch.Tensor, start: int, end: int) -> tuple[Fragment,
     return Fragment(name, tuple(whole.shape), start, end - start), whole.flatten()[start:end]
 
 
-def write(folder: Path,
-          kinds: dict[str, dict[str, torch.Tensor]],
-          bounds=lambda n: [0, n],
-          world: int = 1) -> None:
+def write(folder: Path, kinds: dict[str, dict[str, torch.Tensor]], bounds=lambda n: [0, n], world: int = 1) -> None:
     """Run i of every tensor, between neighbouring bounds, goes to rank i of world, and around."""
     entries: list[list] = [[] for _ in range(world)]
     for kind, named in kinds.items():
         for name, whole in named.items():
             edges = bounds(whole.numel())
-            for i, (a, b) in enumerate(zip(edges, edges[1:])):
+            for i, (a, b) in enumerate(itertools.pairwise(edges)):
                 entries[i % world].append((kind, *cut(name, whole, a, b)))
     for rank, some in enumerate(entries):
         write_shard(folder / shard_name("net", rank, world), some)
@@ -57,17 +55,15 @@ def test_any_partition_loads_into_any_other(data):
     world = data.draw(st.integers(1, 4))
     kinds = {"master": tensors(0), "ema.0.9999": tensors(1)}
     with TemporaryDirectory() as folder:
-        write(Path(folder), kinds,
-              lambda n: sorted({0, n, *(e for e in data.draw(edges) if e < n)}), world)
+        write(Path(folder), kinds, lambda n: sorted({0, n, *(e for e in data.draw(edges) if e < n)}), world)
         with Shards(folder, "net") as shards:
             assert set(shards.kinds()) == set(kinds)
             for kind, named in kinds.items():
                 assert set(shards.names(kind)) == set(SHAPES)
                 for name, whole in named.items():
                     assert shards.shape(name) == SHAPES[name]
-                    cuts = sorted(
-                        {0, whole.numel(), *(e for e in data.draw(edges) if e < whole.numel())})
-                    read = [shards.read(kind, name, a, b - a) for a, b in zip(cuts, cuts[1:])]
+                    cuts = sorted({0, whole.numel(), *(e for e in data.draw(edges) if e < whole.numel())})
+                    read = [shards.read(kind, name, a, b - a) for a, b in itertools.pairwise(cuts)]
                     assert torch.equal(torch.cat(read), whole.flatten())
                     assert torch.equal(shards.read(kind, name), whole.flatten())
 
@@ -75,8 +71,10 @@ def test_any_partition_loads_into_any_other(data):
 def test_overlapping_fragments_are_read_once(tmp_path):
     """Oracle: arange(12), sliced by torch; four fragments that overlap."""
     whole = torch.arange(12.0)
-    write_shard(tmp_path / shard_name("net", 0, 1),
-                [("master", *cut("w", whole, a, b)) for a, b in ((0, 7), (2, 4), (5, 12), (0, 3))])
+    write_shard(
+        tmp_path / shard_name("net", 0, 1),
+        [("master", *cut("w", whole, a, b)) for a, b in ((0, 7), (2, 4), (5, 12), (0, 3))],
+    )
     assert torch.equal(Shards(tmp_path, "net").read("master", "w", 1, 10), whole[1:11])
 
 
@@ -91,7 +89,8 @@ def test_the_safetensors_library_opens_our_file(tmp_path, synced):
     assert synced == {path.name: entry["size"]}
     loaded = load_file(path)
     assert {key: value.tolist() for key, value in loaded.items()} == {
-        f"master/{name}": whole.flatten().tolist() for name, whole in named.items()}
+        f"master/{name}": whole.flatten().tolist() for name, whole in named.items()
+    }
     with safe_open(path, "pt") as file:
         assert file.metadata()["step"] == "7"
     assert Shards(tmp_path, "net").metadata == {"step": "7"}
@@ -109,10 +108,10 @@ def test_we_open_the_safetensors_library_s_file(tmp_path):
 def test_pieces_larger_than_a_chunk_and_strided_values(tmp_path, monkeypatch):
     """Oracle: the strided column that was written, three chunks of at most 4 elements, to the last bit."""
     import dstrain.checkpoint.fragments as fragments
+
     monkeypatch.setattr(fragments, "_CHUNK", 4)
     whole = torch.randn(11, 2)[:, 0]
-    write_shard(tmp_path / shard_name("net", 0, 1), [("master", Fragment("w",
-                                                                         (11, ), 0, 11), whole)])
+    write_shard(tmp_path / shard_name("net", 0, 1), [("master", Fragment("w", (11,), 0, 11), whole)])
     assert torch.equal(Shards(tmp_path, "net").read("master", "w"), whole)
 
 
@@ -132,8 +131,7 @@ def test_a_shard_that_owns_nothing_and_more_shards_than_open_files(tmp_path, mon
 def test_part_names_do_not_mix(tmp_path):
     """Oracle: the value written to each part, where one part's name begins with the other's."""
     for part, value in (("net", 1.0), ("net-ema", 2.0)):
-        write_shard(tmp_path / shard_name(part, 0, 1),
-                    [("master", Fragment("w", (1, ), 0, 1), torch.tensor([value]))])
+        write_shard(tmp_path / shard_name(part, 0, 1), [("master", Fragment("w", (1,), 0, 1), torch.tensor([value]))])
     assert Shards(tmp_path, "net").read("master", "w").item() == 1
     assert Shards(tmp_path, "net-ema").read("master", "w").item() == 2
 
@@ -148,8 +146,9 @@ def test_faults_name_what_is_wrong(tmp_path):
     path = tmp_path / shard_name("net", 0, 1)
     with refusal("no file net-*-of-*.safetensors in"):
         Shards(tmp_path, "net")
-    write_shard(path, [("master", *cut("blocks.0.weight", whole, 0, 5)),
-                       ("master", *cut("blocks.0.weight", whole, 8, 12))])
+    write_shard(
+        path, [("master", *cut("blocks.0.weight", whole, 0, 5)), ("master", *cut("blocks.0.weight", whole, 8, 12))]
+    )
     shards = Shards(tmp_path, "net")
     with refusal("elements 5 .. 8 of master/blocks.0.weight (3, 4) are in no shard"):
         shards.read("master", "blocks.0.weight")
@@ -167,8 +166,7 @@ def test_faults_name_what_is_wrong(tmp_path):
     with refusal("outside of shape (2,)"):
         Fragment("w", (2,), 1, 2)
     with refusal("expected float32 (2,), got torch.float64 (2,)"):
-        write_shard(path, [("master", Fragment("w",
-                                               (2, ), 0, 2), torch.zeros(2, dtype=torch.float64))])
+        write_shard(path, [("master", Fragment("w", (2,), 0, 2), torch.zeros(2, dtype=torch.float64))])
     with refusal("a kind has no '/'"):
         write_shard(path, [("a/b", Fragment("w", (2,), 0, 2), torch.zeros(2))])
 
@@ -185,8 +183,7 @@ def test_damaged_sets_of_shards_are_refused(tmp_path):
     write_shard(second, [("master", Fragment("w", (2, 2), 2, 2), whole[2:])])
     with refusal("w has shape (4,) in one shard and (2, 2) in"):
         Shards(tmp_path, "net")
-    for wrong in (b"", data[:20], b"\xff" * 40, b"\x02" + 7 * b"\0" + b"{}",
-                  b"\x02" + 7 * b"\0" + b"[]"):
+    for wrong in (b"", data[:20], b"\xff" * 40, b"\x02" + 7 * b"\0" + b"{}", b"\x02" + 7 * b"\0" + b"[]"):
         second.write_bytes(wrong)
         with refusal("is not a shard of named fragments"):
             Shards(tmp_path, "net")

@@ -32,8 +32,8 @@ def piece(start: int, end: int, name: str = "w", kind: str = "master") -> tuple:
 def data_of(path: Path) -> tuple[int, dict]:
     """Where the data of a safetensors file begin, and its header, by the format's description."""
     raw = path.read_bytes()
-    length, = struct.unpack("<Q", raw[:8])
-    return 8 + length, json.loads(raw[8:8 + length])
+    (length,) = struct.unpack("<Q", raw[:8])
+    return 8 + length, json.loads(raw[8 : 8 + length])
 
 
 def test_bytes_of_a_run(tmp_path):
@@ -43,11 +43,19 @@ def test_bytes_of_a_run(tmp_path):
     path = tmp_path / shard_name("net", 0, 1)
     write_shard(path, [piece(4, 8), piece(0, 5), piece(0, 3), piece(5, 5), piece(8, 12), piece(0, 12, "b")])
     begin, header = data_of(path)
-    assert [key for key in header if key != "__metadata__"] == ["master/w", "master/w#1", "master/w#2", "master/w#3",
-                                                                "master/b"]
+    assert [key for key in header if key != "__metadata__"] == [
+        "master/w",
+        "master/w#1",
+        "master/w#2",
+        "master/w#3",
+        "master/b",
+    ]
     index = Index(tmp_path, "net", [path.name])
-    span = lambda at, count: Span(path, begin + 4 * at, 4 * count)
-    assert index.spans("master", "w") == [span(4, 5), span(1, 3), span(12, 4)]       # 0..5 of the second, 5..8, 8..12
+
+    def span(at, count):
+        return Span(path, begin + 4 * at, 4 * count)
+
+    assert index.spans("master", "w") == [span(4, 5), span(1, 3), span(12, 4)]  # 0..5 of the second, 5..8, 8..12
     assert index.spans("master", "w", 1, 4) == [span(5, 3)] and index.spans("master", "w", 5, 8) == [span(1, 3)]
     assert index.spans("master", "w", 4, 9) == [span(8, 1), span(1, 3), span(12, 1)]
     assert index.spans("master", "w", 7, 7) == [] and index.spans("master", "b", 0, 1) == [span(16, 1)]
@@ -68,20 +76,25 @@ def test_gaps(tmp_path):
     assert len(index.spans("master", "w", 2, 4)) == 1
 
 
-@pytest.mark.parametrize("kinds, counts, message", [
-    (("float32", "float32"), (12, 12), None), (("bfloat16", "bfloat16"), (12, 12), None),
-    (("bfloat16", "float32"), (12, 12), r"m/b is F32 \[12\], its index says BF16 \[12\]"),
-    (("float32", "bfloat16"), (12, 12), r"m/b is BF16 \[12\], its index says F32 \[12\]"),
-    (("float16", "float16"), (12, 12), r"m/a is F16 \[12\], its index says F32 \[12\]"),
-    (("float32", "float32"), (12, 11), r"m/b is F32 \[11\], its index says F32 \[12\]"),
-    (("bfloat16", "bfloat16"), (11, 12), r"m/a is BF16 \[11\], its index says BF16 \[12\]"),
-])
+@pytest.mark.parametrize(
+    "kinds, counts, message",
+    [
+        (("float32", "float32"), (12, 12), None),
+        (("bfloat16", "bfloat16"), (12, 12), None),
+        (("bfloat16", "float32"), (12, 12), r"m/b is F32 \[12\], its index says BF16 \[12\]"),
+        (("float32", "bfloat16"), (12, 12), r"m/b is BF16 \[12\], its index says F32 \[12\]"),
+        (("float16", "float16"), (12, 12), r"m/a is F16 \[12\], its index says F32 \[12\]"),
+        (("float32", "float32"), (12, 11), r"m/b is F32 \[11\], its index says F32 \[12\]"),
+        (("bfloat16", "bfloat16"), (11, 12), r"m/a is BF16 \[11\], its index says BF16 \[12\]"),
+    ],
+)
 def test_types_and_sizes_of_fragments(tmp_path, kinds, counts, message):
     """Oracle: the safetensors library's files, by hand: float32 or bfloat16, one type in a part; as many elements as
     the index says.
     """
-    named = {key: torch.zeros(count, dtype=getattr(torch, kind))
-             for key, kind, count in zip(("m/a", "m/b"), kinds, counts)}
+    named = {
+        key: torch.zeros(count, dtype=getattr(torch, kind)) for key, kind, count in zip(("m/a", "m/b"), kinds, counts)
+    }
     path = tmp_path / shard_name("net", 0, 1)
     path.write_bytes(save(named, {"fragments": json.dumps(dict.fromkeys(named, [[3, 4], 0, 12]))}))
     if message is None:
@@ -92,14 +105,23 @@ def test_types_and_sizes_of_fragments(tmp_path, kinds, counts, message):
         Index(tmp_path, "net", [path.name])
 
 
-@pytest.mark.parametrize("kind, name", [(torch.float16, "F32"), (torch.bfloat16, "F32"), (torch.float32, "F32"),
-                                        (torch.float64, "F64"), (torch.int64, "I64"), (torch.bool, "BOOL"),
-                                        (torch.uint8, "U8")])
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        (torch.float16, "F32"),
+        (torch.bfloat16, "F32"),
+        (torch.float32, "F32"),
+        (torch.float64, "F64"),
+        (torch.int64, "I64"),
+        (torch.bool, "BOOL"),
+        (torch.uint8, "U8"),
+    ],
+)
 def test_types_of_buffers(tmp_path, kind, name):
     """Oracle: the contract: floating buffers are written in float32 at least, others as they are; of one part alone."""
     named = {"buffer/net/a": torch.ones(3, dtype=kind), "buffer/other/a": torch.ones(3), "system/a": torch.ones(3)}
     (tmp_path / "common.safetensors").write_bytes(save(named))
-    entry, = buffers(tmp_path, "net")
+    (entry,) = buffers(tmp_path, "net")
     assert (entry.name, entry.dtype, entry.source.numel) == ("a", name, 3)
 
 
@@ -120,24 +142,32 @@ def test_averages_made_afterwards(tmp_path):
     """
     for name in ("step_00000009", "step_00000010", "step_x"):
         (tmp_path / RECONSTRUCTED / "0.1" / name).mkdir(parents=True)
-    at = lambda step, width=0.1: reconstructed(tmp_path, width, step, None)
+
+    def at(step, width=0.1):
+        return reconstructed(tmp_path, width, step, None)
+
     assert [at(None).name, at(9).name] == ["step_00000010", "step_00000009"]
     assert at(8) is None and at(None, 0.2) is None
     own = tmp_path / "own"
     own.mkdir()
     assert averages(own) == set() and reconstructed(tmp_path, 0.1, None, own).name == "step_00000010"
-    for part, rank, kinds in (("a", 0, ("master", "ema.0.9")), ("a", 1, ("ema.0.9", "ema.0.3")),
-                              ("b-c", 0, ("ema.0.1",))):
+    for part, rank, kinds in (
+        ("a", 0, ("master", "ema.0.9")),
+        ("a", 1, ("ema.0.9", "ema.0.3")),
+        ("b-c", 0, ("ema.0.1",)),
+    ):
         write_shard(own / shard_name(part, rank, 2), [piece(0, 12, kind=kind) for kind in kinds])
     assert averages(own) == {0.9, 0.3, 0.1} and reconstructed(tmp_path, 0.1, None, own) is None
-
 
 
 def test_kinds_and_names(tmp_path):
     """Oracle: what was written, in that order; the averages' decays as numbers."""
     path = tmp_path / shard_name("net", 0, 1)
-    write_shard(path, [piece(0, 12, name, kind) for kind in ("master", "ema.0.9999", "ema.0.5") for name in ("b", "a")],
-                {"step": "3"})
+    write_shard(
+        path,
+        [piece(0, 12, name, kind) for kind in ("master", "ema.0.9999", "ema.0.5") for name in ("b", "a")],
+        {"step": "3"},
+    )
     index = Index(tmp_path, "net", [path.name])
     assert index.kinds() == ["master", "ema.0.9999", "ema.0.5"] and index.decays() == [0.9999, 0.5]
     assert index.names("ema.0.5") == ["b", "a"] and index.names("ema.0.7") == [] and index.metadata == {"step": "3"}
@@ -146,12 +176,17 @@ def test_kinds_and_names(tmp_path):
     assert "checkpoint a/b is damaged (torn): take an older one with --step" in str(damaged(Path("a/b"), "torn"))
 
 
-@pytest.mark.parametrize("ranks, message", [
-    ([], "no file net-.-of-..safetensors in"), ([(0, 2)], r"lacks net-00001-of-00002.safetensors \(1 of 2 shards\)"),
-    ([(1, 2)], r"lacks net-00000-of-00002.safetensors"), ([(0, 1), (2, 1)], r"lacks  \(2 of 1 shards\)"),
-    ([(0, 2), (0, 1)], r"several world sizes: \[1, 2\]"),
-    ([(7, 8)], r"lacks net-00000-of-00008.safetensors, .*net-00004-of-00008.safetensors \(1 of 8 shards\)"),
-])
+@pytest.mark.parametrize(
+    "ranks, message",
+    [
+        ([], "no file net-.-of-..safetensors in"),
+        ([(0, 2)], r"lacks net-00001-of-00002.safetensors \(1 of 2 shards\)"),
+        ([(1, 2)], r"lacks net-00000-of-00002.safetensors"),
+        ([(0, 1), (2, 1)], r"lacks  \(2 of 1 shards\)"),
+        ([(0, 2), (0, 1)], r"several world sizes: \[1, 2\]"),
+        ([(7, 8)], r"lacks net-00000-of-00008.safetensors, .*net-00004-of-00008.safetensors \(1 of 8 shards\)"),
+    ],
+)
 def test_sets_of_shards(tmp_path, ranks, message):
     """Oracle: by hand: a shard of every rank of one world, no more; at most five that are missing are named."""
     for rank, world in ranks:
@@ -179,14 +214,20 @@ def test_headers(tmp_path, monkeypatch):
     assert begin == len(header) and [entries[name]["data_offsets"] for name in "abc"] == [[0, 24], [24, 34], [34, 42]]
     tensors, metadata = read_header(path)
     assert metadata == {"x": "y"} and tensors == {
-        "a": Stored("F32", (2, 3), (Span(path, begin, 24),)), "b": Stored("BF16", (5,), (Span(path, begin + 24, 10),)),
-        "c": Stored("I64", (), (Span(path, begin + 34, 8),))}
+        "a": Stored("F32", (2, 3), (Span(path, begin, 24),)),
+        "b": Stored("BF16", (5,), (Span(path, begin + 24, 10),)),
+        "c": Stored("I64", (), (Span(path, begin + 34, 8),)),
+    }
     for old, new in ((b"[2,3]", b"[2,4]"), (b"[24,34]", b"[24,33]"), (b"[24,34]", b"[24,35]")):
         path.write_bytes(header.replace(old, new) + bytes(42))
         with pytest.raises(ConfigError, match="no readable safetensors file .offsets that do not fit a shape"):
             read_header(path)
-    for old, new in ((b"[34,42]", b"[35,43]"), (b"[34,42]", b"[90,98]"), (b"[0,24]", b"[24,0]"),
-                     (b"[0,24]", b"[-4,20]")):
+    for old, new in (
+        (b"[34,42]", b"[35,43]"),
+        (b"[34,42]", b"[90,98]"),
+        (b"[0,24]", b"[24,0]"),
+        (b"[0,24]", b"[-4,20]"),
+    ):
         path.write_bytes(header.replace(old, new) + bytes(42))
         with pytest.raises(ConfigError, match="no readable safetensors file .*(offsets outside of the file|delimiter)"):
             read_header(path)
@@ -204,8 +245,10 @@ def test_headers(tmp_path, monkeypatch):
             render_header(path, kinds, {"x": "y"})
 
 
-@pytest.mark.parametrize("length, message", [(10**8, "no readable safetensors file .Expecting value"),
-                                             (10**8 + 1, "a header of 100000001 bytes")])
+@pytest.mark.parametrize(
+    "length, message",
+    [(10**8, "no readable safetensors file .Expecting value"), (10**8 + 1, "a header of 100000001 bytes")],
+)
 def test_the_longest_header(tmp_path, length, message):
     """Oracle: the safetensors library, which refuses the same lengths for being too large, and no shorter ones."""
     path = tmp_path / "a.safetensors"
@@ -217,10 +260,19 @@ def test_the_longest_header(tmp_path, length, message):
     assert ("too large" in str(error.value)) == (length > 10**8)
 
 
-@pytest.mark.parametrize("sizes, room, files", [
-    ([2, 2, 2], 16, [2, 1]), ([2, 2, 2], 15, [1, 1, 1]), ([9, 1, 1], 8, [1, 2]), ([1, 9, 1], 8, [1, 1, 1]),
-    ([1, 1], 8, [2]), ([3], 1, [1]), ([], 8, [0]), ([1, 1, 2, 1], 16, [3, 1]),
-])
+@pytest.mark.parametrize(
+    "sizes, room, files",
+    [
+        ([2, 2, 2], 16, [2, 1]),
+        ([2, 2, 2], 15, [1, 1, 1]),
+        ([9, 1, 1], 8, [1, 2]),
+        ([1, 9, 1], 8, [1, 1, 1]),
+        ([1, 1], 8, [2]),
+        ([3], 1, [1]),
+        ([], 8, [0]),
+        ([1, 1, 2, 1], 16, [3, 1]),
+    ],
+)
 def test_files_of_a_size(sizes, room, files):
     """Oracle: by hand: float32 tensors of so many elements, in order, in files of at most `room` bytes."""
     entries = [Entry(str(number), Stored("F32", (size,), ()), "F32") for number, size in enumerate(sizes)]
@@ -230,8 +282,23 @@ def test_files_of_a_size(sizes, room, files):
 
 def test_bytes_an_element():
     """Oracle: what the safetensors library writes of one element of every type of torch."""
-    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-             torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+    kinds = (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint64,
+        torch.uint32,
+        torch.uint16,
+        torch.uint8,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
     written = save({str(kind): torch.zeros(1, dtype=kind) for kind in kinds})[8:]
     header = json.loads(written.partition(b"}}")[0] + b"}}")
     sizes = {entry["dtype"]: entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values()}

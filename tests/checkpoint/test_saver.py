@@ -32,8 +32,9 @@ class Trial:
 
     def save(self, step: int, last: bool = False, score: float | None = None) -> None:
         whole = Fragment("weight", (SIZE,), 0, SIZE)
-        self.saver.save(step, {"net": [("master", whole, self.values)]}, self.write, need_bytes=4 * SIZE, score=score,
-                        last=last)
+        self.saver.save(
+            step, {"net": [("master", whole, self.values)]}, self.write, need_bytes=4 * SIZE, score=score, last=last
+        )
 
     def write(self, folder: Path, entries: dict) -> None:
         assert self.gate.wait(60)
@@ -127,7 +128,7 @@ def test_no_memory_and_no_thread(tmp_path, monkeypatch):
         trial = Trial(tmp_path)
         trial.save(2)
         assert trial.saver.store.steps() == [1, 2] and not trial.saver.under_way
-        assert trial.saver._pending.waited == trial.saver._pending.seconds > 0        # training waited for all of it
+        assert trial.saver._pending.waited == trial.saver._pending.seconds > 0  # training waited for all of it
     trial.saver.settle()
     assert trial.saver.newest == 2
 
@@ -137,6 +138,7 @@ def a_thread_less(start):
         if thread.name.startswith("save-"):
             raise RuntimeError("can't start new thread")
         start(thread)
+
     return started
 
 
@@ -202,7 +204,7 @@ def test_an_error_lets_the_save_end(tmp_path):
 def test_a_host_without_memory_saves_at_once(tmp_path, monkeypatch):
     """Oracle: a host that says it has less than the copy needs: the step is there when save comes back."""
     enough = Trial(tmp_path / "enough")
-    with monkeypatch.context() as patched:                    # four fifths of the memory, and not a byte more
+    with monkeypatch.context() as patched:  # four fifths of the memory, and not a byte more
         patched.setattr(snapshot, "available_memory", lambda: 5 * SIZE)
         enough.gate.clear()
         enough.save(1)
@@ -245,7 +247,7 @@ def talk_while_saving(folder: Path) -> None:
             right &= group.agreed_max(number + rank) == number + 1
             right &= group.from_first((step, number, "main")) == (step, number, "main")
         if rank == 1:
-            time.sleep(0.02 * step)              # the ranks' threads and main threads drift apart
+            time.sleep(0.02 * step)  # the ranks' threads and main threads drift apart
     with no_room() if rank == 1 else open("/dev/null"):
         trial.save(6)
         trial.saver.settle()
@@ -282,9 +284,8 @@ def test_how_long_training_waited(tmp_path):
         trial.save(1)
         trial.saver.settle()
         took = time.perf_counter() - began
-        seconds, waited = map(float, re.fullmatch(r"saved step 1 in ([\d.]+) s; training waited ([\d.]+) s",
-                                                  trial.reports[0]).groups())
+        seconds, waited = map(
+            float, re.fullmatch(r"saved step 1 in ([\d.]+) s; training waited ([\d.]+) s", trial.reports[0]).groups()
+        )
         assert waited <= took + 0.01 and seconds <= took + 0.1
         assert asynchronous or abs(waited - seconds) <= 0.06  # one is rounded to a tenth
-
-

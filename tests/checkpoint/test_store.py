@@ -38,12 +38,12 @@ def write(step: int):
         for name in NAMES:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content(step, name))
+
     return into
 
 
 def whole(store: Store, step: int) -> bool:
-    return all(
-        (store.folder / f"step_{step:08d}" / n).read_bytes() == content(step, n) for n in NAMES)
+    return all((store.folder / f"step_{step:08d}" / n).read_bytes() == content(step, n) for n in NAMES)
 
 
 def save(store: Store, *steps: int) -> None:
@@ -67,8 +67,7 @@ def test_newest_is_what_was_saved_last(tmp_path):
     said = manifest(store.folder / "step_00000015")
     assert said["step"] == 15 and said["world"] == 1 and said["extra"] == {"loss": 15 / 7}
     assert said["files"].keys() == set(NAMES)
-    assert json.loads(
-        (store.folder / "step_00000015" / "manifest.json").read_bytes())["body"] == said
+    assert json.loads((store.folder / "step_00000015" / "manifest.json").read_bytes())["body"] == said
 
 
 def test_a_step_that_verifies_is_not_written_again(tmp_path):
@@ -150,11 +149,9 @@ def test_a_thousand_corruptions_are_found(tmp_path):
         elif fault == "grow":
             path.write_bytes(data[:at] + chance.randbytes(1) + data[at:])
         else:
-            path.write_bytes(data[:at] + bytes([data[at] ^ chance.randrange(1, 256)]) +
-                             data[at + 1:])
+            path.write_bytes(data[:at] + bytes([data[at] ^ chance.randrange(1, 256)]) + data[at + 1 :])
         said: list[str] = []
-        assert store.newest(said.append) == (5, tmp_path / "step_00000005"), (trial, path, fault,
-                                                                              at)
+        assert store.newest(said.append) == (5, tmp_path / "step_00000005"), (trial, path, fault, at)
         assert len(said) == 1 and path.relative_to(newest).as_posix() in said[0]
         path.write_bytes(data)
     assert store.newest()[0] == 10
@@ -163,13 +160,14 @@ def test_a_thousand_corruptions_are_found(tmp_path):
 def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
     """Oracle: a flip of each byte in turn and a swap of two blocks: the only step no longer counts."""
     import dstrain.checkpoint.manifest as module
+
     monkeypatch.setattr(module, "_BLOCK", 64)
     store = Store(tmp_path)
     save(store, 5)
     path = tmp_path / "step_00000005" / NAMES[0]
     data = path.read_bytes()
     for at in range(len(data)):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         assert store.newest(lambda text: None) is None
     path.write_bytes(data[64:128] + data[:64] + data[128:])
     assert store.newest(lambda text: None) is None
@@ -177,7 +175,8 @@ def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [0, 1 << 26, (1 << 26) + 1])
 def test_hashes_of_any_version(tmp_path, size):
-    """Oracle: hashlib on the zeros of a file, by the words of manifest.py: blake2b of the blake2b of blocks of 64 MB.
+    """Oracle: hashlib on the zeros of a file, by the words of manifest.py: blake2b of the blake2b
+    of blocks of 64 MB.
     """
     with open(tmp_path / "file", "wb") as file:
         file.truncate(size)
@@ -192,7 +191,12 @@ def test_hashes_of_any_version(tmp_path, size):
 def test_hashes_while_writing(sizes, threads):
     """Oracle: hash_files of the file that holds the same bytes, for pieces of any sizes, with and without threads."""
     import dstrain.checkpoint.manifest as module
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(threads or 1) as pool:
+
+    with (
+        TemporaryDirectory() as folder,
+        pytest.MonkeyPatch.context() as patch,
+        ThreadPoolExecutor(threads or 1) as pool,
+    ):
         patch.setattr(module, "_BLOCK", 64)
         digest, pieces = Digest(pool if threads else None), [random.Random(size).randbytes(size) for size in sizes]
         for piece in pieces:
@@ -233,11 +237,13 @@ def bytes_read() -> int:
 
 
 @settings(max_examples=40, deadline=None)
-@given(gaps=st.lists(st.integers(1, 9), min_size=1, max_size=12),
-       keep=st.integers(2, 4),
-       keep_every=st.sampled_from([0, 5, 8]),
-       scores=st.lists(st.sampled_from([None, 1.0, 2.0, 3.0, 0.5]), min_size=12, max_size=12),
-       damage=st.sets(st.integers(0, 11)))
+@given(
+    gaps=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    keep=st.integers(2, 4),
+    keep_every=st.sampled_from([0, 5, 8]),
+    scores=st.lists(st.sampled_from([None, 1.0, 2.0, 3.0, 0.5]), min_size=12, max_size=12),
+    damage=st.sets(st.integers(0, 11)),
+)
 def test_what_is_kept(gaps, keep, keep_every, scores, damage):
     """Oracle: the rule (newest keep, multiples, lowest score) counted beside the store, over drawn gaps and damage."""
     with TemporaryDirectory() as folder:
@@ -249,12 +255,11 @@ def test_what_is_kept(gaps, keep, keep_every, scores, damage):
             if scores[i] is not None:
                 scored[step] = scores[i]
             whole_steps = [s for s in saved if s not in broken]
-            there.add(step)                              # what has been deleted cannot be the best again
+            there.add(step)  # what has been deleted cannot be the best again
             best = min(there & scored.keys() - broken, key=lambda s: (scored[s], s), default=None)
-            expected = {
-                *whole_steps[-keep:],
-                *(s for s in whole_steps if keep_every and s % keep_every == 0)
-            } | ({best} - {None})
+            expected = {*whole_steps[-keep:], *(s for s in whole_steps if keep_every and s % keep_every == 0)} | (
+                {best} - {None}
+            )
             assert set(store.steps()) == expected
             there = expected
             assert store.best() == (None if best is None else (best, scored[best]))
@@ -269,8 +274,9 @@ def test_what_is_kept(gaps, keep, keep_every, scores, damage):
 
 
 @settings(max_examples=25, deadline=None)
-@given(kinds=st.lists(st.sampled_from([ROUTINE, ROUTINE, STOP, TROUBLE]), min_size=1, max_size=10),
-       keep=st.integers(2, 3))
+@given(
+    kinds=st.lists(st.sampled_from([ROUTINE, ROUTINE, STOP, TROUBLE]), min_size=1, max_size=10), keep=st.integers(2, 3)
+)
 def test_what_is_saved_in_trouble_pushes_out_nothing(kinds, keep):
     """Oracle: lists beside the store: the newest `keep` that are good, and that are routine; of trouble the newest."""
     with TemporaryDirectory() as folder:
@@ -289,10 +295,15 @@ def test_what_is_saved_in_trouble_pushes_out_nothing(kinds, keep):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.sampled_from([None, 1.0, 0.5, float("nan"), float("inf"), -float("inf"), "0.1", [1]]), min_size=1,
-                max_size=8))
+@given(
+    st.lists(
+        st.sampled_from([None, 1.0, 0.5, float("nan"), float("inf"), -float("inf"), "0.1", [1]]), min_size=1, max_size=8
+    )
+)
 def test_the_best_score_is_finite(scores):
-    """Oracle: min of the finite numbers among the checkpoints that are there; a NaN neither is the best nor hides it."""
+    """Oracle: min of the finite numbers among the checkpoints that are there; a NaN neither is the
+    best nor hides it.
+    """
     with TemporaryDirectory() as folder:
         store, best = Store(folder), None
         for step, score in enumerate(scores, 1):
@@ -303,9 +314,16 @@ def test_the_best_score_is_finite(scores):
 
 
 def test_scores_of_another_metric_do_not_count(tmp_path):
-    """Oracle: the lowest score of each metric by hand, where a run went on with another save.best; no name is a loss."""
-    extras = [{"score": 0.5}, {"score": 0.1, "metric": "loss"}, {"score": 40.0, "metric": "fd"},
-              {"score": 30.0, "metric": "fd"}, {"score": 35.0, "metric": "fd"}]
+    """Oracle: the lowest score of each metric by hand, where a run went on with another save.best;
+    no name is a loss.
+    """
+    extras = [
+        {"score": 0.5},
+        {"score": 0.1, "metric": "loss"},
+        {"score": 40.0, "metric": "fd"},
+        {"score": 30.0, "metric": "fd"},
+        {"score": 35.0, "metric": "fd"},
+    ]
     for step, extra in enumerate(extras, 1):
         assert Store(tmp_path, keep=5).save(step, write(step), extra)
     for metric, best in (("loss", (2, 0.1)), ("fd", (4, 30.0)), ("accuracy", None)):
@@ -315,15 +333,19 @@ def test_scores_of_another_metric_do_not_count(tmp_path):
     assert store.steps() == [2, 5, 6] and (tmp_path / "best").read_text() == "step_00000002\n"
 
 
-SEALED = st.recursive(st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.text(max_size=3),
-                      lambda inner: st.lists(inner, max_size=2)
-                      | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-                      max_leaves=4)
+SEALED = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
 
 
 @settings(max_examples=80, deadline=None)
-@given(key=st.sampled_from(["files", "step", "world", "extra", "versions", "size", "hash", "name", "all"]),
-       value=SEALED, absent=st.booleans())
+@given(
+    key=st.sampled_from(["files", "step", "world", "extra", "versions", "size", "hash", "name", "all"]),
+    value=SEALED,
+    absent=st.booleans(),
+)
 def test_a_sealed_manifest_may_say_anything(key, value, absent):
     """Oracle: the step before, and a line that names the one passed over; or the step itself where it is sound."""
     with TemporaryDirectory() as folder:
@@ -346,9 +368,9 @@ def test_a_sealed_manifest_may_say_anything(key, value, absent):
         path.write_bytes(sealed.render(body))
         lines: list[str] = []
         newest = store.newest(lines.append)
-        sound = key in ("extra", "versions") or key == "world" and type(value) is int and value > 0 and not absent
+        sound = key in ("extra", "versions") or (key == "world" and type(value) is int and value > 0 and not absent)
         if newest[0] == 10:
-            assert sound or key == "files" and value == {} and not absent
+            assert sound or (key == "files" and value == {} and not absent)
         else:
             assert newest[0] == 5 and len(lines) == 1 and "step_00000010" in lines[0]
         assert store.best() is None and store.good(10)
@@ -407,9 +429,9 @@ def test_killed_while_checkpoints_are_put_aside(tmp_path):
             store.set_aside(5)
 
         os.waitpid(in_child(put_aside), 0)
-        assert store.steps() == [5, 10, 15, 20][:4 - renames] and store.put_aside() == [5, 10, 15, 20][4 - renames:]
+        assert store.steps() == [5, 10, 15, 20][: 4 - renames] and store.put_aside() == [5, 10, 15, 20][4 - renames :]
         assert store.newest(pytest.fail)[0] == store.steps()[-1]
-    save(store, 10)                                              # reached anew: what was put aside up to it goes
+    save(store, 10)  # reached anew: what was put aside up to it goes
     assert store.steps() == [5, 10] and store.put_aside() == [15, 20] and whole(store, 10)
     store.take_back(20)
     assert store.newest(pytest.fail)[0] == 20 and whole(store, 20)
@@ -425,7 +447,7 @@ def test_a_step_that_is_a_link(tmp_path, aside):
     path.symlink_to(elsewhere)
     if aside:
         save(Store(store.folder, keep=2), 15)
-        for _ in range(2):                                       # the second time, one put aside earlier gives way
+        for _ in range(2):  # the second time, one put aside earlier gives way
             store.set_aside(5)
             path.symlink_to(elsewhere)
         path.unlink()
@@ -446,7 +468,7 @@ def test_a_folder_that_was_taken_away_is_not_made_again(tmp_path, when):
     elif when == "between":
         store.begin(10)
         write(10)(run / "checkpoints" / "step_00000010.tmp")
-        store._finish = lambda folder: run.rename(away) and {}       # as everything is written
+        store._finish = lambda folder: run.rename(away) and {}  # as everything is written
         assert not store.commit(10)
     else:
         seal = store._seal
@@ -507,7 +529,7 @@ def test_kill_at_any_moment_loses_at_most_one_interval(tmp_path):
 
         child = in_child(save_forever)
         os.close(writing)
-        first = os.read(reading, 4)                          # it saves: from here on, at any moment
+        first = os.read(reading, 4)  # it saves: from here on, at any moment
         time.sleep(chance.uniform(0.0, 0.05))
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -524,8 +546,7 @@ def test_kill_at_any_moment_loses_at_most_one_interval(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("files, size", [(1, 65536), (60, 100)],
-                         ids=["in a shard", "in the manifest"])
+@pytest.mark.parametrize("files, size", [(1, 65536), (60, 100)], ids=["in a shard", "in the manifest"])
 def test_a_full_disk_leaves_the_older_checkpoint(tmp_path, files, size):
     """Oracle: the kernel's limit on a file's size, hit by a save; entries and bytes of the others."""
     save(Store(tmp_path), 5)
@@ -540,7 +561,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path, files, size):
         store = Store(tmp_path)
         assert not store.save(10, write_much)
         assert "File too large" in store.error, store.error
-        assert store.save(15, write(15)), store.error        # training went on, and so does saving
+        assert store.save(15, write(15)), store.error  # training went on, and so does saving
 
     assert os.waitpid(in_child(fill), 0)[1] == 0
     assert Store(tmp_path).newest(pytest.fail)[0] == 15 and whole(Store(tmp_path), 5)
@@ -587,8 +608,14 @@ def test_two_ranks_agree(tmp_path, on_ranks):
     assert first == second
     fine = (True, None)
     assert first == [
-        fine, fine, fine, (False, "rank 1: OSError: [Errno 28] No space left on device"),
-        (None, True), (3, folder / "step_00000003"), (2, folder / "step_00000002"), None
+        fine,
+        fine,
+        fine,
+        (False, "rank 1: OSError: [Errno 28] No space left on device"),
+        (None, True),
+        (3, folder / "step_00000003"),
+        (2, folder / "step_00000002"),
+        None,
     ]
     assert entries(folder) == {"step_00000002", "step_00000003", "newest"}
     assert manifest(folder / "step_00000003")["extra"] == {"from": 0}
@@ -615,13 +642,15 @@ def test_a_hash_that_is_taken_while_writing(tmp_path, monkeypatch):
     for size in range(20):
         data, digest = bytes(range(size)), Digest()
         for start in range(0, size, 5):
-            digest.update(memoryview(data[start:start + 5]))
+            digest.update(memoryview(data[start : start + 5]))
         (tmp_path / "a").write_bytes(data)
         assert {"a": digest.entry()} == hash_files(tmp_path, ["a"], sync=True) and len(synced) == size + 1
 
 
 def test_a_file_that_another_rank_sees(tmp_path):
-    """Oracle: by hand: a name that a rank has listed, and that this one does not see; and a folder where all see all."""
+    """Oracle: by hand: a name that a rank has listed, and that this one does not see; and a folder
+    where all see all.
+    """
     (tmp_path / "a").write_bytes(b"x")
     assert seals._merged(tmp_path, [({}, ["a"], None)]) == ({}, ["a"], None)
     assert "b is not seen by all ranks" in seals._merged(tmp_path, [({}, ["a", "b"], None)])[2]

@@ -1,4 +1,6 @@
-"""Files of torch.save and what is written from them: shells, bounds, durability; more: tests/commands/test_consolidate.py."""
+"""Files of torch.save and what is written from them: shells, bounds, durability; more:
+tests/commands/test_consolidate.py.
+"""
 
 import io
 import operator
@@ -18,7 +20,7 @@ from dstrain.recipe import ConfigError
 class Slotted:
     """Has slots and attributes; both stand in its pickle."""
 
-    __slots__ = ("start", "__dict__")
+    __slots__ = ("__dict__", "start")
 
 
 class OnlySlots:
@@ -121,7 +123,7 @@ def test_a_storage_beyond_the_end(tmp_path, more, whole):
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
         name = next(info.filename for info in archive.infolist() if info.filename.endswith("data/0")).encode()
-    entry = data.rindex(b"PK\1\2", 0, data.rindex(name))      # of the list at the end, where sizes stand at 20 and 24
+    entry = data.rindex(b"PK\1\2", 0, data.rindex(name))  # of the list at the end, where sizes stand at 20 and 24
     for place in (20, 24):
         struct.pack_into("<I", data, entry + place, 40 + more)
     path.write_bytes(data)
@@ -152,7 +154,9 @@ def test_elements_beyond_a_storage(tmp_path):
         torch_files.load(tmp_path / "26.pt")
 
 
-@pytest.mark.parametrize("module, asked", [("torch", set()), ("torch.storage", set()), ("other", {"other.FloatStorage"})])
+@pytest.mark.parametrize(
+    "module, asked", [("torch", set()), ("torch.storage", set()), ("other", {"other.FloatStorage"})]
+)
 def test_storages_are_torchs(module, asked):
     """Oracle: by hand: of a module that is not torch's, a class of the same name is only asked for."""
     unpickler = torch_files._Unpickler(io.BytesIO(b""), None, None)
@@ -192,6 +196,7 @@ def test_what_is_written_is_synced(tmp_path, synced, shard_size):
 
 def test_a_file_that_takes_a_part_at_a_time():
     """Oracle: the bytes; a write may take fewer than it was given, as of more than 2 GiB."""
+
     class Slow(io.BytesIO):
         def write(self, data):
             return super().write(data[:3])
@@ -203,8 +208,13 @@ def test_a_file_that_takes_a_part_at_a_time():
 
 def test_where_elements_lie(tmp_path):
     """Oracle: by hand: types of every size begin at multiples of their size, whatever their order was."""
-    torch.save({str(size): torch.ones(3, dtype=kind) for size, kind in (
-        (1, torch.uint8), (2, torch.float16), (8, torch.int64), (4, torch.float32))}, tmp_path / "a.pt")
+    torch.save(
+        {
+            str(size): torch.ones(3, dtype=kind)
+            for size, kind in ((1, torch.uint8), (2, torch.float16), (8, torch.int64), (4, torch.float32))
+        },
+        tmp_path / "a.pt",
+    )
     content = torch_files.load(tmp_path / "a.pt").value
     entries = [Entry(name, value, value.dtype) for name, value in content.items()]
     write_model(tmp_path, entries, 10**9, {}, lambda count: None)

@@ -32,8 +32,9 @@ def folder(tmp_path):
 
 def seal(path, counters=json.dumps(FINE), **body) -> None:
     """Seals the folder with these counters and entries of its manifest; `files` None lists what is there."""
-    save_file({"history": torch.zeros(2)}, path / "common.safetensors",
-              None if counters is None else {"counters": counters})
+    save_file(
+        {"history": torch.zeros(2)}, path / "common.safetensors", None if counters is None else {"counters": counters}
+    )
     names = [file.name for file in path.glob("*.safetensors")]
     (path / NAME).write_bytes(render({**manifest(path), "files": hash_files(path, names), **body}))
 
@@ -43,10 +44,23 @@ def newest(folder) -> tuple[int, list[str]]:
     return Store(folder, check=validate.check).newest(lines.append)[0], lines
 
 
-@pytest.mark.parametrize("counters", [
-    None, "", "null", "[]", "3", '{"net": 1}', '{"net": {}}', "[" * 3000,
-    json.dumps({"net": FINE["net"] | {"updates": -1}}), json.dumps({"net": FINE["net"] | {"scaler": []}}), json.dumps({"net": FINE["net"] | {"stage": "two"}}),
-    json.dumps({"other": FINE["net"]})])
+@pytest.mark.parametrize(
+    "counters",
+    [
+        None,
+        "",
+        "null",
+        "[]",
+        "3",
+        '{"net": 1}',
+        '{"net": {}}',
+        "[" * 3000,
+        json.dumps({"net": FINE["net"] | {"updates": -1}}),
+        json.dumps({"net": FINE["net"] | {"scaler": []}}),
+        json.dumps({"net": FINE["net"] | {"stage": "two"}}),
+        json.dumps({"other": FINE["net"]}),
+    ],
+)
 def test_counters(folder, counters):
     """Oracle: the step before, and one line that names the file; in order it is the step itself."""
     assert newest(folder) == (9, [])
@@ -57,8 +71,9 @@ def test_counters(folder, counters):
     assert step == 7 and len(lines) == 1 and "step_00000009" in lines[0]
 
 
-@pytest.mark.parametrize("course", [[], 3, {"shift": -1}, {"rollbacks": 1}, {"losses": {"net": [None]}},
-                                    {"in_a_row": "x"}])
+@pytest.mark.parametrize(
+    "course", [[], 3, {"shift": -1}, {"rollbacks": 1}, {"losses": {"net": [None]}}, {"in_a_row": "x"}]
+)
 def test_course(folder, course):
     """Oracle: the step before, and a line that says what is malformed."""
     seal(folder / "step_00000009", extra={"course": course})
@@ -84,8 +99,10 @@ def test_files_that_are_not_listed(folder):
 
 def test_snapshots_that_fit_together(folder):
     """Oracle: by hand: those that began where the last one did; the message where one holds no averages."""
-    counters = lambda began, updates: json.dumps({"net": FINE["net"] | {"averages": {
-        "widths": [0.1], "began": began, "updates": updates}}})
+
+    def counters(began, updates):
+        return json.dumps({"net": FINE["net"] | {"averages": {"widths": [0.1], "began": began, "updates": updates}}})
+
     shutil.copytree(folder / "step_00000009", folder / "step_00000011")
     paths = [folder / f"step_{step:08d}" for step in (7, 9, 11)]
     for path, began, step in zip(paths, (0, 8, 8), (7, 9, 11)):
@@ -111,8 +128,10 @@ def test_small_tensors_and_counters(tmp_path):
 def test_shapes(tmp_path):
     """Oracle: the message: which weight differs or lies on one side only, and both shapes; none where equal."""
     validate.require_same_shapes(tmp_path, "net", {"a": (2, 3)}, {"a": (2, 3)})
-    for saved, words in (({"a": (3, 2)}, r"a is \(3, 2\) there and \(2, 3\) here"),
-                         ({}, r"a is absent there and \(2, 3\)"),
-                         ({"a": (2, 3), "b": (1,)}, r"b is \(1,\) there and absent here")):
+    for saved, words in (
+        ({"a": (3, 2)}, r"a is \(3, 2\) there and \(2, 3\) here"),
+        ({}, r"a is absent there and \(2, 3\)"),
+        ({"a": (2, 3), "b": (1,)}, r"b is \(1,\) there and absent here"),
+    ):
         with pytest.raises(ConfigError, match=f"does not fit this net: {words}"):
             validate.require_same_shapes(tmp_path, "net", saved, {"a": (2, 3)})

@@ -20,10 +20,22 @@ def test_runs_that_guide(tmp_path):
         assert arguments.guide(f"{tmp_path / name}@7:raw") == (tmp_path / name, "raw", 7)
 
 
-@pytest.mark.parametrize("kind, text", [("guide", "a:1.5"), ("guide", "a:best"), ("guide", "a@-1"),
-                                        ("interval", "1"), ("portion", "1.1"),
-                                        ("interval", "2,1"), ("interval", "0,inf"), ("portion", "-1"), ("size", "320"),
-                                        ("size", "0x8"), ("size", "8x8x8")])
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("guide", "a:1.5"),
+        ("guide", "a:best"),
+        ("guide", "a@-1"),
+        ("interval", "1"),
+        ("portion", "1.1"),
+        ("interval", "2,1"),
+        ("interval", "0,inf"),
+        ("portion", "-1"),
+        ("size", "320"),
+        ("size", "0x8"),
+        ("size", "8x8x8"),
+    ],
+)
 def test_what_is_refused(kind, text):
     """Oracle: argparse's error, which becomes one line."""
     with pytest.raises(argparse.ArgumentTypeError, match="is not"):

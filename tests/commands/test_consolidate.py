@@ -30,21 +30,44 @@ from tests.support.cases import CASES
 from tests.support.launch import ROOT, environment
 
 KINDS = ("master", "ema.0.9", "ema.0.5")
-MODEL = {"patch_size": 8, "hidden_size": 32, "depth": 2, "num_heads": 2, "image_size": 32, "in_channels": 1,
-         "num_classes": 10}
-GAN = {"kl": {"block_out_channels": [8, 16], "layers_per_block": 1, "latent_channels": 3, "norm_num_groups": 4,
-              "discriminator": {"base_channels": 8, "n_layers": 1, "start": 0}}, "image_size": 16, "channels": 1}
+MODEL = {
+    "patch_size": 8,
+    "hidden_size": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "image_size": 32,
+    "in_channels": 1,
+    "num_classes": 10,
+}
+GAN = {
+    "kl": {
+        "block_out_channels": [8, 16],
+        "layers_per_block": 1,
+        "latent_channels": 3,
+        "norm_num_groups": 4,
+        "discriminator": {"base_channels": 8, "n_layers": 1, "start": 0},
+    },
+    "image_size": 16,
+    "channels": 1,
+}
 
 
 def values(network: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """A state dict whose every value is another: fresh weights hold many zeros."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(value.shape, generator=generator).to(value.dtype)
-            for name, value in network.state_dict().items()}
+    return {
+        name: torch.randn(value.shape, generator=generator).to(value.dtype)
+        for name, value in network.state_dict().items()
+    }
 
 
-def checkpoint(run: Path, nets: dict[str, torch.nn.Module], world: int = 3, step: int = 7,
-               averaged: tuple[str, ...] = ("denoiser", "autoencoder")) -> dict[str, dict[str, dict]]:
+def checkpoint(
+    run: Path,
+    nets: dict[str, torch.nn.Module],
+    world: int = 3,
+    step: int = 7,
+    averaged: tuple[str, ...] = ("denoiser", "autoencoder"),
+) -> dict[str, dict[str, dict]]:
     """A run's folder with one checkpoint, written by the engine's own writers; {part: {kind: state dict}}."""
     folder = run / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
@@ -67,8 +90,13 @@ def checkpoint(run: Path, nets: dict[str, torch.nn.Module], world: int = 3, step
                     start = min(rank * share, value.numel())
                     numel = min(share, value.numel() - start)
                     if name in trained:
-                        entries.append((kind, Fragment(name, tuple(value.shape), start, numel),
-                                        value.flatten()[start:start + numel]))
+                        entries.append(
+                            (
+                                kind,
+                                Fragment(name, tuple(value.shape), start, numel),
+                                value.flatten()[start : start + numel],
+                            )
+                        )
             write_shard(folder / shard_name(part, rank, world), entries, {"part": part})
     save_file(common, folder / "common.safetensors", {"counters": "{}"})
     seal(folder, step, world)
@@ -77,8 +105,13 @@ def checkpoint(run: Path, nets: dict[str, torch.nn.Module], world: int = 3, step
 
 def seal(folder: Path, step: int = 7, world: int = 3) -> None:
     names = sorted(path.name for path in folder.iterdir() if path.name != NAME)
-    body = {"files": hash_files(folder, names), "step": step, "world": world, "extra": {"score": None},
-            "versions": {"dstrain": "0", "torch": "0"}}
+    body = {
+        "files": hash_files(folder, names),
+        "step": step,
+        "world": world,
+        "extra": {"score": None},
+        "versions": {"dstrain": "0", "torch": "0"},
+    }
     (folder / NAME).write_bytes(render(body))
 
 
@@ -98,8 +131,10 @@ def all_of(folder: Path) -> dict[str, torch.Tensor]:
 
 # ------------------------------------------------------------------------------------------------------------ fragments
 
-@pytest.mark.parametrize("weights, kind", [("raw", "master"), ("ema", "ema.0.9"), ("ema:0.50", "ema.0.5"),
-                                           (None, "ema.0.9")])
+
+@pytest.mark.parametrize(
+    "weights, kind", [("raw", "master"), ("ema", "ema.0.9"), ("ema:0.50", "ema.0.5"), (None, "ema.0.9")]
+)
 def test_fragments(made, tmp_path, weights, kind):
     """Oracle: the tensors that the shards were cut from; torch's strict loading; the run's own words."""
     run, truth = made
@@ -125,8 +160,8 @@ def test_sharded(made, tmp_path):
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in truth["master"].values())
     for path in files:
         with safe_open(path, "pt") as file:
-            sizes = [file.get_tensor(name).nbytes for name in file.keys()]
-            assert {index["weight_map"][name] for name in file.keys()} == {path.name}
+            sizes = [file.get_tensor(name).nbytes for name in file]
+            assert {index["weight_map"][name] for name in file} == {path.name}
             assert file.metadata()["format"] == "pt"
         assert sum(sizes) <= 40_000 or len(sizes) == 1
     network = systems.build("dit", MODEL).networks()["denoiser"]
@@ -162,7 +197,7 @@ def test_several_parts(tmp_path):
     with pytest.raises(ValueError, match=f"no file .*{gone.name}"):
         fitted(tmp_path / "out", system)
     consolidate(Order(tmp_path / "run", tmp_path / "first", "raw", first))
-    (values, notes), = fitted(tmp_path / "first", system).values()
+    ((values, notes),) = fitted(tmp_path / "first", system).values()
     assert same(values, truth[first]["master"])
     assert notes[-1] == f"{second} is not in {tmp_path / 'first'} and begins anew"
 
@@ -197,8 +232,9 @@ def test_lower_precision(made, tmp_path):
     consolidate(Order(run, tmp_path / "out", "raw", dtype="bfloat16"))
     found = load_file(tmp_path / "out" / "model.safetensors")
     trained = dict(systems.build("dit", MODEL).networks()["denoiser"].named_parameters())
-    assert same(found, {name: value.bfloat16() if name in trained else value
-                        for name, value in truth["master"].items()})
+    assert same(
+        found, {name: value.bfloat16() if name in trained else value for name, value in truth["master"].items()}
+    )
     assert {found[name].dtype for name in found.keys() - trained.keys()} == {torch.float32}
     large = tmp_path / "large"
     network = torch.nn.Linear(2, 2)
@@ -217,6 +253,7 @@ def test_lower_precision(made, tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
+
 def test_a_flipped_byte(made, tmp_path):
     """Oracle: the contract: any file of the checkpoint, one bit: it is named, and nothing is left."""
     run, _ = made
@@ -225,7 +262,7 @@ def test_a_flipped_byte(made, tmp_path):
         path = folder / name
         before = path.read_bytes()
         for place in (3, len(before) // 2, len(before) - 1):
-            path.write_bytes(before[:place] + bytes([before[place] ^ 4]) + before[place + 1:])
+            path.write_bytes(before[:place] + bytes([before[place] ^ 4]) + before[place + 1 :])
             try:
                 with pytest.raises(ValueError, match=f"is damaged .*{name}"):
                     consolidate(Order(run, tmp_path / "out"))
@@ -240,12 +277,16 @@ def test_a_flipped_byte(made, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words, message", [
-    ({"weights": "ema:0.7"}, "holds no average of denoiser of that decay; it holds ema:0.9, ema:0.5, and raw"),
-    ({"weights": "ema:x"}, "x is no decay; write ema:0.9999"), ({"part": "critic"}, "--part critic: .* holds denoiser"),
-    ({"step": 9}, "--step 9: .* holds none of that step, but 7"),
-    ({"tag": "t"}, "leave it out, or choose with --step"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ({"weights": "ema:0.7"}, "holds no average of denoiser of that decay; it holds ema:0.9, ema:0.5, and raw"),
+        ({"weights": "ema:x"}, "x is no decay; write ema:0.9999"),
+        ({"part": "critic"}, "--part critic: .* holds denoiser"),
+        ({"step": 9}, "--step 9: .* holds none of that step, but 7"),
+        ({"tag": "t"}, "leave it out, or choose with --step"),
+    ],
+)
 def test_refused(made, tmp_path, words, message):
     """Oracle: the contract: one line that names the option and what there is."""
     with pytest.raises(ValueError, match=message):
@@ -280,7 +321,7 @@ def test_damaged_words(tmp_path, name, content):
     run = tmp_path / "run"
     checkpoint(run, {"denoiser": torch.nn.Linear(2, 2)}, averaged=())
     (run / name).write_bytes(content)
-    if (name, content) != ("data.txt", b": ["):                                # which is a text as good as another
+    if (name, content) != ("data.txt", b": ["):  # which is a text as good as another
         with pytest.raises(ValueError, match=f"{name} is damaged .*move it away") as refusal:
             consolidate(Order(run, tmp_path / "out"))
         assert len(str(refusal.value).splitlines()) == 1 and not (tmp_path / "out").exists()
@@ -305,12 +346,21 @@ def test_looks_before_it_reads(made, tmp_path, monkeypatch):
 
 def test_control_c(made, tmp_path):
     """Oracle: a real SIGINT while it writes: one line, exit code 130, nothing left."""
-    program = ("import os, runpy, signal, sys\nfrom dstrain.engine import streams\nput = streams._put\n"
-               "signal.signal(signal.SIGINT, signal.default_int_handler)\n"          # a shell's background job ignores it
-               "streams._put = lambda *words: (put(*words), os.kill(os.getpid(), signal.SIGINT))\n"
-               "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')")
-    words = [sys.executable, "-c", program, str(ROOT / "launch" / "consolidate.py"), str(made[0]), "--out",
-             str(tmp_path / "out")]
+    program = (
+        "import os, runpy, signal, sys\nfrom dstrain.engine import streams\nput = streams._put\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
+        "streams._put = lambda *words: (put(*words), os.kill(os.getpid(), signal.SIGINT))\n"
+        "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    words = [
+        sys.executable,
+        "-c",
+        program,
+        str(ROOT / "launch" / "consolidate.py"),
+        str(made[0]),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(words, env=environment(), text=True, capture_output=True, timeout=60)
     assert done.returncode == 130 and len(done.stderr.splitlines()) == 1 and "interrupted" in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
@@ -319,8 +369,14 @@ def test_control_c(made, tmp_path):
 def test_disk_full(made, tmp_path):
     """Oracle: a process whose files may not grow beyond 100 kB: exit code 2, one message, nothing left."""
     words = [sys.executable, str(ROOT / "launch" / "consolidate.py"), str(made[0]), "--out", str(tmp_path / "out")]
-    done = subprocess.run(words, env=environment(), text=True, capture_output=True, timeout=60, preexec_fn=lambda:
-                          resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
+    done = subprocess.run(
+        words,
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
     assert done.returncode == 2 and "does not fit on its disk" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -328,6 +384,7 @@ def test_disk_full(made, tmp_path):
 def test_interrupted(made, tmp_path):
     """Oracle: the contract: whole or not at all, whenever it is stopped."""
     for after in range(3):
+
         def stop(total):
             left = [after]
 
@@ -335,6 +392,7 @@ def test_interrupted(made, tmp_path):
                 left[0] -= 1
                 if left[0] < 0:
                     raise KeyboardInterrupt
+
             return told
 
         with pytest.raises(KeyboardInterrupt):
@@ -347,16 +405,25 @@ def test_interrupted(made, tmp_path):
 
 def test_imports_and_memory(made, tmp_path):
     """Oracle: a fresh interpreter: neither torch, DeepSpeed nor a process group; its memory is small."""
-    program = ("import re, runpy, sys\nsys.argv = sys.argv[1:]\n"
-               "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-               "print([name for name in ('torch', 'deepspeed', 'safetensors') if name in sys.modules],"
-               " re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1])")
-    words = [sys.executable, "-c", program, str(ROOT / "launch" / "consolidate.py"), str(made[0]), "--out",
-             str(tmp_path / "out")]
+    program = (
+        "import re, runpy, sys\nsys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "print([name for name in ('torch', 'deepspeed', 'safetensors') if name in sys.modules],"
+        " re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1])"
+    )
+    words = [
+        sys.executable,
+        "-c",
+        program,
+        str(ROOT / "launch" / "consolidate.py"),
+        str(made[0]),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(words, env=environment(), text=True, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     *_, last = done.stdout.splitlines()
-    assert last.startswith("[] ") and int(last.split()[-1]) < 60_000                  # kB; torch alone takes 600,000
+    assert last.startswith("[] ") and int(last.split()[-1]) < 60_000  # kB; torch alone takes 600,000
 
 
 def test_help_and_words(made, tmp_path):
@@ -364,10 +431,16 @@ def test_help_and_words(made, tmp_path):
     script = str(ROOT / "launch" / "consolidate.py")
     done = subprocess.run([sys.executable, script, "--help"], env=environment(), text=True, capture_output=True)
     assert done.returncode == 0 and len(done.stdout.splitlines()) <= 32 and "--trust-pickle" in done.stdout
-    for words, message in ((["--weights", "avg"], "neither ema, ema:DECAY nor raw"), (["--outt", "x"], "--outt"),
-                           (["--shard-size", "5X"], "no size"), (["--dtype", "int8"], "--dtype"), ([], "--out DIR")):
-        done = subprocess.run([sys.executable, script, str(made[0]), *words], env=environment(), text=True,
-                              capture_output=True)
+    for words, message in (
+        (["--weights", "avg"], "neither ema, ema:DECAY nor raw"),
+        (["--outt", "x"], "--outt"),
+        (["--shard-size", "5X"], "no size"),
+        (["--dtype", "int8"], "--dtype"),
+        ([], "--out DIR"),
+    ):
+        done = subprocess.run(
+            [sys.executable, script, str(made[0]), *words], env=environment(), text=True, capture_output=True
+        )
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
@@ -384,23 +457,44 @@ def test_systems_tie_nothing(name):
 
 # ------------------------------------------------------------------------------------------------------ files of torch
 
+
 def test_files_of_torch(tmp_path):
     """Oracle: torch.load of the same file: types, views, strides, scalars, empties, parameters, containers."""
     base = torch.arange(24, dtype=torch.float32)
-    content = {"view": base[5:17], "turned": base.reshape(4, 6).t(), "every other": base[::2],
-               "wide": base[:1].expand(3), "nothing": torch.empty(0, 3), "one": torch.tensor(3),
-               "parameter": torch.nn.Parameter(torch.randn(2, 2)),
-               "last": torch.randn(1, 3, 4, 4).to(memory_format=torch.channels_last),
-               "nested": [OrderedDict(a=(1, 2.5, None, True, "x", torch.Size([2, 3])))]}
-    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-                  torch.uint8, torch.bool, torch.uint16, torch.float8_e4m3fn):
+    content = {
+        "view": base[5:17],
+        "turned": base.reshape(4, 6).t(),
+        "every other": base[::2],
+        "wide": base[:1].expand(3),
+        "nothing": torch.empty(0, 3),
+        "one": torch.tensor(3),
+        "parameter": torch.nn.Parameter(torch.randn(2, 2)),
+        "last": torch.randn(1, 3, 4, 4).to(memory_format=torch.channels_last),
+        "nested": [OrderedDict(a=(1, 2.5, None, True, "x", torch.Size([2, 3])))],
+    }
+    for dtype in (
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.uint16,
+        torch.float8_e4m3fn,
+    ):
         content[str(dtype)] = torch.tensor([0, 1, 1, 0]).to(dtype)
     torch.save(content, tmp_path / "a.pt")
     read, asked, sums = torch_files.load(tmp_path / "a.pt")
     assert not any(torch_files.altered(span, crc) for span, crc in sums.items()) and len(sums) == len(content) - 4
     assert not asked and read["nested"] == [OrderedDict(a=(1, 2.5, None, True, "x", (2, 3)))]
-    entries = [safetensors_io.Entry(name, value, value.dtype) for name, value in read.items()
-               if isinstance(value, safetensors_io.Stored)]
+    entries = [
+        safetensors_io.Entry(name, value, value.dtype)
+        for name, value in read.items()
+        if isinstance(value, safetensors_io.Stored)
+    ]
     safetensors_io.write_model(tmp_path / "o", entries, 10**9, {}, lambda _: None)
     found = load_file(tmp_path / "o" / "model.safetensors")
     assert same(found, {name: value.detach().contiguous() for name, value in content.items() if name != "nested"})
@@ -418,7 +512,7 @@ def test_without_checksums(tmp_path):
     assert set(content.sums.values()) == {0} and not torch_files.altered(*next(iter(content.sums.items())))
     data = (tmp_path / "a.pt").read_bytes()
     (span,) = content.value["w"].spans
-    assert np.frombuffer(data[span.offset:span.offset + span.nbytes], "<i8").tolist() == [0, 1, 2, 3, 4]
+    assert np.frombuffer(data[span.offset : span.offset + span.nbytes], "<i8").tolist() == [0, 1, 2, 3, 4]
 
 
 class Payload:
@@ -432,11 +526,19 @@ class Payload:
 def test_hostile_pickles(tmp_path):
     """Oracle: the effects that the payloads would have: none; and torch's list of what a file asks for."""
     mark = tmp_path / "executed"
-    payloads = [Payload(os.system, f"touch {mark}"), Payload(exec, f"open({str(mark)!r}, 'w')"),
-                Payload(eval, f"open({str(mark)!r}, 'w')"), Payload(subprocess.Popen, ["touch", str(mark)]),
-                Payload(open, str(mark), "w"), Payload(getattr, dict, "fromkeys"), Payload(__import__, "this"),
-                Payload(pickle.loads, pickle.dumps(Payload(os.system, f"touch {mark}"))),
-                Payload(np.load, str(mark)), Payload(torch.load, str(mark)), Payload(Path, "x")]
+    payloads = [
+        Payload(os.system, f"touch {mark}"),
+        Payload(exec, f"open({str(mark)!r}, 'w')"),
+        Payload(eval, f"open({str(mark)!r}, 'w')"),
+        Payload(subprocess.Popen, ["touch", str(mark)]),
+        Payload(open, str(mark), "w"),
+        Payload(getattr, dict, "fromkeys"),
+        Payload(__import__, "this"),
+        Payload(pickle.loads, pickle.dumps(Payload(os.system, f"touch {mark}"))),
+        Payload(np.load, str(mark)),
+        Payload(torch.load, str(mark)),
+        Payload(Path, "x"),
+    ]
     for number, payload in enumerate(payloads):
         path = tmp_path / f"{number}.pt"
         torch.save({"module": {"w": torch.ones(2)}, "x": payload}, path)
@@ -449,8 +551,10 @@ def test_hostile_pickles(tmp_path):
 def test_a_pickle_alters_no_reader(tmp_path):
     """Oracle: the file that is read after it: BUILD on what rebuilds tensors is refused, for all that pickles name."""
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    for number, (module, name) in enumerate([("torch._utils", name) for name in torch_files._REBUILDS] + [
-            ("builtins", "dict"), ("collections", "OrderedDict"), ("torch", "Size"), ("torch", "float32")]):
+    for number, (module, name) in enumerate(
+        [("torch._utils", name) for name in torch_files._REBUILDS]
+        + [("builtins", "dict"), ("collections", "OrderedDict"), ("torch", "Size"), ("torch", "float32")]
+    ):
         for state in (b"N}\x8c\x0c__defaults__)s\x86", b"}\x8c\x0c__defaults__)s"):
             hostile = b"\x80\x04c" + f"{module}\n{name}\n".encode() + state + b"b."
             with zipfile.ZipFile(tmp_path / "a.pt") as whole, zipfile.ZipFile(tmp_path / f"{number}.pt", "w") as file:
@@ -489,14 +593,14 @@ def test_damaged_files_of_torch(tmp_path):
         data = bytearray(whole)
         for place in random.integers(0, len(whole), 3):
             data[place] = random.integers(256)
-        (tmp_path / "b.pt").write_bytes(bytes(data[:random.integers(1, len(data))] if random.random() < 0.2 else data))
+        (tmp_path / "b.pt").write_bytes(bytes(data[: random.integers(1, len(data))] if random.random() < 0.2 else data))
         try:
             value = torch_files.load(tmp_path / "b.pt").value
             stack = [value]
             while stack:
                 item = stack.pop()
                 if isinstance(item, safetensors_io.Stored):
-                    assert all(0 <= s.offset and s.offset + s.nbytes <= len(whole) for s in item.spans)
+                    assert all(s.offset >= 0 and s.offset + s.nbytes <= len(whole) for s in item.spans)
                 elif isinstance(item, dict):
                     stack += item.values()
         except ValueError as error:

@@ -70,31 +70,40 @@ def test_texts_become_pictures(prior, decoder, tmp_path):
     pictures = by_hand.system.sample(by_hand.networks, replace(request, seeds=seeds))
     pictures = pictures.permute(0, 2, 3, 1).numpy()
     assert np.array_equal(arrays(out)["arr_0"], pictures) and not np.array_equal(pictures[0], pictures[1])
-    np.save(tmp_path / "two.npy", drawn.numpy())                      # other seeds than in the chain
+    np.save(tmp_path / "two.npy", drawn.numpy())  # other seeds than in the chain
     alone = generate(GenerateOptions(decoder, num=2, embeddings=tmp_path / "two.npy", out=tmp_path / "b", pngs=False))
     expected = by_hand.sample(2, images=drawn).permute(0, 2, 3, 1).numpy()
     assert np.array_equal(arrays(alone)["arr_0"], expected)
     with pytest.raises(ConfigError, match="text_encoder"):
-        generate(GenerateOptions(prior, num=1, prompts=("a text that is no caption",), out=tmp_path / "c",
-                                 text_encoder=str(tmp_path)))
+        generate(
+            GenerateOptions(
+                prior, num=1, prompts=("a text that is no caption",), out=tmp_path / "c", text_encoder=str(tmp_path)
+            )
+        )
 
 
 def test_chains_that_do_not_fit(prior, decoder, tmp_path):
     """Oracle: a ConfigError that names the option and what would fit."""
     wide = decoder_of(tmp_path / "wide", "model.embedding_dim=12")
-    pictures = written(tmp_path / "plain", recipe.load(RECIPES / "dit-small.yaml", [
-        *(f"model.{name}={value}" for name, value in TINY.items()), "samples.num_steps=3"]))
+    pictures = written(
+        tmp_path / "plain",
+        recipe.load(
+            RECIPES / "dit-small.yaml",
+            [*(f"model.{name}={value}" for name, value in TINY.items()), "samples.num_steps=3"],
+        ),
+    )
     np.save(tmp_path / "narrow.npy", np.ones((3, 12), np.float32))
     np.save(tmp_path / "zero.npy", np.zeros((3, 384), np.float32))
     for options, message in (
-            ({"folder": decoder}, "draws from image embeddings: give them as --embeddings"),
-            ({"folder": decoder, "low_res": tmp_path}, "draws from image embeddings|takes no pictures"),
-            ({"folder": prior, "embeddings": tmp_path / "narrow.npy"}, "takes no embeddings"),
-            ({"folder": decoder, "embeddings": tmp_path / "narrow.npy"}, "12 wide, and model.embedding_dim is 384"),
-            ({"folder": decoder, "embeddings": tmp_path / "zero.npy"}, "row 0 is all zeros"),
-            ({"folder": prior, "then": (wide,), "prompts": ("blue heart",)}, "--then .*384 wide.*embedding_dim is 12"),
-            ({"folder": pictures, "then": (decoder,)}, "begins from image embeddings, and .* draws pictures"),
-            ({"folder": prior, "then": (pictures,), "prompts": ("blue heart",)}, "begins from noise")):
+        ({"folder": decoder}, "draws from image embeddings: give them as --embeddings"),
+        ({"folder": decoder, "low_res": tmp_path}, "draws from image embeddings|takes no pictures"),
+        ({"folder": prior, "embeddings": tmp_path / "narrow.npy"}, "takes no embeddings"),
+        ({"folder": decoder, "embeddings": tmp_path / "narrow.npy"}, "12 wide, and model.embedding_dim is 384"),
+        ({"folder": decoder, "embeddings": tmp_path / "zero.npy"}, "row 0 is all zeros"),
+        ({"folder": prior, "then": (wide,), "prompts": ("blue heart",)}, "--then .*384 wide.*embedding_dim is 12"),
+        ({"folder": pictures, "then": (decoder,)}, "begins from image embeddings, and .* draws pictures"),
+        ({"folder": prior, "then": (pictures,), "prompts": ("blue heart",)}, "begins from noise"),
+    ):
         with pytest.raises(ConfigError, match=message):
             generate(GenerateOptions(num=1, out=tmp_path / "none", **options))
 
@@ -130,11 +139,14 @@ def test_retrieval_by_clip(tmp_path):
         others = [j for j in range(100) if j != i][:99]
         right += all(bool(image @ texts[i] > image @ texts[j]) for j in others)
     for batch in (7, 104):
-        result = quality(QualityOptions(("retrieval",), (f"clip:{tmp_path / 'clip'}",), images=tmp_path / "x.npz",
-                                        batch=batch))[1]["figures"]
+        result = quality(
+            QualityOptions(("retrieval",), (f"clip:{tmp_path / 'clip'}",), images=tmp_path / "x.npz", batch=batch)
+        )[1]["figures"]
         assert result["retrieval"] == pytest.approx(right / 104)
     np.savez(tmp_path / "y.npz", arr_0=pixels)
-    for path, features, message in (("y", (f"clip:{tmp_path / 'clip'}",), "retrieval needs captions"),
-                                    ("x", (), "names of the built-in emoji alone")):
+    for path, features, message in (
+        ("y", (f"clip:{tmp_path / 'clip'}",), "retrieval needs captions"),
+        ("x", (), "names of the built-in emoji alone"),
+    ):
         with pytest.raises(ConfigError, match=message):
             quality(QualityOptions(("retrieval",), features, images=tmp_path / f"{path}.npz"))

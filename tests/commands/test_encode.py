@@ -38,8 +38,15 @@ def images(tmp_path_factory):
 
 
 def options(path, vae, images, **changes):
-    settings = dict(out=path, first_stage=str(vae), data=str(images), image_size=16, batch=4, shard_size=11,
-                    dtype="float32")
+    settings = {
+        "out": path,
+        "first_stage": str(vae),
+        "data": str(images),
+        "image_size": 16,
+        "batch": 4,
+        "shard_size": 11,
+        "dtype": "float32",
+    }
     return EncodeOptions(**settings | changes)
 
 
@@ -50,12 +57,14 @@ def content(path):
 def test_shards_hold_the_posterior(tmp_path, vae, images):
     """Oracle: diffusers' own posterior of each image and of its mirror image; numpy's statistics of all of them."""
     from diffusers import AutoencoderKL
+
     index = encode(options(tmp_path / "out", vae, images))
     network, source = AutoencoderKL.from_pretrained(vae, low_cpu_mem_usage=False), open_images(images, 16, channels=1)
     found = [load_file(tmp_path / "out" / shard["name"]) for shard in index["shards"]]
     assert [len(shard["label"]) for shard in found] == [11, 11, 8]
-    moments, labels, sources = (np.concatenate([shard[name] for shard in found])
-                                for name in ("moments", "label", "source"))
+    moments, labels, sources = (
+        np.concatenate([shard[name] for shard in found]) for name in ("moments", "label", "source")
+    )
     assert moments.shape == (30, 2, 2, 3, 4, 4) and moments.dtype == np.float32
     assert sources.tolist() == list(range(30)) and labels.tolist() == [source[i]["label"] for i in range(30)]
     pixels = torch.stack([source[i]["image"] for i in range(30)]).float() / 127.5 - 1
@@ -131,18 +140,20 @@ def test_another_encoding_is_refused(tmp_path, vae, images):
     other = first_stage.save(tmp_path / "other", seed=1)
     more = folder(tmp_path / "more", 3, 11)
     edited = Path(shutil.copytree(images, tmp_path / "edited"))
-    encode(options(out, vae, edited))                # a copy is the same data
+    encode(options(out, vae, edited))  # a copy is the same data
     encode(options(out, vae, images))
     assert content(out) == before
     next(edited.glob("*/*")).write_bytes(b"another")
-    for changes, words in ((dict(first_stage=str(other)), f"first_stage {vae} .* there, {other} .* here"),
-                           (dict(data=str(more)), f"data {images}, train .*n=30.* there, {more}, train .*n=33"),
-                           (dict(data=str(edited)), f"data {images}, train .*bytes=.* there, {edited}, train .* here"),
-                           (dict(image_size=32), "image_size 16 there, 32 here"),
-                           (dict(dtype="float16"), "dtype float32 there, float16 here"),
-                           (dict(shard_size=10), "shard_size 11 there, 10 here"),
-                           (dict(precision="bf16"), "precision None there, bf16 here"),
-                           (dict(flip=False), "flips 2 there, 1 here")):
+    for changes, words in (
+        ({"first_stage": str(other)}, f"first_stage {vae} .* there, {other} .* here"),
+        ({"data": str(more)}, f"data {images}, train .*n=30.* there, {more}, train .*n=33"),
+        ({"data": str(edited)}, f"data {images}, train .*bytes=.* there, {edited}, train .* here"),
+        ({"image_size": 32}, "image_size 16 there, 32 here"),
+        ({"dtype": "float16"}, "dtype float32 there, float16 here"),
+        ({"shard_size": 10}, "shard_size 11 there, 10 here"),
+        ({"precision": "bf16"}, "precision None there, bf16 here"),
+        ({"flip": False}, "flips 2 there, 1 here"),
+    ):
         with pytest.raises(ConfigError, match=words):
             encode(options(out, vae, images, **changes))
     assert content(out) == before
@@ -157,7 +168,11 @@ def test_another_encoding_is_refused(tmp_path, vae, images):
 def test_caches_of_the_built_in_set_stay_valid(tmp_path, vae):
     """Oracle: what earlier versions wrote down: the fingerprint that runs keep, too."""
     found = planned(options(tmp_path, vae, "builtin:fashion")).encoding["data"]
-    assert found == open_images("builtin:fashion", 16, channels=1).fingerprint() == "builtin:fashion train n=2000 crc=4188a2ba"
+    assert (
+        found
+        == open_images("builtin:fashion", 16, channels=1).fingerprint()
+        == "builtin:fashion train n=2000 crc=4188a2ba"
+    )
 
 
 def test_what_cannot_be_encoded(tmp_path, vae, images):
@@ -166,13 +181,16 @@ def test_what_cannot_be_encoded(tmp_path, vae, images):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     hot = first_stage.save(tmp_path / "hot")
-    for changes, words in ((dict(image_size=18), "--image-size 18 is no multiple of 4"),
-                           (dict(data=None), "--data FOLDER"), (dict(data="nowhere"), "--data nowhere: does not exist"),
-                           (dict(first_stage=str(tmp_path / "no")), "there is no folder"),
-                           (dict(split="held_out"), "--held-out"),
-                           (dict(first_stage="runs/none"), "--first-stage runs/none: there is no folder.*export.py"),
-                           (dict(data="builtin:fashion", held_out=0.1), "--held-out 0.1: builtin:fashion holds out"),
-                           (dict(out=tmp_path / "full"), "holds thesis.tex and no encoding")):
+    for changes, words in (
+        ({"image_size": 18}, "--image-size 18 is no multiple of 4"),
+        ({"data": None}, "--data FOLDER"),
+        ({"data": "nowhere"}, "--data nowhere: does not exist"),
+        ({"first_stage": str(tmp_path / "no")}, "there is no folder"),
+        ({"split": "held_out"}, "--held-out"),
+        ({"first_stage": "runs/none"}, "--first-stage runs/none: there is no folder.*export.py"),
+        ({"data": "builtin:fashion", "held_out": 0.1}, "--held-out 0.1: builtin:fashion holds out"),
+        ({"out": tmp_path / "full"}, "holds thesis.tex and no encoding"),
+    ):
         with pytest.raises(ValueError, match=words):
             encode(options(out, vae, images, **changes))
         assert not out.exists()
@@ -181,6 +199,7 @@ def test_what_cannot_be_encoded(tmp_path, vae, images):
         encode(options(tmp_path / "odd", vae, images))
     from safetensors.torch import load_file as load
     from safetensors.torch import save_file
+
     weights = load(hot / "diffusion_pytorch_model.safetensors")
     weights["quant_conv.bias"] += 1e6
     save_file(weights, hot / "diffusion_pytorch_model.safetensors", {"format": "pt"})
@@ -266,13 +285,15 @@ def test_the_last_batch_is_like_the_others(tmp_path, vae, images):
 def test_several_captions_and_their_states(tmp_path, vae):
     """Oracle: the text encoder by itself on the lines of each file; the caption that the sample's key draws."""
     root, count = folder(tmp_path / "data", 2, 5), [1 + i % 3 for i in range(10)]
-    lines = [[f"a {towers.WORDS[1 + (i + k) % 3]} {towers.WORDS[4 + (i * k) % 3]}" for k in range(count[i])]
-             for i in range(10)]
+    lines = [
+        [f"a {towers.WORDS[1 + (i + k) % 3]} {towers.WORDS[4 + (i * k) % 3]}" for k in range(count[i])]
+        for i in range(10)
+    ]
     for path, texts in zip(sorted(root.glob("*/*.png")), lines):
         path.with_suffix(".txt").write_text("\n".join(texts))
     towers.sentences(tmp_path / "text")
     encoder = TextEncoder(str(tmp_path / "text"))
-    words = dict(text_encoder=str(tmp_path / "text"), shard_size=4, num_captions=3)
+    words = {"text_encoder": str(tmp_path / "text"), "shard_size": 4, "num_captions": 3}
     encode(options(tmp_path / "out", vae, root, **words))
     plain = options(tmp_path / "plain", vae, root, shard_size=4)
     encode(plain)
@@ -295,7 +316,8 @@ def test_several_captions_and_their_states(tmp_path, vae):
                 assert torch.equal(batch["text_mask"], states["text_mask"])
                 same = images.take(torch.tensor(index), rng.uniform(batch["key"], "flip") < 0.5)
                 assert torch.equal(batch["latent_mean"], same["latent_mean"]) and batch["label"].tolist() == [
-                    i // 5 for i in index]
+                    i // 5 for i in index
+                ]
     assert seen == {(i, k) for i in range(10) for k in range(count[i])}, "each caption is drawn at some step"
     (first,) = held_out(source, 10)
     assert captions_of(first["caption"]) == [texts[0] for texts in lines]
@@ -308,11 +330,13 @@ def test_several_captions_and_their_states(tmp_path, vae):
 
 def test_several_crops(tmp_path, vae):
     """Oracle: diffusers' posterior of the crops that data.crop's own function cuts by the numbers of each sample and
-    crop; the crop that the sample's key draws; the first one, held out; numpy's deviation of all that is stored. Parts and shards change no bit.
+    crop; the crop that the sample's key draws; the first one, held out; numpy's deviation of all that is
+    stored. Parts and shards change no bit.
     """
     from diffusers import AutoencoderKL
+
     root, network = folder(tmp_path / "data", 2, 4), AutoencoderKL.from_pretrained(vae, low_cpu_mem_usage=False)
-    words = dict(crops=3, crop="random_resized")
+    words = {"crops": 3, "crop": "random_resized"}
     encode(options(tmp_path / "out", vae, root, **words))
     crop, expected = Crop("random_resized"), []
     for i, path in enumerate(sorted(root.glob("*/*.png"))):
@@ -343,8 +367,12 @@ def test_several_crops(tmp_path, vae):
     for part in ((2, 2), (1, 2)):
         encode(options(tmp_path / "parts", vae, root, shard_size=3, part=part, **words))
     every, chance = torch.arange(8), torch.rand(8, 2)
-    assert all(torch.equal(*pair) for pair in zip(source.take(every, None, chance).values(), Latents(
-        tmp_path / "parts").take(every, None, chance).values()))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(
+            source.take(every, None, chance).values(), Latents(tmp_path / "parts").take(every, None, chance).values()
+        )
+    )
     with pytest.raises(ConfigError, match="say how many of each image, such as --crops 4"):
         encode(options(tmp_path / "none", vae, root, crop="dalle"))
     with pytest.raises(ConfigError, match="crops None there, 3 here.*|crops 3 there, None here"):
@@ -356,13 +384,21 @@ def test_training_from_latents_is_training_online(tmp_path, vae, images):
     encode(options(tmp_path / "out", vae, images, image_size=32, batch=6))
     data = Data(path=str(images), image_size=32, channels=1)
     cached = completed(data.model_copy(update={"path": str(tmp_path / "out")}))
-    model = {"patch_size": 1, "hidden_size": 32, "depth": 1, "num_heads": 2, "num_classes": 10, "in_channels": 3,
-             "image_size": 32, "first_stage": {"path": str(vae), "factor": 4}}
+    model = {
+        "patch_size": 1,
+        "hidden_size": 32,
+        "depth": 1,
+        "num_heads": 2,
+        "num_classes": 10,
+        "in_channels": 3,
+        "image_size": 32,
+        "first_stage": {"path": str(vae), "factor": 4},
+    }
     codes = cached.codes.model_dump(include={"shape", "scaling_factor", "first_stage"})
     online, offline = systems.build("dit", model), systems.build("dit", model | {"codes": codes})
     assert offline.first_stage.vae.encoder is None
     mirrored: list[bool] = []
-    sizes = dict(global_batch=12, micro_batch=6, seed=5)
+    sizes = {"global_batch": 12, "micro_batch": 6, "seed": 5}
     with Batches(open_sources(data)[0], **sizes) as one, Batches(open_sources(cached)[0], **sizes) as two:
         for step in range(4):
             for a, b in zip(one.at(step), two.at(step), strict=True):

@@ -20,7 +20,7 @@ from tests.support import clips, tokenizer, towers
 from tests.support.launch import ROOT
 from tests.support.pictures import folder as folder_of_images
 
-LENGTHS = (9, 3, 20, 5, 1, 7, 12)                # frames of each clip
+LENGTHS = (9, 3, 20, 5, 1, 7, 12)  # frames of each clip
 TEXTS = [f"a {towers.WORDS[1 + i % 3]} {towers.WORDS[4 + i % 3]}" for i in range(len(LENGTHS))]
 
 
@@ -44,7 +44,9 @@ def made(tmp_path_factory):
 
 
 def options(root, out, **changes):
-    return EncodeOptions(**dict(out=out, run=root / "stage", batch=3, shard_size=4, dtype="float32") | changes)
+    return EncodeOptions(
+        **{"out": out, "run": root / "stage", "batch": 3, "shard_size": 4, "dtype": "float32"} | changes
+    )
 
 
 def content(path):
@@ -99,7 +101,7 @@ def test_windows_of_a_clip(made, tmp_path):
 def test_the_same_command_again(made, tmp_path):
     """Oracle: the bytes of the first time, from whatever is left; other shard borders and batches move no content."""
     root, out = made[0], tmp_path / "out"
-    words = dict(text_encoder=str(root / "text"), clips=3)
+    words = {"text_encoder": str(root / "text"), "clips": 3}
     encode(options(root, out, **words))
     before = content(out)
     data = bytearray(before["shard_00003.safetensors"])
@@ -110,10 +112,12 @@ def test_the_same_command_again(made, tmp_path):
     kept = (out / "shard_00001.safetensors").stat().st_mtime_ns
     encode(options(root, out, **words))
     assert content(out) == before and (out / "shard_00001.safetensors").stat().st_mtime_ns == kept
-    for changes, message in ((dict(clips=2), "data .* x 3.* there, .* x 2.* here"),
-                             (dict(text_encoder=None), "text .*encoder.* there, None here"),
-                             (dict(max_text_len=6), r"'shape': \[10, 12\].* there, .*'shape': \[6, 12\]"),
-                             (dict(batch=4), "batch 3 there, 4 here")):
+    for changes, message in (
+        ({"clips": 2}, "data .* x 3.* there, .* x 2.* here"),
+        ({"text_encoder": None}, "text .*encoder.* there, None here"),
+        ({"max_text_len": 6}, r"'shape': \[10, 12\].* there, .*'shape': \[6, 12\]"),
+        ({"batch": 4}, "batch 3 there, 4 here"),
+    ):
         with pytest.raises(ConfigError, match=f"holds another encoding: .*{message}"):
             encode(options(root, out, **words | changes))
     assert content(out) == before
@@ -125,7 +129,7 @@ def test_the_same_command_again(made, tmp_path):
 def test_other_clips_of_the_same_names(made, tmp_path):
     """Oracle: the bytes of the first time, kept for a copied folder alone, as what training compares."""
     root, out, there = made[0], tmp_path / "out", write(tmp_path / "clips")
-    words = dict(data=str(there), clips=2)
+    words = {"data": str(there), "clips": 2}
     encode(options(root, out, **words))
     before = content(out)
     shutil.copytree(there, tmp_path / "copy", copy_function=shutil.copyfile)
@@ -165,16 +169,26 @@ def test_maskgit_on_clips_themselves(made, tmp_path):
     (there / "000.apng").write_bytes(b"")
 
     def prepare(*words):
-        given = ["data.height=8", "data.image_size=12", f"data.path={there}", f"model.tokenizer.path={stage}",
-                 "data.held_out=0", "every.metrics=0", f"folder={tmp_path / 'run'}", *words]
+        given = [
+            "data.height=8",
+            "data.image_size=12",
+            f"data.path={there}",
+            f"model.tokenizer.path={stage}",
+            "data.held_out=0",
+            "every.metrics=0",
+            f"folder={tmp_path / 'run'}",
+            *words,
+        ]
         return cli.prepare(cli.train_arguments(ROOT, ["--recipe", "tests/launch/tiny-phenaki.yaml", *given]), 1, "cpu")
 
     assert prepare().run.data.path == str(there)
     none = ("model.unconditional=true", "samples.prompts=null", "samples.guidance_scale=1")
     assert prepare("data.flip=true", *none).run.data.flip, "nobody reads what would be belied"
-    for words, message in ((["data.flip=true"], "data.flip=true: phenaki reads the captions .*data.flip=false"),
-                           ([f"data.images={images}"], f"data.images={images}: no captions are there"),
-                           (["data.captions=null", f"data.path={images}"], f"data.path={images}: no captions")):
+    for words, message in (
+        (["data.flip=true"], "data.flip=true: phenaki reads the captions .*data.flip=false"),
+        ([f"data.images={images}"], f"data.images={images}: no captions are there"),
+        (["data.captions=null", f"data.path={images}"], f"data.path={images}: no captions"),
+    ):
         with pytest.raises(ConfigError, match=message):
             prepare(*words)
 
@@ -186,14 +200,28 @@ def test_batches_of_a_cache(made, tmp_path):
     given = Data(path=str(tmp_path / "out"), image_size=12, height=8, num_frames=5, channels=1, flip=False)
     data = completed(given)
     first = Latents(tmp_path / "out").encoding["first_stage"]
-    assert data.codes == Codes(kind="tokens", shape=(3, 2, 3), flips=1, scaling_factor=None, first_stage=first,
-                               codebook_size=16, text=(10, 12),
-                               text_encoder=TextEncoder(str(root / "text")).fingerprint())
+    assert data.codes == Codes(
+        kind="tokens",
+        shape=(3, 2, 3),
+        flips=1,
+        scaling_factor=None,
+        first_stage=first,
+        codebook_size=16,
+        text=(10, 12),
+        text_encoder=TextEncoder(str(root / "text")).fingerprint(),
+    )
     parts = []
     for world in (1, 2):
         for rank in range(world):
-            with Batches(open_sources(data)[0], global_batch=6, micro_batch=6 // world, seed=2, rank=rank, world=world,
-                         flip=False) as batches:
+            with Batches(
+                open_sources(data)[0],
+                global_batch=6,
+                micro_batch=6 // world,
+                seed=2,
+                rank=rank,
+                world=world,
+                flip=False,
+            ) as batches:
                 parts += batches.at(1)
     whole, halves = parts[0], {name: torch.cat([part[name] for part in parts[1:]]) for name in parts[0]}
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
@@ -204,11 +232,13 @@ def test_batches_of_a_cache(made, tmp_path):
     assert (system.config.max_text_len, system.config.text_encoder_fingerprint) == (10, data.codes.text_encoder)
     terms = system.loss("maskgit", system.networks(), system.encode(whole))
     assert 0.5 * np.log(16) < terms["loss"] < 2 * np.log(16), "the model of these tokens learns from the batch as it is"
-    for change, message in (({"num_frames": 7}, "data.num_frames=7: .* write data.num_frames=5"),
-                            ({"num_frames": None}, "data.num_frames=None: .* clips of num_frames 5"),
-                            ({"height": None}, "data.height=12: .* write data.height=8"),
-                            ({"frame_stride": 2}, "write data.frame_stride=1"),
-                            ({"flip": True}, "no mirrored videos, since captions name directions.*data.flip=false")):
+    for change, message in (
+        ({"num_frames": 7}, "data.num_frames=7: .* write data.num_frames=5"),
+        ({"num_frames": None}, "data.num_frames=None: .* clips of num_frames 5"),
+        ({"height": None}, "data.height=12: .* write data.height=8"),
+        ({"frame_stride": 2}, "write data.frame_stride=1"),
+        ({"flip": True}, "no mirrored videos, since captions name directions.*data.flip=false"),
+    ):
         with pytest.raises(ValueError, match=message):
             completed(given.model_copy(update=change))
 
@@ -224,18 +254,19 @@ def test_what_cannot_be_encoded(made, tmp_path):
     few.write_text(f"000.apng\t{TEXTS[0]}\n")
     text = str(root / "text")
     for changes, message in (
-            (dict(data=str(tmp_path / "silent"), text_encoder=text), "the videos have no captions to encode; write X"),
-            (dict(data=str(tmp_path / "half")), "no .txt with a caption beside 003.apng"),
-            (dict(data=str(tmp_path / "silent"), captions=str(few)), f"--captions {few}: no caption of 001.apng"),
-            (dict(text_encoder=text, max_text_len=99), "--max-text-len: the encoder .* takes 10 tokens"),
-            (dict(text_encoder=str(tmp_path / "no")), "--text-encoder: there is no folder"),
-            (dict(max_text_len=5), "--max-text-len counts the tokens of --text-encoder"),
-            (dict(run=tmp_path / "moving", clips=2), "--clips 2: the videos of builtin:moving-fashion are as long"),
-            (dict(run=tmp_path / "moving", split="all"), "--split all: builtin:moving-fashion holds out"),
-            (dict(split="held_out"), "no videos are held out: set --held-out"),
-            (dict(image_size=24), "takes \\(1, 8, 12\\); set .*--image-size"),
-            (dict(ema=0.9), "is an export and holds weights of one kind: leave out --ema"),
-            (dict(run=tmp_path / "silent"), "is not a run's folder")):
+        ({"data": str(tmp_path / "silent"), "text_encoder": text}, "the videos have no captions to encode; write X"),
+        ({"data": str(tmp_path / "half")}, "no .txt with a caption beside 003.apng"),
+        ({"data": str(tmp_path / "silent"), "captions": str(few)}, f"--captions {few}: no caption of 001.apng"),
+        ({"text_encoder": text, "max_text_len": 99}, "--max-text-len: the encoder .* takes 10 tokens"),
+        ({"text_encoder": str(tmp_path / "no")}, "--text-encoder: there is no folder"),
+        ({"max_text_len": 5}, "--max-text-len counts the tokens of --text-encoder"),
+        ({"run": tmp_path / "moving", "clips": 2}, "--clips 2: the videos of builtin:moving-fashion are as long"),
+        ({"run": tmp_path / "moving", "split": "all"}, "--split all: builtin:moving-fashion holds out"),
+        ({"split": "held_out"}, "no videos are held out: set --held-out"),
+        ({"image_size": 24}, "takes \\(1, 8, 12\\); set .*--image-size"),
+        ({"ema": 0.9}, "is an export and holds weights of one kind: leave out --ema"),
+        ({"run": tmp_path / "silent"}, "is not a run's folder"),
+    ):
         with pytest.raises(ValueError, match=message):
             encode(options(root, out, **changes))
         assert not out.exists()
@@ -246,11 +277,15 @@ def test_what_cannot_be_encoded(made, tmp_path):
 def test_words_for_videos_need_videos(tmp_path):
     """Oracle: the contract: a first stage of images refuses them, naming the option."""
     from tests.support import first_stage
+
     vae = first_stage.save(tmp_path / "vae")
     for name, value in (("clips", 2), ("captions", "x.tsv")):
         with pytest.raises(ConfigError, match=f"--{name} is for videos, and .*vae encodes images"):
-            encode(EncodeOptions(tmp_path / "out", first_stage=str(vae), data="builtin:fashion", image_size=16,
-                         **{name: value}))
+            encode(
+                EncodeOptions(
+                    tmp_path / "out", first_stage=str(vae), data="builtin:fashion", image_size=16, **{name: value}
+                )
+            )
 
 
 def test_unreadable_clips(made, tmp_path):

@@ -22,10 +22,17 @@ from dstrain.tracking.videos import save_gif
 from tests.support import counting, gloo
 from tests.support.sources import Numbers
 
-MODEL = {"image_size": 8, "in_channels": 1, "patch_size": 4, "hidden_size": 16, "depth": 1, "num_heads": 2,
-         "num_classes": 10}
+MODEL = {
+    "image_size": 8,
+    "in_channels": 1,
+    "patch_size": 4,
+    "hidden_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "num_classes": 10,
+}
 PIXELS = MODEL | {"diffusion": {"num_steps": 12, "schedule": "cosine"}}
-COUNTS = ((1, 5), (2, 3), (7, 2), (8, 8), (13, 1), (13, 64))                  # (samples, batch)
+COUNTS = ((1, 5), (2, 3), (7, 2), (8, 8), (13, 1), (13, 64))  # (samples, batch)
 
 
 class Known(System):
@@ -49,8 +56,13 @@ class Known(System):
         self.calls += 1
         number = example["number"]
         columns = [number * (1 + step) for step in progress(range(3))]
-        return {"value": number, "curve": torch.stack(columns, 1), "quartile": number.long() % 4,
-                "timestep": torch.tensor([0, 5, 9]).expand(len(number), -1), "noise": (example["key"] % 97).float()}
+        return {
+            "value": number,
+            "curve": torch.stack(columns, 1),
+            "quartile": number.long() % 4,
+            "timestep": torch.tensor([0, 5, 9]).expand(len(number), -1),
+            "noise": (example["key"] % 97).float(),
+        }
 
 
 def expected(size: int) -> dict:
@@ -58,8 +70,12 @@ def expected(size: int) -> dict:
     number = np.arange(size, dtype=np.float64)
     error = None if size == 1 else number.std(ddof=1) / math.sqrt(size)
     quarters = [number[quarter::4].mean() if size > quarter else None for quarter in range(4)]
-    return {"value": number.mean() if size else None, "error": error, "curve": [number.mean() * k for k in (1, 2, 3)],
-            "quarters": quarters}
+    return {
+        "value": number.mean() if size else None,
+        "error": error,
+        "curve": [number.mean() * k for k in (1, 2, 3)],
+        "quarters": quarters,
+    }
 
 
 def together(rank: int) -> list[tuple[dict, int]]:
@@ -92,10 +108,11 @@ def test_means_of_one_and_two_ranks(two, index):
 
 def test_values_that_are_not_finite():
     """Oracle: two of the five roots are NaN and one logarithm is -inf; the filling of the last batch gives none."""
+
     class Roots(Known):
         def measure(self, nets, example, num_steps=None, progress=iter):
             number = example["number"]
-            number = torch.where(torch.arange(len(number)) + number[0] > 4, -9.0, number)            # the filling
+            number = torch.where(torch.arange(len(number)) + number[0] > 4, -9.0, number)  # the filling
             return {"root": (2 - number).sqrt(), "curve": torch.stack((number, number.log()), 1)}
 
     found = measure(Roots(), {}, Numbers(5), batch=2, seed=0)
@@ -103,8 +120,10 @@ def test_values_that_are_not_finite():
     assert found["curves"]["curve"] == [2.0, None]
 
 
-@pytest.mark.parametrize("size, num, indices", [(10, 5, [0, 2, 4, 6, 8]), (10, 3, [0, 3, 6]), (4, None, [0, 1, 2, 3]),
-                                                (4, 9, [0, 1, 2, 3]), (7, 1, [0])])
+@pytest.mark.parametrize(
+    "size, num, indices",
+    [(10, 5, [0, 2, 4, 6, 8]), (10, 3, [0, 3, 6]), (4, None, [0, 1, 2, 3]), (4, 9, [0, 1, 2, 3]), (7, 1, [0])],
+)
 def test_samples_are_spread(size, num, indices):
     """Oracle: indices counted out by hand; a folder lists class by class, so the first ones would be of one class."""
     spread = Spread(Numbers(size), num)
@@ -137,8 +156,13 @@ def test_the_bound_of_a_plain_loop(num_steps, changes):
         item = Fashion(8, 1, "held_out")[index * 500 // 9]
         key, label = rng.keys(3, -1, torch.tensor([index])), torch.tensor([item["label"]])
         with torch.no_grad():
-            rows.append(chain.bits_per_dim(lambda x, t: network(x, t, label), item["image"][None] / 127.5 - 1,
-                                           lambda i: rng.normal(key, f"bound/{i}", (1, 8, 8))))
+            rows.append(
+                chain.bits_per_dim(
+                    lambda x, t: network(x, t, label),
+                    item["image"][None] / 127.5 - 1,
+                    lambda i: rng.normal(key, f"bound/{i}", (1, 8, 8)),
+                )
+            )
     mean = {name: np.mean([row[name][0].numpy().astype(np.float64) for row in rows], axis=0) for name in rows[0]}
     for name in ("total", "prior"):
         assert found["figures"][name] == pytest.approx(mean[name], rel=1e-5, abs=1e-9)
@@ -161,13 +185,18 @@ def test_progress_is_told():
     system, shown = systems.build("dit", PIXELS), []
     batch = next(held_out(Fashion(8, 1, "held_out"), 2))
     del batch["valid"]
-    system.measure({"denoiser": network_of(system)}, system.encode(batch), 4,
-                   lambda steps: (shown.append(step) or step for step in steps))
+    system.measure(
+        {"denoiser": network_of(system)},
+        system.encode(batch),
+        4,
+        lambda steps: (shown.append(step) or step for step in steps),
+    )
     assert sorted(shown) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("changes", [{"objective": "flow", "in_channels": 4}, {"in_channels": 4}],
-                         ids=["flow", "diffusion"])
+@pytest.mark.parametrize(
+    "changes", [{"objective": "flow", "in_channels": 4}, {"in_channels": 4}], ids=["flow", "diffusion"]
+)
 def test_what_has_no_likelihood(changes):
     """Oracle: the terms of `evaluate`; there is no chain to shorten."""
     system = systems.build("dit", MODEL | changes)
@@ -182,7 +211,7 @@ def test_quarters_of_flow_matching():
     """Oracle: numpy over the terms of one batch that holds all samples."""
     system, source = systems.build("dit", MODEL | {"objective": "flow"}), Spread(Fashion(8, 1, "held_out"), 30)
     nets = {"denoiser": network_of(system)}
-    system.measure = lambda nets, example, *_: system.evaluate(nets, example)      # as of latents, without likelihood
+    system.measure = lambda nets, example, *_: system.evaluate(nets, example)  # as of latents, without likelihood
     found = measure(system, nets, source, batch=7, seed=1)
     batch = next(held_out(source, 30, seed=1))
     del batch["valid"]
@@ -201,7 +230,7 @@ def test_videos_are_measured(batch):
     system = counting.build(counting.Config())
     found = measure(system, system.networks(), Spread(source, 11), batch=batch, seed=0)
     clips = [source[index * len(source) // 11] for index in range(11)]
-    middles = [clip["video"][:clip["frames"], 0, 4, 4].numpy().astype(float) for clip in clips]
+    middles = [clip["video"][: clip["frames"], 0, 4, 4].numpy().astype(float) for clip in clips]
     assert found["figures"]["loss"] == pytest.approx(np.mean([middle[-1] - middle[0] for middle in middles]), rel=1e-6)
     assert any(middle[-1] != middle[0] for middle in middles)
 
@@ -211,8 +240,16 @@ def test_other_videos(tmp_path):
     frames = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1) + np.zeros((1, *counting.SIZE, 1), np.uint8)
     for number in range(3):
         save_gif(tmp_path / "clips" / f"{number}.gif", frames + 40 * number)
-    run = Run(data={"path": "builtin:moving-fashion", "num_frames": 5, "height": counting.SIZE[0], "channels": 1,
-                    "image_size": counting.SIZE[1], "flip": False})
+    run = Run(
+        data={
+            "path": "builtin:moving-fashion",
+            "num_frames": 5,
+            "height": counting.SIZE[0],
+            "channels": 1,
+            "image_size": counting.SIZE[1],
+            "flip": False,
+        }
+    )
     source = _source(EvaluateOptions(tmp_path, data=str(tmp_path / "clips")), run, None)
     assert [source[index]["video"][-1, 0, 2, 3].item() for index in range(len(source))] == [4, 44, 84]
     (tmp_path / "empty").mkdir()
@@ -223,6 +260,7 @@ def test_other_videos(tmp_path):
 @pytest.mark.parametrize("size, num, batch", [(13, 5, 2), (8, None, 3), (5, 5, 64)])
 def test_a_source_that_reads_batches_is_asked_for_them(size, num, batch):
     """Oracle: the same source item by item; the number of its reads."""
+
     class Whole(Numbers):
         batched = True
         reads = 0

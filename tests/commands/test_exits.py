@@ -11,12 +11,18 @@ PROGRAM = "from dstrain.commands.exits import run_main; run_main(lambda: __impor
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' torch has another OpenMP")
-@pytest.mark.parametrize("choice, spins", [({}, "'1000'"), ({"GOMP_SPINCOUNT": "7"}, "'7'"),
-                                           ({"OMP_WAIT_POLICY": "passive"}, "'0'")])
+@pytest.mark.parametrize(
+    "choice, spins", [({}, "'1000'"), ({"GOMP_SPINCOUNT": "7"}, "'7'"), ({"OMP_WAIT_POLICY": "passive"}, "'0'")]
+)
 def test_idle_threads_wait_briefly(choice, spins):
     """Oracle: what torch's libgomp says that it has read, and a user's own choice."""
     given = {name: value for name, value in environment().items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=given | {"OMP_DISPLAY_ENV": "verbose"} | choice,
-                          text=True, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=given | {"OMP_DISPLAY_ENV": "verbose"} | choice,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
     read = [line.split(" = ")[1] for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
     assert read == [spins], done.stderr[-2000:]

@@ -83,16 +83,27 @@ def test_statistics(tmp_path, trained):
     """Oracle: the index of launch/encode.py over the same images; another first stage's index is refused."""
     run, system, nets = trained
     to_diffusers.save(system, nets, tmp_path / "out", lambda: {"scaling_factor": 1.0})
-    options = EncodeOptions(tmp_path / "codes", first_stage=str(tmp_path / "out"), data=run.data.path, image_size=16,
-                     flip=False, dtype="float32")
+    options = EncodeOptions(
+        tmp_path / "codes",
+        first_stage=str(tmp_path / "out"),
+        data=run.data.path,
+        image_size=16,
+        flip=False,
+        dtype="float32",
+    )
     index = encode(options)
     measured = _measured(50, run, system, nets)
     assert measured.keys() == index["statistics"].keys()
     for name, value in index["statistics"].items():
         np.testing.assert_allclose(measured[name], value, rtol=1e-5, atol=1e-6)
     with_statistics = ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes" / "index.json")
-    assert _statistics_of_cache(with_statistics, system, nets) == index["statistics"] == _statistics_of_cache(
-        ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes"), system, nets)
+    assert (
+        _statistics_of_cache(with_statistics, system, nets)
+        == index["statistics"]
+        == _statistics_of_cache(
+            ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes"), system, nets
+        )
+    )
     away = run.model_copy(update={"data": run.data.model_copy(update={"path": str(tmp_path / "nowhere")})})
     done = _in_diffusers(with_statistics, away, system, nets, to_diffusers, tmp_path / "told")
     assert done.statistics == index["statistics"] and max(done.errors.values()) < 1e-6
@@ -145,18 +156,36 @@ def begun(tmp_path, name, *words):
     (written / "samples").mkdir()
     for number in (90, 120):
         picture(number).save(written / "samples" / f"step_{number:08d}.png")
-    picture(5).save(written / "samples" / "step_00000120_bound.png")                # a curve, and no grid
+    picture(5).save(written / "samples" / "step_00000120_bound.png")  # a curve, and no grid
     return written, nets
 
 
-@pytest.mark.parametrize("name, words, kind, own", [
-    ("tiny", [*DIT, "samples.num_steps=5", "samples.guidance_scale=3", "samples.guidance_interval=[0.2, 5]",
-              "samples.sampler=ddim", "samples.spacing=trailing"], "DiTTransformer2DModel",
-     "5 steps of ddim, guidance_scale=3, guidance_interval=(0.2, 5.0), and `pipeline.scheduler = DDIMScheduler."
-     'from_config(pipeline.scheduler.config, timestep_spacing="trailing")`, which comes from diffusers'),
-    ("tiny-iddpm", ["samples.ema=0.9", "samples.num_steps=7", "samples.sampler=unipc", "samples.spacing=karras"],
-     "UNet2DModel", "7 steps of unipc, spacing=karras, which the pipeline does not know"),
-    ("tiny-prior", ["model.self_cond=false"], "PriorTransformer", "")])
+@pytest.mark.parametrize(
+    "name, words, kind, own",
+    [
+        (
+            "tiny",
+            [
+                *DIT,
+                "samples.num_steps=5",
+                "samples.guidance_scale=3",
+                "samples.guidance_interval=[0.2, 5]",
+                "samples.sampler=ddim",
+                "samples.spacing=trailing",
+            ],
+            "DiTTransformer2DModel",
+            "5 steps of ddim, guidance_scale=3, guidance_interval=(0.2, 5.0), and `pipeline.scheduler = DDIMScheduler."
+            'from_config(pipeline.scheduler.config, timestep_spacing="trailing")`, which comes from diffusers',
+        ),
+        (
+            "tiny-iddpm",
+            ["samples.ema=0.9", "samples.num_steps=7", "samples.sampler=unipc", "samples.spacing=karras"],
+            "UNet2DModel",
+            "7 steps of unipc, spacing=karras, which the pipeline does not know",
+        ),
+        ("tiny-prior", ["model.self_cond=false"], "PriorTransformer", ""),
+    ],
+)
 def test_an_export_and_its_card(tmp_path, name, words, kind, own):
     """Oracle: the run's own folder: recipe, step, fingerprint, seed, newest grid; the card's Python, which is run; and
     init_from, which takes the export for the weights bit for bit.
@@ -183,10 +212,15 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
     system = systems.build(run.system, run.model)
     first = next(iter(system.parts))
     assert code.rstrip("\n") == writer.about(system)[2].replace('"OUT', '"exported').rstrip("\n")
-    if kind == "PriorTransformer":               # once more as a reader would; an export has done so with each
+    if kind == "PriorTransformer":  # once more as a reader would; an export has done so with each
         program = f"import sys\nsys.modules['dstrain'] = None\n{code}torch.save(image_embeds, 'drawn.pt')"
-        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
-                              env=os.environ | {"HF_MODULES_CACHE": str(folder / "modules")})
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"HF_MODULES_CACHE": str(folder / "modules")},
+        )
         assert done.returncode == 0, done.stderr
         drawn, expected = torch.load(tmp_path / "drawn.pt"), writer.drawn(system, {first: nets[first].eval()})
         assert (drawn - expected).abs().max() <= writer.TOLERATED["code"] * expected.abs().max()
@@ -266,10 +300,11 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
     for part, (values, notes) in found.items():
         state = nets[part].state_dict()
         assert values.keys() == state.keys() and all(torch.equal(values[name], state[name]) for name in state)
-        assert notes == [f"{part}: {len(state)} tensors loaded, 0 replaced, 0 left, from "
-                         f"{tmp_path / 'out' / part}.safetensors"]
+        assert notes == [
+            f"{part}: {len(state)} tensors loaded, 0 replaced, 0 left, from {tmp_path / 'out' / part}.safetensors"
+        ]
     (tmp_path / "out" / "discriminator.safetensors").unlink()
-    (_, notes), = fitted(tmp_path / "out", systems.build("vae", run.model)).values()
+    ((_, notes),) = fitted(tmp_path / "out", systems.build("vae", run.model)).values()
     assert notes[1] == f"discriminator is not in {tmp_path / 'out'} and begins anew"
 
 
@@ -281,9 +316,12 @@ def in_deepspeeds_files(folder, part):
     at = folder / "checkpoints" / "step_00000007"
     for path in at.glob("*-of-*.safetensors"):
         name, index = path.name.partition("-")[0], json.loads(read_header(path)[1]["fragments"])
-        state = load(path.read_bytes())                   # not mapped: the file is written anew
-        entries = [(key.split("/")[0], Fragment(key.split("/", 1)[1], tuple(shape), start, numel), state[key])
-                   for key, (shape, start, numel) in index.items() if name == part and not key.startswith("master/")]
+        state = load(path.read_bytes())  # not mapped: the file is written anew
+        entries = [
+            (key.split("/")[0], Fragment(key.split("/", 1)[1], tuple(shape), start, numel), state[key])
+            for key, (shape, start, numel) in index.items()
+            if name == part and not key.startswith("master/")
+        ]
         write_shard(path, entries, {"part": name})
     (at / "deepspeed").mkdir()
     (at / "deepspeed" / "files.pt").write_bytes(b"DeepSpeed's own")
@@ -299,15 +337,18 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
     in_deepspeeds_files(folder, "autoencoder")
     system, state = systems.build("vae", recipe.load(folder / "run.yaml").model), nets["autoencoder"].state_dict()
     assert export(ExportOptions(folder, tmp_path / "out")).name == "AutoencoderKL"
-    (values, notes), = fitted(folder, system).values()
+    ((values, notes),) = fitted(folder, system).values()
     assert all(torch.equal(values[name], state[name]) for name in state)
     assert "discriminator lies in DeepSpeed's own files" in notes[-1] and notes[-1].endswith("begins anew")
     exact, near = (first_stage.of_run(folder, precision=precision) for precision in ("fp32", "bf16"))
     assert exact.fingerprint == near.fingerprint == fingerprint(*system.identity(nets))
     exact, near = (stage.codes({"image": system.synthetic(3)["image"]}) for stage in (exact, near))
     assert 0 < np.linalg.norm(near - exact) < 0.02 * np.linalg.norm(exact)
-    with pytest.raises(ValueError, match=r"autoencoder in DeepSpeed's own files: merge .*launch/consolidate.py .* "
-                                         "--weights raw --trust-pickle --out DIR"):
+    with pytest.raises(
+        ValueError,
+        match=r"autoencoder in DeepSpeed's own files: merge .*launch/consolidate.py .* "
+        "--weights raw --trust-pickle --out DIR",
+    ):
         export(ExportOptions(folder, tmp_path / "x", raw=True))
 
 
@@ -323,7 +364,7 @@ def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
         first_stage.of_run(tmp_path / "both")
     system = systems.build("vae", recipe.load(folder / "run.yaml").model)
-    for given in (tmp_path / "both", path.parent, path):                 # the folder, one part's of it, one file
+    for given in (tmp_path / "both", path.parent, path):  # the folder, one part's of it, one file
         with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
             fitted(given, system)
 

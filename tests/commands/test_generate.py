@@ -48,14 +48,18 @@ def test_pictures_of_an_npz(tmp_path, pictures):
     np.savez(tmp_path / "a.npz", arr_0=pictures)
     assert np.array_equal(read_pictures(tmp_path / "a.npz", 3).permute(0, 2, 3, 1).numpy(), pictures)
     grey = read_pictures(tmp_path / "a.npz", 1)
-    assert grey.shape == (7, 1, 5, 5) and np.array_equal(grey[3, 0], np.array(Image.fromarray(pictures[3]).convert("L")))
+    assert grey.shape == (7, 1, 5, 5) and np.array_equal(
+        grey[3, 0], np.array(Image.fromarray(pictures[3]).convert("L"))
+    )
     np.savez(tmp_path / "b.npz", arr_0=pictures[..., :1])
     three = read_pictures(tmp_path / "b.npz", 3)
     assert three.shape == (7, 3, 5, 5) and torch.equal(three[:, 0], three[:, 2])
 
 
 def test_pictures_of_a_folder(tmp_path, pictures):
-    """Oracle: the pictures that were saved, by name; the folder of an earlier run is read by its .npz, without the grid."""
+    """Oracle: the pictures that were saved, by name; the folder of an earlier run is read by its
+    .npz, without the grid.
+    """
     for number in (2, 0, 1):
         Image.fromarray(pictures[number]).save(tmp_path / f"{number:03}.png")
     assert np.array_equal(read_pictures(tmp_path, 3).permute(0, 2, 3, 1).numpy(), pictures[:3])
@@ -84,19 +88,46 @@ def test_no_pictures(tmp_path, content):
         read_pictures(tmp_path / "empty", 3)
 
 
-PHENAKI = {"token_shape": [3, 2, 2], "codebook_size": 64, "dim": 16, "depth": 1, "heads": 2, "dim_head": 8,
-           "text_encoder": None, "num_words": 40}
+PHENAKI = {
+    "token_shape": [3, 2, 2],
+    "codebook_size": 64,
+    "dim": 16,
+    "depth": 1,
+    "heads": 2,
+    "dim_head": 8,
+    "text_encoder": None,
+    "num_words": 40,
+}
 
 
-@pytest.mark.parametrize("system, model, words, message", [
-    ("phenaki", {}, {"text_encoder": "/tmp/none"}, "RUN: --text-encoder: the model hashes words and reads no encoder; leave it out"),
-    ("phenaki", {"unconditional": True}, {"text_encoder": "x"}, "RUN: --text-encoder: the model is unconditional and takes no texts"),
-    ("dit", {}, {"tokenizer": "x"}, "RUN: --tokenizer: the model decodes no tokens; leave it out"),
-    ("phenaki", {"tokenizer": None}, {}, "RUN trains phenaki, which cannot draw: .*no tokenizer is named .* --tokenizer FOLDER"),
-    ("phenaki", {"tokenizer": None}, {"tokenizer": "/tmp/none"}, "RUN holds no whole checkpoint yet"),
-    ("phenaki", {"depth": 0}, {}, "RUN: model.depth=0: it should be"),
-    ("phenaki", {"train": "critic"}, {}, "RUN: model: train=critic: there is no critic; set critic=token"),
-    ("phenakis", {}, {}, "RUN: system: 'phenakis' is unknown")])
+@pytest.mark.parametrize(
+    "system, model, words, message",
+    [
+        (
+            "phenaki",
+            {},
+            {"text_encoder": "/tmp/none"},
+            "RUN: --text-encoder: the model hashes words and reads no encoder; leave it out",
+        ),
+        (
+            "phenaki",
+            {"unconditional": True},
+            {"text_encoder": "x"},
+            "RUN: --text-encoder: the model is unconditional and takes no texts",
+        ),
+        ("dit", {}, {"tokenizer": "x"}, "RUN: --tokenizer: the model decodes no tokens; leave it out"),
+        (
+            "phenaki",
+            {"tokenizer": None},
+            {},
+            "RUN trains phenaki, which cannot draw: .*no tokenizer is named .* --tokenizer FOLDER",
+        ),
+        ("phenaki", {"tokenizer": None}, {"tokenizer": "/tmp/none"}, "RUN holds no whole checkpoint yet"),
+        ("phenaki", {"depth": 0}, {}, "RUN: model.depth=0: it should be"),
+        ("phenaki", {"train": "critic"}, {}, "RUN: model: train=critic: there is no critic; set critic=token"),
+        ("phenakis", {}, {}, "RUN: system: 'phenakis' is unknown"),
+    ],
+)
 def test_runs_that_cannot_draw(tmp_path, system, model, words, message):
     """Oracle: one line that names the word or the key, and the remedy where it is an option's."""
     fields = {} if system == "dit" else {"tokenizer": {"path": "there"}} | PHENAKI | model
@@ -148,13 +179,16 @@ def test_invert(tiny, tmp_path, capsys):
     """Oracle: numpy's distance between the pictures given and those that came back; what does not fit is refused."""
     given = generate(GenerateOptions(tiny, num=3, num_steps=4, out=tmp_path / "given", pngs=False))
     capsys.readouterr()
-    back = generate(GenerateOptions(tiny, num=3, num_steps=8, sampler="ddim", invert=given, out=tmp_path / "back",
-                                    pngs=False))
+    back = generate(
+        GenerateOptions(tiny, num=3, num_steps=8, sampler="ddim", invert=given, out=tmp_path / "back", pngs=False)
+    )
     error = np.abs(drawn(back) - drawn(given)).mean()
     assert f"--invert: pictures come back to {error:.3g} of 255 on average" in capsys.readouterr().out
-    for words, message in (({"sampler": "dpm++"}, "sampler=dpm.* cannot be inverted"),
-                           ({"low_res": given}, "--low-res .*takes no pictures"),
-                           ({"then": (tiny,)}, "leave out --low-res, --then and --size")):
+    for words, message in (
+        ({"sampler": "dpm++"}, "sampler=dpm.* cannot be inverted"),
+        ({"low_res": given}, "--low-res .*takes no pictures"),
+        ({"then": (tiny,)}, "leave out --low-res, --then and --size"),
+    ):
         with pytest.raises(ConfigError, match=message):
             generate(GenerateOptions(tiny, invert=given, out=tmp_path / "none", **words))
 
@@ -163,7 +197,9 @@ def test_guide(tiny, tmp_path):
     """Oracle: a run that is guided by itself draws as without guidance; another system is refused."""
     words = {"num": 3, "num_steps": 3, "sampler": "dpm++", "pngs": False}
     plain = generate(GenerateOptions(tiny, guidance_scale=1.0, out=tmp_path / "plain", **words))
-    guided = generate(GenerateOptions(tiny, guidance_scale=3.0, guide=(tiny, 0.9, None), out=tmp_path / "guided", **words))
+    guided = generate(
+        GenerateOptions(tiny, guidance_scale=3.0, guide=(tiny, 0.9, None), out=tmp_path / "guided", **words)
+    )
     assert np.abs(drawn(plain) - drawn(guided)).max() <= 1
     run = recipe.load(tiny / "run.yaml")
     other = tmp_path / "other"
@@ -176,5 +212,5 @@ def test_guide(tiny, tmp_path):
     assert run.samples.guidance_scale != 1
     given = tmp_path / "given.npz"
     np.savez(given, np.zeros((1, 32, 32, 1), np.uint8))
-    with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):           # which --invert takes unless told
+    with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):  # which --invert takes unless told
         generate(GenerateOptions(tiny, guide=(tiny, None, None), invert=given, **words | {"sampler": "ddim"}))

@@ -21,10 +21,21 @@ from dstrain.systems.dit.network import DiT
 from tests.support import golden
 from tests.support.launch import here
 
-NOWHERE = {"path": "/data/nowhere"}               # an import needs no data
-DIT = {"name": "published", "system": "dit", "data": NOWHERE | {"image_size": 8, "channels": 4},
-       "model": {"patch_size": 2, "hidden_size": 64, "depth": 2, "num_heads": 4, "in_channels": 4, "num_classes": 10,
-                 "guidance_channels": 3}}
+NOWHERE = {"path": "/data/nowhere"}  # an import needs no data
+DIT = {
+    "name": "published",
+    "system": "dit",
+    "data": NOWHERE | {"image_size": 8, "channels": 4},
+    "model": {
+        "patch_size": 2,
+        "hidden_size": 64,
+        "depth": 2,
+        "num_heads": 4,
+        "in_channels": 4,
+        "num_classes": 10,
+        "guidance_channels": 3,
+    },
+}
 CLASSES = "y_embedder.embedding_table.weight"
 
 
@@ -58,6 +69,7 @@ def levels(x: torch.Tensor) -> np.ndarray:
 
 def drawn(monkeypatch, capsys, x: torch.Tensor, folder: Path, num: int, *words: object) -> np.ndarray:
     """What launch/generate.py draws where its noise is that of the original, of whose samples (N, ...) the first."""
+
     def noise(key, name, shape):
         assert len(key) == num and shape == x.shape[1:]
         return (x if name == "start" else golden.stream(name, x.shape))[:num].float()
@@ -97,12 +109,14 @@ def test_an_official_dit(tmp_path, monkeypatch, capsys, layout):
     words = saved(tmp_path, DIT, state if layout == "bare" else {"model": other, "ema": state, "opt": {}})
     changed = ["data.channels=3", f"model.first_stage={{path: '{tmp_path / 'vae'}', scaling_factor: 1, factor: 1}}"]
     code, out, err = here("import.py", [*words, *changed], monkeypatch, capsys)
-    assert code == 0 and out == (f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from {words[0]}\n"
-                                 f"published of these weights in {words[-1]}\n"), err
+    assert code == 0 and out == (
+        f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from {words[0]}\n"
+        f"published of these weights in {words[-1]}\n"
+    ), err
     assert all(torch.equal(value, state[name]) for name, value in network(words[-1]).state_dict().items())
     predicted = network(words[-1])(tensors["x"].float(), tensors["t"], tensors["y"])
     torch.testing.assert_close(predicted.double(), tensors["out"], rtol=1e-4, atol=1e-5)
-    assert tensors["y"].tolist() == [0, 9, 10]                   # the third has no label, for which no command asks
+    assert tensors["y"].tolist() == [0, 9, 10]  # the third has no label, for which no command asks
     chains = {"ddpm10": ["ddpm"], "ddim10": ["ddim"], "ddpm10_cfg4_ch3": ["ddpm", "--guidance-scale", 4]}
     expected = {chain: levels(vae.decode(tensors[f"sample.{chain}"][:2].float()).sample) for chain in chains}
     for chain, said in chains.items():
@@ -115,8 +129,13 @@ def test_an_official_iddpm(tmp_path, monkeypatch, capsys):
     """Oracle: golden/iddpm_hybrid_cosine: the original's network output and both chains, from the command line."""
     tensors, meta = golden.load("iddpm_hybrid_cosine")
     flags = {"recompute" if flag == "use_checkpoint" else flag: value for flag, value in meta["flags"].items()}
-    said = {"name": "published", "system": "iddpm", "data": NOWHERE | {"image_size": 32}, "samples": {"num_steps": 10},
-            "model": flags | {"channel_mult": [1, 2, 2, 2], "timestep_respacing": "10"}}
+    said = {
+        "name": "published",
+        "system": "iddpm",
+        "data": NOWHERE | {"image_size": 32},
+        "samples": {"num_steps": 10},
+        "model": flags | {"channel_mult": [1, 2, 2, 2], "timestep_respacing": "10"},
+    }
     official = golden.fill(systems.build("iddpm", said["model"]).networks()["denoiser"])
     words = saved(tmp_path, said, official.state_dict())
     code, _, err = here("import.py", words, monkeypatch, capsys)
@@ -131,8 +150,10 @@ def test_an_official_iddpm(tmp_path, monkeypatch, capsys):
 def test_an_official_dvae(tmp_path, monkeypatch, capsys):
     """Oracle: golden/dvae_tiny: tokens, logits, relaxed and hard reconstruction of the original."""
     tensors, meta = golden.load("dvae_tiny")
-    chosen = {name: meta["config"][name] for name in ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks",
-                                                      "hidden_dim")}
+    chosen = {
+        name: meta["config"][name]
+        for name in ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
+    }
     said = {"name": "published", "system": "vae", "data": NOWHERE | {"image_size": 32}, "model": {"discrete": chosen}}
     official = golden.fill(systems.build("vae", {"image_size": 32, "discrete": chosen}).networks()["autoencoder"])
     words = saved(tmp_path, said, {"hparams": meta["config"], "weights": official.state_dict()})
@@ -141,8 +162,11 @@ def test_an_official_dvae(tmp_path, monkeypatch, capsys):
     found, x = network(words[-1]), tensors["x"].float()
     assert torch.equal(found.encode(x).flatten(1), tensors["ids"])
     passed = found(x, tensors["gumbel"].float(), torch.full((2,), 0.7))
-    for ours, theirs in ((passed.logits, tensors["logits"]), (passed.out, tensors["recons"]),
-                         (found.decode(tensors["ids"].view(2, 4, 4)), (tensors["decoded"] / 2 + 0.5).clamp(0, 1))):
+    for ours, theirs in (
+        (passed.logits, tensors["logits"]),
+        (passed.out, tensors["recons"]),
+        (found.decode(tensors["ids"].view(2, 4, 4)), (tensors["decoded"] / 2 + 0.5).clamp(0, 1)),
+    ):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -154,8 +178,11 @@ def test_what_others_make_of_it(tmp_path, monkeypatch, capsys):
     words = saved(tmp_path, DIT, state)
     run = words[-1]
     assert here("import.py", [*words, "model.time_freq=diffusers"], monkeypatch, capsys)[0] == 0
-    for script, out, more in (("export.py", "diffusers", ()), ("export.py", "parts", ("--format", "safetensors")),
-                              ("consolidate.py", "whole", ())):
+    for script, out, more in (
+        ("export.py", "diffusers", ()),
+        ("export.py", "parts", ("--format", "safetensors")),
+        ("consolidate.py", "whole", ()),
+    ):
         code, _, err = here(script, [run, "--out", tmp_path / out, *more], monkeypatch, capsys)
         assert code == 0, err
     card = (tmp_path / "diffusers" / "README.md").read_text()
@@ -174,12 +201,24 @@ def test_what_others_make_of_it(tmp_path, monkeypatch, capsys):
 
 def test_a_part_that_the_file_has_not(tmp_path, monkeypatch, capsys):
     """Oracle: the autoencoder's bits; of the adversary what training would begin with, the same each time."""
-    model = {"kl": {"block_out_channels": [8, 16], "layers_per_block": 1, "latent_channels": 3, "norm_num_groups": 4,
-                    "discriminator": {"start": 0}}}
+    model = {
+        "kl": {
+            "block_out_channels": [8, 16],
+            "layers_per_block": 1,
+            "latent_channels": 3,
+            "norm_num_groups": 4,
+            "discriminator": {"start": 0},
+        }
+    }
     said = {"name": "published", "system": "vae", "data": NOWHERE | {"image_size": 32}, "model": model}
     words = saved(tmp_path, said, None)
-    official = AutoencoderKL(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
-                             block_out_channels=(8, 16), latent_channels=3, norm_num_groups=4)
+    official = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+        block_out_channels=(8, 16),
+        latent_channels=3,
+        norm_num_groups=4,
+    )
     official.save_pretrained(tmp_path / "official")
     found = []
     for number in range(2):
@@ -209,13 +248,19 @@ REFUSED = {
     "no folder": (["{file}", "--recipe", "{recipe}"], "name the folder to write: --out RUN"),
     "no file": (["{file}x", "--recipe", "{recipe}", "--out", "{out}"], "official.ptx does not exist"),
     "no such recipe": (["{file}", "--recipe", "{recipe}x", "--out", "{out}"], "there is no such file"),
-    "another depth": (["{file}", "--recipe", "{recipe}", "--out", "{out}", "model.depth=3"],
-                      "blocks.2.adaLN_modulation.1.bias is absent in the file"),
+    "another depth": (
+        ["{file}", "--recipe", "{recipe}", "--out", "{out}", "model.depth=3"],
+        "blocks.2.adaLN_modulation.1.bias is absent in the file",
+    ),
     "another system": (["{file}", "--recipe", "tests/launch/tiny-vae.yaml", "--out", "{out}"], "weights: "),
-    "sizes that differ": (["{file}", "--recipe", "{recipe}", "--out", "{out}", "model.image_size=16"],
-                          "data.image_size=8 and model.image_size=16 differ"),
-    "no number": (["{nan}", "--recipe", "{recipe}", "--out", "{out}"], f"{CLASSES} of the denoiser holds values that "
-                  "are not finite: fetch the file again"),
+    "sizes that differ": (
+        ["{file}", "--recipe", "{recipe}", "--out", "{out}", "model.image_size=16"],
+        "data.image_size=8 and model.image_size=16 differ",
+    ),
+    "no number": (
+        ["{nan}", "--recipe", "{recipe}", "--out", "{out}"],
+        f"{CLASSES} of the denoiser holds values that are not finite: fetch the file again",
+    ),
     "a folder with things in it": (["{file}", "--recipe", "{recipe}", "--out", "{full}"], "is there already"),
     "below a file": (["{file}", "--recipe", "{recipe}", "--out", "{file}/run"], "name a folder that can be written"),
     "two processes": (["{file}", "--recipe", "{recipe}", "--out", "{out}"], "an import takes one process"),
@@ -263,8 +308,11 @@ def test_control_c(tmp_path, monkeypatch, capsys):
 
 def test_what_an_import_is(tmp_path, monkeypatch, capsys):
     """Oracle: the recipe that was given, without averages; the manifest; float32 whatever the file held."""
-    words = saved(tmp_path, DIT | {"ema": {"decays": [0.9]}, "samples": {"ema": 0.9}},
-                  {name: value.bfloat16() for name, value in dit().items()})
+    words = saved(
+        tmp_path,
+        DIT | {"ema": {"decays": [0.9]}, "samples": {"ema": 0.9}},
+        {name: value.bfloat16() for name, value in dit().items()},
+    )
     assert here("import.py", words, monkeypatch, capsys)[0] == 0
     run = trained.read(words[-1])
     assert (run.init_from, run.folder, run.ema.decays, run.samples.ema) == (words[0], words[-1], (), None)

@@ -59,8 +59,19 @@ def keep(tmp_path):
 
     def begin(plan: list[str], *words: str, options: tuple[str, ...] = ()):
         (tmp_path / "plan").write_text("\n".join(plan))
-        line = [sys.executable, str(ROOT / "launch" / "keep.py"), "--backoff", "0.1", *options, "--", sys.executable,
-                str(tmp_path / "train.py"), f"folder={tmp_path / 'run'}", "steps=30", *words]
+        line = [
+            sys.executable,
+            str(ROOT / "launch" / "keep.py"),
+            "--backoff",
+            "0.1",
+            *options,
+            "--",
+            sys.executable,
+            str(tmp_path / "train.py"),
+            f"folder={tmp_path / 'run'}",
+            "steps=30",
+            *words,
+        ]
         with open(tmp_path / "log", "w") as log:
             started.append(start(line, log))
         return started[-1]
@@ -74,15 +85,25 @@ def starts(folder: Path) -> list[str]:
     return (folder / "starts").read_text().splitlines()
 
 
-@pytest.mark.parametrize("plan, options, code, count", [
-    (["10 killed", "20 4", "20 0", "30 0"], (), 0, 4),           # 0 before the last step: deepspeed, whose child died
-    (["10 247", "30 0"], ("--max-restarts", "1"), 0, 2),
-    (["10 247", "20 247", "30 0"], ("--max-restarts", "1"), 247, 2),
-    (["0 2"], (), 2, 1), (["0 3"], (), 3, 1), (["10 75"], (), 75, 1),
-    (["10 1:2"], (), 2, 1), (["10 1:75"], (), 75, 1), (["10 1:1", "30 0"], (), 0, 2),        # torchrun's 1
-    (["10 75", "30 0"], ("--restart-on-stop",), 0, 2),
-    (["10 1", "10 1", "10 1", "10 1", "10 1", "30 0"], (), 1, 5), (["0 1"] * 5, (), 1, 4), (["0 0"] * 5, (), 1, 4),
-], ids=str)
+@pytest.mark.parametrize(
+    "plan, options, code, count",
+    [
+        (["10 killed", "20 4", "20 0", "30 0"], (), 0, 4),  # 0 before the last step: deepspeed, whose child died
+        (["10 247", "30 0"], ("--max-restarts", "1"), 0, 2),
+        (["10 247", "20 247", "30 0"], ("--max-restarts", "1"), 247, 2),
+        (["0 2"], (), 2, 1),
+        (["0 3"], (), 3, 1),
+        (["10 75"], (), 75, 1),
+        (["10 1:2"], (), 2, 1),
+        (["10 1:75"], (), 75, 1),
+        (["10 1:1", "30 0"], (), 0, 2),  # torchrun's 1
+        (["10 75", "30 0"], ("--restart-on-stop",), 0, 2),
+        (["10 1", "10 1", "10 1", "10 1", "10 1", "30 0"], (), 1, 5),
+        (["0 1"] * 5, (), 1, 4),
+        (["0 0"] * 5, (), 1, 4),
+    ],
+    ids=str,
+)
 def test_ends(keep, tmp_path, plan, options, code, count):
     """Oracle: the exit codes of README, and the number of starts; four in a row that save no step are the last."""
     assert keep(plan, options=options).wait(120) == code, (tmp_path / "log").read_text()
@@ -90,7 +111,9 @@ def test_ends(keep, tmp_path, plan, options, code, count):
     log = tmp_path / "run" / "restarts.log"
     lines = log.read_text().splitlines() if log.exists() else []
     assert len(lines) == count - 1 + (code in (1, 247)) and all("step " in line for line in lines)
-    assert sum("ended with 0 before the run was complete" in line for line in lines) == sum(" 0" in end for end in plan[:-1])
+    assert sum("ended with 0 before the run was complete" in line for line in lines) == sum(
+        " 0" in end for end in plan[:-1]
+    )
 
 
 @pytest.mark.parametrize("plan", [["0 early", "0 early", "30 0"], ["0 early", "0 early", "10 1", "30 0"]], ids=len)
@@ -134,12 +157,15 @@ def test_what_a_launcher_left_behind_ends_first(keep, tmp_path):
     assert float((tmp_path / "ended").read_text()) < float(starts(tmp_path)[1].split()[0])
 
 
-@pytest.mark.parametrize("words, message", [
-    (("--", "deepspeed", "launch/generate.py"), "write the command behind --"),
-    (("deepspeed", "launch/train.py"), "--help shows"),
-    (("--", "launch/train.py", "--dry-run"), "without launch/keep.py"),
-    (("--", "launch/train.py", "stepz=3"), "did you mean steps?"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--", "deepspeed", "launch/generate.py"), "write the command behind --"),
+        (("deepspeed", "launch/train.py"), "--help shows"),
+        (("--", "launch/train.py", "--dry-run"), "without launch/keep.py"),
+        (("--", "launch/train.py", "stepz=3"), "did you mean steps?"),
+    ],
+)
 def test_wrong_input(words, message, monkeypatch, capsys):
     """Oracle: exit code 2 and one message, before anything is started."""
     code, _, errors = here("keep.py", words, monkeypatch, capsys)

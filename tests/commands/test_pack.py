@@ -64,11 +64,13 @@ def test_shards_are_the_folder(tmp_path):
     shards, plain = open_images(tmp_path / "out", 32), open_images(root, 32)
     assert isinstance(shards.layout, PackedFiles)
     require_same(plain, shards)
-    require_same(open_images(root, 32, split="held_out", held_out=0.3),
-                 open_images(tmp_path / "out", 32, split="held_out", held_out=0.3))
+    require_same(
+        open_images(root, 32, split="held_out", held_out=0.3),
+        open_images(tmp_path / "out", 32, split="held_out", held_out=0.3),
+    )
     whole = b"".join((root / plain.name(i)).read_bytes() for i in range(60))
     arrays = [load_file(tmp_path / "out" / shard["name"]) for shard in index["shards"]]
-    assert b"".join(array["bytes"][:array["ends"][-1]].tobytes() for array in arrays) == whole
+    assert b"".join(array["bytes"][: array["ends"][-1]].tobytes() for array in arrays) == whole
     # What was packed is packed again to the same.
     packed(tmp_path / "out", tmp_path / "again")
     assert files(tmp_path / "again").keys() == files(tmp_path / "out").keys()
@@ -87,7 +89,7 @@ def test_interrupted_and_damaged(tmp_path):
         for end in (True, False):
             out = tmp_path / f"{kind}{end}"
             shutil.copytree(tmp_path / kind, out)
-            if not end:                                              # as if it had been killed: records, and no index
+            if not end:  # as if it had been killed: records, and no index
                 last = next(name for name in whole if name in ("pack.json", "tars.json"))
                 (out / last).unlink()
                 (out / ".records").mkdir()
@@ -101,7 +103,7 @@ def test_interrupted_and_damaged(tmp_path):
             kept = os.stat(out / names[3]).st_mtime_ns
             packed(root, out, format=kind)
             assert files(out) == whole and not (out / ".records").exists()
-            assert os.stat(out / names[3]).st_mtime_ns == kept       # what was whole was not written again
+            assert os.stat(out / names[3]).st_mtime_ns == kept  # what was whole was not written again
 
 
 def _work(rank, root, out):
@@ -137,9 +139,17 @@ def test_unreadable_files_keep_their_place(tmp_path):
         packed(root, tmp_path / "strict", max_bad_fraction=0.0)
 
 
-@given(samples=st.lists(st.tuples(TEXTS, st.binary(max_size=50), st.integers(0, 2**40),
-                                  st.lists(TEXTS, min_size=1, max_size=4).map(tuple)), min_size=1, max_size=30),
-       labelled=st.booleans(), captioned=st.booleans())
+@given(
+    samples=st.lists(
+        st.tuples(
+            TEXTS, st.binary(max_size=50), st.integers(0, 2**40), st.lists(TEXTS, min_size=1, max_size=4).map(tuple)
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    labelled=st.booleans(),
+    captioned=st.booleans(),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_shard_holds_what_was_added(tmp_path_factory, samples, labelled, captioned):
     """Oracle: the samples themselves, with any names, bytes, labels and numbers of captions; safetensors reads it."""
@@ -150,15 +160,16 @@ def test_a_shard_holds_what_was_added(tmp_path_factory, samples, labelled, capti
             writer.add(name, content, label if labelled else None, captions if captioned else ())
         writer.close()
     content, load = path.read_bytes(), list(samples_of(LocalFiles(path.parent), path.name))
-    assert [(one.name, content[one.offset:one.offset + one.size], one.label, one.captions) for one in load] == [
+    assert [(one.name, content[one.offset : one.offset + one.size], one.label, one.captions) for one in load] == [
         (name, bytes, label if labelled else None, captions if captioned else ())
-        for name, bytes, label, captions in samples]
+        for name, bytes, label, captions in samples
+    ]
     assert load_file(path)["ends"].tolist() == np.cumsum([len(bytes) for _, bytes, _, _ in samples]).tolist()
 
 
 def test_tars_are_as_webdataset_writes_them(tmp_path):
-    """Oracle: tarfile: members in order, with the files' bytes, numbers of classes, captions; classes' names beside; and
-    the plain folder: labels and pixels of the tars as data.
+    """Oracle: tarfile: members in order, with the files' bytes, numbers of classes, captions; classes' names beside;
+    and the plain folder: labels and pixels of the tars as data.
     """
     root = folder(tmp_path / "data", 2, 20)
     index = packed(root, tmp_path / "out", format="tar", shard_bytes=20_000)
@@ -175,8 +186,12 @@ def test_tars_are_as_webdataset_writes_them(tmp_path):
     tars = open_images(tmp_path / "out", 32)
     for i in range(40):
         assert tars[i]["label"] == plain[i]["label"] and torch.equal(tars[i]["image"], plain[i]["image"])
-    _write_tar(file := io.BytesIO(), [("x", (root / "c0/000.png").read_bytes(), None, ("a cat",)),
-                                      ("y.JPG", b"jpeg", None, ("one", "two"))], 7, SUFFIXES)
+    _write_tar(
+        file := io.BytesIO(),
+        [("x", (root / "c0/000.png").read_bytes(), None, ("a cat",)), ("y.JPG", b"jpeg", None, ("one", "two"))],
+        7,
+        SUFFIXES,
+    )
     file.seek(0)
     with tarfile.open(fileobj=file) as archive:
         texts = {member.name: archive.extractfile(member).read() for member in archive}
@@ -246,9 +261,15 @@ def test_what_is_refused(tmp_path):
     os.truncate(first, 5000)
     with pytest.raises(ConfigError, match=r"files_00000.safetensors has 5000 bytes instead of \d+: repeat"):
         open_images(out, 32)
-    for header in (b"", b"null", b'{"bytes": {"data_offsets": [0, 9]}}', b'{"bytes": 1}',
-                   b'{"bytes": {"data_offsets": [0, 99]}, "ends": {"data_offsets": [0, 1099511627776]}}',
-                   b'{"bytes": {"data_offsets": [0, 9]}, "ends": {"data_offsets": [0, 12]}}', b"[" * 2000):
+    for header in (
+        b"",
+        b"null",
+        b'{"bytes": {"data_offsets": [0, 9]}}',
+        b'{"bytes": 1}',
+        b'{"bytes": {"data_offsets": [0, 99]}, "ends": {"data_offsets": [0, 1099511627776]}}',
+        b'{"bytes": {"data_offsets": [0, 9]}, "ends": {"data_offsets": [0, 12]}}',
+        b"[" * 2000,
+    ):
         first.write_bytes(whole[:8] + header.ljust(4088) + whole[4096:])
         with pytest.raises(ConfigError, match="files_00000.safetensors is no shard of launch/pack.py, or is damaged"):
             open_images(out, 32)
@@ -281,7 +302,9 @@ def test_captions_beside_clips(tmp_path, kind):
         (tmp_path / "d").mkdir(exist_ok=True)
         write_pictures(tmp_path / "d" / f"{number}.gif", moving(3, 16, 16, seed=number))
         (tmp_path / "d" / f"{number}.txt").write_text(f" a thing, {number} times\n")
-    options = PackOptions(Data(path=str(tmp_path / "d"), num_frames=3, index=str(tmp_path / "i")), tmp_path / "out", kind)
+    options = PackOptions(
+        Data(path=str(tmp_path / "d"), num_frames=3, index=str(tmp_path / "i")), tmp_path / "out", kind
+    )
     pack(options)
     source = open_videos(tmp_path / "out", Cut(3, 16, 16))
     assert all(torch.equal(source[n]["caption"], rows.packed(f"a thing, {n} times")) for n in range(3))

@@ -87,14 +87,18 @@ def test_every_system_passes(name, index, large, tokenizer):
         assert len(remarks) == 1 and "its values are not" in remarks[0]
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda terms: terms | {"loss": terms["loss"].expand(2, 1)}, r'has the shape \(2, 1\), and has to be a scalar'),
-    (lambda terms: terms | {"loss": terms["loss_each"]}, r'has the shape \(2,\), and has to be a scalar'),
-    (lambda terms: {"mse": terms["mse"]}, r'returns no "loss" \(it returns mse\)'),
-    (lambda terms: {}, r'returns no "loss" \(it returns nothing\)'),
-    (lambda terms: terms | {"loss": terms["loss"].detach()}, r'has no gradient'),
-    (lambda terms: terms | {"curve": terms["loss_each"].expand(3, 2)}, r'"curve"\] has the shape \(3, 2\)'),
-    (lambda terms: terms | {"curve": terms["loss_each"].expand(2, 2)}, r'"curve"\] has the shape \(2, 2\)')])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda terms: terms | {"loss": terms["loss"].expand(2, 1)}, r"has the shape \(2, 1\), and has to be a scalar"),
+        (lambda terms: terms | {"loss": terms["loss_each"]}, r"has the shape \(2,\), and has to be a scalar"),
+        (lambda terms: {"mse": terms["mse"]}, r'returns no "loss" \(it returns mse\)'),
+        (lambda terms: {}, r'returns no "loss" \(it returns nothing\)'),
+        (lambda terms: terms | {"loss": terms["loss"].detach()}, r"has no gradient"),
+        (lambda terms: terms | {"curve": terms["loss_each"].expand(3, 2)}, r'"curve"\] has the shape \(3, 2\)'),
+        (lambda terms: terms | {"curve": terms["loss_each"].expand(2, 2)}, r'"curve"\] has the shape \(2, 2\)'),
+    ],
+)
 def test_terms_that_cannot_be_descended(dit, large, change, message):
     """Oracle: one line with the system, the part and what is wrong with it."""
     with pytest.raises(ConfigError, match="dit: loss of denoiser.*" + message):
@@ -111,8 +115,9 @@ def test_watched_terms_may_have_any_width(dit, large):
 def test_an_example_with_a_gradient(dit, large):
     """Oracle: base.py: encode has no gradient."""
     plain = dit.encode
-    dit.encode = lambda batch: {name: values.clone().requires_grad_() if name == "x_start" else values
-                                for name, values in plain(batch).items()}
+    dit.encode = lambda batch: {
+        name: values.clone().requires_grad_() if name == "x_start" else values for name, values in plain(batch).items()
+    }
     with pytest.raises(ConfigError, match="dit: encode returns x_start with a gradient"):
         probe(run_of("dit"), dit, Source(dit.synthetic(5)))
 
@@ -133,8 +138,15 @@ def test_labels_beyond_the_classes(dit):
         probe(run_of("dit"), dit, Source(batch))
 
 
-@pytest.mark.parametrize("bug", [lambda terms: [][0], lambda terms: torch.zeros(3)[torch.tensor([7])],
-                                 lambda terms: torch.zeros(2, 3) @ torch.zeros(2, 3), lambda terms: terms["absent"]])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda terms: [][0],
+        lambda terms: torch.zeros(3)[torch.tensor([7])],
+        lambda terms: torch.zeros(2, 3) @ torch.zeros(2, 3),
+        lambda terms: terms["absent"],
+    ],
+)
 def test_a_bug_keeps_its_traceback(dit, bug):
     """Oracle: torch's and Python's own exceptions, since neither data nor an embedding table is at fault."""
     with pytest.raises((LookupError, RuntimeError)) as caught:
@@ -159,8 +171,11 @@ def test_one_readable_sample(dit, tmp_path, monkeypatch):
 
 def test_a_part_that_joins_late():
     """Oracle: the config, by which the discriminator begins at step 1000: both parts have had a turn."""
-    config = {"image_size": 16, "channels": 1, "kl": POSTERIOR | {"discriminator": PATCHES["discriminator"]
-                                                                  | {"start": 1000}}}
+    config = {
+        "image_size": 16,
+        "channels": 1,
+        "kl": POSTERIOR | {"discriminator": PATCHES["discriminator"] | {"start": 1000}},
+    }
     system, parts = systems.build("vae", config), []
     loss, batch = system.loss, system.synthetic(5)
     system.loss = lambda part, *rest: parts.append(part) or loss(part, *rest)
@@ -174,14 +189,19 @@ def test_a_part_that_joins_late():
 def test_a_first_stage(tmp_path, large):
     """Oracle: the device of the first stage's weights: a large one computes nothing."""
     path = first_stage.save(tmp_path / "vae")
-    system = systems.build("dit", TINY | {"image_size": 16, "in_channels": 3, "first_stage":
-                                   {"path": str(path), "factor": 4, "image_channels": 1}})
+    system = systems.build(
+        "dit",
+        TINY
+        | {"image_size": 16, "in_channels": 3, "first_stage": {"path": str(path), "factor": 4, "image_channels": 1}},
+    )
     assert len(probe(run_of("dit"), system, Source(system.synthetic(5)))) == large
     assert {weight.device.type for weight in system.first_stage.parameters()} == {"meta" if large else "cpu"}
 
 
 def test_it_imports_nothing_slow():
-    """Oracle: the modules of a fresh interpreter: torch._dynamo alone takes twenty times as long as dit-small's probe."""
+    """Oracle: the modules of a fresh interpreter: torch._dynamo alone takes twenty times as long
+    as dit-small's probe.
+    """
     program = """
 import sys
 from pathlib import Path
@@ -194,8 +214,9 @@ system, (source, _) = systems.build(run.system, run.model), open_sources(run.dat
 before = "torch._dynamo" in sys.modules
 print(probe(run, system, source), before, "torch._dynamo" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), text=True, capture_output=True, cwd=ROOT,
-                          timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, cwd=ROOT, timeout=120
+    )
     assert done.stdout.split() == ["[]", "False", "False"], done.stdout + done.stderr
 
 
@@ -204,6 +225,6 @@ def test_a_large_model_takes_no_memory():
     config = {"image_size": 32, "in_channels": 4, "patch_size": 2, "hidden_size": 1152, "depth": 28, "num_heads": 16}
     system = systems.build("dit", config)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    remark, = probe(run_of("dit"), system, Source(system.synthetic(5)))
+    (remark,) = probe(run_of("dit"), system, Source(system.synthetic(5)))
     assert remark == "dit with 674.8 M weights: the shapes of its loss are checked, its values are not"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000                       # kB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB

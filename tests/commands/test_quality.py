@@ -57,8 +57,9 @@ def test_a_run(run, words, tmp_path):
     generated = generate(GenerateOptions(run, NUM, seed=5, batch=4, out=tmp_path / "pictures", ema=0.9))
     common = {"metrics": METRICS, "features": (words,)}
     data = tmp_path / "data.npz"
-    assert "statistics of" in write_reference(QualityOptions(**common, folder=run, split="held_out",
-                                                             write_reference=data))
+    assert "statistics of" in write_reference(
+        QualityOptions(**common, folder=run, split="held_out", write_reference=data)
+    )
     of_files = quality(QualityOptions(**common, images=generated, reference=data))[1]
     assert report(None, of_files).splitlines()[0] == f"{generated.name}: {NUM} images"
     options = QualityOptions(**common, folder=run, num=NUM, seed=5, batch=4, out=tmp_path / "out", split="held_out")
@@ -67,10 +68,10 @@ def test_a_run(run, words, tmp_path):
     for figures in gloo.run(tmp_path, work, run, words, tmp_path / "two"):
         assert figures == pytest.approx(result["figures"], rel=1e-6)
     other = quality(QualityOptions(**common, images=generated, reference=arrays(tmp_path / "n.npz", noise(30))))[1]
-    assert other["figures"]["fid"] < 0.5 * result["figures"]["fid"]          # random weights draw little but noise
+    assert other["figures"]["fid"] < 0.5 * result["figures"]["fid"]  # random weights draw little but noise
     assert json.loads(path.read_text())["figures"] == result["figures"]
     assert f"{result['figures']['fid']:.5g}" in report(path, result)
-    (name, text, plot), = _evaluations(tmp_path / "out", remarks := [])
+    ((_name, text, plot),) = _evaluations(tmp_path / "out", remarks := [])
     assert not remarks and "21 drawn samples" in text and "fid" in text and not plot.exists()
 
 
@@ -81,8 +82,14 @@ def test_images_in_buckets(words, tmp_path):
     for number, size in enumerate([(40, 20), (20, 40), (20, 20)] * 3):
         Image.fromarray(generator.integers(0, 256, (*size, 3), np.uint8)).save(pictures / f"{number}.png")
     for buckets in ("null", "[[24,16],[16,24]]"):
-        entries = ["model.num_classes=null", "model.in_channels=3", "data.channels=3", "samples.guidance_scale=1",
-                   f"data.path={pictures}", f"data.buckets={buckets}"]
+        entries = [
+            "model.num_classes=null",
+            "model.in_channels=3",
+            "data.channels=3",
+            "samples.guidance_scale=1",
+            f"data.path={pictures}",
+            f"data.buckets={buckets}",
+        ]
         begun = recipe.load(ROOT / "tests/launch/tiny.yaml", entries)
         (folder := tmp_path / str(len(written))).mkdir()
         (folder / "run.yaml").write_text(recipe.dump(begun), encoding="utf-8")
@@ -93,16 +100,31 @@ def test_images_in_buckets(words, tmp_path):
 
 def test_super_resolution(words, tmp_path, monkeypatch):
     """Oracle: the same metrics of what generate makes of the held-out images with their labels; two ranks; slices."""
-    run = recipe.load(ROOT / "tests/launch/tiny-iddpm.yaml",
-                      ["model.small_size=8", "samples.ema=0.9", "ema.decays=[0.9]"])
+    run = recipe.load(
+        ROOT / "tests/launch/tiny-iddpm.yaml", ["model.small_size=8", "samples.ema=0.9", "ema.decays=[0.9]"]
+    )
     run = recipe.check(run, systems.config_class("iddpm"))
     folder = checkpoints.write(tmp_path / "run", run, systems.build("iddpm", run.model).networks())
     unseen = Spread(open_sources(run.data)[1], NUM)
     images, _ = unseen.read_batch(torch.arange(NUM))
-    generated = generate(GenerateOptions(folder, NUM, labels=tuple(images["label"].tolist()), seed=5,
-                                         out=tmp_path / "drawn", low_res=arrays(tmp_path / "a.npz", images["image"])))
-    of_files = quality(QualityOptions(METRICS, (words,), images=generated,
-                                      reference=arrays(tmp_path / "all.npz", all_of(open_sources(run.data)[1]))))[1]
+    generated = generate(
+        GenerateOptions(
+            folder,
+            NUM,
+            labels=tuple(images["label"].tolist()),
+            seed=5,
+            out=tmp_path / "drawn",
+            low_res=arrays(tmp_path / "a.npz", images["image"]),
+        )
+    )
+    of_files = quality(
+        QualityOptions(
+            METRICS,
+            (words,),
+            images=generated,
+            reference=arrays(tmp_path / "all.npz", all_of(open_sources(run.data)[1])),
+        )
+    )[1]
     monkeypatch.setattr(sampled_sets, "_REQUESTED", 8)
     result = quality(QualityOptions(METRICS, (words,), folder, num=NUM, seed=5, batch=4, split="held_out"))[1]
     assert result["figures"] == pytest.approx(of_files["figures"], rel=1e-6)
@@ -142,8 +164,14 @@ def test_clean_fid_reads_what_generate_writes(drawn_files, tmp_path):
     folder, weights = drawn_files
     theirs = pytest.importorskip("cleanfid.fid")
     network = open_features(f"clean-fid:{weights}")._network
-    features = theirs.get_folder_features(str(folder), lambda batch: network(batch / 128 - 1), num_workers=0,
-                                          device=torch.device("cpu"), mode="clean", verbose=False)
+    features = theirs.get_folder_features(
+        str(folder),
+        lambda batch: network(batch / 128 - 1),
+        num_workers=0,
+        device=torch.device("cpu"),
+        mode="clean",
+        verbose=False,
+    )
     expected = features.astype(np.float64).mean(0), np.cov(features.astype(np.float64), rowvar=False)
     for ours, other in zip(statistics_of(folder, "clean-fid", weights, tmp_path / "ours.npz"), expected):
         assert np.abs(ours - other).max() < 1e-4 * np.abs(other).max()
@@ -153,9 +181,16 @@ def test_torch_fidelity_reads_what_generate_writes(drawn_files):
     """Oracle: torch-fidelity's own Inception Score of that folder, with the same weights."""
     folder, weights = drawn_files
     theirs = pytest.importorskip("torch_fidelity")
-    expected = theirs.calculate_metrics(input1=str(folder), isc=True, feature_extractor="inception-v3-compat",
-                                        feature_extractor_weights_path=str(weights), cuda=False, batch_size=4,
-                                        verbose=False, samples_find_deep=False)
+    expected = theirs.calculate_metrics(
+        input1=str(folder),
+        isc=True,
+        feature_extractor="inception-v3-compat",
+        feature_extractor_weights_path=str(weights),
+        cuda=False,
+        batch_size=4,
+        verbose=False,
+        samples_find_deep=False,
+    )
     figures = quality(QualityOptions(("is",), (f"inception:{weights}",), images=folder))[1]["figures"]
     assert figures["inception_score"] == pytest.approx(expected["inception_score_mean"], rel=1e-4)
 
@@ -182,8 +217,16 @@ def test_clips_are_no_images(tmp_path, words, monkeypatch):
     counting.register(monkeypatch)
     monkeypatch.setattr(module, "manifest", lambda checkpoint: {"step": 3})
     with pytest.raises(ConfigError, match=r"torchscript .*: it takes images, and these are clips"):
-        quality(QualityOptions(("fid",), (words,), counting.folder(tmp_path / "run"), num=4, out=tmp_path / "out",
-                               reference=arrays(tmp_path / "n.npz", noise(9))))
+        quality(
+            QualityOptions(
+                ("fid",),
+                (words,),
+                counting.folder(tmp_path / "run"),
+                num=4,
+                out=tmp_path / "out",
+                reference=arrays(tmp_path / "n.npz", noise(9)),
+            )
+        )
 
 
 def test_what_is_known_of_clips_is_checked_before_any_is_drawn(tmp_path, monkeypatch):
@@ -192,32 +235,42 @@ def test_what_is_known_of_clips_is_checked_before_any_is_drawn(tmp_path, monkeyp
     counting.register(monkeypatch)
     monkeypatch.setattr(module, "manifest", lambda checkpoint: {"step": 3})
     monkeypatch.setattr(counting.Counting, "sample", lambda *_: pytest.fail("drawn"))
-    for metrics, prompts, message in ((("retrieval",), None, r"emoji \(for the metrics retrieval\): it takes images, and"),
-                                      (("accuracy",), ("a cat eating",), "'a cat eating' is no caption of the built-in")):
+    for metrics, prompts, message in (
+        (("retrieval",), None, r"emoji \(for the metrics retrieval\): it takes images, and"),
+        (("accuracy",), ("a cat eating",), "'a cat eating' is no caption of the built-in"),
+    ):
         with pytest.raises(ConfigError, match=message):
             quality(QualityOptions(metrics, folder=run, num=4, prompts=prompts, out=tmp_path / "out"))
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"num_steps": 5000}, "^--steps: 5000 is not between 1 and the"),
-    ({"labels": (77,)}, "^--labels: .77. are not among"),
-    ({"prompts": ("a hat",)}, "^--prompts: .* trains dit, which takes no texts; leave it out"),
-    ({"guide": (Path("nowhere"), None, None)}, "^--guide nowhere: nowhere is not a run's folder"),
-    ({"num": 1}, "^--num-samples 1: .* give two or more"), ({"metrics": ("fid", "pr"), "num": 4}, "pr looks for 5 neighbours .* among 4"),
-    ({"metrics": ("fid", "dc"), "kept": 5}, "dc looks for 5 neighbours .* among 5"),
-    ({"metrics": ("pr",), "reference": "few"}, "neighbours of each image among 5 of --reference .*few.npz"),
-    ({"guidance_interval": (0.2, 5.0), "guidance_scale": 1.0}, "--guidance-interval changes nothing at"),
-    ({"reference": Path("nowhere")}, "--reference nowhere: there is no such"),
-    ({"folder": None, "images": "mine", "metrics": ("fid", "clip_score")}, "clip_score needs captions"),
-    ({"folder": None, "images": "mine", "metrics": ("fid", "fvd")}, r"i3d .*: it takes clips, and these are images")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_steps": 5000}, "^--steps: 5000 is not between 1 and the"),
+        ({"labels": (77,)}, "^--labels: .77. are not among"),
+        ({"prompts": ("a hat",)}, "^--prompts: .* trains dit, which takes no texts; leave it out"),
+        ({"guide": (Path("nowhere"), None, None)}, "^--guide nowhere: nowhere is not a run's folder"),
+        ({"num": 1}, "^--num-samples 1: .* give two or more"),
+        ({"metrics": ("fid", "pr"), "num": 4}, "pr looks for 5 neighbours .* among 4"),
+        ({"metrics": ("fid", "dc"), "kept": 5}, "dc looks for 5 neighbours .* among 5"),
+        ({"metrics": ("pr",), "reference": "few"}, "neighbours of each image among 5 of --reference .*few.npz"),
+        ({"guidance_interval": (0.2, 5.0), "guidance_scale": 1.0}, "--guidance-interval changes nothing at"),
+        ({"reference": Path("nowhere")}, "--reference nowhere: there is no such"),
+        ({"folder": None, "images": "mine", "metrics": ("fid", "clip_score")}, "clip_score needs captions"),
+        (
+            {"folder": None, "images": "mine", "metrics": ("fid", "fvd")},
+            r"i3d .*: it takes clips, and these are images",
+        ),
+    ],
+)
 def test_refused_before_the_reference_is_read(run, words, tmp_path, monkeypatch, options, message):
     """Oracle: the message; a reference that cannot be read any further than it must be to be opened."""
+
     def unread(*_):
         raise AssertionError("the reference was read")
 
     towers.clip(tmp_path / "clip")
-    others = {"clip_score": f"clip:{tmp_path / 'clip'}",
-              "fvd": f"i3d:{detector(tmp_path / 'i3d.pt', VideoDetector)}"}
+    others = {"clip_score": f"clip:{tmp_path / 'clip'}", "fvd": f"i3d:{detector(tmp_path / 'i3d.pt', VideoDetector)}"}
     features = (words, *(others[name] for name in options.get("metrics", ()) if name in others))
     if options.get("reference") == "few":
         options = options | {"reference": arrays(tmp_path / "few.npz", noise(5))}
@@ -225,9 +278,20 @@ def test_refused_before_the_reference_is_read(run, words, tmp_path, monkeypatch,
         options = options | {"images": arrays(tmp_path / "mine.npz", noise(9))}
     monkeypatch.setattr(module._Reference, "read", unread)
     with pytest.raises(ConfigError, match=message):
-        quality(QualityOptions(**{"metrics": ("fid",), "features": features, "folder": run, "num": NUM, "batch": 4,
-                                  "out": tmp_path / "out", "reference": arrays(tmp_path / "r.npz", noise(30)),
-                                  **options}))
+        quality(
+            QualityOptions(
+                **{
+                    "metrics": ("fid",),
+                    "features": features,
+                    "folder": run,
+                    "num": NUM,
+                    "batch": 4,
+                    "out": tmp_path / "out",
+                    "reference": arrays(tmp_path / "r.npz", noise(30)),
+                    **options,
+                }
+            )
+        )
 
 
 def test_embeddings_are_no_pictures(tmp_path):
@@ -256,8 +320,10 @@ def test_adm_files(words, tmp_path):
     images, other = arrays(tmp_path / "a.npz", noise(20)), noise(18).clamp(90, 190)
     whole = arrays(tmp_path / "b.npz", other)
     mixed = arrays(tmp_path / "adm.npz", other, mu=np.zeros(96), sigma=np.zeros((96, 96)))
-    by_images, by_both = (quality(QualityOptions(("fid", "kid"), (words,), images=images, reference=path))[1]["figures"]
-                          for path in (whole, mixed))
+    by_images, by_both = (
+        quality(QualityOptions(("fid", "kid"), (words,), images=images, reference=path))[1]["figures"]
+        for path in (whole, mixed)
+    )
     assert by_both["kid"] == by_images["kid"]
     (batch,) = open_set(images, "--images").batches(20)
     means = torch.nn.functional.adaptive_avg_pool2d(batch.images.double() / 255, (4, 4)).flatten(1)
@@ -268,25 +334,60 @@ def test_adm_files(words, tmp_path):
         quality(QualityOptions(("kid",), (words,), images=images, reference=tmp_path / "c.npz"))
 
 
-@pytest.mark.parametrize("words, message", [
-    (["RUN", "--reference", "x"], "--reference is for metrics"),
-    (["--images", "x", "RUN", "--metrics", "fid"], "name one of the two"),
-    (["RUN", "--metrics", "fid", "--against", "x"], "--against B goes with --images A"),
-    (["RUN", "--metrics", "fid", "--data", "x"], "--data is for bits/dim"),
-    *((["--images", "x", "--against", "y", "--metrics", "fid", *option.split()], f"{name} changes nothing beside --i")
-      for option, name in (("--guidance-scale 3", "--guidance-scale"), ("--labels 3", "--labels"), ("--raw", "--raw"),
-                           ("--num-samples 5", "--num-samples"), ("--ema 0.5", "--ema"), ("--split test", "--split"),
-                           ("--steps 3", "--steps"), ("--checkpoint 0", "--checkpoint"), ("--seed 0", "--seed"))),
-    (["--images", "x", "--against", "y", "--metrics", "fid", "--precision", "bf16"], "--precision bf16 is of a run"),
-    (["RUN", "--metrics", "fid", "--reference", "x", "--split", "train"], "--split changes nothing beside --reference"),
-    (["--images", "x", "--against", "y", "--metrics", "fid", "--write-reference", "z.npz"],
-     "--against changes nothing beside --write-reference"),
-    *((["--images", str(ROOT / "docs/gallery"), option, "nowhere", "--metrics", "fd"], f"{option} nowhere: there is no")
-      for option in ("--against", "--reference")),
-    (["RUN", "--metrics", "beauty"], "known are fid, sfid, kid, is, pr, dc, "), (["RUN", "--metrics", "scene"], "scenes, too"),
-    (["RUN", "--metrics", "fid", "--eta", "1", "--write-reference", "z.npz"], "--eta changes nothing beside --write"),
-    (["RUN", "--metrics", "fid"], "fid needs a network"), ([], "name the folder of a run"),
-    (["RUN", "--metrics", "fid", "--write-reference", "x.pt"], "name a file that ends in .npz")])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["RUN", "--reference", "x"], "--reference is for metrics"),
+        (["--images", "x", "RUN", "--metrics", "fid"], "name one of the two"),
+        (["RUN", "--metrics", "fid", "--against", "x"], "--against B goes with --images A"),
+        (["RUN", "--metrics", "fid", "--data", "x"], "--data is for bits/dim"),
+        *(
+            (
+                ["--images", "x", "--against", "y", "--metrics", "fid", *option.split()],
+                f"{name} changes nothing beside --i",
+            )
+            for option, name in (
+                ("--guidance-scale 3", "--guidance-scale"),
+                ("--labels 3", "--labels"),
+                ("--raw", "--raw"),
+                ("--num-samples 5", "--num-samples"),
+                ("--ema 0.5", "--ema"),
+                ("--split test", "--split"),
+                ("--steps 3", "--steps"),
+                ("--checkpoint 0", "--checkpoint"),
+                ("--seed 0", "--seed"),
+            )
+        ),
+        (
+            ["--images", "x", "--against", "y", "--metrics", "fid", "--precision", "bf16"],
+            "--precision bf16 is of a run",
+        ),
+        (
+            ["RUN", "--metrics", "fid", "--reference", "x", "--split", "train"],
+            "--split changes nothing beside --reference",
+        ),
+        (
+            ["--images", "x", "--against", "y", "--metrics", "fid", "--write-reference", "z.npz"],
+            "--against changes nothing beside --write-reference",
+        ),
+        *(
+            (
+                ["--images", str(ROOT / "docs/gallery"), option, "nowhere", "--metrics", "fd"],
+                f"{option} nowhere: there is no",
+            )
+            for option in ("--against", "--reference")
+        ),
+        (["RUN", "--metrics", "beauty"], "known are fid, sfid, kid, is, pr, dc, "),
+        (["RUN", "--metrics", "scene"], "scenes, too"),
+        (
+            ["RUN", "--metrics", "fid", "--eta", "1", "--write-reference", "z.npz"],
+            "--eta changes nothing beside --write",
+        ),
+        (["RUN", "--metrics", "fid"], "fid needs a network"),
+        ([], "name the folder of a run"),
+        (["RUN", "--metrics", "fid", "--write-reference", "x.pt"], "name a file that ends in .npz"),
+    ],
+)
 def test_command_line(words, message, run, monkeypatch, capsys):
     """Oracle: exit code 2 and a line that names the option."""
     code, _, error = here("evaluate.py", [str(run) if word == "RUN" else word for word in words], monkeypatch, capsys)

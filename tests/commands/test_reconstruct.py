@@ -1,4 +1,6 @@
-"""Averages of any width as the verbs take them: found by their number, told from decays, refused where there is none."""
+"""Averages of any width as the verbs take them: found by their number, told from decays, refused
+where there is none.
+"""
 
 import json
 import math
@@ -35,7 +37,7 @@ from tests.engine.ema.test_profiles import published_solution
 from tests.runs.test_weights import here
 from tests.support.launch import ROOT, environment
 
-WIDTHS, STEPS = (0.05, 0.1), tuple(range(1, 8))              # the run's checkpoint is of step 7
+WIDTHS, STEPS = (0.05, 0.1), tuple(range(1, 8))  # the run's checkpoint is of step 7
 AVERAGES = ("ema.profiles=[0.05,0.1]", "ema.snapshots=1")
 
 
@@ -49,16 +51,33 @@ def snapshots(folder: Path, nets: dict[str, torch.nn.Module], steps=STEPS) -> di
         counters, buffers = {}, {}
         for part, network in nets.items():
             trained = dict(network.named_parameters())
-            kinds = {f"ema.{width}": {name: weight.detach() + 0.01 * torch.randn(weight.shape, generator=generator)
-                                      for name, weight in trained.items()} for width in WIDTHS}
+            kinds = {
+                f"ema.{width}": {
+                    name: weight.detach() + 0.01 * torch.randn(weight.shape, generator=generator)
+                    for name, weight in trained.items()
+                }
+                for width in WIDTHS
+            }
             values += [{f"{part}/{name}": value.double() for name, value in kind.items()} for kind in kinds.values()]
-            write_shard(at / shard_name(part, 0, 1), [
-                (kind, Fragment(name, tuple(value.shape), 0, value.numel()), value.flatten())
-                for kind, named in kinds.items() for name, value in named.items()], {"part": part})
-            counters[part] = {"updates": step, "skipped": 0, "stage": 0, "scaler": {},
-                              "averages": {"widths": WIDTHS, "began": 0, "updates": step}}
-            buffers |= {f"buffer/{part}/{name}": value for name, value in network.state_dict().items()
-                        if name not in trained}
+            write_shard(
+                at / shard_name(part, 0, 1),
+                [
+                    (kind, Fragment(name, tuple(value.shape), 0, value.numel()), value.flatten())
+                    for kind, named in kinds.items()
+                    for name, value in named.items()
+                ],
+                {"part": part},
+            )
+            counters[part] = {
+                "updates": step,
+                "skipped": 0,
+                "stage": 0,
+                "scaler": {},
+                "averages": {"widths": WIDTHS, "began": 0, "updates": step},
+            }
+            buffers |= {
+                f"buffer/{part}/{name}": value for name, value in network.state_dict().items() if name not in trained
+            }
         validate.write_common(at, (buffers, counters))
         body = {"files": hash_files(at, sorted(path.name for path in at.iterdir())), "step": step, "world": 1}
         (at / NAME).write_bytes(render(body))
@@ -78,8 +97,9 @@ def made(tmp_path_factory):
 
 def close(state: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], part: str = "denoiser") -> bool:
     names = [name for name in truth if name.startswith(f"{part}/")]
-    return bool(names) and all(torch.allclose(state[name.partition("/")[2]].double(), truth[name], rtol=0, atol=1e-6)
-                               for name in names)
+    return bool(names) and all(
+        torch.allclose(state[name.partition("/")[2]].double(), truth[name], rtol=0, atol=1e-6) for name in names
+    )
 
 
 def test_every_verb_takes_it(made, tmp_path):
@@ -104,8 +124,8 @@ def test_every_verb_takes_it(made, tmp_path):
 
 
 def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
-    """Oracle: the checkpoint: what it holds itself is taken from it, and of another step what was made there, said; a run
-    begins from what was made.
+    """Oracle: the checkpoint: what it holds itself is taken from it, and of another step what was made there, said; a
+    run begins from what was made.
     """
     folder, _ = made
     nets = {"denoiser": dstrain.load(folder, raw=True).networks["denoiser"]}
@@ -115,17 +135,23 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
     capsys.readouterr()
     assert dstrain.load(folder, ema=0.075).step == 5
     assert "--ema 0.075 is of step_00000005; launch/reconstruct.py has made none of step_00000007" in (
-        capsys.readouterr().err)
+        capsys.readouterr().err
+    )
     assert dstrain.load(folder, ema=0.075, step=5).step == 5
-    with pytest.raises(ConfigError, match=r"holds no EMA of width 0.075; it holds 0.9; reconstructed: 0.05, 0.075, 0.15; "
-                                          r"launch/reconstruct.py .* --ema 0.075 makes one of its snapshots"):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds no EMA of width 0.075; it holds 0.9; reconstructed: 0.05, 0.075, 0.15; "
+        r"launch/reconstruct.py .* --ema 0.075 makes one of its snapshots",
+    ):
         dstrain.load(folder, ema=0.075, step=7)
     with pytest.raises(ConfigError, match="holds no EMA of decay 0.99; it holds 0.9; reconstructed"):
         generate(GenerateOptions(folder, num=1, ema=0.99, out=tmp_path / "x"))
     system = systems.build("dit", other.recipe.model)
     begins = fitted(folder / "reconstructed" / "0.15" / "step_00000007", system)["denoiser"][0]
-    assert all(torch.equal(begins[name], value) for name, value in
-               dstrain.load(folder, ema=0.15).networks["denoiser"].state_dict().items())
+    assert all(
+        torch.equal(begins[name], value)
+        for name, value in dstrain.load(folder, ema=0.15).networks["denoiser"].state_dict().items()
+    )
     with pytest.raises(ConfigError, match="holds no average of denoiser of that decay; it holds ema:0.9, and raw"):
         consolidate(Order(folder, tmp_path / "x", "ema:0.2"))
 
@@ -159,7 +185,9 @@ def test_sweep(made):
     assert json.loads(path.read_text()) == result and Image.open(path.with_suffix(".png")).width > 300
     losses = result["scores"]["loss"]
     assert len(losses) == 3 and all(map(math.isfinite, losses)) and len(set(losses)) == 3
-    assert result["best"] == widths[losses.index(min(losses))] and f"best: --ema {result['best']}" in report(path, result)
+    assert result["best"] == widths[losses.index(min(losses))] and f"best: --ema {result['best']}" in report(
+        path, result
+    )
     assert losses[1] == pytest.approx(sweep(folder, 7, widths[1:2], num=16, batch=16)[1]["scores"]["loss"][0], rel=1e-6)
 
 
@@ -180,18 +208,28 @@ def test_sweep_by_a_metric(made):
 WRONG = {
     "no widths": (["{run}"], "name the widths to make: --ema 0.05,0.10"),
     "a decay": (["{run}", "--ema", "0.999"], "'0.999': a width lies from 0.001 to 0.288, such as 0.05,0.10,0.15"),
-    "no snapshots": (["{plain}", "--ema", "0.1"], "holds no snapshots of averages, of which others are made: train with "
-                     "ema.profiles=[0.05,0.10] and ema.snapshots=N"),
+    "no snapshots": (
+        ["{plain}", "--ema", "0.1"],
+        "holds no snapshots of averages, of which others are made: train with "
+        "ema.profiles=[0.05,0.10] and ema.snapshots=N",
+    ),
     "before the first": (["{run}", "--ema", "0.1", "--step", "0"], "--step 0 lies before the first snapshot"),
-    "too narrow": (["{run}", "--ema", "0.005"], "--ema 0.005: the 7 snapshots up to step 7 make no average of that width"),
+    "too narrow": (
+        ["{run}", "--ema", "0.005"],
+        "--ema 0.005: the 7 snapshots up to step 7 make no average of that width",
+    ),
     "too few": (["{run}", "--num-samples", "3", "--ema", "0.1"], "--num-samples is of --sweep"),
     "no sweep": (["{run}", "--metric", "fd", "--ema", "0.1"], "--metric is of --sweep"),
     "an unknown metric": (["{run}", "--sweep", "--ema", "0.1", "--metric", "pr"], "--metric pr: name one of fd, fid"),
     "no network": (["{run}", "--sweep", "--ema", "0.1", "--metric", "fid"], "--metric fid needs a network"),
-    "one sample": (["{run}", "--sweep", "--ema", "0.1", "--metric", "fd", "--num-samples", "1"],
-                   "--num-samples 1: metrics compare sets of images: give two or more"),
-    "no reference": (["{run}", "--sweep", "--ema", "0.1", "--metric", "fd", "--reference", "nowhere"],
-                     "--reference nowhere: there is no such file or folder"),
+    "one sample": (
+        ["{run}", "--sweep", "--ema", "0.1", "--metric", "fd", "--num-samples", "1"],
+        "--num-samples 1: metrics compare sets of images: give two or more",
+    ),
+    "no reference": (
+        ["{run}", "--sweep", "--ema", "0.1", "--metric", "fd", "--reference", "nowhere"],
+        "--reference nowhere: there is no such file or folder",
+    ),
     "no metric": (["{run}", "--sweep", "--reference", "x.npz"], "--reference is of --metric"),
 }
 
@@ -212,7 +250,7 @@ def test_the_script(made, tmp_path, monkeypatch, capsys):
 
 def test_memory(tmp_path):
     """Oracle: the weights' bytes: what a reconstruction holds at its peak stays far below one copy of them."""
-    network = torch.nn.Linear(3000, 3000, bias=False)                    # 36 MB, and four times as much in snapshots
+    network = torch.nn.Linear(3000, 3000, bias=False)  # 36 MB, and four times as much in snapshots
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.yaml").write_text("name: made\n")
@@ -228,7 +266,8 @@ before = peak()
 reconstruct(options)
 print(peak() - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), text=True, capture_output=True,
-                          timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 32_000                                      # KB
+    assert int(done.stdout) < 32_000  # KB

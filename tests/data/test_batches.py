@@ -60,7 +60,7 @@ def test_any_step_in_any_order(num_workers):
     """Oracle: a fresh loader at that step: after a jump, a repetition, a step left in the middle,
     and close().
     """
-    sizes = dict(global_batch=24, micro_batch=8, seed=3)
+    sizes = {"global_batch": 24, "micro_batch": 8, "seed": 3}
     with Batches(Numbers(50), **sizes, num_workers=num_workers) as batches:
         for step in (0, 1, 9, 9, 2):
             assert same(list(batches.at(step)), list(Batches(Numbers(50), **sizes).at(step)))
@@ -84,8 +84,7 @@ def test_in_sequence_the_loader_runs_on():
 
 def test_the_last_step_ends():
     """Oracle: the contract: `steps` bounds what is read, and asking beyond it is an error."""
-    with Batches(Numbers(50), global_batch=8, micro_batch=4, seed=0, steps=3,
-                 num_workers=1) as batches:
+    with Batches(Numbers(50), global_batch=8, micro_batch=4, seed=0, steps=3, num_workers=1) as batches:
         assert sum(len(list(batches.at(step))) for step in range(3)) == 6
         with pytest.raises(ValueError, match="beyond the last"):
             next(batches.at(3))
@@ -99,14 +98,16 @@ def test_no_flip():
     assert torch.equal(batch["image"], plain)
 
 
-@pytest.mark.parametrize("sizes,advice", [
-    (dict(global_batch=30, micro_batch=8, world=4), "batch.global=32"),
-    (dict(global_batch=40, micro_batch=8, world=4),
-     "batch.global=32 or 64, or batch.micro=5 or 2 or 1"),
-    (dict(global_batch=64, micro_batch=64, world=2), "batch.micro=32"),
-    (dict(global_batch=0, micro_batch=1, world=1), "at least 1"),
-    (dict(global_batch=4, micro_batch=1, world=2, rank=2), "rank 2"),
-])
+@pytest.mark.parametrize(
+    "sizes,advice",
+    [
+        ({"global_batch": 30, "micro_batch": 8, "world": 4}, "batch.global=32"),
+        ({"global_batch": 40, "micro_batch": 8, "world": 4}, "batch.global=32 or 64, or batch.micro=5 or 2 or 1"),
+        ({"global_batch": 64, "micro_batch": 64, "world": 2}, "batch.micro=32"),
+        ({"global_batch": 0, "micro_batch": 1, "world": 1}, "at least 1"),
+        ({"global_batch": 4, "micro_batch": 1, "world": 2, "rank": 2}, "rank 2"),
+    ],
+)
 def test_batch_sizes_that_do_not_fit(sizes, advice):
     """Oracle: the contract: a ValueError that names sizes that do fit."""
     with pytest.raises(ValueError, match=advice):
@@ -148,8 +149,9 @@ def test_five_percent_bad_is_the_same_everywhere(tmp_path):
     runs = {}
     for world, num_workers in ((1, 0), (4, 0), (4, 1)):
         listed = tmp_path / f"run{world}{num_workers}"
-        runs[world, num_workers] = global_batches(source, range(5), world, 3, num_workers,
-                                                  folder=listed, max_bad_fraction=0.05)
+        runs[world, num_workers] = global_batches(
+            source, range(5), world, 3, num_workers, folder=listed, max_bad_fraction=0.05
+        )
         lines = (listed / "bad_files.txt").read_text().splitlines()
         assert sorted(line.split("\t")[0] for line in lines) == sorted(broken)
         assert all(line.split("\t")[1] for line in lines)
@@ -170,11 +172,20 @@ def test_the_substitute_is_the_next_that_reads():
 def test_too_many_bad_files_end_the_run(tmp_path, num_workers):
     """Oracle: the contract: the error names count, limit, list and key."""
     message = r"6 of 100 .* the 5 that data.max_bad_fraction=0.05 .*bad_files.txt"
-    with Batches(Numbers(100, bad=tuple(range(6))), global_batch=20, micro_batch=20, seed=0,
-                 num_workers=num_workers, folder=tmp_path, max_bad_fraction=0.05) as batches:
-        with pytest.raises(ValueError, match=message):
-            for step in range(5):
-                list(batches.at(step))
+    with (
+        Batches(
+            Numbers(100, bad=tuple(range(6))),
+            global_batch=20,
+            micro_batch=20,
+            seed=0,
+            num_workers=num_workers,
+            folder=tmp_path,
+            max_bad_fraction=0.05,
+        ) as batches,
+        pytest.raises(ValueError, match=message),
+    ):
+        for step in range(5):
+            list(batches.at(step))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -183,10 +194,11 @@ def test_what_cannot_be_read_is_known_a_step_before(tmp_path, num_workers, kind,
     """Oracle: the formula of the order: all batches before the step that meets the sample are handed out, each as
     without the fault; `problem` is set when the last one before it is, and only then.
     """
-    number = int(Order(60, 7).index_at(torch.tensor([40]))[0])         # at step 3, of rank 1
-    options = dict(global_batch=12, micro_batch=3, rank=1, world=2, seed=7)
-    with Batches(Numbers(60, **{kind: (number,)}), folder=tmp_path, num_workers=num_workers, max_bad_fraction=0.0,
-                 **options) as batches:
+    number = int(Order(60, 7).index_at(torch.tensor([40]))[0])  # at step 3, of rank 1
+    options = {"global_batch": 12, "micro_batch": 3, "rank": 1, "world": 2, "seed": 7}
+    with Batches(
+        Numbers(60, **{kind: (number,)}), folder=tmp_path, num_workers=num_workers, max_bad_fraction=0.0, **options
+    ) as batches:
         clean = Batches(Numbers(60), **options)
         for step in range(3):
             assert same(list(batches.at(step)), list(clean.at(step)))
@@ -208,7 +220,7 @@ def test_the_limit_counts_all_ranks_together(tmp_path):
     with pytest.raises(ValueError, match="7 of 100"):
         BadFiles(tmp_path, 100, 0.05).add([("c\n\td", "z\nz")])
     with open(tmp_path / "bad_files.txt", "a") as file:
-        file.write("half a li")                                        # another rank writes at this moment
+        file.write("half a li")  # another rank writes at this moment
     with pytest.raises(ValueError, match="8 of 100"):
         two.add([("e", "x")])
 
@@ -216,7 +228,7 @@ def test_the_limit_counts_all_ranks_together(tmp_path):
 def test_a_long_list_is_read_once(tmp_path, monkeypatch):
     """Oracle: the bytes that are read, which are counted: each of the list's once, whatever is added."""
     (tmp_path / "bad_files.txt").write_text("".join(f"{i:06d}.png\tx\n" for i in range(20_000)))
-    files, count = BadFiles(tmp_path, 10 ** 6, 0.5), []
+    files, count = BadFiles(tmp_path, 10**6, 0.5), []
     split = bad_files._names
     monkeypatch.setattr(bad_files, "_names", lambda lines: count.append(len(lines)) or split(lines))
     for number in range(50):
@@ -228,7 +240,10 @@ def test_texts_stay_on_the_host():
     """Oracle: devices: packed texts are read by the host, all else goes."""
     batch = {"caption": torch.zeros(2, 5), "other_caption": torch.zeros(2, 5), "tokens": torch.zeros(2, 3)}
     assert {name: tensor.device.type for name, tensor in placed(batch, "meta").items()} == {
-        "caption": "cpu", "other_caption": "cpu", "tokens": "meta"}
+        "caption": "cpu",
+        "other_caption": "cpu",
+        "tokens": "meta",
+    }
 
 
 def test_limits():
@@ -252,9 +267,8 @@ def test_nothing_can_be_read():
 def test_a_fault_of_the_source_is_not_hidden():
     """Oracle: only BadSample is replaced; any other error comes through a worker as it is."""
     for num_workers in (0, 1):
-        with Batches(Numbers(10), global_batch=2, micro_batch=2, seed=0,
-                     num_workers=num_workers) as batches:
-            batches._stream.source.bad = None                          # `in None` raises TypeError
+        with Batches(Numbers(10), global_batch=2, micro_batch=2, seed=0, num_workers=num_workers) as batches:
+            batches._stream.source.bad = None  # `in None` raises TypeError
             with pytest.raises(TypeError):
                 list(itertools.islice(batches.at(0), 1))
 

@@ -35,19 +35,24 @@ def test_each_epoch_takes_each_sample_once(counts, batch, seed, epochs):
         assert [number for number, _ in batches] == list(range(epochs * count // batch))
         stream = np.concatenate([index for _, index in batches]) if batches else np.zeros(0, int)
         for start in range(0, len(stream), max(count, 1)):
-            part = stream[start:start + count]
+            part = stream[start : start + count]
             assert len(np.unique(part)) == len(part)
 
 
 @given(counts=COUNTS, batch=st.integers(1, 9), epoch=st.integers(0, 10**9))
 @settings(max_examples=80, deadline=None)
 def test_a_far_step_belongs_to_its_epoch(counts, batch, epoch):
-    """Oracle: an epoch's steps are those between the totals of two epochs, whose batches are each bucket's next ones."""
+    """Oracle: an epoch's steps are those between the totals of two epochs, whose batches are each
+    bucket's next ones.
+    """
     order = BucketOrder(counts, batch, 3)
     first, last = order.steps(epoch), order.steps(epoch + 1)
     drawn = sorted(order.batch_at(step) for step in range(first, last))
-    assert drawn == [(bucket, number) for bucket, count in enumerate(counts)
-                     for number in range(epoch * count // batch, (epoch + 1) * count // batch)]
+    assert drawn == [
+        (bucket, number)
+        for bucket, count in enumerate(counts)
+        for number in range(epoch * count // batch, (epoch + 1) * count // batch)
+    ]
 
 
 def test_any_division_of_a_step_gives_the_same_samples():
@@ -94,7 +99,7 @@ def test_the_highest_resolution_that_does_not_enlarge():
 @settings(max_examples=50, deadline=None)
 def test_of_one_resolution_none_is_nearer(shape, size):
     """Oracle: all distances, where every shape has as many pixels."""
-    shapes = tuple((shape[0] * 2 ** power, shape[1] * 2 ** (6 - power)) for power in range(7))
+    shapes = tuple((shape[0] * 2**power, shape[1] * 2 ** (6 - power)) for power in range(7))
     distances = [abs(np.log(size[0] / size[1] * high / wide)) for wide, high in shapes]
     chosen = nearest(np.array([size]), shapes)[0]
     assert distances[chosen] <= min(distances) + 1e-8

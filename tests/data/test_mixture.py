@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 WEIGHTS = st.lists(st.integers(1, 10**6), min_size=1, max_size=6)
 
 
-@given(weights=WEIGHTS, seed=st.integers(-2**63, 2**64), begin=st.integers(0, 2**40), number=st.integers(1, 700))
+@given(weights=WEIGHTS, seed=st.integers(-(2**63), 2**64), begin=st.integers(0, 2**40), number=st.integers(1, 700))
 @settings(max_examples=60, deadline=None)
 def test_places_and_counts_are_those_of_counting(weights, seed, begin, number):
     """Oracle: counting the stream one sample after the other: over whole blocks each place of each source is taken
@@ -65,7 +65,7 @@ def test_each_source_passes_through_its_own_epochs():
     for k, size in enumerate(sizes):
         own = index[sources == k][np.argsort(places[sources == k])] - sum(sizes[:k])
         assert own.min() == 0 and own.max() == size - 1
-        for epoch in own[:len(own) // size * size].reshape(-1, size):
+        for epoch in own[: len(own) // size * size].reshape(-1, size):
             assert np.array_equal(np.sort(epoch), np.arange(size))
     # Ratios by samples: one pass over all is one pass over each, but for what the last block shuffles.
     natural = MixtureOrder(sizes, whole(sizes), 11)
@@ -89,12 +89,20 @@ def test_the_pattern_does_not_meet_the_ranks():
     """
     sources, _ = MixtureOrder((10, 10), (3, 1), 0).places(np.arange(4 * 2560))
     for rank in range(4):
-        assert abs(sources[rank::4].mean() - 0.25) < 0.05            # six deviations of 2,560 independent samples
+        assert abs(sources[rank::4].mean() - 0.25) < 0.05  # six deviations of 2,560 independent samples
 
 
-@pytest.mark.parametrize("weights,numbers", [
-    ((3, 1), (3, 1)), ((0.3, 0.1), (3, 1)), ((2.5, 7.5, 10), (1, 3, 4)), ((1e-9, 1), (1, 10**9)),
-    ((6, 4), (3, 2)), ((1,), (1,))])
+@pytest.mark.parametrize(
+    "weights,numbers",
+    [
+        ((3, 1), (3, 1)),
+        ((0.3, 0.1), (3, 1)),
+        ((2.5, 7.5, 10), (1, 3, 4)),
+        ((1e-9, 1), (1, 10**9)),
+        ((6, 4), (3, 2)),
+        ((1,), (1,)),
+    ],
+)
 def test_weights_are_whole_in_their_ratio(weights, numbers):
     """Oracle: the ratio by hand."""
     assert whole(weights) == numbers
@@ -106,7 +114,7 @@ def test_weights_of_any_size_keep_their_ratio():
     assert sum(numbers) <= 2**30 + 3 and numbers[2] == 1
     assert numbers[0] / numbers[1] == pytest.approx(3, rel=1e-8)
     order = MixtureOrder((4, 4, 4), numbers)
-    assert sum(order.counts(2**60)) == 2**60                                # nothing overflows
+    assert sum(order.counts(2**60)) == 2**60  # nothing overflows
 
 
 # ---------------------------------------------------------------------------------------- sources
@@ -156,9 +164,14 @@ def test_same_global_batch_at_any_world_and_worker_count(num_workers):
     assert Batches(Numbers(50), global_batch=8, micro_batch=8, seed=0).drawn(5) == {}
 
 
-@pytest.mark.parametrize("rule,classes,expected", [
-    ("same", ("abc", "cab"), {0: "abc", 1: "cab"}), ("first", ("abc", "b"), {0: "abc", 1: "b"}),
-    ("union", ("ab", "xb"), {0: "ab", 1: "xb"})])
+@pytest.mark.parametrize(
+    "rule,classes,expected",
+    [
+        ("same", ("abc", "cab"), {0: "abc", 1: "cab"}),
+        ("first", ("abc", "b"), {0: "abc", 1: "b"}),
+        ("union", ("ab", "xb"), {0: "ab", 1: "xb"}),
+    ],
+)
 def test_labels_are_those_of_the_names(rule, classes, expected):
     """Oracle: the name of each sample's class in its own source; counts of classes by counting."""
     source = mixture(*(Named(9, names) for names in classes), rule=rule)
@@ -169,12 +182,16 @@ def test_labels_are_those_of_the_names(rule, classes, expected):
     assert source.classes == tuple(dict.fromkeys("".join(classes))) if rule == "union" else tuple(classes[0])
 
 
-@pytest.mark.parametrize("rule,classes,message", [
-    ("same", ("ab", "abc"), "s1 has the class c, which s0 has not"),
-    ("same", ("abc", "ab"), "s1 lacks the class c of s0"),
-    ("first", ("ab", "c"), "s1 has the class c, which s0 has not.*data.mixture_classes=union"),
-    ("union", ("ab", ""), "s0 has classes, and s1 has none"),
-    ("same", ("", "ab"), "s0 has no classes, and s1 has some")])
+@pytest.mark.parametrize(
+    "rule,classes,message",
+    [
+        ("same", ("ab", "abc"), "s1 has the class c, which s0 has not"),
+        ("same", ("abc", "ab"), "s1 lacks the class c of s0"),
+        ("first", ("ab", "c"), "s1 has the class c, which s0 has not.*data.mixture_classes=union"),
+        ("union", ("ab", ""), "s0 has classes, and s1 has none"),
+        ("same", ("", "ab"), "s0 has no classes, and s1 has some"),
+    ],
+)
 def test_classes_that_differ(rule, classes, message):
     """Oracle: the contract: a ConfigError that names the source, the class and the entry."""
     with pytest.raises(ConfigError, match=message):
@@ -213,8 +230,12 @@ def test_folders_with_weights_and_held_out_shares(tmp_path):
     """Oracle: the folders opened by themselves: sizes, classes, held-out names; the whole held-out split is passed."""
     a, b = folder(tmp_path / "a", 2, 20), folder(tmp_path / "b", 3, 10)
     break_file(b / "c0" / "000.png", "text")
-    words = (f"data.mixture=[{{path: {a}, weight: 3, held_out: 0.3}}, {{path: {b}, weight: 1}}]",
-             "data.mixture_classes=union", "data.held_out=0.1", "data.image_size=16")
+    words = (
+        f"data.mixture=[{{path: {a}, weight: 3, held_out: 0.3}}, {{path: {b}, weight: 1}}]",
+        "data.mixture_classes=union",
+        "data.held_out=0.1",
+        "data.image_size=16",
+    )
     data, train, unseen = opened(*words)
     alone = [open_sources(Data(path=str(path), image_size=16, held_out=share)) for path, share in ((a, 0.3), (b, 0.1))]
     assert data.path == str(a) and train.weights == (3, 1) and train.classes == ("c0", "c1", "c2")
@@ -251,7 +272,7 @@ def test_clips_are_mixed(tmp_path):
     alone = [open_sources(part)[0] for part in data.parts()]
     for row, (source, place) in enumerate(((1, 1), (0, 0), (0, 2))):
         item = alone[source].read(place, chance[row].item())
-        assert item.keys() == {name for name in batch} and not bad and train.chance_name == "clip"
+        assert item.keys() == set(batch) and not bad and train.chance_name == "clip"
         assert all(torch.equal(batch[name][row], torch.as_tensor(item[name])) for name in item)
     _, mixed, _ = opened(f"data.mixture=[{paths[0]}, {paths[2]}]", *words)
     assert train.captioned and not mixed.captioned and mixed.uncaptioned == f"data.path={tmp_path / 'c'}"
@@ -261,8 +282,11 @@ def test_clips_are_mixed(tmp_path):
 def test_latents_are_mixed(tmp_path):
     """Oracle: the arrays as they were written; the factor is 1 / the deviation of all values, drawn by the weights."""
     codes = [write_codes(tmp_path / name, number, seed=number) for name, number in (("a", 50), ("b", 30))]
-    words = ("data.image_size=16", "data.channels=1",
-             f"data.mixture=[{{path: {tmp_path / 'a'}, weight: 1}}, {{path: {tmp_path / 'b'}, weight: 4}}]")
+    words = (
+        "data.image_size=16",
+        "data.channels=1",
+        f"data.mixture=[{{path: {tmp_path / 'a'}, weight: 1}}, {{path: {tmp_path / 'b'}, weight: 4}}]",
+    )
     data, train, unseen = opened(*words)
     index, side = torch.tensor([0, 79, 50, 12]), torch.tensor([True, False, True, False])
     train.expect(index, side)
@@ -271,12 +295,26 @@ def test_latents_are_mixed(tmp_path):
     assert np.array_equal(batch["latent_mean"], np.stack(rows)[:, 0]) and unseen is None
     assert train.expects and batch["label"].tolist() == [0, 29 % 3, 0, 0]
     statistics = [read_index(tmp_path / name)["statistics"] for name in "ab"]
-    mean, second = (np.average([f(one) for one in statistics], weights=[1, 4]) for f in (
-        lambda one: one["mean"], lambda one: one["std"] ** 2 + one["mean"] ** 2))
-    assert data.codes.scaling_factor == pytest.approx((second - mean ** 2) ** -0.5, rel=1e-12)
-    job = prepare(JobOptions(ROOT / "launch/recipes/dit-small.yaml", ROOT / "ds_configs/zero1.json", (
-        *words, "every.sample=0", "model.num_classes=3", "model.class_dropout_prob=0.1", f"folder={tmp_path / 'run'}")),
-        1, "cpu")
+    mean, second = (
+        np.average([f(one) for one in statistics], weights=[1, 4])
+        for f in (lambda one: one["mean"], lambda one: one["std"] ** 2 + one["mean"] ** 2)
+    )
+    assert data.codes.scaling_factor == pytest.approx((second - mean**2) ** -0.5, rel=1e-12)
+    job = prepare(
+        JobOptions(
+            ROOT / "launch/recipes/dit-small.yaml",
+            ROOT / "ds_configs/zero1.json",
+            (
+                *words,
+                "every.sample=0",
+                "model.num_classes=3",
+                "model.class_dropout_prob=0.1",
+                f"folder={tmp_path / 'run'}",
+            ),
+        ),
+        1,
+        "cpu",
+    )
     assert job.run.model["codes"]["scaling_factor"] == data.codes.scaling_factor
 
 
@@ -287,42 +325,53 @@ def test_sources_that_do_not_fit(tmp_path):
     write_codes(tmp_path / "y", stage="other")
     sizes = ("data.image_size=16", "data.channels=1")
     for entries, message, *more in (
-            ("[]", r"data.mixture=\[\]: name its sources"),
-            (f"[{{path: {a}}}, {{path: {a}}}]", "names .*a twice: name it once"),
-            (f"[{{path: {a}}}, {{path: {a}/}}]", "names .*a twice: name it once"),
-            (f"[{{path: {a}, weight: 1}}, {{path: {b}}}]", "a has a weight, and others have none"),
-            (f"[{{path: {a}, weight: 0}}]", r"data.mixture\[0\].weight=0: it should be greater than 0"),
-            (f"[{{path: {a}, held_out: 0.1, held_out_path: {b}}}]", "has held_out and held_out_path"),
-            (f"[{{path: {a}}}]", "data.path=b: data.mixture takes its place", "data.path=b"),
-            (f"[{{path: {a}, held_out_path: {b / 'c0'}}}]", "held-out data of a have no classes, and those that are"),
-            (f"[{{path: {a}}}]", "write held_out_path into the source", "data.held_out_path=b"),
-            (f"[{{path: {x}}}, {{path: {a}}}]", "a holds images, .*x cached latents: mix sources of one kind", *sizes),
-            (f"[{{path: {x}}}, {{path: {tmp_path / 'y'}}}]", "y has first_stage other, .*x has stage: encode", *sizes),
-            ("[{path: 'builtin:emoji-pairs'}]", "holds embedding pairs.*are not mixed")):
+        ("[]", r"data.mixture=\[\]: name its sources"),
+        (f"[{{path: {a}}}, {{path: {a}}}]", "names .*a twice: name it once"),
+        (f"[{{path: {a}}}, {{path: {a}/}}]", "names .*a twice: name it once"),
+        (f"[{{path: {a}, weight: 1}}, {{path: {b}}}]", "a has a weight, and others have none"),
+        (f"[{{path: {a}, weight: 0}}]", r"data.mixture\[0\].weight=0: it should be greater than 0"),
+        (f"[{{path: {a}, held_out: 0.1, held_out_path: {b}}}]", "has held_out and held_out_path"),
+        (f"[{{path: {a}}}]", "data.path=b: data.mixture takes its place", "data.path=b"),
+        (f"[{{path: {a}, held_out_path: {b / 'c0'}}}]", "held-out data of a have no classes, and those that are"),
+        (f"[{{path: {a}}}]", "write held_out_path into the source", "data.held_out_path=b"),
+        (f"[{{path: {x}}}, {{path: {a}}}]", "a holds images, .*x cached latents: mix sources of one kind", *sizes),
+        (f"[{{path: {x}}}, {{path: {tmp_path / 'y'}}}]", "y has first_stage other, .*x has stage: encode", *sizes),
+        ("[{path: 'builtin:emoji-pairs'}]", "holds embedding pairs.*are not mixed"),
+    ):
         with pytest.raises(ConfigError, match=message):
             opened(f"data.mixture={entries}", *more)
     options = ("data.image_size=16", f"folder={tmp_path / 'run'}", "model.image_size=16")
     for entries, message in (
-            (f"[{{path: {a}}}, {{path: {tmp_path / 'none'}}}]", r"data.mixture\[1\].path=.*none does not exist"),
-            (f"[{{path: {a}}}, {{path: {b}, held_out_path: {a}}}]", "share files, and evaluation would see"),
-            (f"[{{path: {a}, held_out: 0.1}}, {{path: {a / 'c0'}}}]", "share files, and what one holds out"),
-            (f"[{{path: {a}}}, {{path: 'builtin:fashion', held_out: 0.1}}]", "holds out images itself")):
+        (f"[{{path: {a}}}, {{path: {tmp_path / 'none'}}}]", r"data.mixture\[1\].path=.*none does not exist"),
+        (f"[{{path: {a}}}, {{path: {b}, held_out_path: {a}}}]", "share files, and evaluation would see"),
+        (f"[{{path: {a}, held_out: 0.1}}, {{path: {a / 'c0'}}}]", "share files, and what one holds out"),
+        (f"[{{path: {a}}}, {{path: 'builtin:fashion', held_out: 0.1}}]", "holds out images itself"),
+    ):
         with pytest.raises(ConfigError, match=message):
-            prepare(JobOptions(ROOT / "launch/recipes/dit-small.yaml", ROOT / "ds_configs/zero1.json",
-                               (f"data.mixture={entries}", *options)), 1, "cpu")
+            prepare(
+                JobOptions(
+                    ROOT / "launch/recipes/dit-small.yaml",
+                    ROOT / "ds_configs/zero1.json",
+                    (f"data.mixture={entries}", *options),
+                ),
+                1,
+                "cpu",
+            )
 
 
 def test_weights_that_change_are_refused_by_name(tmp_path):
     """Oracle: the contract: weights and shares may not change when a run goes on, paths may."""
+
     def run(*sources):
         return load(None, [f"data.mixture=[{', '.join(sources)}]"])
 
     before, system = run("{path: a, weight: 3}", "{path: b, weight: 1}"), config_class("dit")
     assert not refused(before, run("{path: c, weight: 3}", "{path: b, weight: 1}"), system)
-    for other, key in ((run("{path: a, weight: 3}", "{path: b, weight: 2}"), "data.mixture[1].weight"),
-                       (run("{path: a, weight: 3}"), "data.mixture[1].weight"),
-                       (run("{path: a, weight: 3, held_out: 0.1}", "{path: b, weight: 1}"),
-                        "data.mixture[0].held_out")):
+    for other, key in (
+        (run("{path: a, weight: 3}", "{path: b, weight: 2}"), "data.mixture[1].weight"),
+        (run("{path: a, weight: 3}"), "data.mixture[1].weight"),
+        (run("{path: a, weight: 3, held_out: 0.1}", "{path: b, weight: 1}"), "data.mixture[0].held_out"),
+    ):
         changes = refused(before, other, system)
         assert [name for name, _, _ in changes] == [key]
         assert f"{key} was " in str(refusals(changes, tmp_path, system))

@@ -34,8 +34,10 @@ if steps < 0:                         # leave them busy
 print("ready", flush=True)
 time.sleep(sleep)
 """
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-              pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+]
 
 
 def launch(tmp_path, seconds, steps, sleep):
@@ -43,9 +45,13 @@ def launch(tmp_path, seconds, steps, sleep):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "pids").mkdir()
     command = [sys.executable, "-W", "ignore", tmp_path / "script.py", tmp_path / "pids"]
-    return subprocess.Popen([*command, str(seconds), str(steps), str(sleep)], text=True,
-                            cwd=tmp_path, stdout=subprocess.PIPE,
-                            env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return subprocess.Popen(
+        [*command, str(seconds), str(steps), str(sleep)],
+        text=True,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
 
 
 def pids(folder):
@@ -102,7 +108,7 @@ def test_a_rank_ends_while_its_workers_are_busy(tmp_path):
     rank = launch(tmp_path, 600, -1, 0)
     assert [rank.stdout.readline(), rank.stdout.readline()] == ["main runs\n", "ready\n"]
     start = time.monotonic()
-    assert rank.wait(timeout=60) == 0 and time.monotonic() - start < 15    # torch alone: 21 s
+    assert rank.wait(timeout=60) == 0 and time.monotonic() - start < 15  # torch alone: 21 s
     assert len(pids(tmp_path / "pids")) == 2 and gone(pids(tmp_path / "pids"), 10)
 
 
@@ -110,9 +116,9 @@ def test_workers_hear_no_signal(tmp_path):
     """Oracle: the batches of an undisturbed run; every process gets SIGTERM, SIGINT, SIGUSR1 and
     SIGHUP meanwhile.
     """
+
     def run(disturb):
-        with Batches(Slow(100, tmp_path), global_batch=4, micro_batch=4, seed=0,
-                     num_workers=2) as batches:
+        with Batches(Slow(100, tmp_path), global_batch=4, micro_batch=4, seed=0, num_workers=2) as batches:
             labels = []
             for step in range(12):
                 labels += [batch["label"].tolist() for batch in batches.at(step)]
@@ -125,6 +131,7 @@ def test_workers_hear_no_signal(tmp_path):
             assert [(tmp_path / str(pid)).read_text() for pid in started] == ["1", "1"]
         assert gone(started, 0.5)
         return labels
+
     assert run(True) == run(False)
 
 
@@ -152,8 +159,7 @@ def test_a_dead_server_is_replaced(tmp_path):
     """Oracle: an error that says what to do, and no hang, when the server is killed; the same step works when asked for
     again.
     """
-    with Batches(Slow(100, tmp_path), global_batch=4, micro_batch=4, seed=0,
-                 num_workers=1) as batches:
+    with Batches(Slow(100, tmp_path), global_batch=4, micro_batch=4, seed=0, num_workers=1) as batches:
         expected = [batch["label"].tolist() for batch in batches.at(0)]
         os.kill(parent(pids(tmp_path)[0]), signal.SIGKILL)
         assert gone(pids(tmp_path), 5)

@@ -19,15 +19,16 @@ def test_losses_are_the_same():
     betas = schedule.betas("cosine", bench_diffusion.STEPS)
     sides = bench_diffusion.PlainDiffusion(betas.numpy()), GaussianDiffusion(betas, loss="rescaled_mse")
     x_start, (t, *_), noise, out = bench_diffusion.problem(8, 8)
-    x_start = x_start.mul(1.2).clamp(-1, 1)                              # the end levels, too
+    x_start = x_start.mul(1.2).clamp(-1, 1)  # the end levels, too
     t[:3] = torch.tensor([0, bench_diffusion.STEPS - 1, 1])
     found = []
     for side in sides:
         out.grad = None
         terms = side.training_losses(lambda x_t, times: out, x_start, t, noise)
         terms["loss"].sum().backward()
-        found.append([side.q_sample(x_start, t, noise), *(terms[name].detach() for name in ("loss", "mse", "vb")),
-                      out.grad])
+        found.append(
+            [side.q_sample(x_start, t, noise), *(terms[name].detach() for name in ("loss", "mse", "vb")), out.grad]
+        )
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-4, atol=2e-6)
 
@@ -58,7 +59,7 @@ def test_histories_are_the_same():
 def agree(plain: bench_diffusion.PlainUniform, ours: UniformSampler | LossSecondMomentSampler) -> None:
     """The same draws from the same numbers, but for those that float32 moves across the end of a timestep."""
     plain.random = np.random.RandomState(7)
-    numbers = np.random.RandomState(7).random_sample(5000)               # what choice() takes from its generator
+    numbers = np.random.RandomState(7).random_sample(5000)  # what choice() takes from its generator
     t, weights = plain.sample(5000)
     same_t, same_weights = ours.sample(torch.from_numpy(numbers).float())
     alike = t == same_t
@@ -69,12 +70,22 @@ def agree(plain: bench_diffusion.PlainUniform, ours: UniformSampler | LossSecond
 @pytest.mark.slow
 def test_the_script():
     """Oracle: the lines that its docstring gives figures for, each with two times above zero and their ratio."""
-    done = subprocess.run([sys.executable, ROOT / "launch/bench_diffusion.py", "--rounds", "3"], env=environment(),
-                          text=True, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch/bench_diffusion.py", "--rounds", "3"],
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line.rsplit(maxsplit=4) for line in done.stdout.splitlines()[1:]]
     figures = {name.strip(): [float(word) for word in words] for name, *words in rows}
-    for name in ("q_sample 32x3x64x64", "training_losses 2x3x64x64", "UniformSampler 2048",
-                 "LossSecondMoment observe 2048 of 4000", "sample again 2048 of 1000"):
+    for name in (
+        "q_sample 32x3x64x64",
+        "training_losses 2x3x64x64",
+        "UniformSampler 2048",
+        "LossSecondMoment observe 2048 of 4000",
+        "sample again 2048 of 1000",
+    ):
         plain, ours, fastest, _ = figures[name]
         assert plain > 0 and ours > 0 and fastest == pytest.approx(plain / ours, rel=0.05)

@@ -41,7 +41,10 @@ def test_every_term(num_steps):
         eps = network(x_t, torch.full((5,), chain.timestep_map[t]))[:, :2]
         predicted = ((x_t - (1 - alphas[t]).sqrt() * eps) / alphas[t].sqrt()).clamp(-1, 1)
         again = (x_t - alphas[t].sqrt() * predicted) / (1 - alphas[t]).sqrt()
-        mean = lambda values: values.square().flatten(1).mean(1)
+
+        def mean(values):
+            return values.square().flatten(1).mean(1)
+
         torch.testing.assert_close(found["mse"][:, t], mean(again - noise), rtol=1e-5, atol=1e-9)
         torch.testing.assert_close(found["x_start_mse"][:, t], mean(predicted - x_start), rtol=1e-5, atol=1e-9)
         loss = chain.training_losses(lambda x, s: torch.cat((again, network(x, s)[:, 2:]), 1), x_start, times, noise)

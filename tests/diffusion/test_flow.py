@@ -1,5 +1,6 @@
 """Flow matching on Gaussian data, whose velocity is known in closed form."""
 
+import itertools
 import math
 
 import pytest
@@ -8,15 +9,15 @@ import torch
 from dstrain.diffusion.flow import FlowMatching, _Denoiser, check_spacing
 from dstrain.recipe import ConfigError
 
-MEAN, STD = 0.3, 0.2                              # of the data
+MEAN, STD = 0.3, 0.2  # of the data
 
 
 def optimal(x, scaled):
     """E[eps - x_start | x_t] for Gaussian data."""
     t = scaled.view(-1, 1) / 1000
-    variance = ((1 - t) * STD) ** 2 + t ** 2
+    variance = ((1 - t) * STD) ** 2 + t**2
     centered = x - (1 - t) * MEAN
-    return (t - (1 - t) * STD ** 2) / variance * centered - MEAN
+    return (t - (1 - t) * STD**2) / variance * centered - MEAN
 
 
 def randn(seed, shape=(20000, 1)):
@@ -28,7 +29,10 @@ def test_the_flow_of_gaussian_data(shift):
     """Oracle: x_start = mean + std * x; Heun's error falls with the square of the step, Euler's with the step."""
     flow, x = FlowMatching(shift=shift), randn(0, (64, 1))
     exact = MEAN + STD * x
-    error = lambda out: float((out - exact).abs().max())
+
+    def error(out):
+        return float((out - exact).abs().max())
+
     euler = [error(flow.euler(optimal, x, steps)) for steps in (50, 100)]
     heun = [error(flow.integrate(optimal, x, flow.grid(steps, x), "heun")) for steps in (50, 100)]
     assert euler[1] < 0.05 and 1.7 < euler[0] / euler[1] < 2.3
@@ -41,18 +45,20 @@ def test_optimal_velocity_has_the_least_loss():
     x_start, noise, t = MEAN + STD * randn(1), randn(2), torch.full((20000,), 0.4, dtype=torch.float64)
     least = flow.training_losses(optimal, x_start, t, noise)["loss"]
     more = flow.training_losses(lambda x, s: optimal(x, s) + 0.1, x_start, t, noise)["loss"]
-    variance = STD ** 2 / ((0.6 * STD) ** 2 + 0.4 ** 2)
+    variance = STD**2 / ((0.6 * STD) ** 2 + 0.4**2)
     assert float(least.mean()) == pytest.approx(variance, rel=0.05)
     assert float((more - least).mean()) == pytest.approx(0.01, rel=0.2)
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (3, 2), (3, 2, 4, 4)])
 def test_every_sample_has_its_own_time(shape):
-    """Oracle: the formulas by hand: (1 - t) x_start + t eps at 1000 t; the mean square of velocity - (eps - x_start)."""
+    """Oracle: the formulas by hand: (1 - t) x_start + t eps at 1000 t; the mean square of velocity
+    - (eps - x_start).
+    """
     x_start, noise, t = randn(1, shape), randn(2, shape), torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64)
     met = []
     terms = FlowMatching().training_losses(lambda x, s: met.append((x, s)) or 2 * x, x_start, t, noise)
-    (x_t, scaled), = met
+    ((x_t, scaled),) = met
     assert scaled.tolist() == [0.0, 250.0, 1000.0] and x_t.shape == shape
     for i, (a, b) in enumerate(((1.0, 0.0), (0.75, 0.25), (0.0, 1.0))):
         torch.testing.assert_close(x_t[i], a * x_start[i] + b * noise[i])
@@ -65,7 +71,7 @@ def test_times():
     """Oracle: the median and a quantile of a logit-normal, the shift's formula, uniform times as they came; a standard
     logit-normal where nothing is chosen.
     """
-    uniforms = torch.tensor([0.0, 0.5, 0.8413447, 1 - 2 ** -24])
+    uniforms = torch.tensor([0.0, 0.5, 0.8413447, 1 - 2**-24])
     t = FlowMatching(logit_mean=0.5, logit_std=2.0).times(uniforms)
     assert t[0] == 0 and t[1] == pytest.approx(1 / (1 + math.exp(-0.5)))
     assert t[2] == pytest.approx(1 / (1 + math.exp(-2.5)), rel=1e-5) and t[3] <= 1
@@ -96,7 +102,10 @@ def test_extra_channels_are_unused():
 def test_calls_of_heun(calls, made):
     """Oracle: by hand: two calls a step, as many steps as the calls allow, and one at least."""
     times = []
-    velocity = lambda x, t: times.append(float(t[0])) or optimal(x, t)
+
+    def velocity(x, t):
+        return times.append(float(t[0])) or optimal(x, t)
+
     FlowMatching().sample(velocity, randn(0, (2, 1)), randn, "heun", calls)
     assert len(times) == made and times[0] == 1000.0
     times.clear()
@@ -106,13 +115,16 @@ def test_calls_of_heun(calls, made):
 
 @pytest.mark.parametrize("eta", [0.5, 1.0])
 def test_steps_of_the_sde(eta):
-    """Oracle: the SDE of Ma et al. 2024 in its own terms, the score -eps / t and the coefficient w = eta t, step by step.
-    The last step is the ODE's, which ends in the predicted x_start. eta 1 is what `stochastic` takes by itself.
+    """Oracle: the SDE of Ma et al. 2024 in its own terms, the score -eps / t and the coefficient w = eta t, step by
+    step. The last step is the ODE's, which ends in the predicted x_start. eta 1 is what `stochastic` takes by itself.
     """
     flow, start, noise = FlowMatching(shift=2.0), randn(0, (4, 1)), lambda step: randn(step + 1, (4, 1))
-    velocity = lambda x, scaled: 0.3 * x + scaled.view(-1, 1) / 2000
+
+    def velocity(x, scaled):
+        return 0.3 * x + scaled.view(-1, 1) / 2000
+
     x, grid = start, [float(t) for t in flow.grid(3, start)]
-    for step, (t, following) in enumerate(zip(grid, grid[1:])):
+    for step, (t, following) in enumerate(itertools.pairwise(grid)):
         v, w, length = 0.3 * x + t / 2, eta * t * (following > 0), t - following
         score = -(x + (1 - t) * v) / t
         x = x - (v - w / 2 * score) * length + math.sqrt(w * length) * noise(step)
@@ -122,14 +134,20 @@ def test_steps_of_the_sde(eta):
 
 
 def test_the_last_step_adds_no_noise():
-    """Oracle: the pictures without noise: equal where the noise is of the last step alone, others where it is of both.
+    """Oracle: the pictures without noise: equal where the noise is of the last step alone, others
+    where it is of both.
     """
     flow, x = FlowMatching(), randn(0, (2, 1))
-    drawn = {(steps, size): flow.stochastic(optimal, x, flow.grid(steps, x), lambda step: size * torch.ones_like(x))
-             for steps in (1, 2) for size in (0, 1)}
+    drawn = {
+        (steps, size): flow.stochastic(optimal, x, flow.grid(steps, x), lambda step: size * torch.ones_like(x))
+        for steps in (1, 2)
+        for size in (0, 1)
+    }
     assert torch.equal(drawn[1, 0], drawn[1, 1]) and not torch.equal(drawn[2, 0], drawn[2, 1])
-    assert torch.equal(drawn[2, 1], flow.stochastic(optimal, x, flow.grid(2, x), lambda step: torch.full_like(
-        x, 1.0 if step == 0 else torch.nan)))
+    assert torch.equal(
+        drawn[2, 1],
+        flow.stochastic(optimal, x, flow.grid(2, x), lambda step: torch.full_like(x, 1.0 if step == 0 else torch.nan)),
+    )
 
 
 def test_levels_that_solvers_may_take():

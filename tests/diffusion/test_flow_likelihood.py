@@ -10,7 +10,7 @@ from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.flow_likelihood import measured_bits
 
 MEAN, SHAPE = 0.1, (1, 4, 4)
-STDS = torch.linspace(0.1, 0.4, 16, dtype=torch.float64)      # of the data, along the columns of TURN
+STDS = torch.linspace(0.1, 0.4, 16, dtype=torch.float64)  # of the data, along the columns of TURN
 TURN = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
 
 
@@ -18,7 +18,7 @@ def network(x, scaled):
     """E[eps - x_start | x_t]: a linear map whose matrix is full, so that one probe does not see its divergence."""
     t = scaled.view(-1, 1) / 1000
     centered = (x.flatten(1) - (1 - t) * MEAN) @ TURN
-    velocity = (t - (1 - t) * STDS ** 2) / (((1 - t) * STDS) ** 2 + t ** 2) * centered
+    velocity = (t - (1 - t) * STDS**2) / (((1 - t) * STDS) ** 2 + t**2) * centered
     return (velocity @ TURN.T - MEAN).view_as(x)
 
 
@@ -47,10 +47,12 @@ def test_a_field_that_one_probe_sees_through():
     """Oracle: the same density with independent pixels, sample by sample: the squares of signs are 1, so that a
     divergence without mixed terms is estimated without error.
     """
+
     def alone(x, scaled):
         t = scaled.view(-1, 1) / 1000
-        factor = (t - (1 - t) * STDS ** 2) / (((1 - t) * STDS) ** 2 + t ** 2)
+        factor = (t - (1 - t) * STDS**2) / (((1 - t) * STDS) ** 2 + t**2)
         return (factor * (x.flatten(1) - (1 - t) * MEAN) - MEAN).view_as(x)
+
     keys, levels = rng.keys(0, 1, torch.arange(4)), torch.linspace(100, 160, 64, dtype=torch.float64).round()
     x = levels[torch.randperm(64, generator=torch.Generator().manual_seed(2))].view(4, *SHAPE) / 127.5 - 1
     continuous = x + 2 / 255 * (rng.uniform(keys, "dequantize", SHAPE).double() - 0.5)
@@ -64,11 +66,14 @@ def test_a_field_that_one_probe_sees_through():
 def test_calls_and_keys(num_calls):
     """Oracle: two calls a step, one step at least, 100 by default; a sample's figure does not depend on its batch."""
     calls = []
+
     def counted(x, t):
         calls.append(len(x))
         return network(x, t)
+
     keys, x = rng.keys(0, 0, torch.arange(3)), torch.zeros(3, *SHAPE, dtype=torch.float64)
     whole = measured_bits(FlowMatching(), counted, x, keys, num_calls)["bits_per_dim"]
     assert calls == [3] * ({None: 100, 1: 2, 2: 2, 11: 10}[num_calls])
-    torch.testing.assert_close(measured_bits(FlowMatching(), counted, x[1:2], keys[1:2], num_calls)["bits_per_dim"],
-                               whole[1:2])
+    torch.testing.assert_close(
+        measured_bits(FlowMatching(), counted, x[1:2], keys[1:2], num_calls)["bits_per_dim"], whole[1:2]
+    )

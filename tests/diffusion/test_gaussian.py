@@ -30,9 +30,11 @@ def chain(**kwargs):
 def network_of(diffusion, seed=3):
     """A fixed random "network": what it says depends on x_t smoothly."""
     weights = randn(seed, (2, SHAPE[1] * (1 + diffusion.learns_variance), 1, 1))
+
     def network(x, t):
         double = torch.cat((x, x), dim=1) if diffusion.learns_variance else x
         return torch.tanh(double * weights[0] + weights[1])
+
     return network
 
 
@@ -67,8 +69,7 @@ def test_q_sample_and_posterior(data):
     x_t = diffusion.q_sample(x_start, t, noise)
     torch.testing.assert_close(x_t, a.sqrt() * x_start + (1 - a).sqrt() * noise)
     mean, log_variance = diffusion.q_posterior(x_start, x_t, t)
-    torch.testing.assert_close(
-        mean, (p.sqrt() * b * x_start + (1 - b).sqrt() * (1 - p) * x_t) / (1 - a))
+    torch.testing.assert_close(mean, (p.sqrt() * b * x_start + (1 - b).sqrt() * (1 - p) * x_t) / (1 - a))
     torch.testing.assert_close(mean[0], x_start[0])
     torch.testing.assert_close(log_variance[1:], (b * (1 - p) / (1 - a)).log()[1:])
     assert torch.equal(diffusion.q_posterior(x_start, x_t, t * 0)[1], diffusion.q_posterior(x_start, x_t, t * 0 + 1)[1])
@@ -98,7 +99,10 @@ def test_bound(data, prediction, variance):
     x_t = diffusion.q_sample(x_start, t, noise)
     mean, log_variance, _ = diffusion.p_mean_variance(network, x_t, t)
     true_mean, true_log = diffusion.q_posterior(x_start, x_t, t)
-    normal = lambda mean, log: torch.distributions.Normal(mean, (0.5 * log).exp().expand_as(mean))
+
+    def normal(mean, log):
+        return torch.distributions.Normal(mean, (0.5 * log).exp().expand_as(mean))
+
     kl = torch.distributions.kl_divergence(normal(true_mean, true_log), normal(mean, log_variance))
     nll = -likelihood.discretized_log_likelihood(x_start, mean, 0.5 * log_variance)
     expected = torch.where(t.view(-1, 1, 1, 1) == 0, nll, kl).flatten(1).mean(1) / math.log(2)
@@ -153,7 +157,7 @@ def test_expm1():
     ends = torch.tensor([-torch.inf, 1000.0, torch.inf, torch.nan])
     assert torch.equal(likelihood.expm1(ends)[:3], torch.tensor([-1, torch.inf, torch.inf]))
     assert bool(likelihood.expm1(ends)[3].isnan())
-    assert likelihood.expm1(torch.ones(2, device="meta")).shape == (2,)              # no value of a device is read
+    assert likelihood.expm1(torch.ones(2, device="meta")).shape == (2,)  # no value of a device is read
     few = torch.tensor([-3.0, -1e-3, 0.0, 0.5], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(likelihood.expm1, few) and torch.autograd.gradgradcheck(likelihood.expm1, few)
 
@@ -167,15 +171,22 @@ def test_discretized_likelihood_sums_to_one():
 
 
 def test_discretized_likelihood_is_a_gaussians():
-    """Oracle: torch's normal distribution at the upper end of each level but the last; the tanh is within 3e-4 of it."""
-    levels, scales = torch.linspace(-1, 1, 256, dtype=torch.float64)[:, None], torch.tensor([[-2.0, -1.0, 0.5]]).double()
+    """Oracle: torch's normal distribution at the upper end of each level but the last; the tanh is
+    within 3e-4 of it.
+    """
+    levels, scales = (
+        torch.linspace(-1, 1, 256, dtype=torch.float64)[:, None],
+        torch.tensor([[-2.0, -1.0, 0.5]]).double(),
+    )
     below = likelihood.discretized_log_likelihood(levels, torch.tensor([[-0.5, 0.1, 0.7]]), scales).exp().cumsum(0)
     exact = torch.special.ndtr((levels + 1 / 255 - torch.tensor([[-0.5, 0.1, 0.7]])) / scales.exp())
     assert float((below - exact)[:-1].abs().max()) < 3e-4
 
 
 def test_the_least_likelihood():
-    """Oracle: by hand: a level that is impossible in float32 has the probability 1e-12, as where bits were published."""
+    """Oracle: by hand: a level that is impossible in float32 has the probability 1e-12, as where
+    bits were published.
+    """
     x = torch.tensor([-1.0, 0.0, 1.0])
     found = likelihood.discretized_log_likelihood(x, -x.sign() + (x == 0), torch.full((3,), -9.0))
     assert found.tolist() == pytest.approx([math.log(1e-12)] * 3)
@@ -187,8 +198,9 @@ def test_float32_agrees_with_float64(data):
     diffusion = GaussianDiffusion(schedule.betas("linear", 1000))
     t = torch.tensor([0, 1, 400, 998, 999])
     network = network_of(diffusion)
-    single = diffusion.training_losses(lambda x, times: network(x.double(), times).float(), x_start.float(), t,
-                                       noise.float())
+    single = diffusion.training_losses(
+        lambda x, times: network(x.double(), times).float(), x_start.float(), t, noise.float()
+    )
     for name, term in diffusion.training_losses(network, x_start, t, noise).items():
         torch.testing.assert_close(single[name].double(), term, rtol=1e-4, atol=1e-6)
 
@@ -197,9 +209,11 @@ def test_network_sees_the_original_timesteps(data):
     """Oracle: the map of the respacing; with rescaling, t * 1000 / T of the original chain."""
     x_start, _, noise = data
     seen = []
+
     def network(x, t):
         seen.append(t)
         return torch.cat((x, x), dim=1)
+
     for rescale in (False, True):
         diffusion = chain(rescale_timesteps=rescale).respaced("5")
         diffusion.training_losses(network, x_start, torch.arange(5), noise)
@@ -213,8 +227,9 @@ def test_bits_per_dim_of_a_perfect_network(data):
     x_start, _, noise = data
     diffusion = chain(prediction="x_start", variance="fixed_small")
     shown = []
-    terms = diffusion.bits_per_dim(lambda x, t: x_start, x_start, lambda i: noise,
-                                   progress=lambda steps: (shown.append(s) or s for s in steps))
+    terms = diffusion.bits_per_dim(
+        lambda x, t: x_start, x_start, lambda i: noise, progress=lambda steps: (shown.append(s) or s for s in steps)
+    )
     assert shown == list(range(49, -1, -1)) and terms["vb"].shape == (5, 50)
     assert float(terms["vb"][:, :-1].abs().max()) < 1e-12 and float(terms["mse"].max()) < 1e-12
     torch.testing.assert_close(terms["total"], terms["vb"].sum(1) + terms["prior"])

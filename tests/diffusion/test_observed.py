@@ -8,15 +8,18 @@ from dstrain.diffusion.timesteps import LossSecondMomentSampler
 from dstrain.distributed import group
 from tests.support import gloo
 
-STEPS, ROWS, TIMESTEPS = 6, 96, 5                 # 96 losses a step meet 5 timesteps: order decides what is kept
+STEPS, ROWS, TIMESTEPS = 6, 96, 5  # 96 losses a step meet 5 timesteps: order decides what is kept
 
 
 def seen(step: int) -> dict[str, Tensor]:
     """What all ranks together meet in a step, in the order of the global batch, (ROWS, ...) each."""
     generator = torch.Generator().manual_seed(step)
-    return {"position": torch.arange(ROWS), "t": torch.randint(0, TIMESTEPS, (ROWS,), generator=generator),
-            "loss": torch.rand(ROWS, generator=generator) + 0.1,
-            "pair": torch.randn(ROWS, 2, generator=generator).bfloat16()}
+    return {
+        "position": torch.arange(ROWS),
+        "t": torch.randint(0, TIMESTEPS, (ROWS,), generator=generator),
+        "loss": torch.rand(ROWS, generator=generator) + 0.1,
+        "pair": torch.randn(ROWS, 2, generator=generator).bfloat16(),
+    }
 
 
 def share(rank: int, world: int, step: int) -> list[dict[str, Tensor]]:

@@ -44,8 +44,17 @@ def test_a_pipeline_of_ours(tmp_path):
     """Oracle: diffusers itself, which takes the class from the folder's own file; the JSON module for the index, whose
     earlier entries stay.
     """
-    unet = UNet2DModel(8, 1, 1, layers_per_block=1, block_out_channels=(8,), norm_num_groups=4, num_class_embeds=2,
-                       down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",))
+    unet = UNet2DModel(
+        8,
+        1,
+        1,
+        layers_per_block=1,
+        block_out_channels=(8,),
+        norm_num_groups=4,
+        num_class_embeds=2,
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+    )
     diffusion = GaussianDiffusion(schedule.betas("cosine", 10), variance="fixed_small")
     scheduler = DDPMScheduler(**scheduler_arguments(diffusion, "cosine", clip=True))
     save_pipeline(ConditionalUNetPipeline(unet, scheduler), tmp_path)

@@ -10,7 +10,7 @@ from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion
 
-MEAN, STD = 0.3, 0.2                              # of the data: a Gaussian
+MEAN, STD = 0.3, 0.2  # of the data: a Gaussian
 
 
 def chain(count, **kwargs):
@@ -21,9 +21,11 @@ def chain(count, **kwargs):
 def optimal(diffusion):
     """E[eps | x_t] for Gaussian data: x_t is Gaussian, too."""
     table = torch.cumprod(1 - schedule.betas("linear", 1000), 0)
+
     def network(x, t):
         a = table[t].view(-1, 1)
-        return (1 - a).sqrt() * (x - a.sqrt() * MEAN) / (a * STD ** 2 + 1 - a)
+        return (1 - a).sqrt() * (x - a.sqrt() * MEAN) / (a * STD**2 + 1 - a)
+
     return network
 
 
@@ -46,8 +48,10 @@ def test_gaussian_data(sampler):
 def test_ddim_with_eta_one_is_ancestral():
     """Oracle: the ancestral chain with the posterior's variance (Song et al. 2020, section 4.1)."""
     diffusion, noise = chain(50), lambda i: randn(i + 1)
-    torch.testing.assert_close(samplers.ddim(diffusion, optimal(diffusion), randn(0), noise, eta=1.0),
-                               samplers.ancestral(diffusion, optimal(diffusion), randn(0), noise))
+    torch.testing.assert_close(
+        samplers.ddim(diffusion, optimal(diffusion), randn(0), noise, eta=1.0),
+        samplers.ancestral(diffusion, optimal(diffusion), randn(0), noise),
+    )
 
 
 def test_encode_inverts_ddim():
@@ -61,7 +65,10 @@ def test_encode_inverts_ddim():
 def test_clipping():
     """Oracle: the range of pixels."""
     diffusion = chain(20)
-    wild = lambda x, t: 3 * x
+
+    def wild(x, t):
+        return 3 * x
+
     out = samplers.ddim(diffusion, wild, randn(0, (64, 1)), clip_denoised=True)
     assert float(out.abs().max()) <= 1 + 1e-9
 
@@ -76,10 +83,12 @@ def test_latents_are_not_clipped():
         for name in ("ddpm", "ddim", "dpm++"):
             out = samplers.sample(diffusion, network, x, noise, name, timesteps, **clip)
             torch.testing.assert_close(out, torch.full_like(x, end))
-        for out in (samplers.ancestral(diffusion, network, x, noise, **clip),
-                    samplers.ddim(diffusion, network, x, **clip),
-                    samplers.ChainDenoiser(diffusion, network, **clip)(x, samplers.Level(1.0, 0.0, 5)),
-                    diffusion.p_mean_variance(network, x, torch.full((8,), 5), **clip)[2]):
+        for out in (
+            samplers.ancestral(diffusion, network, x, noise, **clip),
+            samplers.ddim(diffusion, network, x, **clip),
+            samplers.ChainDenoiser(diffusion, network, **clip)(x, samplers.Level(1.0, 0.0, 5)),
+            diffusion.p_mean_variance(network, x, torch.full((8,), 5), **clip)[2],
+        ):
             torch.testing.assert_close(out, torch.full_like(x, end))
         encoded = samplers.encode_ddim(diffusion, network, x, **clip)
         decoded = samplers.ddim(diffusion, network, encoded, **clip)
@@ -91,10 +100,14 @@ def test_latents_are_not_clipped():
 def test_noise_and_calls():
     """Oracle: one draw and one call a step, in order, also at t = 0; no draw where eta is 0."""
     diffusion, drawn, called = chain(5), [], []
+
     def network(x, t):
         called.append((tuple(x.shape), t.unique().tolist()))
         return x * 0
-    noise = lambda i: drawn.append(i) or randn(i, (3, 1))
+
+    def noise(i):
+        return drawn.append(i) or randn(i, (3, 1))
+
     samplers.ancestral(diffusion, network, randn(0, (3, 1)), noise)
     assert drawn == list(range(5)) and called == [((3, 1), [t]) for t in (999, 749, 500, 250, 0)]
     samplers.ddim(diffusion, network, randn(0, (3, 1)), noise)
@@ -106,11 +119,16 @@ def test_noise_and_calls():
 @pytest.mark.parametrize("channels", [None, 3])
 def test_guidance(channels):
     """Oracle: the formula, written out: null + scale (conditional - null) on the guided channels."""
-    out = lambda x, y: torch.cat((x * (1 + y.view(-1, 1, 1, 1)), x - y.view(-1, 1, 1, 1)), dim=1)
+
+    def out(x, y):
+        return torch.cat((x * (1 + y.view(-1, 1, 1, 1)), x - y.view(-1, 1, 1, 1)), dim=1)
+
     calls = []
+
     def network(x, t, y):
         calls.append(len(x))
         return out(x, y)
+
     x, y, null = randn(0, (2, 4, 2, 2)), torch.tensor([1.0, 2.0]), torch.tensor([5.0, 5.0])
     found = samplers.guided(network, {"y": y}, {"y": null}, 4.0, channels)(x, torch.zeros(2))
     count = channels or 4
@@ -126,15 +144,24 @@ def test_bfloat16_network():
     diffusion = chain(5)
     network = samplers.guided(lambda x, t, y: x.bfloat16(), {"y": torch.ones(2)}, {"y": torch.zeros(2)}, 2.0)
     assert samplers.ddim(diffusion, network, randn(0, (2, 1)).float()).dtype == torch.float32
-    assert math.isfinite(float(samplers.ancestral(diffusion, network, randn(0, (2, 1)).float(),
-                                                  lambda i: randn(i, (2, 1)).float()).sum()))
+    assert math.isfinite(
+        float(
+            samplers.ancestral(diffusion, network, randn(0, (2, 1)).float(), lambda i: randn(i, (2, 1)).float()).sum()
+        )
+    )
 
 
 def test_guidance_is_rescaled():
     """Oracle: Lin et al. 2023, Equations 15 and 16, by numpy, sample by sample."""
-    network = lambda x, t, y: x * y.view(-1, 1, 1, 1)
+
+    def network(x, t, y):
+        return x * y.view(-1, 1, 1, 1)
+
     x, y, null = randn(0, (2, 4, 3, 3)), torch.tensor([1.0, 2.0]), torch.tensor([0.5, 3.0])
-    rescaled = lambda share: samplers.guided(network, {"y": y}, {"y": null}, 5.0, rescale=share)(x, torch.zeros(2))
+
+    def rescaled(share):
+        return samplers.guided(network, {"y": y}, {"y": null}, 5.0, rescale=share)(x, torch.zeros(2))
+
     plain, strong = network(x, None, y).numpy(), rescaled(0.0).numpy()
     for sample in range(2):
         ratio = plain[sample].std() / strong[sample].std()
@@ -147,18 +174,28 @@ def test_guidance_is_rescaled():
 def test_guidance_interval(sampler, guide):
     """Oracle: the noise levels of the timesteps that are called: the outputs, and the samples of each call, there."""
     diffusion, guided_at, calls = GaussianDiffusion(schedule.betas("linear", 1000), variance="fixed_small"), {}, {}
+
     def counted(network):
         def call(x, t, **conditions):
             calls[int(t[0])] = calls.get(int(t[0]), 0) + len(x)
             return network(x, t, **conditions)
+
         return call
-    network = samplers.guided(counted(lambda x, t, y: 0 * x + y.view(-1, 1)), {"y": torch.ones(3)},
-                              {"y": torch.zeros(3)}, 3.0, guide=guide and counted(guide),
-                              active=samplers.within((0.2, 5.0), diffusion.noise_of))
+
+    network = samplers.guided(
+        counted(lambda x, t, y: 0 * x + y.view(-1, 1)),
+        {"y": torch.ones(3)},
+        {"y": torch.zeros(3)},
+        3.0,
+        guide=guide and counted(guide),
+        active=samplers.within((0.2, 5.0), diffusion.noise_of),
+    )
+
     def watched(x, t):
         out = network(x, t)
         guided_at[int(t[0])] = float(out[0])
         return out
+
     timesteps = samplers.timesteps_of(diffusion, sampler, 10, "trailing")
     samplers.sample(diffusion, watched, randn(0, (3, 1)), None, sampler, timesteps)
     alphas = torch.cumprod(1 - schedule.betas("linear", 1000), 0)
@@ -169,7 +206,8 @@ def test_guidance_interval(sampler, guide):
 
 @pytest.mark.parametrize("rescaled", [False, True])
 def test_the_noise_of_a_chain(rescaled):
-    """Oracle: the definition, sigma / alpha of the betas' products, at every time as the network of the chain sees it.
+    """Oracle: the definition, sigma / alpha of the betas' products, at every time as the network
+    of the chain sees it.
     """
     betas = schedule.betas("cosine", 400)
     diffusion, kept = GaussianDiffusion(betas, rescale_timesteps=rescaled), torch.cumprod(1 - betas, 0)
@@ -181,16 +219,23 @@ def test_the_noise_of_a_chain(rescaled):
 
 def test_guidance_where_a_batch_lies_on_both_sides():
     """Oracle: by hand: samples within the interval are guided, and their neighbours outside it are not."""
-    network = samplers.guided(lambda x, t, y: 0 * x + y.view(-1, 1), {"y": torch.ones(2)}, {"y": torch.zeros(2)}, 3.0,
-                              active=lambda x, t: (t > 5).view(-1, 1))
+    network = samplers.guided(
+        lambda x, t, y: 0 * x + y.view(-1, 1),
+        {"y": torch.ones(2)},
+        {"y": torch.zeros(2)},
+        3.0,
+        active=lambda x, t: (t > 5).view(-1, 1),
+    )
     assert network(randn(0, (2, 1)), torch.tensor([3, 9])).flatten().tolist() == [1.0, 3.0]
 
 
 def test_autoguidance():
     """Oracle: Karras et al. 2024, Equation 3: weak + scale (strong - weak), both with the labels, each called once."""
     calls = []
+
     def of(factor, channels):
         return lambda x, t, y: calls.append(len(x)) or (factor * x * y.view(-1, 1)).repeat(1, channels)
+
     x, y = randn(0, (3, 2)), torch.tensor([1.0, 2.0, 3.0])
     out = samplers.guided(of(1.0, 2), {"y": y}, {"y": y * 0}, 2.5, guide=of(0.2, 1))(x, torch.zeros(3))
     conditional = x * y.view(-1, 1)
@@ -219,7 +264,7 @@ def test_karras_spacing(name, count):
         sigma = diffusion.tables["sqrt_recipm1_alphas_cumprod"].numpy()
         low, high = sigma[0] ** (1 / 7), min(80.0, sigma[-1]) ** (1 / 7)
         expected = [(low + i / 8 * (high - low)) ** 7 for i in range(9)]
-        for t, value in list(zip(found, expected))[4:-1]:                 # below the chain is coarser
+        for t, value in list(zip(found, expected))[4:-1]:  # below the chain is coarser
             assert abs(math.log(sigma[t] / value)) <= max(abs(math.log(sigma[t] / sigma[t + step])) for step in (-1, 1))
 
 
@@ -236,8 +281,13 @@ def test_few_steps():
     """
     diffusion = GaussianDiffusion(schedule.betas("linear", 1000), variance="fixed_small")
     noise = diffusion.tables["sqrt_recipm1_alphas_cumprod"].numpy()
-    for sampler, calls, visited in (("dpm++", 2, [499, 999]), ("unipc", 3, [332, 666, 999]), ("heun", 3, [499, 999]),
-                                    ("edm", 4, [499, 999]), ("dpm++sde", 5, [199, 399, 599, 799, 999])):
+    for sampler, calls, visited in (
+        ("dpm++", 2, [499, 999]),
+        ("unipc", 3, [332, 666, 999]),
+        ("heun", 3, [499, 999]),
+        ("edm", 4, [499, 999]),
+        ("dpm++sde", 5, [199, 399, 599, 799, 999]),
+    ):
         assert samplers.timesteps_of(diffusion, sampler, calls) == visited
     assert samplers.timesteps_of(diffusion, "dpm++", 6) == samplers.timesteps_of(diffusion, "dpm++", 6, "karras")
     low, high = noise[0] ** (1 / 7), 80 ** (1 / 7)
@@ -245,9 +295,11 @@ def test_few_steps():
         *inner, last = samplers.timesteps_of(diffusion, "dpm++", count, "karras")
         expected = [(low + i / count * (high - low)) ** 7 for i in range(1, count)]
         assert last == 999 and noise[inner] == pytest.approx(expected, rel=0.02)
+
     def error(timesteps):
         out = samplers.sample(diffusion, optimal(diffusion), randn(0), None, "dpm++", timesteps)
         return float((out - MEAN - STD * randn(0)).square().mean().sqrt()) / STD
+
     for count in (2, 3):
         for spacing in (None, "karras"):
             timesteps = samplers.timesteps_of(diffusion, "dpm++", count, spacing)
@@ -292,10 +344,12 @@ def test_the_level_nearest():
 def test_wrong_choices():
     """Oracle: one line that names the value and what there is."""
     diffusion = chain(1000)
-    for call, words in ((lambda: samplers.timesteps_of(diffusion, "ddim", 5, "karas"), "spacing=karas is none of"),
-                        (lambda: samplers.timesteps_of(diffusion, "dpm++", 1001), "1001 is not between 1 and the 1000"),
-                        (lambda: samplers.sample(diffusion, None, randn(0), None, "unipc", [0], 0.5), "eta=0.5.*unipc"),
-                        (lambda: samplers.invert(diffusion, None, randn(0), "ddpm", [0]), "sampler=ddpm cannot be inv"),
-                        (lambda: samplers.invert(diffusion, None, randn(0), "ddim", [0], 0.5), "ddim, eta=0.5 cannot")):
+    for call, words in (
+        (lambda: samplers.timesteps_of(diffusion, "ddim", 5, "karas"), "spacing=karas is none of"),
+        (lambda: samplers.timesteps_of(diffusion, "dpm++", 1001), "1001 is not between 1 and the 1000"),
+        (lambda: samplers.sample(diffusion, None, randn(0), None, "unipc", [0], 0.5), "eta=0.5.*unipc"),
+        (lambda: samplers.invert(diffusion, None, randn(0), "ddpm", [0]), "sampler=ddpm cannot be inv"),
+        (lambda: samplers.invert(diffusion, None, randn(0), "ddim", [0], 0.5), "ddim, eta=0.5 cannot"),
+    ):
         with pytest.raises(ValueError, match=words):
             call()

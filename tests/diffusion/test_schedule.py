@@ -27,8 +27,15 @@ def test_spacing_of_everything_and_of_lists():
     assert schedule.space_timesteps(300, [10, 15, 20]) == SPACED["300:10,15,20"]
 
 
-@pytest.mark.parametrize("spec, words", [("11", "11 timesteps of section 0: ask for 1 to its 10"), ("ddim7", "ddim7"), ("0", "0 timesteps of section 0"),
-                                         ("6,4", "6 timesteps of section 0: ask for 1 to its 5")])
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("11", "11 timesteps of section 0: ask for 1 to its 10"),
+        ("ddim7", "ddim7"),
+        ("0", "0 timesteps of section 0"),
+        ("6,4", "6 timesteps of section 0: ask for 1 to its 5"),
+    ],
+)
 def test_impossible_spacing(spec, words):
     """Oracle: a ValueError with both numbers."""
     with pytest.raises(ValueError, match=words):
@@ -40,7 +47,10 @@ def test_impossible_spacing(spec, words):
 def test_even_spec():
     """Oracle: 10 timesteps have a stride for 5 and none for 7."""
     assert [schedule.even_spec(10, count, strided) for count, strided in ((5, True), (7, True), (5, False))] == [
-        "ddim5", "7", "5"] and schedule.even_spec(10, 5) == "5"
+        "ddim5",
+        "7",
+        "5",
+    ] and schedule.even_spec(10, 5) == "5"
     for count in (0, 11):
         with pytest.raises(ValueError, match=f"{count} is not between 1 and the 10"):
             schedule.even_spec(10, count)
@@ -59,7 +69,10 @@ def test_cosine_is_the_papers():
     0.999.
     """
     for steps in (10, 1000):
-        f = lambda t: math.cos((t / steps + 0.008) / 1.008 * math.pi / 2) ** 2
+
+        def f(t):
+            return math.cos((t / steps + 0.008) / 1.008 * math.pi / 2) ** 2
+
         expected = [min(1 - f(t) / f(t - 1), 0.999) for t in range(1, steps + 1)]
         assert schedule.betas("cosine", steps).tolist() == pytest.approx(expected, rel=1e-9)
         kept = torch.cumprod(1 - schedule.betas("cosine", steps), 0)[:-1]
@@ -80,7 +93,7 @@ def test_every_beta_of_the_others():
         "jsd": [1 / (20 - t) for t in range(20)],
     }
     for name, values in expected.items():
-        if name != "linear":                      # 50 * 0.02 is 1, and rounding may lie above
+        if name != "linear":  # 50 * 0.02 is 1, and rounding may lie above
             assert schedule.betas(name, 20).tolist() == pytest.approx(values, rel=1e-12), name
     for steps in (1000, 250):
         line = [(1e-4 + t / (steps - 1) * (0.02 - 1e-4)) * 1000 / steps for t in range(steps)]
@@ -97,7 +110,7 @@ def test_closed_forms():
     assert quad[5] == pytest.approx(((math.sqrt(1e-4) + math.sqrt(0.02)) / 2) ** 2)
     for name, length in (("warmup10", 2), ("warmup50", 10)):
         warmup = schedule.betas(name, 20)
-        assert warmup[0] == pytest.approx(1e-4) and bool((warmup[length - 1:] == 0.02).all())
+        assert warmup[0] == pytest.approx(1e-4) and bool((warmup[length - 1 :] == 0.02).all())
     assert schedule.betas("const", 3).tolist() == [0.02] * 3
     torch.testing.assert_close(schedule.betas("jsd", 4), torch.tensor([1 / 4, 1 / 3, 1 / 2, 1], dtype=torch.float64))
 
@@ -110,7 +123,7 @@ def test_those_of_the_prior():
         for t in (0, 1, steps // 3, steps - 1):
             part = t / (steps - 1)
             root = math.sqrt(begin) + part * (math.sqrt(end) - math.sqrt(begin))
-            assert quadratic[t] == pytest.approx(root ** 2)
+            assert quadratic[t] == pytest.approx(root**2)
             assert sigmoid[t] == pytest.approx(begin + (end - begin) / (1 + math.exp(6 - 12 * part)))
     torch.testing.assert_close(schedule.betas("quadratic", 1000), schedule.betas("quad", 1000))
 
@@ -120,7 +133,7 @@ def test_respaced_marginals(name):
     """Oracle: alphas_cumprod of the full chain at the kept timesteps."""
     betas = schedule.betas(name, 100)
     kept = schedule.space_timesteps(100, "7")
-    if name == "jsd":                             # whose last beta is 1
+    if name == "jsd":  # whose last beta is 1
         kept = kept[:-1]
     ours = torch.cumprod(1 - schedule.respace(betas, kept), dim=0)
     torch.testing.assert_close(ours, torch.cumprod(1 - betas, dim=0)[kept])
@@ -136,8 +149,8 @@ def test_noise_levels_of_edm():
 
 
 def test_a_chain_coarser_than_its_spacing():
-    """Oracle: by hand: the levels 0.001, 0.13, 2.2, 17, 80 of Equation 5 lie nearest to timesteps 0, 1, 1, 2, 8, and the
-    last step is 8 once more: those that fall together take the next free one, or at the end the one before.
+    """Oracle: by hand: the levels 0.001, 0.13, 2.2, 17, 80 of Equation 5 lie nearest to timesteps 0, 1, 1, 2, 8, and
+    the last step is 8 once more: those that fall together take the next free one, or at the end the one before.
     """
     assert schedule.spaced([0.001, 10, 20, 30, 40, 50, 60, 70, 80], 6, "karras") == [0, 1, 2, 3, 7, 8]
 

@@ -1,5 +1,6 @@
 """Solvers on Gaussian data, whose score and probability flow are known in closed form, and against diffusers' own."""
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from dstrain.diffusion import flow, samplers
 from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.solvers import ETAS, SOLVERS, Level, eta_of, solve, steps_of
 
-MEAN, STD = 0.3, 0.2                              # of the data
+MEAN, STD = 0.3, 0.2  # of the data
 CHAIN = GaussianDiffusion(torch.linspace(1e-4, 0.02, 700), prediction="x_start", variance="fixed_small")
 
 
@@ -33,7 +34,7 @@ class Exact:
 
 
 def denoised(x, alpha, sigma):
-    return MEAN + alpha * STD ** 2 / (alpha ** 2 * STD ** 2 + sigma ** 2) * (x - alpha * MEAN)
+    return MEAN + alpha * STD**2 / (alpha**2 * STD**2 + sigma**2) * (x - alpha * MEAN)
 
 
 def on_path(z, level):
@@ -48,23 +49,25 @@ def levels_of(steps, first=7.4, last=0.135):
 def predict(t, x):
     """The same at a timestep of CHAIN, in the sample's precision."""
     alpha = float(CHAIN.tables["sqrt_alphas_cumprod"][t])
-    return denoised(x, alpha, math.sqrt(1 - alpha ** 2))
+    return denoised(x, alpha, math.sqrt(1 - alpha**2))
 
 
 @pytest.mark.parametrize("solver, order", [("ddim", 1), ("dpm++", 2), ("heun", 2), ("unipc", 3)])
 def test_orders(solver, order):
     """Oracle: the probability flow of a Gaussian in closed form; halving the steps divides the error by 2^order."""
+
     def error(steps):
         levels, z = levels_of(steps), randn(0)
         x = on_path(z, levels[0])
-        if solver == "ddim":                      # a chain of single steps, each without memory, is the first order
-            for pair in zip(levels, levels[1:]):
+        if solver == "ddim":  # a chain of single steps, each without memory, is the first order
+            for pair in itertools.pairwise(levels):
                 x = SOLVERS["dpm++"](Exact(), pair, x, None)
         else:
             x = SOLVERS[solver](Exact(), levels, x, None)
         return float((x - on_path(z, levels[-1])).abs().max())
+
     errors = [error(steps) for steps in (40, 80, 160)]
-    for coarse, fine in zip(errors, errors[1:]):
+    for coarse, fine in itertools.pairwise(errors):
         assert math.log2(coarse / fine) == pytest.approx(order, abs=0.25)
 
 
@@ -73,9 +76,11 @@ def test_stochastic_solvers_keep_the_distribution(solver, eta):
     """Oracle: mean and deviation of the data, within what 20,000 samples and 100 steps leave."""
     levels = [*levels_of(100, 30.0, 0.01), Level.data()]
     drawn = []
+
     def noise(i):
         drawn.append(i)
         return randn(i + 1, (20000, 1))
+
     out = solve(solver, Exact(), levels, on_path(randn(0, (20000, 1)), levels[0]), noise, eta)
     assert float(out.mean()) == pytest.approx(MEAN, abs=0.006)
     assert float(out.std()) == pytest.approx(STD, rel=0.03)
@@ -93,13 +98,15 @@ def test_the_range_of_added_noise(first, adds):
 
 def test_no_noise_without_a_higher_level():
     """Oracle: the same algorithm without noise, where the network knows no level above the step's own."""
+
     class Coarse(Exact):
         def nearest(self, s):
             return levels[0]
+
     levels = levels_of(1)
     x = on_path(randn(0), levels[0])
     plain = solve("heun", Exact(), levels, x, None, 0.0)
-    assert torch.equal(solve("edm", Coarse(), levels, x, None, 1.0), plain)            # there is no noise to call
+    assert torch.equal(solve("edm", Coarse(), levels, x, None, 1.0), plain)  # there is no noise to call
 
 
 @pytest.mark.parametrize("first, calls", [(160.0, 2), (160.1, 1)])
@@ -118,17 +125,20 @@ def test_ends_of_the_signal():
 
 @pytest.mark.parametrize("count, eta", [(12, 1.0), (150, 1.0), (150, 0.5)])
 def test_edm_is_algorithm_2(count, eta):
-    """Oracle: Karras et al. 2022, Algorithm 2, written out in their variables, y = x / alpha; eta times their S_churn of
-    40, up to a gamma of sqrt(2) - 1.
+    """Oracle: Karras et al. 2022, Algorithm 2, written out in their variables, y = x / alpha; eta times their S_churn
+    of 40, up to a gamma of sqrt(2) - 1.
     """
     levels, model = [*levels_of(count, 60.0, 0.02), Level.data()], Exact()
     x = randn(0)
     y, steps = x / levels[0].alpha, len(levels) - 1
-    exact = lambda y, s: denoised(y, 1.0, s)
-    for i, (s, following) in enumerate((a.s, b.s) for a, b in zip(levels, levels[1:])):
+
+    def exact(y, s):
+        return denoised(y, 1.0, s)
+
+    for i, (s, following) in enumerate((a.s, b.s) for a, b in itertools.pairwise(levels)):
         gamma = min(eta * 40 / steps, math.sqrt(2) - 1) if 0.05 <= s <= 50 else 0.0
         raised = s + gamma * s
-        y = y + math.sqrt(raised ** 2 - s ** 2) * randn(i + 1)
+        y = y + math.sqrt(raised**2 - s**2) * randn(i + 1)
         slope = (y - exact(y, raised)) / raised
         ahead = y + (following - raised) * slope
         if following:
@@ -137,15 +147,25 @@ def test_edm_is_algorithm_2(count, eta):
     torch.testing.assert_close(solve("edm", model, levels, x, lambda i: randn(i + 1), eta), y)
 
 
-@pytest.mark.parametrize("solver, scheduler, options", [
-    ("dpm++", DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++"}),
-    ("dpm++sde", DPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++"}),
-    ("unipc", UniPCMultistepScheduler, {"solver_type": "bh2"}), ("heun", HeunDiscreteScheduler, {})])
+@pytest.mark.parametrize(
+    "solver, scheduler, options",
+    [
+        ("dpm++", DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++"}),
+        ("dpm++sde", DPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++"}),
+        ("unipc", UniPCMultistepScheduler, {"solver_type": "bh2"}),
+        ("heun", HeunDiscreteScheduler, {}),
+    ],
+)
 @pytest.mark.parametrize("steps", [7, 20])
 def test_against_diffusers(solver, scheduler, options, steps):
     """Oracle: the scheduler of diffusers with the same betas, timesteps, noise and network."""
-    theirs = scheduler(700, trained_betas=torch.linspace(1e-4, 0.02, 700).tolist(), prediction_type="sample",
-                       timestep_spacing="trailing", **options)
+    theirs = scheduler(
+        700,
+        trained_betas=torch.linspace(1e-4, 0.02, 700).tolist(),
+        prediction_type="sample",
+        timestep_spacing="trailing",
+        **options,
+    )
     theirs.set_timesteps(steps)
     timesteps = samplers.timesteps_of(CHAIN, solver, 2 * steps - 1 if solver == "heun" else steps, "trailing")
     assert sorted({int(t) for t in theirs.timesteps}) == timesteps
@@ -153,7 +173,7 @@ def test_against_diffusers(solver, scheduler, options, steps):
     network, draws = lambda x, t: predict(int(t[0]), x), lambda i: randn(i + 1).float()
     ours = samplers.sample(CHAIN, network, x, draws, solver, timesteps)
     scale = x.new_tensor(float(theirs.init_noise_sigma)) if solver == "heun" else 1.0
-    if solver == "heun":                          # there the start has the deviation of the noise alone
+    if solver == "heun":  # there the start has the deviation of the noise alone
         x = x / CHAIN.tables["sqrt_alphas_cumprod"][timesteps[-1]].float() / scale
     x, drawn = x * scale, 0
     for t in theirs.timesteps:
@@ -170,15 +190,20 @@ def test_against_diffusers(solver, scheduler, options, steps):
 @pytest.mark.parametrize("spacing", [None, "leading", "trailing", "linspace", "karras"])
 def test_calls_of_a_chain(sampler, spacing):
     """Oracle: the number of calls that was asked for, or for two calls a step one or two fewer, whatever the data."""
+
     def calls(scale):
         times = []
+
         def network(x, t):
             times.extend(t.unique().tolist())
             return x * scale
-        x = samplers.sample(CHAIN, network, randn(0), lambda i: randn(i), sampler,
-                            samplers.timesteps_of(CHAIN, sampler, 15, spacing))
+
+        x = samplers.sample(
+            CHAIN, network, randn(0), lambda i: randn(i), sampler, samplers.timesteps_of(CHAIN, sampler, 15, spacing)
+        )
         assert x.isfinite().all()
         return times
+
     times = calls(0.5)
     assert times == calls(-0.1) and len(times) == 15
 
@@ -188,10 +213,12 @@ def test_calls_of_a_chain(sampler, spacing):
 def test_samplers_of_a_flow(sampler, spacing):
     """Oracle: data that are MEAN + STD x for a flow without noise; mean and deviation with it; the number of calls."""
     count, calls = 20000 if sampler in ETAS else 64, []
+
     def velocity(x, scaled):
         t = scaled.view(-1, 1) / 1000
         calls.append(len(x))
-        return (t - (1 - t) * STD ** 2) / (((1 - t) * STD) ** 2 + t ** 2) * (x - (1 - t) * MEAN) - MEAN
+        return (t - (1 - t) * STD**2) / (((1 - t) * STD) ** 2 + t**2) * (x - (1 - t) * MEAN) - MEAN
+
     x, noise = randn(0, (count, 1)), lambda i: randn(i + 1, (count, 1))
     out = flow.FlowMatching().sample(velocity, x, noise, sampler, 101, spacing)
     assert len(calls) in (99, 100, 101)
@@ -214,10 +241,14 @@ def test_eta_of_a_flows_sde():
 def test_a_flow_is_inverted(sampler):
     """Oracle: the noise that was decoded; a coarser grid comes back less exactly."""
     process = flow.FlowMatching(shift=2.0)
-    velocity = lambda x, scaled: x * (0.5 - scaled.view(-1, 1) / 1000)
+
+    def velocity(x, scaled):
+        return x * (0.5 - scaled.view(-1, 1) / 1000)
+
     def error(count):
         x_start = process.sample(velocity, randn(0), None, sampler, count)
         return float((process.invert(velocity, x_start, sampler, count) - randn(0)).abs().max())
+
     assert error(200) < 0.02 and error(200) < error(50)
     with pytest.raises(ValueError, match="sampler=unipc cannot be inverted: take --sampler euler or heun"):
         process.invert(velocity, randn(0), "unipc", 9)

@@ -50,7 +50,7 @@ def test_append_equals_one_at_a_time(batches, length):
     for name, tensor in single.state_dict().items():
         assert torch.equal(tensor, state[name])
     for t, kept in enumerate(lists):
-        assert sorted(state["history"][t].tolist(), reverse=True)[:len(kept)] == sorted(kept, reverse=True)
+        assert sorted(state["history"][t].tolist(), reverse=True)[: len(kept)] == sorted(kept, reverse=True)
         assert min(int(state["seen"][t]), length) == len(kept)
 
 
@@ -62,7 +62,10 @@ def test_more_timesteps_than_short_integers_hold():
     state = sampler.state_dict()
     kept = {39_999: [5.0, 7.0], 32_768: [2.0, 6.0], 32_767: [0.0, 3.0], 0: [0.0, 4.0]}
     assert {t: sorted(state["history"][t].tolist()) for t in kept} == kept
-    assert float(state["history"].sum()) == sum(map(sum, kept.values())) and state["seen"][[39_999, 0]].tolist() == [3, 1]
+    assert float(state["history"].sum()) == sum(map(sum, kept.values())) and state["seen"][[39_999, 0]].tolist() == [
+        3,
+        1,
+    ]
 
 
 def test_uneven_split_changes_nothing():
@@ -76,19 +79,21 @@ def test_uneven_split_changes_nothing():
     assert torch.equal(whole.probabilities(), parts.probabilities())
 
 
-@pytest.mark.parametrize("make", [lambda: UniformSampler(1025), lambda: LossSecondMomentSampler(40),
-                                  lambda: filled(LossSecondMomentSampler(40, 4))])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: UniformSampler(1025), lambda: LossSecondMomentSampler(40), lambda: filled(LossSecondMomentSampler(40, 4))],
+)
 def test_inverse_distribution_and_weights(make):
     """Oracle: a fine grid of uniform numbers meets each t in proportion to p(t); weight * p(t) * T is 1."""
     sampler = make()
-    uniforms = (torch.arange(2 ** 20) + 0.5) / 2 ** 20
+    uniforms = (torch.arange(2**20) + 0.5) / 2**20
     t, weight = sampler.sample(uniforms)
     assert t.dtype == torch.int64 and weight.dtype == torch.float32
     shares = t.bincount(minlength=sampler.num_timesteps).double() / len(t)
     expected = sampler.probabilities() if isinstance(sampler, LossSecondMomentSampler) else 1 / sampler.num_timesteps
     assert float((shares - expected).abs().max()) < 1e-5
     assert float((weight.double() * (shares * sampler.num_timesteps)[t] - 1).abs().max()) < 0.02
-    ends, _ = sampler.sample(torch.tensor([0.0, 1 - 2 ** -24]))
+    ends, _ = sampler.sample(torch.tensor([0.0, 1 - 2**-24]))
     assert ends.tolist() == [0, sampler.num_timesteps - 1]
 
 
@@ -118,7 +123,7 @@ def test_probabilities(readable, monkeypatch):
     assert sampler.probabilities().tolist() == pytest.approx([1 / 3] * 3)
     t, weights = sampler.sample(torch.tensor([0.1, 0.5, 0.9]))
     assert t.tolist() == [0, 1, 2] and weights.tolist() == pytest.approx([1.0] * 3)
-    halves = LossSecondMomentSampler(2, 1).sample(torch.tensor([0.0, 0.5]))[0]      # where one ends, the next begins
+    halves = LossSecondMomentSampler(2, 1).sample(torch.tensor([0.0, 0.5]))[0]  # where one ends, the next begins
     assert halves.tolist() == [0, 1]
 
 
@@ -188,7 +193,7 @@ def test_accelerator_path_is_the_same(monkeypatch):
         torch.testing.assert_close(drawn[True][1], drawn[False][1], rtol=3e-7, atol=0)
         for name, kept in paths[True].state_dict().items():
             assert torch.equal(kept, paths[False].state_dict()[name])
-    assert int(paths[True].state_dict()["seen"].min()) > 8             # warm, and every ring has gone round
+    assert int(paths[True].state_dict()["seen"].min()) > 8  # warm, and every ring has gone round
 
 
 @pytest.mark.parametrize("make", [lambda: UniformSampler(9), lambda: filled(LossSecondMomentSampler(9, 4))])
@@ -211,21 +216,21 @@ def test_large_draws_search_as_small_ones(num_timesteps, spread):
     losses = np.exp(spread * draw.standard_normal(num_timesteps))
     sampler.observe(torch.arange(num_timesteps), torch.from_numpy(losses))
     ends = sampler.probabilities().cumsum(0)[:-1].numpy().astype(np.float32)
-    near = np.concatenate([np.nextafter(ends, 0), ends, np.nextafter(ends, 1), [0, 1 - 2 ** -24, 2 ** -30]])
+    near = np.concatenate([np.nextafter(ends, 0), ends, np.nextafter(ends, 1), [0, 1 - 2**-24, 2**-30]])
     uniforms = torch.from_numpy(np.concatenate([draw.random(1000, np.float32), near[near < 1].astype(np.float32)]))
     t, weights = sampler.sample(uniforms)
     assert torch.equal(t, torch.searchsorted(sampler.probabilities().cumsum(0)[:-1], uniforms.double(), right=True))
     for i in range(0, len(t), 1 + len(t) // 200):
-        one, weight = sampler.sample(uniforms[i:i + 1])
+        one, weight = sampler.sample(uniforms[i : i + 1])
         assert one == t[i] and weight == weights[i]
 
 
 def test_no_uniform_number_is_rounded_up_to_the_end():
     """Oracle: T - 1 at the float32 below 1, for every T to 2^14 and around every power of two to 2^24."""
-    last = torch.tensor([1 - 2 ** -24])
+    last = torch.tensor([1 - 2**-24])
     assert last.dtype == torch.float32 and last < 1
-    around = [2 ** power + step for power in range(14, 24) for step in (-1, 0, 1, 3)]
-    for num_timesteps in [*range(1, 2 ** 14), *around]:
+    around = [2**power + step for power in range(14, 24) for step in (-1, 0, 1, 3)]
+    for num_timesteps in [*range(1, 2**14), *around]:
         assert UniformSampler(num_timesteps).sample(last)[0] == num_timesteps - 1
 
 

@@ -32,8 +32,10 @@ def test_an_error_leaves_the_old_file(tmp_path):
 def test_a_killed_writer_leaves_the_old_file(tmp_path):
     """Oracle: the file as it was before a process that ended by SIGKILL in the middle; the next write cleans up."""
     atomic.write(tmp_path / "a", "old")
-    program = ("import os, signal, sys\nfrom dstrain.disk import atomic\nwith atomic.replacing(sys.argv[1]) as file:\n"
-               "    file.write_text('half')\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    program = (
+        "import os, signal, sys\nfrom dstrain.disk import atomic\nwith atomic.replacing(sys.argv[1]) as file:\n"
+        "    file.write_text('half')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "a")], env=environment(), timeout=60)
     assert done.returncode == -9 and (tmp_path / "a").read_text() == "old" and len(os.listdir(tmp_path)) == 2
     atomic.write(tmp_path / "a", "new")
@@ -51,9 +53,19 @@ def test_file_and_folder_reach_the_disk(tmp_path, monkeypatch):
     assert stat.S_ISDIR(folder.st_mode) and folder.st_ino == tmp_path.stat().st_ino
 
 
-@pytest.mark.parametrize("number, written", [
-    (errno.EINVAL, True), (errno.EBADF, True), (errno.ENOTSUP, True), (errno.ENOSYS, True), (errno.EACCES, True),
-    (errno.EIO, False), (errno.ENOSPC, False), (errno.EDQUOT, False)])
+@pytest.mark.parametrize(
+    "number, written",
+    [
+        (errno.EINVAL, True),
+        (errno.EBADF, True),
+        (errno.ENOTSUP, True),
+        (errno.ENOSYS, True),
+        (errno.EACCES, True),
+        (errno.EIO, False),
+        (errno.ENOSPC, False),
+        (errno.EDQUOT, False),
+    ],
+)
 def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, number, written):
     """Oracle: POSIX: EINVAL and its likes say that this file does not support fsync, EIO that data may be lost."""
     fsync = os.fsync

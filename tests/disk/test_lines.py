@@ -43,17 +43,29 @@ def test_lines_follow_each_other(tmp_path):
 
 def test_no_room_leaves_no_part_of_a_line(tmp_path):
     """Oracle: the kernel's limit of a file's size, 100 bytes, which cuts the write of one line in two."""
-    done = subprocess.run([sys.executable, "-c", FULL, tmp_path / "a"], env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, tmp_path / "a"], env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "a").read_text()
     whole = [f"line {number} of a file\n" for number in range(int(done.stdout))]
     assert text in ("".join(whole), "".join(whole) + "short\n") and 80 < len(text) <= 100 and len(whole) == 5
 
 
-@pytest.mark.parametrize("content, left", [("", ""), ("a", ""), ("a\n", "a\n"), ("a\nb", "a\n"), ("\n\nb", "\n\n"),
-                                           ("x" * 200_000, ""), ("a\n" + "x" * 200_000, "a\n"),
-                                           ("x" * 65535 + "\n" + "y", "x" * 65535 + "\n"),
-                                           ("x" * 65536 + "\n" + "y" * 65536, "x" * 65536 + "\n")])
+@pytest.mark.parametrize(
+    "content, left",
+    [
+        ("", ""),
+        ("a", ""),
+        ("a\n", "a\n"),
+        ("a\nb", "a\n"),
+        ("\n\nb", "\n\n"),
+        ("x" * 200_000, ""),
+        ("a\n" + "x" * 200_000, "a\n"),
+        ("x" * 65535 + "\n" + "y", "x" * 65535 + "\n"),
+        ("x" * 65536 + "\n" + "y" * 65536, "x" * 65536 + "\n"),
+    ],
+)
 def test_a_torn_tail_is_cut(tmp_path, content, left):
     """Oracle: str.rpartition."""
     assert left == "".join(content.rpartition("\n")[:2])

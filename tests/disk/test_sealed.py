@@ -19,8 +19,8 @@ def test_every_altered_byte_is_seen():
     content = render(BODY)
     for place in range(len(content)):
         altered = bytes([content[place] ^ 1])
-        for damaged in (altered, b"", content[place:place + 1] * 2):
-            assert parse(content[:place] + damaged + content[place + 1:]) is None
+        for damaged in (altered, b"", content[place : place + 1] * 2):
+            assert parse(content[:place] + damaged + content[place + 1 :]) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"null", b"\xff\xfe", b'{"body": 3}', b"[" * 100_000])

@@ -14,10 +14,25 @@ from dstrain.distributed.launcher import Place
 from tests.support import gloo
 from tests.support.launch import environment, free_port
 
-WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE",
-         "SLURM_NODEID", "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE",
-         "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID",
-         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+WORDS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "SLURM_NODEID",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_ID",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+)
 TORCHRUN = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": 3, "OMPI_COMM_WORLD_SIZE": 4, "OMPI_COMM_WORLD_LOCAL_RANK": 2}
 SBATCH = {"SLURM_PROCID": 0, "SLURM_NTASKS": 16, "SLURM_LOCALID": 0}
@@ -26,7 +41,7 @@ SRUN = {"SLURM_PROCID": 9, "SLURM_NTASKS": 16, "SLURM_LOCALID": 1, "SLURM_STEP_I
 # Rows of two ranks, of uneven numbers, by dtype and shape; rank 1's come after rank 0's.
 ROWS = {
     "images": (torch.arange(24, dtype=torch.uint8).view(3, 2, 2, 2), torch.full((1, 2, 2, 2), 255, dtype=torch.uint8)),
-    "labels": (torch.tensor([1, -(2 ** 62)]), torch.tensor([3, 4, 5])),
+    "labels": (torch.tensor([1, -(2**62)]), torch.tensor([3, 4, 5])),
     "flags": (torch.tensor([True]), torch.tensor([False, True])),
     "none here": (torch.empty(0, 3), torch.tensor([[0.5, float("inf"), -0.0]])),
     "none there": (torch.tensor([[1.5], [2.5]], dtype=torch.float64), torch.empty(0, 1, dtype=torch.float64)),
@@ -42,39 +57,55 @@ def plain(monkeypatch):
         monkeypatch.delenv(word, raising=False)
 
 
-@pytest.mark.parametrize("environment, expected", [
-    ({}, Place(0, 1, 0)),
-    (TORCHRUN, Place(5, 8, 1)),
-    (MPIRUN, Place(3, 4, 2)),
-    (SRUN, Place(9, 16, 1)),
-    (SBATCH, Place(0, 1, 0)),                                    # the batch script itself runs once
-    (SBATCH | TORCHRUN, Place(5, 8, 1)), (SRUN | TORCHRUN, Place(5, 8, 1)),       # a launcher within a job
-    (SBATCH | MPIRUN, Place(3, 4, 2)), (SRUN | MPIRUN, Place(3, 4, 2)),
-    ({"RANK": 0, "WORLD_SIZE": 1}, Place(0, 1, 0)),              # no local rank said
-    (TORCHRUN | {"LOCAL_WORLD_SIZE": 4}, Place(5, 8, 1, 4)), (TORCHRUN | {"LOCAL_SIZE": 4}, Place(5, 8, 1, 4)),
-    (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": 4}, Place(3, 4, 2, 4)),
-    (SRUN | {"SLURM_NODEID": 1, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, Place(9, 16, 1, 8)),
-    (SRUN | {"SLURM_NODEID": 2, "SLURM_TASKS_PER_NODE": "4(x2),5,3"}, Place(9, 16, 1, 5)),
-    (SRUN | {"SLURM_NODEID": 3, "SLURM_TASKS_PER_NODE": "4(x2),5,3"}, Place(9, 16, 1, 3)),
-    (SRUN | {"SLURM_NTASKS_PER_NODE": "8"}, Place(9, 16, 1, 8)),
-    (SRUN | TORCHRUN | {"LOCAL_WORLD_SIZE": 2, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, Place(5, 8, 1, 2)),
-    (SBATCH | {"SLURM_TASKS_PER_NODE": "8(x2)"}, Place(0, 1, 0)),
-    ({"RANK": 3}, Place(0, 1, 0)), ({"LOCAL_RANK": 1}, Place(0, 1, 0)),           # half a word is none
-    ({"RANK": 3} | MPIRUN, Place(3, 4, 2)),
-], ids=str)
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({}, Place(0, 1, 0)),
+        (TORCHRUN, Place(5, 8, 1)),
+        (MPIRUN, Place(3, 4, 2)),
+        (SRUN, Place(9, 16, 1)),
+        (SBATCH, Place(0, 1, 0)),  # the batch script itself runs once
+        (SBATCH | TORCHRUN, Place(5, 8, 1)),
+        (SRUN | TORCHRUN, Place(5, 8, 1)),  # a launcher within a job
+        (SBATCH | MPIRUN, Place(3, 4, 2)),
+        (SRUN | MPIRUN, Place(3, 4, 2)),
+        ({"RANK": 0, "WORLD_SIZE": 1}, Place(0, 1, 0)),  # no local rank said
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": 4}, Place(5, 8, 1, 4)),
+        (TORCHRUN | {"LOCAL_SIZE": 4}, Place(5, 8, 1, 4)),
+        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": 4}, Place(3, 4, 2, 4)),
+        (SRUN | {"SLURM_NODEID": 1, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, Place(9, 16, 1, 8)),
+        (SRUN | {"SLURM_NODEID": 2, "SLURM_TASKS_PER_NODE": "4(x2),5,3"}, Place(9, 16, 1, 5)),
+        (SRUN | {"SLURM_NODEID": 3, "SLURM_TASKS_PER_NODE": "4(x2),5,3"}, Place(9, 16, 1, 3)),
+        (SRUN | {"SLURM_NTASKS_PER_NODE": "8"}, Place(9, 16, 1, 8)),
+        (SRUN | TORCHRUN | {"LOCAL_WORLD_SIZE": 2, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, Place(5, 8, 1, 2)),
+        (SBATCH | {"SLURM_TASKS_PER_NODE": "8(x2)"}, Place(0, 1, 0)),
+        ({"RANK": 3}, Place(0, 1, 0)),
+        ({"LOCAL_RANK": 1}, Place(0, 1, 0)),  # half a word is none
+        ({"RANK": 3} | MPIRUN, Place(3, 4, 2)),
+    ],
+    ids=str,
+)
 def test_place(monkeypatch, environment, expected):
     """Oracle: what torchrun, mpirun, srun and sbatch document of their variables."""
     for word, value in environment.items():
         monkeypatch.setenv(word, str(value))
     assert group.place() == expected
     assert group.rank() == expected.rank and not group.started()
-    assert group.world() == 1                                    # until the process group stands
+    assert group.world() == 1  # until the process group stands
 
 
-@pytest.mark.parametrize("changed, named", [
-    ({"RANK": "abc"}, "RANK=abc"), ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1"), ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK=1.5"),
-    ({"LOCAL_WORLD_SIZE": "4(x"}, "LOCAL_WORLD_SIZE=4(x"), ({"RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8"),
-    ({"WORLD_SIZE": "0", "RANK": "0"}, "RANK=0 is not below WORLD_SIZE=0")], ids=str)
+@pytest.mark.parametrize(
+    "changed, named",
+    [
+        ({"RANK": "abc"}, "RANK=abc"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1"),
+        ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK=1.5"),
+        ({"LOCAL_WORLD_SIZE": "4(x"}, "LOCAL_WORLD_SIZE=4(x"),
+        ({"RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "RANK=0 is not below WORLD_SIZE=0"),
+    ],
+    ids=str,
+)
 def test_a_place_that_is_none(monkeypatch, changed, named):
     """Oracle: one error that names the variable of the environment, and what to do."""
     for word, value in (TORCHRUN | changed).items():
@@ -112,17 +143,23 @@ def voted(rank: int, wishes: int) -> bool:
 def exchanged(rank: int, rows: dict) -> dict:
     """All that two ranks say to each other, as each of them hears it."""
     mine = torch.tensor([0.5, 1.0 + rank])
-    result = {"gather": {name: group.gather(parts[rank]) for name, parts in rows.items()},
-              "total": group.total(mine), "mine": mine, "counts": group.total(torch.tensor(2 ** 40 + rank)),
-              "agree": [group.agree(bool(flag >> rank & 1)) for flag in range(4)],
-              "votes": [voted(rank, wishes) for wishes in range(4)],
-              "max": [group.agreed_max(value) for value in (rank, -rank, 2 ** 53 + rank, -(2 ** 60) - rank)],
-              "objects": group.objects({"rank": rank, "text": "x" * 1000 * rank}),
-              "to first": group.to_first({"rank": rank, "text": "x" * 1000 * rank}),
-              "rows": {counts: group.rows_to_first(torch.arange(6).view(3, 2) + 10 * rank, list(counts))
-                       for counts in itertools.product((0, 1, 3), repeat=2)},
-              "first": [group.from_first(value) for value in (f"rank {rank}", None if rank else [1], rank or None)],
-              "where": (group.rank(), group.world(), group.started(), group.place().local_rank)}
+    result = {
+        "gather": {name: group.gather(parts[rank]) for name, parts in rows.items()},
+        "total": group.total(mine),
+        "mine": mine,
+        "counts": group.total(torch.tensor(2**40 + rank)),
+        "agree": [group.agree(bool(flag >> rank & 1)) for flag in range(4)],
+        "votes": [voted(rank, wishes) for wishes in range(4)],
+        "max": [group.agreed_max(value) for value in (rank, -rank, 2**53 + rank, -(2**60) - rank)],
+        "objects": group.objects({"rank": rank, "text": "x" * 1000 * rank}),
+        "to first": group.to_first({"rank": rank, "text": "x" * 1000 * rank}),
+        "rows": {
+            counts: group.rows_to_first(torch.arange(6).view(3, 2) + 10 * rank, list(counts))
+            for counts in itertools.product((0, 1, 3), repeat=2)
+        },
+        "first": [group.from_first(value) for value in (f"rank {rank}", None if rank else [1], rank or None)],
+        "where": (group.rank(), group.world(), group.started(), group.place().local_rank),
+    }
     group.barrier()
     return result
 
@@ -155,14 +192,14 @@ def test_total(two):
     """Oracle: the sum; the argument keeps its values."""
     for rank, heard in enumerate(two):
         assert heard["total"].tolist() == [1.0, 3.0] and heard["mine"].tolist() == [0.5, 1.0 + rank]
-        assert heard["counts"].item() == 2 ** 41 + 1 and heard["counts"].dtype == torch.int64
+        assert heard["counts"].item() == 2**41 + 1 and heard["counts"].dtype == torch.int64
 
 
 def test_agree_and_agreed_max(two):
     """Oracle: any and max of both ranks' values."""
     for heard in two:
         assert heard["agree"] == heard["votes"] == [False, True, True, True]
-        assert heard["max"] == [1, 0, 2 ** 53 + 1, -(2 ** 60)]
+        assert heard["max"] == [1, 0, 2**53 + 1, -(2**60)]
 
 
 def test_objects_and_from_first(two):
@@ -222,9 +259,16 @@ except RuntimeError as error:
 def test_a_rank_that_hears_nothing_ends(ending):
     """Oracle: the clock and the exit code: a peer that is silent, and a thread that never ends, hold nobody back."""
     port, began = free_port(), time.monotonic()
-    silent, rank = (subprocess.Popen([sys.executable, "-c", FALLEN, str(port), str(number), ending], text=True,
-                                     env=environment(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK="0"),
-                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE) for number in (1, 0))
+    silent, rank = (
+        subprocess.Popen(
+            [sys.executable, "-c", FALLEN, str(port), str(number), ending],
+            text=True,
+            env=environment(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK="0"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number in (1, 0)
+    )
     try:
         said, errors = rank.communicate(timeout=55)
         assert rank.returncode == 1 and silent.poll() is None, f"{time.monotonic() - began} s\n{errors}"
@@ -237,18 +281,31 @@ def test_a_rank_that_hears_nothing_ends(ending):
     assert "Traceback" in errors and f"error: {line}" in errors
 
 
-@pytest.mark.parametrize("error, expected", [
-    (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 24000ms for recv"), "no longer hears"),
-    (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4242"), "has lost its conn"),
-    (RuntimeError("[Rank 0]: Ranks 1 failed to pass monitoredBarrier; Gloo timeout"), "no longer hears"),
-    (torch.distributed.DistBackendError("NCCL error: unhandled system error"), "has lost its conn"),
-    (torch.distributed.DistStoreError("wait timeout after 60000ms, keys: /dstrain/all_out/0"), "no longer hears"),
-    (torch.distributed.DistNetworkError("The client socket has timed out after 24000ms"), "no longer hears"),
-    (RuntimeError("ProcessGroupGloo does not support bfloat16"), None),
-    (torch.distributed.DistBackendError("NCCL error: invalid usage, Duplicate GPU detected"), None),
-    (RuntimeError("DataLoader timed out after 60 seconds"), None), (RuntimeError("CUDA error: an illegal memory access"), None), (torch.OutOfMemoryError("CUDA out of memory"), None),
-    (ValueError("gloo"), None), (OSError("[Errno 28] No space left on device"), None),
-], ids=str)
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (
+            RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 24000ms for recv"),
+            "no longer hears",
+        ),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4242"),
+            "has lost its conn",
+        ),
+        (RuntimeError("[Rank 0]: Ranks 1 failed to pass monitoredBarrier; Gloo timeout"), "no longer hears"),
+        (torch.distributed.DistBackendError("NCCL error: unhandled system error"), "has lost its conn"),
+        (torch.distributed.DistStoreError("wait timeout after 60000ms, keys: /dstrain/all_out/0"), "no longer hears"),
+        (torch.distributed.DistNetworkError("The client socket has timed out after 24000ms"), "no longer hears"),
+        (RuntimeError("ProcessGroupGloo does not support bfloat16"), None),
+        (torch.distributed.DistBackendError("NCCL error: invalid usage, Duplicate GPU detected"), None),
+        (RuntimeError("DataLoader timed out after 60 seconds"), None),
+        (RuntimeError("CUDA error: an illegal memory access"), None),
+        (torch.OutOfMemoryError("CUDA out of memory"), None),
+        (ValueError("gloo"), None),
+        (OSError("[Errno 28] No space left on device"), None),
+    ],
+    ids=str,
+)
 def test_lost(monkeypatch, error, expected):
     """Oracle: what gloo, NCCL and the store say when a peer is silent or gone, and errors that are no peer's."""
     monkeypatch.setattr(group, "started", lambda: True)
@@ -258,9 +315,16 @@ def test_lost(monkeypatch, error, expected):
 
 def test_a_rank_that_is_alone():
     """Oracle: the address that it was given, where nobody listens, and the clock."""
-    port, program = str(free_port()), "from dstrain.commands.cli import run_main; from dstrain.engine.start import start\n"
-    done = subprocess.run([sys.executable, "-c", program + "run_main(lambda: start(0.05))"], text=True,
-                          capture_output=True, timeout=200, env=environment(
-                              RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
+    port, program = (
+        str(free_port()),
+        "from dstrain.commands.cli import run_main; from dstrain.engine.start import start\n",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program + "run_main(lambda: start(0.05))"],
+        text=True,
+        capture_output=True,
+        timeout=200,
+        env=environment(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+    )
     assert done.returncode == 1 and "Traceback" in done.stderr
     assert f"has not met the other ranks at 127.0.0.1:{port} within faults.timeout_minutes" in done.stderr

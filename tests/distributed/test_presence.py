@@ -33,13 +33,19 @@ def rank(tmp_path, monkeypatch):
     """start(number, *words): a rank of two of one launch, with its own folder for temporary files."""
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "temporary").mkdir()
-    shared = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
-                         TMPDIR=str(tmp_path / "temporary"))
+    shared = environment(
+        WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), TMPDIR=str(tmp_path / "temporary")
+    )
     started = []
 
     def start(number: int, *words: object) -> Child:
-        started.append(child([str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)],
-                             {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}, tmp_path / "output"))
+        started.append(
+            child(
+                [str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)],
+                {**shared, "RANK": str(number), "LOCAL_RANK": str(number)},
+                tmp_path / "output",
+            )
+        )
         return started[-1]
 
     yield start
@@ -67,7 +73,7 @@ def test_a_rank_that_ends_as_it_should_ends_nobody(rank, tmp_path, code, survive
     wait_for(tmp_path / "0")
     assert rank(1, "wait", "0", code).wait(120) == code
     if survives:
-        time.sleep(6)                                            # three times what it has to end by itself
+        time.sleep(6)  # three times what it has to end by itself
         (tmp_path / "go").touch()
     assert other.wait(120) == (0 if survives else 1), (tmp_path / "output").read_text()
 
@@ -93,7 +99,7 @@ def test_a_wrong_command_beside_a_run_ends_nobody(rank, tmp_path):
     ranks = [rank(number, "wait", "go") for number in (0, 1)]
     for number in (0, 1):
         wait_for(tmp_path / str(number))
-    time.sleep(3)                                                # they have seen each other
+    time.sleep(3)  # they have seen each other
     wrong = [rank(number, "wait", "0", 2) for number in (0, 1)]
     assert [process.wait(120) for process in wrong] == [2, 2]
     time.sleep(6)

@@ -37,13 +37,15 @@ def wait_for_others(until: threading.Event, name: str) -> None:
 
 
 def test_silence_is_broken_by_what_the_main_thread_is_at(words):
-    """Oracle: the phase that was named, the line of this file that the thread stands at, and whether it exchanges data."""
+    """Oracle: the phase that was named, the line of this file that the thread stands at, and
+    whether it exchanges data.
+    """
     one, lines = words
     with one:
         one.at("listing data/images")
-        seen = lines.readline()                              # while this thread stands here
+        seen = lines.readline()  # while this thread stands here
         assert "listing data/images" in seen and "test_phases.py" not in seen.partition(", at ")[0]
-        assert lines.readline().startswith("still listing data/images, for 0 s")     # again, and for how long
+        assert lines.readline().startswith("still listing data/images, for 0 s")  # again, and for how long
         one.at("step 7")
         while "step 7" not in (seen := lines.readline()):
             pass
@@ -59,7 +61,9 @@ def test_silence_is_broken_by_what_the_main_thread_is_at(words):
 
 
 def test_steps_that_are_reported_need_no_word(monkeypatch):
-    """Oracle: times by hand, in seconds: a step after 30 of silence; from the first report on only one that lasts 20."""
+    """Oracle: times by hand, in seconds: a step after 30 of silence; from the first report on only
+    one that lasts 20.
+    """
     one, now = Phases(quiet=20), 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     one.heard()
@@ -69,7 +73,7 @@ def test_steps_that_are_reported_need_no_word(monkeypatch):
     one.settle()
     assert [one._silent(when) for when in (1019, 1020, 1038, 1039)] == [False, False, False, True]
     now = 1030.0
-    one.at("step 7")                                         # still
+    one.at("step 7")  # still
     assert one._silent(1039)
     one.at("step 8")
     assert not one._silent(1039) and one._silent(1050)
@@ -89,10 +93,11 @@ def test_lines_are_kept_for_the_log(capsys, monkeypatch):
 @pytest.mark.parametrize("speaks", [True, False])
 def test_every_verb_speaks(speaks):
     """Oracle: the threads of this process while a script's main runs, and afterwards."""
+
     def listeners() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "phases"]
 
-    for thread in listeners():                               # of earlier tests, which end a moment later
+    for thread in listeners():  # of earlier tests, which end a moment later
         thread.join(60)
     during = []
     run_main(lambda: during.extend(listeners()), speaks)
@@ -104,6 +109,7 @@ def test_every_verb_speaks(speaks):
 
 def test_a_bar_on_a_terminal_is_a_phase():
     """Oracle: by hand: 3 of 10, as beside the bar itself."""
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -31,7 +31,7 @@ os.rename(folder / ".reason", folder / "reason")
 """
 # What starts ranks: runs the command it is given, and waits.
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
-REMOTE = "deepspeed.launcher.launch"                 # what `deepspeed --hostfile` starts on every machine
+REMOTE = "deepspeed.launcher.launch"  # what `deepspeed --hostfile` starts on every machine
 GONE = repr("the launcher has gone")
 
 
@@ -135,7 +135,7 @@ def test_the_stop_file(stops, tmp_path):
     (tmp_path / "stop").touch()
     assert stops.requested() and stops.reason == f"the file {tmp_path / 'stop'}"
     (tmp_path / "stop").unlink()
-    assert stops.requested()                                     # what was asked once is done
+    assert stops.requested()  # what was asked once is done
 
 
 def test_a_stop_file_is_obeyed_once(stops, tmp_path):
@@ -209,7 +209,7 @@ def test_the_session_of_whoever_typed_is_not(family, tmp_path, line):
     session = family(*line)
     session.kill()
     session.wait()
-    time.sleep(1)                                                # a hundred looks
+    time.sleep(1)  # a hundred looks
     assert not (tmp_path / "reason").exists()
     os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -235,8 +235,9 @@ def test_who_does_not_watch_goes_on(family, tmp_path):
 def test_a_supervisor_is_no_launcher(tmp_path, words, launches):
     """Oracle: the command line of launch/keep.py, which has the launcher's behind --: killed alone, it ends no rank."""
     (tmp_path / "keep.py").write_text("print('ready', flush=True); input()")
-    process = subprocess.Popen([sys.executable, str(tmp_path / "keep.py"), *words], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "keep.py"), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         process.stdout.readline()
         assert _launches(process.pid) == launches

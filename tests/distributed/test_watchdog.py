@@ -63,8 +63,13 @@ def ranks(tmp_path):
     def start(world: int, *words: object) -> list[Child]:
         shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(world):
-            started.append(child([str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)],
-                                 environment(RANK=str(rank), **shared), tmp_path / f"output{rank}"))
+            started.append(
+                child(
+                    [str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)],
+                    environment(RANK=str(rank), **shared),
+                    tmp_path / f"output{rank}",
+                )
+            )
         return started
 
     yield start
@@ -75,8 +80,10 @@ def ranks(tmp_path):
 
 def ends(processes: list[Child], folder: Path) -> tuple[list[int], list[str]]:
     """Exit codes and output of all ranks."""
-    return ([process.wait(120) for process in processes],
-            [(folder / f"output{rank}").read_text() for rank in range(len(processes))])
+    return (
+        [process.wait(120) for process in processes],
+        [(folder / f"output{rank}").read_text() for rank in range(len(processes))],
+    )
 
 
 @pytest.mark.parametrize("at_fault", [0, 2])
@@ -104,8 +111,10 @@ def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
     processes = ranks(3, "sleep", 1, 4)
     codes, outputs = ends(processes, tmp_path)
     assert codes == [4, 4, 4], outputs
-    name = (rf"rank 1 on {socket.gethostname()} \(process {processes[1].pid}\) is in step 40 at watchdog.py:\d+ "
-            r"\(each\), and the others wait for it")
+    name = (
+        rf"rank 1 on {socket.gethostname()} \(process {processes[1].pid}\) is in step 40 at watchdog.py:\d+ "
+        r"\(each\), and the others wait for it"
+    )
     assert any(re.search(name, output) for output in outputs), outputs
     assert "hang" in (tmp_path / "stacks" / "step_00000040_rank_1.txt").read_text()
 
@@ -153,8 +162,13 @@ def test_stacks_on_request(ranks, tmp_path):
 def test_stacks_of_a_start_on_request(tmp_path):
     """Oracle: kill -USR2 at the first line, before torch is there: stacks on stderr, and the end that it has anyway."""
     words = ["--recipe", "none.yaml", f"folder={tmp_path / 'run'}"]
-    process = subprocess.Popen([sys.executable, str(ROOT / "launch" / "train.py"), *words], env=environment(),
-                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / "train.py"), *words],
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         assert process.stdout.readline().startswith("dstrain ")
         process.send_signal(signal.SIGUSR2)
@@ -170,7 +184,7 @@ def test_the_limit_of_a_step(tmp_path):
 
     with Watchdog(tmp_path, 20, 120, 1800) as watchdog:
         watchdog._steps += [1, 10, 10, 900]
-        assert watchdog._limit("step") == 1810                   # too few steps for a median
+        assert watchdog._limit("step") == 1810  # too few steps for a median
         watchdog._steps.append(3)
         assert watchdog._limit("step") == 200 and watchdog._limit("save of step") == 1810
         watchdog._steps += [0.1] * 20

@@ -14,10 +14,18 @@ from tests.support import first_stage
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     from diffusers import AutoencoderKL
+
     torch.manual_seed(0)
-    vae = AutoencoderKL(block_out_channels=(4, 4, 4, 4), down_block_types=("DownEncoderBlock2D",) * 4,
-                        up_block_types=("UpDecoderBlock2D",) * 4, latent_channels=4, norm_num_groups=2,
-                        layers_per_block=1, sample_size=32, scaling_factor=0.5)
+    vae = AutoencoderKL(
+        block_out_channels=(4, 4, 4, 4),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        norm_num_groups=2,
+        layers_per_block=1,
+        sample_size=32,
+        scaling_factor=0.5,
+    )
     path = tmp_path_factory.mktemp("pipeline")
     vae.save_pretrained(path / "vae")
     return path
@@ -30,8 +38,7 @@ def test_encode_and_decode(folder):
     image, key = torch.rand(2, 3, 32, 32) * 2 - 1, rng.keys(0, 0, torch.arange(2))
     posterior = first_stage.vae.encode(image).latent_dist
     latents = first_stage.encode(image, key)
-    torch.testing.assert_close(
-        latents, 0.5 * (posterior.mean + posterior.std * rng.normal(key, "latent", (4, 4, 4))))
+    torch.testing.assert_close(latents, 0.5 * (posterior.mean + posterior.std * rng.normal(key, "latent", (4, 4, 4))))
     torch.testing.assert_close(first_stage.encode(image[1:], key[1:]), latents[1:], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(first_stage.decode(latents), first_stage.vae.decode(latents / 0.5).sample)
     doubled = Autoencoder(str(folder / "vae"), scaling_factor=1.0)
@@ -56,10 +63,26 @@ def test_fingerprint(tmp_path, monkeypatch):
         return Autoencoder(str(first_stage.save(tmp_path / name, **changes))).fingerprint()
 
     plain = of("plain")
-    same = dict(force_upcast=False, sample_size=7, scaling_factor=3.0, shift_factor=0.5, latents_mean=[0.0, 1.0, 2.0])
+    same = {
+        "force_upcast": False,
+        "sample_size": 7,
+        "scaling_factor": 3.0,
+        "shift_factor": 0.5,
+        "latents_mean": [0.0, 1.0, 2.0],
+    }
     assert of("same", **same) == plain
-    assert len({plain, of("seed", seed=1), of("act", act_fn="gelu"), of("groups", norm_num_groups=4),
-                of("grey", channels=3)}) == 5
+    assert (
+        len(
+            {
+                plain,
+                of("seed", seed=1),
+                of("act", act_fn="gelu"),
+                of("groups", norm_num_groups=4),
+                of("grey", channels=3),
+            }
+        )
+        == 5
+    )
     vae = AutoencoderKL.from_pretrained(tmp_path / "plain", low_cpu_mem_usage=False)
     known = dict(vae.config)
     for config in (known | {"a_new_key": "x"}, {name: known[name] for name in known if name != "use_quant_conv"}):
@@ -89,14 +112,22 @@ def test_missing(tmp_path, monkeypatch):
 
 def test_latent_dit(folder):
     """Oracle: latents of the first stage, and images of its size; what does not fit is named."""
-    config = {"image_size": 32, "patch_size": 2, "hidden_size": 32, "depth": 1, "num_heads": 2, "num_classes": 3,
-              "first_stage": {"path": str(folder)}}
+    config = {
+        "image_size": 32,
+        "patch_size": 2,
+        "hidden_size": 32,
+        "depth": 1,
+        "num_heads": 2,
+        "num_classes": 3,
+        "first_stage": {"path": str(folder)},
+    }
     system = systems.build("dit", config)
     batch = system.synthetic(2)
     assert batch["image"].shape == (2, 3, 32, 32)
     example = system.encode(batch)
     torch.testing.assert_close(
-        example["x_start"], system.first_stage.encode(batch["image"].float() / 127.5 - 1, batch["key"]))
+        example["x_start"], system.first_stage.encode(batch["image"].float() / 127.5 - 1, batch["key"])
+    )
     mean, std = posterior(system.first_stage.vae, batch["image"].float() / 127.5 - 1)
     cached = system.encode({"latent_mean": mean, "latent_std": std, "label": batch["label"], "key": batch["key"]})
     assert torch.equal(cached["x_start"], example["x_start"]) and "latent_mean" not in cached

@@ -29,10 +29,14 @@ def test_tf32_is_switched_for_a_while():
         assert flags() == before
 
 
-@pytest.mark.parametrize("command", [
-    lambda: generate(GenerateOptions(Path("nowhere"), precision="tf32")),
-    lambda: evaluate(EvaluateOptions(Path("nowhere"), precision="tf32")),
-    lambda: planned(EncodeOptions(out=Path("out"), first_stage="nowhere", precision="tf32"))])
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda: generate(GenerateOptions(Path("nowhere"), precision="tf32")),
+        lambda: evaluate(EvaluateOptions(Path("nowhere"), precision="tf32")),
+        lambda: planned(EncodeOptions(out=Path("out"), first_stage="nowhere", precision="tf32")),
+    ],
+)
 def test_tf32_is_refused_where_there_is_none(monkeypatch, command):
     """Oracle: a machine without a GPU; the complaint comes before anything is read."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -46,10 +50,19 @@ def test_a_first_stage_encodes_as_the_recipe_says(tmp_path, monkeypatch):
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = str(first_stage.save(tmp_path))
-    model = {"patch_size": 2, "hidden_size": 16, "depth": 1, "num_heads": 2, "num_classes": 3, "in_channels": 3,
-             "image_size": 32}
-    stages = {name: systems.build("dit", model | {"first_stage": {"path": path, "factor": 4, "precision": name}})
-              .first_stage for name in (None, "fp32", "bf16")}
+    model = {
+        "patch_size": 2,
+        "hidden_size": 16,
+        "depth": 1,
+        "num_heads": 2,
+        "num_classes": 3,
+        "in_channels": 3,
+        "image_size": 32,
+    }
+    stages = {
+        name: systems.build("dit", model | {"first_stage": {"path": path, "factor": 4, "precision": name}}).first_stage
+        for name in (None, "fp32", "bf16")
+    }
     image, key = torch.rand(4, 1, 32, 32) * 2 - 1, rng.keys(0, 0, torch.arange(4))
     exact = Autoencoder(path).encode(image, key)
     assert torch.equal(stages[None].encode(image, key), exact) and torch.equal(stages["fp32"].encode(image, key), exact)
@@ -57,7 +70,9 @@ def test_a_first_stage_encodes_as_the_recipe_says(tmp_path, monkeypatch):
     assert near.dtype == torch.float32 and 0 < (near - exact).norm() < 0.01 * exact.norm()
     assert torch.equal(stages["bf16"].decode(exact), stages["fp32"].decode(exact))
     section = model | {"first_stage": {"path": path, "factor": 4, "precision": "tf32"}}
-    assert systems.build("dit", section).first_stage.precision == "tf32"          # it may be needed to decode alone
+    assert systems.build("dit", section).first_stage.precision == "tf32"  # it may be needed to decode alone
     run = recipe.load(None, ["data.image_size=32", "data.channels=1", "samples.guidance_scale=1"])
-    assert any("model.first_stage.precision: tf32 needs a GPU" in line
-               for line in systems.config("dit", section).conflicts(run))
+    assert any(
+        "model.first_stage.precision: tf32 needs a GPU" in line
+        for line in systems.config("dit", section).conflicts(run)
+    )

@@ -25,7 +25,7 @@ def test_clip_texts(tmp_path):
     with torch.no_grad():
         out = model.get_text_features(**tokens)
         states = model.text_model(**tokens).last_hidden_state
-    expected = getattr(out, "pooler_output", out)                # an object since transformers 5
+    expected = getattr(out, "pooler_output", out)  # an object since transformers 5
     torch.testing.assert_close(found["text_embed"], expected)
     torch.testing.assert_close(found["text_encodings"], states)
     assert found["text_mask"].sum(1).tolist() == [5, 8, 3] and found["text_encodings"].shape == (3, 8, 16)
@@ -41,7 +41,7 @@ def test_sentences(tmp_path):
         with torch.no_grad():
             states = model(input_ids=tokens["input_ids"]).last_hidden_state[0]
         torch.testing.assert_close(found["text_embed"][row], states.mean(0), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found["text_encodings"][row, :len(states)], states, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found["text_encodings"][row, : len(states)], states, rtol=1e-4, atol=1e-5)
     assert TextEncoder(str(tmp_path), 4).encode(CAPTIONS)["text_encodings"].shape == (3, 4, 12)
 
 
@@ -105,8 +105,14 @@ def test_images(tmp_path):
     """Oracle: transformers' CLIPImageProcessor and CLIPModel.get_image_features on squares of the model's size."""
     model, processor = towers.clip(tmp_path), towers.preprocessing(tmp_path)
     encoder = ImageEncoder(str(tmp_path))
-    images = torch.stack([torch.frombuffer(bytearray(picture(seed, 16, 16).tobytes()), dtype=torch.uint8)
-                          .view(16, 16, 3).permute(2, 0, 1) for seed in range(3)])
+    images = torch.stack(
+        [
+            torch.frombuffer(bytearray(picture(seed, 16, 16).tobytes()), dtype=torch.uint8)
+            .view(16, 16, 3)
+            .permute(2, 0, 1)
+            for seed in range(3)
+        ]
+    )
     pixels = processor([Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images], return_tensors="pt")
     with torch.no_grad():
         out = model.get_image_features(pixel_values=pixels["pixel_values"])
@@ -125,11 +131,21 @@ def test_they_stay_frozen(tmp_path):
         assert not any(weight.requires_grad for weight in encoder.parameters())
 
 
-@pytest.mark.parametrize("make, how, words", [
-    *((make, how, words) for make in (TextEncoder, ImageEncoder) for how, words in (
-        ("nowhere", "there is no folder"), ("empty", "can be loaded from"), ("weights", "can be loaded from"))),
-    (ImageEncoder, "kind", "of type bert"),                          # a text encoder may be of any type
-])
+@pytest.mark.parametrize(
+    "make, how, words",
+    [
+        *(
+            (make, how, words)
+            for make in (TextEncoder, ImageEncoder)
+            for how, words in (
+                ("nowhere", "there is no folder"),
+                ("empty", "can be loaded from"),
+                ("weights", "can be loaded from"),
+            )
+        ),
+        (ImageEncoder, "kind", "of type bert"),  # a text encoder may be of any type
+    ],
+)
 def test_what_cannot_be_loaded(tmp_path, make, how, words):
     """Oracle: a ValueError that names the key and what to give; pickled weights are not read."""
     if how == "kind":

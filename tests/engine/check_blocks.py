@@ -80,18 +80,19 @@ def graphs(engines: Engines) -> dict[tuple, set]:
 
 
 def main(folder: Path, cases: list[list], backend: str) -> None:
-    inductor.cpp.simdlen = 1                      # a third less time for the C++ compiler
+    inductor.cpp.simdlen = 1  # a third less time for the C++ compiler
     start()
     figures = {}
     for name, index, stage, recompute, *entries in cases:
         torch._dynamo.reset()
         counters.clear()
-        number, alone = Counter(), [1] if name == "dit" else []      # a batch of one has graphs of its own
+        number, alone = Counter(), [1] if name == "dit" else []  # a batch of one has graphs of its own
 
         def compile_(function, **options):
             def counted(graph, inputs):
                 number[compiled] += 1
                 return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
             compiled = PLAIN_COMPILE(function, backend=counted, **options)
             return compiled
 
@@ -99,13 +100,23 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
         losses, state = {}, {}
         for way in ("off", "on"):
             run, system = build(folder, name, index, recompute if way == "on" else "none", [f"compile={way}", *entries])
-            settings = resolve({"zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0}
-                                                                         if stage == 3 else {})}}, run, 1, "cpu")
+            settings = resolve(
+                {
+                    "zero_optimization": {
+                        "stage": stage,
+                        **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+                    }
+                },
+                run,
+                1,
+                "cpu",
+            )
             torch.manual_seed(0)
             engines = Engines(system.networks, run, settings, system.decays, system.blocks())
             losses[way] = train(system, engines)
-            state[way] = torch.cat([flat.detach().flatten() for masters in engines.masters.values()
-                                    for flat in masters.flats])
+            state[way] = torch.cat(
+                [flat.detach().flatten() for masters in engines.masters.values() for flat in masters.flats]
+            )
             if way == "on":
                 rest(name, system, engines, [BATCH, 3, *alone])
         first = counters["stats"]["unique_graphs"]
@@ -115,9 +126,13 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
         rest(name, system, engines, [3, BATCH, *alone, 2])
         train(system, engines)
         figures["-".join(map(str, (name, index, stage, recompute, *entries)))] = {
-            "losses": losses, "apart": (state["on"] - state["off"]).abs().max().item(), "graphs": first,
-            "each": each, "later": counters["stats"]["unique_graphs"] - first,
-            "breaks": [why[:300] for why in breaks]}
+            "losses": losses,
+            "apart": (state["on"] - state["off"]).abs().max().item(),
+            "graphs": first,
+            "each": each,
+            "later": counters["stats"]["unique_graphs"] - first,
+            "breaks": [why[:300] for why in breaks],
+        }
         print(list(figures)[-1], list(figures.values())[-1], flush=True)
     (folder / "figures.json").write_text(json.dumps(figures))
 
@@ -134,9 +149,13 @@ class Layer(nn.Module):
 def first(recompute: str) -> torch.Tensor:
     """The weights after two steps of a network that begins with a block, whose input has no gradient; at stage 3."""
     run = recipe.Run.model_validate({"batch": {"global": BATCH * group.world()}, "model": {"recompute": recompute}})
-    settings = resolve({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}, run, group.world(),
-                       "cpu")
-    networks = lambda: {"net": nn.Sequential(Layer(), Layer())}
+    settings = resolve(
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}, run, group.world(), "cpu"
+    )
+
+    def networks():
+        return {"net": nn.Sequential(Layer(), Layer())}
+
     engines = Engines(networks, run, settings, lambda name, weight: False, (Layer,))
     for _ in range(STEPS):
         engines.set_lr(0.01)
@@ -149,21 +168,25 @@ def first(recompute: str) -> torch.Tensor:
 def scattered(path: Path) -> None:
     """How far eager blocks at stage 3, whose weights come and go or stay, lead from those that keep everything."""
     figures, expected = {}, None
-    for recompute, keeps in itertools.product(("none", 2, "attention", "all"), (0, 10 ** 5)):
+    for recompute, keeps in itertools.product(("none", 2, "attention", "all"), (0, 10**5)):
         run, system = build(path.parent, "dit", 0, recompute, [f"batch.global={BATCH * group.world()}", "compile=off"])
         zero = {"stage": 3, "stage3_param_persistence_threshold": keeps}
         settings = resolve({"zero_optimization": zero}, run, group.world(), "cpu")
         engines = Engines(system.networks, run, settings, system.decays, system.blocks())
-        for part in engines:                          # biases and gates of zero would hide a mistake
+        for part in engines:  # biases and gates of zero would hide a mistake
             torch.manual_seed(0)
             shapes = engines.shapes(part).items()
             engines.set_weights(part, [(name, 0.2 * torch.randn(shape)) for name, shape in shapes])
         train(system, engines)
-        weights = {name: value for masters in engines.masters.values()
-                   for name, value in gathered(masters, masters.flats).items()}
+        weights = {
+            name: value
+            for masters in engines.masters.values()
+            for name, value in gathered(masters, masters.flats).items()
+        }
         expected = expected or weights
-        figures[f"{recompute} {keeps}"] = max((weights[name] - value).abs().max().item()
-                                                      for name, value in expected.items())
+        figures[f"{recompute} {keeps}"] = max(
+            (weights[name] - value).abs().max().item() for name, value in expected.items()
+        )
     figures["first"] = (first("attention") - first("none")).abs().max().item()
     if group.rank() == 0:
         path.write_text(json.dumps(figures))

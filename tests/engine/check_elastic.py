@@ -1,8 +1,8 @@
 """Run by test_elastic.py: saves at every stage on 2 ranks, loads at others and on other numbers of ranks.
 
-    save FOLDER            4 steps at each stage, a checkpoint (padding of NaN is no reason to refuse it, a weight is),
-                           10 more steps; what was there goes to FOLDER/truth.pt
-    load FOLDER OUT.json   loads each pair of stages, compares bit for bit, takes the 10 steps again
+save FOLDER            4 steps at each stage, a checkpoint (padding of NaN is no reason to refuse it, a weight is),
+                       10 more steps; what was there goes to FOLDER/truth.pt
+load FOLDER OUT.json   loads each pair of stages, compares bit for bit, takes the 10 steps again
 """
 
 import json
@@ -50,8 +50,15 @@ class Trial:
         self.ema = EmaShadow(self.engines.masters, run.ema, ("tiny",))
         self.history = History()
         self.saves = Checkpoints(folder, self.engines, self.ema, self.history, **words)
-        self.native = Checkpoints(folder.with_name(f"native{stage}"), self.engines, self.ema, self.history,
-                                  Save(format="deepspeed"), report=[].append, trust_pickle=True)
+        self.native = Checkpoints(
+            folder.with_name(f"native{stage}"),
+            self.engines,
+            self.ema,
+            self.history,
+            Save(format="deepspeed"),
+            report=[].append,
+            trust_pickle=True,
+        )
 
     def steps(self, first: int, last: int) -> list[float]:
         losses = []
@@ -68,11 +75,19 @@ class Trial:
 
     def state(self) -> dict[str, torch.Tensor]:
         masters = self.engines.masters["tiny"]
-        kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds},
-                 **{f"ema.{decay}": flats for decay, flats in self.ema.flats["tiny"].items()}}
-        whole = {f"{kind}/{name}": value for kind, flats in kinds.items() for name, value in gathered(masters, flats).items()}
-        return whole | {"buffer": self.engines.modules["tiny"].scale.table.clone(), "history": self.history.values.clone(),
-                        "updates": torch.tensor(masters.updates)}
+        kinds = {
+            "master": masters.flats,
+            **{kind: masters.moments(kind) for kind in masters.kinds},
+            **{f"ema.{decay}": flats for decay, flats in self.ema.flats["tiny"].items()},
+        }
+        whole = {
+            f"{kind}/{name}": value for kind, flats in kinds.items() for name, value in gathered(masters, flats).items()
+        }
+        return whole | {
+            "buffer": self.engines.modules["tiny"].scale.table.clone(),
+            "history": self.history.values.clone(),
+            "updates": torch.tensor(masters.updates),
+        }
 
 
 @torch.no_grad()
@@ -119,7 +134,7 @@ def save(folder: Path) -> None:
         assert stage != 3 or group.rank() == 0 or padding, "there is no padding to spoil"
         trial.steps(0, BEFORE)
         trial.native.save(BEFORE)
-        trial.saves.save(BEFORE)                          # a thread writes it while the steps below change the weights
+        trial.saves.save(BEFORE)  # a thread writes it while the steps below change the weights
         truth[stage] = {"state": trial.state(), "losses": trial.steps(BEFORE, BEFORE + AFTER)}
         trial.saves.saver.settle()
         assert trial.saves.saver.newest == trial.native.saver.newest == BEFORE
@@ -139,9 +154,12 @@ def compare(trial: Trial, truth: dict) -> dict:
     if trial.saves is not trial.native:
         differ += [f"begun: {name}" for name, value in begun(trial).items() if not torch.equal(value, wanted[name])]
     losses = trial.steps(BEFORE, BEFORE + AFTER)
-    return {"step": step, "differ": differ,
-            "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, truth["losses"])),
-            "trivial": losses[0] == losses[-1]}
+    return {
+        "step": step,
+        "differ": differ,
+        "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, truth["losses"])),
+        "trivial": losses[0] == losses[-1],
+    }
 
 
 def begun(trial: Trial) -> dict[str, torch.Tensor]:
@@ -164,7 +182,7 @@ def load(folder: Path, out: Path) -> None:
         trial.saves = trial.native
         try:
             figures[f"native {stage}"] = compare(trial, truth[stage])
-        except ValueError as error:                       # on another number of ranks
+        except ValueError as error:  # on another number of ranks
             figures[f"refused {stage}"] = str(error)
     if group.rank() == 0:
         out.write_text(json.dumps(figures))

@@ -21,9 +21,16 @@ EMA = Ema(decays=(0.9, 0.5))
 
 
 def recipe(micro: int) -> Run:
-    return Run.model_validate({
-        "name": "tiny", "seed": SEED, "steps": STEPS, "batch": {"global": GLOBAL, "micro": micro},
-        "optimizer": {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1, "clip": CLIP}, "ema": EMA.model_dump()})
+    return Run.model_validate(
+        {
+            "name": "tiny",
+            "seed": SEED,
+            "steps": STEPS,
+            "batch": {"global": GLOBAL, "micro": micro},
+            "optimizer": {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1, "clip": CLIP},
+            "ema": EMA.model_dump(),
+        }
+    )
 
 
 def decays(name: str, weight: torch.Tensor) -> bool:
@@ -56,8 +63,10 @@ def reference() -> tuple[dict[str, torch.Tensor], float]:
     """Plain torch: one process, whole batch, AdamW; the weights and the last gradient norm."""
     network = Tiny()
     network.load_state_dict(dict(initial_weights(network, SEED)))
-    groups = [{"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-              {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
     for step in range(STEPS):
         x, y = batch(step)
@@ -77,7 +86,7 @@ def gathered(masters, flats) -> dict[str, torch.Tensor]:
     for fragments, values in group.objects(([fragment for fragment, _ in own], values)):
         for fragment, view in zip(fragments, values.split([fragment.numel for fragment in fragments])):
             whole = full.setdefault(fragment.name, torch.full(fragment.shape, torch.nan))
-            whole.view(-1)[fragment.start: fragment.start + fragment.numel] = view
+            whole.view(-1)[fragment.start : fragment.start + fragment.numel] = view
     assert not any(tensor.isnan().any() for tensor in full.values()), "a fragment is missing"
     return full
 
@@ -139,21 +148,33 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
             oracle.load_state_dict(naive[0.5] | {k: v for k, v in full.items() if "table" in k})
             oracle.to(next(network.parameters()).dtype)
             oracle.scale.table = full["scale.table"]
-            swaps.append({
-                "restored": bool((before == again).all()) and all((a == b).all() for a, b in zip(flats, masters.flats)),
-                "inside": (inside - oracle(held_x)).abs().max().item(),
-                "changed": (inside - before).abs().max().item()})
+            swaps.append(
+                {
+                    "restored": bool((before == again).all())
+                    and all((a == b).all() for a, b in zip(flats, masters.flats)),
+                    "inside": (inside - oracle(held_x)).abs().max().item(),
+                    "changed": (inside - before).abs().max().item(),
+                }
+            )
     figures = {
         "initial": furthest(begun, {name: full[name] for name in begun}),
         "weights": furthest(gathered(masters, masters.flats), expected),
         "weights_mean": mean_difference(gathered(masters, masters.flats), expected),
         "moved_mean": mean_difference(begun, expected),
         "ema": [furthest(gathered(masters, shadow.flats["tiny"][decay]), naive[decay]) for decay in EMA.decays],
-        "swapped": swaps, "applied": all(applied), "updates": masters.updates,
+        "swapped": swaps,
+        "applied": all(applied),
+        "updates": masters.updates,
         "buffer": (engines.modules["tiny"].scale.table - full["scale.table"]).abs().max().item(),
-        "norm": engines.figures()["grad_norm"], "true_norm": norm, "param_norm": engines.figures()["param_norm"],
-        "true_param_norm": torch.cat([weight.double().flatten() for weight in
-                                      gathered(masters, masters.flats).values()]).norm().item()}
+        "norm": engines.figures()["grad_norm"],
+        "true_norm": norm,
+        "param_norm": engines.figures()["param_norm"],
+        "true_param_norm": torch.cat(
+            [weight.double().flatten() for weight in gathered(masters, masters.flats).values()]
+        )
+        .norm()
+        .item(),
+    }
     # A gradient that is not finite, on one rank only: nothing moves, anywhere.
     flats = [flat.detach().clone() for flat in masters.flats]
     with engines.turn("tiny") as nets:
@@ -163,9 +184,11 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     shadows = [flat.clone() for flat in shadow.flats["tiny"][0.5]]
     shadow.update(STEPS, engines.applied())
     figures["skipped"] = {
-        "said": not engines.applied()["tiny"], "updates": masters.updates,
+        "said": not engines.applied()["tiny"],
+        "updates": masters.updates,
         "weights": all(bool((a == b).all()) for a, b in zip(flats, masters.flats)),
-        "ema": all(bool((a == b).all()) for a, b in zip(shadows, shadow.flats["tiny"][0.5]))}
+        "ema": all(bool((a == b).all()) for a, b in zip(shadows, shadow.flats["tiny"][0.5])),
+    }
     return figures
 
 

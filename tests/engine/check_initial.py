@@ -69,8 +69,12 @@ def measure(stage: int) -> dict:
             loss_here = loss_of(networks["tiny"], rows(micro, MICRO))
             losses.append(group.total(loss_here.detach().double()).item() / group.world())
             engines.learn("tiny", loss_here)
-    return {"different": [name for name in expected if not torch.equal(weights[name], expected[name])],
-            "loss": sum(losses) / len(losses), "plain": loss, "notes": engines.notes}
+    return {
+        "different": [name for name in expected if not torch.equal(weights[name], expected[name])],
+        "loss": sum(losses) / len(losses),
+        "plain": loss,
+        "notes": engines.notes,
+    }
 
 
 class Unseeded(Tiny):

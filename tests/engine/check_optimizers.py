@@ -1,7 +1,7 @@
 """Run by test_optimizers.py on forked ranks: each optimizer against plain torch, saved, resumed and moved; as JSON.
 
-    train     ten steps of every case, a checkpoint after five; the last five again from the checkpoint
-    move      on another number of ranks: ten steps, and the last five from checkpoints of other stages
+train     ten steps of every case, a checkpoint after five; the last five again from the checkpoint
+move      on another number of ranks: ten steps, and the last five from checkpoints of other stages
 """
 
 import importlib.util
@@ -25,14 +25,18 @@ from tests.engine.check_elastic import History
 from tests.engine.check_engines import SEED, decays, furthest, gathered, mean_difference
 
 STEPS, HALF = 10, 5
-CLIP = 0.2                                      # of Lion alone: the factor is rounded in another way than torch's
+CLIP = 0.2  # of Lion alone: the factor is rounded in another way than torch's
 # A vector instruction rounds Adam's update unlike the scalar ones at the end of a tensor, and Muon makes an error by
 # rounding large. So what Adam has is a multiple of 16 elements on each rank, and samples fill a matrix's gradient.
 OUTSIDE, INSIDE, GLOBAL = 64, 47, 128
 LR, BETAS, DECAY, MOMENTUM = 3e-3, (0.9, 0.95), 0.1, 0.9
 NAMES = ("lion", "muon", *(("adamw8bit",) if importlib.util.find_spec("bitsandbytes") else ()))
-CASES = [(name, stage, precision) for name in NAMES for precision, stages in (("fp32", (0, 1, 2, 3)), ("bf16", (0, 3)))
-         for stage in stages]
+CASES = [
+    (name, stage, precision)
+    for name in NAMES
+    for precision, stages in (("fp32", (0, 1, 2, 3)), ("bf16", (0, 3)))
+    for stage in stages
+]
 MOVES = [(name, *stages) for name in NAMES for stages in ((1, 3), (3, 2), (2, 0))]
 
 
@@ -90,10 +94,19 @@ class PlainMuon:
         matrices = [weight for name, weight in network.named_parameters() if "blocks" in name and weight.ndim >= 2]
         self.pairs = [(weight, nn.Parameter(weight.data.view(len(weight), -1))) for weight in matrices]
         rest = [weight for weight in network.parameters() if all(weight is not matrix for matrix in matrices)]
-        self.muon = torch.optim.Muon([matrix for _, matrix in self.pairs], lr=LR, weight_decay=DECAY, momentum=MOMENTUM,
-                                     adjust_lr_fn="match_rms_adamw")
-        self.adamw = torch.optim.AdamW([{"params": [weight], "weight_decay": DECAY * (weight.ndim >= 2)}
-                                        for weight in rest], lr=LR, betas=BETAS, fused=True)
+        self.muon = torch.optim.Muon(
+            [matrix for _, matrix in self.pairs],
+            lr=LR,
+            weight_decay=DECAY,
+            momentum=MOMENTUM,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self.adamw = torch.optim.AdamW(
+            [{"params": [weight], "weight_decay": DECAY * (weight.ndim >= 2)} for weight in rest],
+            lr=LR,
+            betas=BETAS,
+            fused=True,
+        )
 
     def step(self) -> None:
         for weight, matrix in self.pairs:
@@ -108,8 +121,12 @@ def plain(name: str, network: nn.Module) -> PlainLion | PlainMuon | torch.optim.
     if name == "muon":
         return PlainMuon(network)
     from bitsandbytes.optim import AdamW8bit
-    return AdamW8bit([{"params": [weight], "weight_decay": DECAY * (weight.ndim >= 2)}
-                      for weight in network.parameters()], lr=LR, betas=BETAS)
+
+    return AdamW8bit(
+        [{"params": [weight], "weight_decay": DECAY * (weight.ndim >= 2)} for weight in network.parameters()],
+        lr=LR,
+        betas=BETAS,
+    )
 
 
 def reference(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -136,19 +153,37 @@ def own_share(step: int) -> list[Tensor]:
 class Trial:
     def __init__(self, name: str, stage: int, precision: str, folder: Path):
         micro = GLOBAL // group.world()
-        run = Run.model_validate({"seed": SEED, "steps": STEPS, "batch": {"global": GLOBAL, "micro": micro},
-                                  "optimizer": {"name": name, "lr": LR, "betas": BETAS, "weight_decay": DECAY,
-                                                "momentum": MOMENTUM, "clip": CLIP if name == "lion" else 0.0},
-                                  "ema": {"decays": ()}})
+        run = Run.model_validate(
+            {
+                "seed": SEED,
+                "steps": STEPS,
+                "batch": {"global": GLOBAL, "micro": micro},
+                "optimizer": {
+                    "name": name,
+                    "lr": LR,
+                    "betas": BETAS,
+                    "weight_decay": DECAY,
+                    "momentum": MOMENTUM,
+                    "clip": CLIP if name == "lion" else 0.0,
+                },
+                "ema": {"decays": ()},
+            }
+        )
         config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": precision == "bf16"}}
         if stage == 3:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 13000}
-        self.engines = Engines(lambda: {"tiny": Network()}, run, resolve(config, run, group.world(), "cpu"), decays,
-                               (Block,))
+        self.engines = Engines(
+            lambda: {"tiny": Network()}, run, resolve(config, run, group.world(), "cpu"), decays, (Block,)
+        )
         self.masters = self.engines.masters["tiny"]
         self.notes: list[str] = []
-        self.saves = Checkpoints(folder, self.engines, EmaShadow(self.engines.masters, run.ema, ("tiny",)), History(),
-                                 report=self.notes.append)
+        self.saves = Checkpoints(
+            folder,
+            self.engines,
+            EmaShadow(self.engines.masters, run.ema, ("tiny",)),
+            History(),
+            report=self.notes.append,
+        )
 
     def steps(self, first: int, last: int) -> dict[str, Tensor]:
         """The fp32 weights after these steps."""
@@ -170,8 +205,11 @@ class Trial:
 
     def state(self) -> dict[str, Tensor]:
         kinds = {"master": self.masters.flats, **{kind: self.masters.moments(kind) for kind in self.masters.kinds}}
-        return {f"{kind}/{key}": value for kind, flats in kinds.items()
-                for key, value in gathered(self.masters, flats).items()} | {"n": torch.tensor(self.masters.updates)}
+        return {
+            f"{kind}/{key}": value
+            for kind, flats in kinds.items()
+            for key, value in gathered(self.masters, flats).items()
+        } | {"n": torch.tensor(self.masters.updates)}
 
 
 def folder_of(folder: Path, name: str, stage: int, precision: str) -> Path:
@@ -193,15 +231,25 @@ def train(folder: Path) -> dict[str, dict]:
         again.steps(HALF, STEPS)
         repeated = again.state()
         figures[f"{name}-{stage}-{precision}"] = {
-            "furthest": furthest(weights, final), "mean": mean_difference(weights, final),
-            "moved": mean_difference(initial, final), "updates": trial.masters.updates, "resumed": resumed,
-            "differ": [key for key in state if not torch.equal(state[key], repeated[key])], "skips": trial.skips()}
+            "furthest": furthest(weights, final),
+            "mean": mean_difference(weights, final),
+            "moved": mean_difference(initial, final),
+            "updates": trial.masters.updates,
+            "resumed": resumed,
+            "differ": [key for key in state if not torch.equal(state[key], repeated[key])],
+            "skips": trial.skips(),
+        }
         if group.rank() == 0:
             torch.save((saved, weights), folder_of(folder, name, stage, precision) / "truth.pt")
     other = Trial("lion" if NAMES[-1] == "muon" else "muon", 1, "fp32", folder_of(folder, NAMES[-1], 1, "fp32"))
-    figures["other"] = {"resumed": other.saves.resume(), "updates": other.masters.updates, "notes": other.notes,
-                        "moments": sum(value.abs().sum().item() for key, value in other.state().items()
-                                       if not key.startswith(("master", "n")))}
+    figures["other"] = {
+        "resumed": other.saves.resume(),
+        "updates": other.masters.updates,
+        "notes": other.notes,
+        "moments": sum(
+            value.abs().sum().item() for key, value in other.state().items() if not key.startswith(("master", "n"))
+        ),
+    }
     return figures
 
 
@@ -218,10 +266,16 @@ def move(folder: Path) -> dict[str, dict]:
         start_weights = gathered(trial.masters, trial.masters.flats)
         weights = trial.steps(HALF, STEPS)
         figures[f"{name} {before}->{after}"] = {
-            "resumed": resumed, "mean": mean_difference(weights, truth), "moved": mean_difference(start_weights, truth),
+            "resumed": resumed,
+            "mean": mean_difference(weights, truth),
+            "moved": mean_difference(start_weights, truth),
             "differ": [key for key in saved if not torch.equal(saved[key], state[key])],
-            "moments": max((saved[key] - state[key]).abs().max().item() / saved[key].abs().max().item() for key in saved
-                           if key.startswith("exp_avg/"))}
+            "moments": max(
+                (saved[key] - state[key]).abs().max().item() / saved[key].abs().max().item()
+                for key in saved
+                if key.startswith("exp_avg/")
+            ),
+        }
     return figures
 
 

@@ -28,26 +28,50 @@ STEPS, GLOBAL, SEED, SAVED = 6, 8, 5, 3
 # As in check_turns.py: a small eps divides rounding by rounding.
 DECAY, LR, EPS, WEIGHT_DECAY, WEIGHT = 0.9, 5e-4, 1e-4, 0.05, 0.7
 SHAPE, IDS, WORDS, DROP = (3, 2, 2), 24, 40, 0.3
-MODEL = {"token_shape": SHAPE, "codebook_size": IDS, "temporal_patch_size": 2, "dim": 16, "depth": 2, "heads": 2,
-         "dim_head": 8, "num_words": WORDS, "max_text_len": 4, "cond_drop_prob": DROP, "loss_chunk": 5,
-         "critic_loss_weight": WEIGHT}
+MODEL = {
+    "token_shape": SHAPE,
+    "codebook_size": IDS,
+    "temporal_patch_size": 2,
+    "dim": 16,
+    "depth": 2,
+    "heads": 2,
+    "dim_head": 8,
+    "num_words": WORDS,
+    "max_text_len": 4,
+    "cond_drop_prob": DROP,
+    "loss_chunk": 5,
+    "critic_loss_weight": WEIGHT,
+}
 CRITICS = ("token", "self")
 
 
 def recipe(micro: int, critic: str) -> Run:
-    return Run.model_validate({
-        "name": "phenaki", "system": "phenaki", "model": MODEL | {"critic": critic}, "seed": SEED, "steps": STEPS,
-        "batch": {"global": GLOBAL, "micro": micro}, "ema": {"decays": [DECAY]},
-        "optimizer": {"lr": LR, "betas": (0.9, 0.99), "eps": EPS, "weight_decay": WEIGHT_DECAY}})
+    return Run.model_validate(
+        {
+            "name": "phenaki",
+            "system": "phenaki",
+            "model": MODEL | {"critic": critic},
+            "seed": SEED,
+            "steps": STEPS,
+            "batch": {"global": GLOBAL, "micro": micro},
+            "ema": {"decays": [DECAY]},
+            "optimizer": {"lr": LR, "betas": (0.9, 0.99), "eps": EPS, "weight_decay": WEIGHT_DECAY},
+        }
+    )
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
     """The global batch: clips of 1 to 5 frames."""
     position = torch.arange(GLOBAL)
     key = rng.keys(SEED, step, position)
-    return {"key": key, "position": position, "step": torch.full_like(position, step),
-            "tokens": rng.integers(key, "tokens", IDS, SHAPE), "frames": 1 + rng.integers(key, "frames", 5),
-            "words": rng.integers(key, "words", WORDS, (4,))}
+    return {
+        "key": key,
+        "position": position,
+        "step": torch.full_like(position, step),
+        "tokens": rng.integers(key, "tokens", IDS, SHAPE),
+        "frames": 1 + rng.integers(key, "frames", 5),
+        "words": rng.integers(key, "words", WORDS, (4,)),
+    }
 
 
 class Trial:
@@ -82,10 +106,14 @@ class Trial:
         found = {}
         for part, masters in self.engines.masters.items():
             kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds}}
-            found |= {f"{part}/{kind}/{name}": value for kind, flats in kinds.items()
-                      for name, value in gathered(masters, flats).items()}
-        return found | {f"{part}/ema/{name}": value for part, values in self.averages().items()
-                        for name, value in values.items()}
+            found |= {
+                f"{part}/{kind}/{name}": value
+                for kind, flats in kinds.items()
+                for name, value in gathered(masters, flats).items()
+            }
+        return found | {
+            f"{part}/ema/{name}": value for part, values in self.averages().items() for name, value in values.items()
+        }
 
 
 def reference(critic: str) -> tuple[dict, dict]:
@@ -95,8 +123,10 @@ def reference(critic: str) -> tuple[dict, dict]:
     for part, network in nets.items():
         network.load_state_dict(dict(initial_weights(network, SEED)))
         named = list(network.named_parameters())
-        groups = [{"params": [p for n, p in named if system.decays(n, p)], "weight_decay": WEIGHT_DECAY},
-                  {"params": [p for n, p in named if not system.decays(n, p)], "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for n, p in named if system.decays(n, p)], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for n, p in named if not system.decays(n, p)], "weight_decay": 0.0},
+        ]
         optimizers[part] = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), eps=EPS)
         shadows[part] = {name: weight.detach().clone() for name, weight in named}
     for step in range(STEPS):
@@ -107,8 +137,9 @@ def reference(critic: str) -> tuple[dict, dict]:
         for part, network in nets.items():
             for name, weight in network.named_parameters():
                 shadows[part][name].lerp_(weight.detach(), 1 - DECAY)
-    return {part: {name: weight.detach().clone() for name, weight in net.named_parameters()}
-            for part, net in nets.items()}, shadows
+    return {
+        part: {name: weight.detach().clone() for name, weight in net.named_parameters()} for part, net in nets.items()
+    }, shadows
 
 
 def losses(nets, whole, critic):
@@ -135,7 +166,10 @@ def losses(nets, whole, critic):
         upto = logits().softmax(-1).cumsum(-1)
         drawn = (upto <= rng.uniform(key, "filled", (12,))[..., None] * upto[..., -1:]).sum(-1)
         filled = torch.where(masked, drawn, flat)
-    share = lambda each: ((each * masked).sum(1) / (2 / math.pi * total)).mean()
+
+    def share(each):
+        return ((each * masked).sum(1) / (2 / math.pi * total)).mean()
+
     entropy = share(F.cross_entropy(logits().flatten(0, 1), flat.flatten(), reduction="none").view(GLOBAL, 12))
 
     def criticism(network):
@@ -155,10 +189,12 @@ def measure(stage: int, micro: int, critic: str, expected: tuple[dict, dict]) ->
     begun = trial.weights()
     trial.steps(0, STEPS)
     ended, averages = trial.weights(), trial.averages()
-    return {"weights": {part: furthest(ended[part], expected[0][part]) for part in ended},
-            "moved": {part: furthest(begun[part], expected[0][part]) for part in ended},
-            "ema": {part: furthest(averages[part], expected[1][part]) for part in ended},
-            "updates": {part: masters.updates for part, masters in trial.engines.masters.items()}}
+    return {
+        "weights": {part: furthest(ended[part], expected[0][part]) for part in ended},
+        "moved": {part: furthest(begun[part], expected[0][part]) for part in ended},
+        "ema": {part: furthest(averages[part], expected[1][part]) for part in ended},
+        "updates": {part: masters.updates for part, masters in trial.engines.masters.items()},
+    }
 
 
 def resumed(stage: int, critic: str, folder: Path) -> list[str]:
@@ -167,7 +203,7 @@ def resumed(stage: int, critic: str, folder: Path) -> list[str]:
     whole.steps(0, STEPS)
     truth = whole.state()
     trial = Trial(stage, 2, critic, folder / f"{critic}-{stage}")
-    trial.steps(0, 1)                             # other weights, which the checkpoint must replace
+    trial.steps(0, 1)  # other weights, which the checkpoint must replace
     trial.saves.load(trial.saves.store.folder / f"step_{SAVED:08d}")
     trial.saves = None
     trial.steps(SAVED, STEPS)
@@ -180,12 +216,15 @@ def main(folder: Path) -> None:
     figures = {}
     for critic in CRITICS:
         expected = reference(critic)
-        figures |= {f"{critic}-{stage}-{micro}": measure(stage, micro, critic, expected)
-                    for stage in (0, 1, 2, 3) for micro in (4, 2)}
+        figures |= {
+            f"{critic}-{stage}-{micro}": measure(stage, micro, critic, expected)
+            for stage in (0, 1, 2, 3)
+            for micro in (4, 2)
+        }
         figures |= {f"{critic}-{stage}-resumed": resumed(stage, critic, folder) for stage in (0, 1, 2, 3)}
     if group.rank() == 0:
         (folder / "figures.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":
-    main(Path([argument for argument in sys.argv[1:] if not argument.startswith("--")][0]))
+    main(Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--"))))

@@ -30,18 +30,44 @@ COMMIT, ENTROPY, GAMMA = 0.25, 0.1, 1.5
 
 
 def model(form: str) -> dict:
-    return {"image_size": 16, "num_frames": 5, "channels": 1, "dim": 32, "codebook_size": 64, "patch_size": 4,
-            "spatial_depth": 1, "temporal_depth": 1, "dim_head": 8, "heads": 2, "commitment_weight": COMMIT,
-            "entropy_weight": ENTROPY, "diversity_gamma": GAMMA, "usage_decay": DECAY,
-            "discriminator": {"start": START, "n_layers": 2, "base_channels": 16, "weight": WEIGHT,
-                              "penalty": {"form": form, "every": EVERY, "weight": PENALTY, "sigma": SIGMA}}}
+    return {
+        "image_size": 16,
+        "num_frames": 5,
+        "channels": 1,
+        "dim": 32,
+        "codebook_size": 64,
+        "patch_size": 4,
+        "spatial_depth": 1,
+        "temporal_depth": 1,
+        "dim_head": 8,
+        "heads": 2,
+        "commitment_weight": COMMIT,
+        "entropy_weight": ENTROPY,
+        "diversity_gamma": GAMMA,
+        "usage_decay": DECAY,
+        "discriminator": {
+            "start": START,
+            "n_layers": 2,
+            "base_channels": 16,
+            "weight": WEIGHT,
+            "penalty": {"form": form, "every": EVERY, "weight": PENALTY, "sigma": SIGMA},
+        },
+    }
 
 
 def recipe(micro: int, form: str) -> Run:
-    return Run.model_validate({
-        "name": "turns", "system": "phenaki.tokenizer", "model": model(form), "seed": SEED, "steps": STEPS,
-        "data": {"image_size": 16, "channels": 1, "num_frames": 5}, "batch": {"global": GLOBAL, "micro": micro},
-        "optimizer": {"lr": LR, "betas": (0.5, 0.9), "eps": EPS, "weight_decay": WEIGHT_DECAY}})
+    return Run.model_validate(
+        {
+            "name": "turns",
+            "system": "phenaki.tokenizer",
+            "model": model(form),
+            "seed": SEED,
+            "steps": STEPS,
+            "data": {"image_size": 16, "channels": 1, "num_frames": 5},
+            "batch": {"global": GLOBAL, "micro": micro},
+            "optimizer": {"lr": LR, "betas": (0.5, 0.9), "eps": EPS, "weight_decay": WEIGHT_DECAY},
+        }
+    )
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -81,8 +107,10 @@ def reference(form: str) -> dict:
     optimizers = {}
     for part, network in nets.items():
         network.load_state_dict(dict(initial_weights(network, SEED)))
-        groups = [{"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-                  {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
         optimizers[part] = torch.optim.AdamW(groups, lr=LR, betas=(0.5, 0.9), eps=EPS)
 
     def descend(part: str, loss: torch.Tensor) -> None:
@@ -103,8 +131,10 @@ def reference(form: str) -> dict:
         frame, truth = passed.video[each, place], x[each, place]
         if step >= START:
             critique = -discriminator(frame).mean((1, 2, 3))
-            lengths = [torch.autograd.grad(value.sum(), frame, retain_graph=True)[0].flatten(1).norm(dim=1)
-                       for value in ((frame - truth).square().mean((1, 2, 3)), critique)]
+            lengths = [
+                torch.autograd.grad(value.sum(), frame, retain_graph=True)[0].flatten(1).norm(dim=1)
+                for value in ((frame - truth).square().mean((1, 2, 3)), critique)
+            ]
             loss = loss + WEIGHT * lengths[0] / lengths[1].clamp(min=1e-3 / 16) * critique
         shown = frame.detach()
         descend("tokenizer", loss.mean())
@@ -121,17 +151,21 @@ def reference(form: str) -> dict:
                     slope = ((moved - judged) / SIGMA).sum((1, 2, 3)) ** 2
                 loss = loss + EVERY * PENALTY / 2 * (slope / judged[0].numel()).mean()
             descend("discriminator", loss)
-    found = {part: {name: weight.detach().clone() for name, weight in net.named_parameters()}
-             for part, net in nets.items()}
+    found = {
+        part: {name: weight.detach().clone() for name, weight in net.named_parameters()} for part, net in nets.items()
+    }
     return found | {"usage": q}
 
 
 def measure(stage: int, micro: int, form: str, expected: dict) -> dict:
     found = trained(stage, micro, form)
-    return {"weights": {part: furthest(found[part], expected[part]) for part in ("tokenizer", "discriminator")},
-            "moved": {part: furthest(found["begun"][part], expected[part]) for part in ("tokenizer", "discriminator")},
-            "usage": (found["usage"] - expected["usage"]).abs().max().item(),
-            "learned": (found["usage"] - 1 / 64).abs().max().item(), "skipped": found["skipped"]}
+    return {
+        "weights": {part: furthest(found[part], expected[part]) for part in ("tokenizer", "discriminator")},
+        "moved": {part: furthest(found["begun"][part], expected[part]) for part in ("tokenizer", "discriminator")},
+        "usage": (found["usage"] - expected["usage"]).abs().max().item(),
+        "learned": (found["usage"] - 1 / 64).abs().max().item(),
+        "skipped": found["skipped"],
+    }
 
 
 def refusal(stage: int) -> str:
@@ -147,8 +181,9 @@ def main(folder: Path) -> None:
     figures = {}
     for form, stages in (("approximate", (0, 1, 2, 3)), ("exact", (0, 1, 2))):
         expected = reference(form)
-        figures |= {f"{form}-{stage}-{micro}": measure(stage, micro, form, expected)
-                    for stage in stages for micro in (4, 2)}
+        figures |= {
+            f"{form}-{stage}-{micro}": measure(stage, micro, form, expected) for stage in stages for micro in (4, 2)
+        }
     bf16 = {stage: trained(stage, 4, "approximate", bf16=True) for stage in (1, 3)}
     figures["bf16"] = {stage: {"losses": found["losses"], "skipped": found["skipped"]} for stage, found in bf16.items()}
     figures["refused"] = refusal(3)
@@ -157,4 +192,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path([argument for argument in sys.argv[1:] if not argument.startswith("--")][0]))
+    main(Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--"))))

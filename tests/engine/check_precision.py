@@ -28,7 +28,7 @@ BATCH, MICRO, LR, DECAY = 8, 2, 0.01, 0.5
 STEPS, SAVED = 18, 11
 DYNAMIC = {"initial_scale_power": 19, "loss_scale_window": 3, "hysteresis": 2, "min_loss_scale": 1}
 FIXED = {"loss_scale": 128.0}
-INFINITE = {"a": (9, 10), "b": (5, 9, 13)}                    # steps in which the last rank's loss is infinite
+INFINITE = {"a": (9, 10), "b": (5, 9, 13)}  # steps in which the last rank's loss is infinite
 
 
 def drawn(step: int, number: int) -> tuple[Tensor, Tensor]:
@@ -37,14 +37,21 @@ def drawn(step: int, number: int) -> tuple[Tensor, Tensor]:
 
 
 def run_of(total: int, micro: int, lr: float) -> Run:
-    return Run.model_validate({"seed": SEED, "batch": {"global": total, "micro": micro}, "ema": {"decays": (DECAY,)},
-                               "optimizer": {"lr": lr, "betas": (0.5, 0.9)}})
+    return Run.model_validate(
+        {
+            "seed": SEED,
+            "batch": {"global": total, "micro": micro},
+            "ema": {"decays": (DECAY,)},
+            "optimizer": {"lr": lr, "betas": (0.5, 0.9)},
+        }
+    )
 
 
 def engines_of(run: Run, stage: int, parts: tuple[str, ...], **config) -> Engines:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 40, "sub_group_size": 300}
-    settings = resolve({"zero_optimization": {"stage": stage} if stage < 3 else zero, **config}, run, group.world(),
-                       "cuda")
+    settings = resolve(
+        {"zero_optimization": {"stage": stage} if stage < 3 else zero, **config}, run, group.world(), "cuda"
+    )
     return Engines(lambda: {part: Tiny() for part in parts}, run, settings, lambda name, weight: False)
 
 
@@ -66,14 +73,14 @@ def error_of_sum(stage: int, precision: str, accumulation: int, **config) -> flo
     for number in range(accumulation):
         first = (number * group.world() + group.rank()) * micro
         with engines.turn("a") as nets:
-            engines.learn("a", (nets["a"](x[first: first + micro]) - y[first: first + micro]).square().mean())
+            engines.learn("a", (nets["a"](x[first : first + micro]) - y[first : first + micro]).square().mean())
     network = rounded(DTYPES[precision])
     inputs = network.first(x.to(DTYPES[precision]).double())
     outputs = network.last(torch.tanh(network.hidden(network.scale(torch.tanh(inputs)))))
     (outputs - y).square().mean().backward()
     exact = torch.cat([weight.grad.flatten() for weight in network.parameters()])
     masters = engines.masters["a"]
-    first_moment = gathered(masters, masters.moments("exp_avg"))          # half of the gradient, after one step
+    first_moment = gathered(masters, masters.moments("exp_avg"))  # half of the gradient, after one step
     computed = torch.cat([first_moment[name].flatten() for name, _ in network.named_parameters()]).double() * 2
     return ((computed - exact).norm() / exact.norm()).item()
 
@@ -122,7 +129,7 @@ class Plain:
             sums = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
             for number in range(accumulation):
                 first = (number * world + rank) * MICRO
-                loss = loss_of(self.network, x[first: first + MICRO], y[first: first + MICRO], self.part, step, rank)
+                loss = loss_of(self.network, x[first : first + MICRO], y[first : first + MICRO], self.part, step, rank)
                 self.network.zero_grad()
                 (loss / accumulation * self.scale.value).backward()
                 for name, weight in self.network.named_parameters():
@@ -166,19 +173,30 @@ class Trial:
                 row = (number * group.world() + group.rank()) * MICRO
                 for part in ("a", "b"):
                     with self.engines.turn(part) as nets:
-                        self.engines.learn(part, loss_of(nets[part], x[row: row + MICRO], y[row: row + MICRO], part,
-                                                         step, group.rank()))
+                        self.engines.learn(
+                            part,
+                            loss_of(nets[part], x[row : row + MICRO], y[row : row + MICRO], part, step, group.rank()),
+                        )
             self.ema.update(step, self.engines.applied())
             figures = self.engines.figures()
-            reports.append({part: {"applied": bool(self.engines.applied()[part]), "scale": figures[f"{part}/loss_scale"],
-                                   "norm": figures[f"{part}/grad_norm"]} for part in ("a", "b")})
+            reports.append(
+                {
+                    part: {
+                        "applied": bool(self.engines.applied()[part]),
+                        "scale": figures[f"{part}/loss_scale"],
+                        "norm": figures[f"{part}/grad_norm"],
+                    }
+                    for part in ("a", "b")
+                }
+            )
         return reports
 
     def state(self, part: str) -> dict[str, Tensor]:
         masters = self.engines.masters[part]
         kinds = {"master": masters.flats, "exp_avg": masters.moments("exp_avg"), "ema": self.ema.flats[part][DECAY]}
-        return {f"{kind}/{name}": value for kind, flats in kinds.items()
-                for name, value in gathered(masters, flats).items()}
+        return {
+            f"{kind}/{name}": value for kind, flats in kinds.items() for name, value in gathered(masters, flats).items()
+        }
 
 
 def fp16(stage: int, settings: dict, folder: Path) -> dict:
@@ -194,9 +212,14 @@ def fp16(stage: int, settings: dict, folder: Path) -> dict:
     assert again.saves.resume() == SAVED
     restored = {part: masters.scaler_state for part, masters in again.engines.masters.items()}
     resumed = again.steps(SAVED, STEPS)
-    figures = {"reports": reports, "expected": [{part: one.step(step) for part, one in plain.items()}
-                                                for step in range(STEPS)],
-               "kept": kept, "restored": restored, "resumed": resumed == reports[SAVED:], "same": True}
+    figures = {
+        "reports": reports,
+        "expected": [{part: one.step(step) for part, one in plain.items()} for step in range(STEPS)],
+        "kept": kept,
+        "restored": restored,
+        "resumed": resumed == reports[SAVED:],
+        "same": True,
+    }
     for part, one in plain.items():
         state = trial.state(part)
         figures["same"] &= all(torch.equal(value, again.state(part)[name]) for name, value in state.items())
@@ -210,6 +233,7 @@ def fp16(stage: int, settings: dict, folder: Path) -> dict:
 def main(folder: Path) -> None:
     start()
     from deepspeed.accelerator import get_accelerator
+
     get_accelerator().is_fp16_supported = lambda: True
     most, figures = SAMPLES // group.world(), {}
     for stage in (0, 1, 2, 3):
@@ -223,4 +247,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path([word for word in sys.argv[1:] if not word.startswith("--")][0]))
+    main(Path(next(word for word in sys.argv[1:] if not word.startswith("--"))))

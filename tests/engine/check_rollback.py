@@ -26,15 +26,32 @@ GOOD, MORE, AFTER = 5, 3, 4
 # Number of ranks: case, stage, precision, save.format. Two tiny networks at every stage in every precision, so that any
 # two of number of ranks, stage and precision meet; where the systems have state of their own, these too. The
 # discriminator of vae begins behind the checkpoint.
-EVERYWHERE = {world: [("brittle", stage, ("fp32", "bf16")[(stage + world) % 2], "fragments") for stage in range(4)]
-              for world in (1, 2)}
-PLACES = {1: [*EVERYWHERE[1], ("brittle", 3, "bf16", "deepspeed"), ("vae", 2, "fp32", "fragments"),
-              ("tokenizer", 3, "fp32", "fragments"), ("iddpm", 1, "bf16", "fragments"),
-              ("dvae", 0, "bf16", "fragments")],
-          2: [*EVERYWHERE[2], ("brittle", 1, "bf16", "deepspeed"), ("brittle", 2, "fp32", "deepspeed")]}
-check_systems.CASES["brittle"] = ("tiny", [
-    "system=tests.support.brittle", "model={}", "data.image_size=4", "data.flip=false", "samples.sampler=null",
-    "every.sample=0"])
+EVERYWHERE = {
+    world: [("brittle", stage, ("fp32", "bf16")[(stage + world) % 2], "fragments") for stage in range(4)]
+    for world in (1, 2)
+}
+PLACES = {
+    1: [
+        *EVERYWHERE[1],
+        ("brittle", 3, "bf16", "deepspeed"),
+        ("vae", 2, "fp32", "fragments"),
+        ("tokenizer", 3, "fp32", "fragments"),
+        ("iddpm", 1, "bf16", "fragments"),
+        ("dvae", 0, "bf16", "fragments"),
+    ],
+    2: [*EVERYWHERE[2], ("brittle", 1, "bf16", "deepspeed"), ("brittle", 2, "fp32", "deepspeed")],
+}
+check_systems.CASES["brittle"] = (
+    "tiny",
+    [
+        "system=tests.support.brittle",
+        "model={}",
+        "data.image_size=4",
+        "data.flip=false",
+        "samples.sampler=null",
+        "every.sample=0",
+    ],
+)
 
 
 class Nobody:
@@ -55,8 +72,9 @@ def trial(folder: Path, case: str, stage: int, precision: str, form: str) -> Tri
     words = ("model.kl.discriminator.start=6",) if case == "vae" else ()
     made = Trial(folder, case, stage, overrides=(f"save.format={form}", *words))
     at = folder / case / f"{group.world()}-{stage}-{precision}-{form}"
-    made.saves = Checkpoints(at, made.engines, made.ema, made.system, made.run.save, course=Course(made.run.faults),
-                             trust_pickle=True)
+    made.saves = Checkpoints(
+        at, made.engines, made.ema, made.system, made.run.save, course=Course(made.run.faults), trust_pickle=True
+    )
     return made
 
 
@@ -65,14 +83,20 @@ def steps(trial: Trial, first: int, last: int, broken: int | None = None) -> lis
     loss, results = trial.system.loss, []
     for step in range(first, last):
         if step == broken and group.rank() == 0:
-            trial.system.loss = lambda *words: {name: term * torch.inf if name == "loss" else term
-                                                for name, term in loss(*words).items()}
-        losses = take_step(step, trial.run, trial.system, trial.engines, trial.batches, Nobody(),
-                           trial.saves.course.shift)
+            trial.system.loss = lambda *words: {
+                name: term * torch.inf if name == "loss" else term for name, term in loss(*words).items()
+            }
+        losses = take_step(
+            step, trial.run, trial.system, trial.engines, trial.batches, Nobody(), trial.saves.course.shift
+        )
         trial.system.loss = loss
         trial.ema.update(step, trial.engines.applied())
-        results.append((all(trial.engines.applied().values()),
-                        {part: [value.item() for value in each] for part, each in losses.items()}))
+        results.append(
+            (
+                all(trial.engines.applied().values()),
+                {part: [value.item() for value in each] for part, each in losses.items()},
+            )
+        )
     return results
 
 
@@ -96,15 +120,20 @@ def compare(folder: Path) -> None:
         at_end, expected = live.state(), fresh.state()
         name = " ".join(map(str, (group.world(), *place)))
         figures[name] = {
-            "skipped": [applied for applied, _ in bad] == [True] * (MORE - 1) + [False], "begun": begun,
-            "losses": a == b, "applied": all(applied for applied, _ in a), "parts": sorted(a[-1][1]),
+            "skipped": [applied for applied, _ in bad] == [True] * (MORE - 1) + [False],
+            "begun": begun,
+            "losses": a == b,
+            "applied": all(applied for applied, _ in a),
+            "parts": sorted(a[-1][1]),
             "differ": [key for key in expected if not torch.equal(at_end[key], expected[key])],
-            "count": live.engines.skipped(), "seconds": time.process_time() - began}
+            "count": live.engines.skipped(),
+            "seconds": time.process_time() - began,
+        }
     write(folder, figures, f"{group.world()}")
 
 
 def main(folder: Path) -> None:
-    check_systems.kl.blocks()                                             # once, for all the forks, as what follows
+    check_systems.kl.blocks()  # once, for all the forks, as what follows
     preload()
     for stage in range(4):
         zero = {"stage": stage}

@@ -25,7 +25,7 @@ from dstrain.recipe import Run
 from tests.support.live import Live
 
 WIDTH, DEPTH, SEED, BUCKET = 384, 24, 3, 100_000
-DRAWN: Counter[int] = Counter()                   # how often each layer was drawn, by its number
+DRAWN: Counter[int] = Counter()  # how often each layer was drawn, by its number
 
 
 class Layer(nn.Linear):
@@ -71,8 +71,17 @@ def network() -> nn.Module:
 
 
 def engines(stage: int, bf16: bool, world: int, draw: bool = True) -> Engines:
-    run = Run.model_validate({"name": "start", "seed": SEED, "steps": 1, "batch": {"global": world}, "compile": "off",
-                              "optimizer": {"lr": 0.01, "clip": 0.0}, "ema": {"decays": (0.5,)}})
+    run = Run.model_validate(
+        {
+            "name": "start",
+            "seed": SEED,
+            "steps": 1,
+            "batch": {"global": world},
+            "compile": "off",
+            "optimizer": {"lr": 0.01, "clip": 0.0},
+            "ema": {"decays": (0.5,)},
+        }
+    )
     zero = {"stage": stage, "reduce_bucket_size": BUCKET}
     settings = resolve({"zero_optimization": zero, "bf16": {"enabled": bf16}}, run, world, "cpu")
     return Engines(lambda: {"net": network()}, run, settings, lambda name, weight: weight.ndim > 1, draw=draw)
@@ -88,10 +97,16 @@ def start_of(stage: int, bf16: bool, world: int) -> tuple[dict[str, Any], Live, 
     masters = built.masters["net"]
     drawn = dict(+DRAWN)
     expected = dict(initial_weights(network(), SEED))
-    own = [(expected[f.name].reshape(-1)[f.start:f.start + f.numel], view) for f, view in masters.views(masters.flats)]
-    figures = {"begun": live.peak, "own": sum(flat.numel() for flat in masters.flats),
-               "drawn": drawn, "equal": all(torch.equal(values, view) for values, view in own),
-               "layers": sorted({int(f.name.split(".")[0]) - 1 for f, _ in masters.views(masters.flats)})}
+    own = [
+        (expected[f.name].reshape(-1)[f.start : f.start + f.numel], view) for f, view in masters.views(masters.flats)
+    ]
+    figures = {
+        "begun": live.peak,
+        "own": sum(flat.numel() for flat in masters.flats),
+        "drawn": drawn,
+        "equal": all(torch.equal(values, view) for values, view in own),
+        "layers": sorted({int(f.name.split(".")[0]) - 1 for f, _ in masters.views(masters.flats)}),
+    }
     return figures, live, built, ema
 
 
@@ -114,8 +129,10 @@ def from_files(stage: int, bf16: bool, fresh: Engines, ema: EmaShadow) -> dict[s
         shadow = EmaShadow(resumed.masters, Run(name="x", ema={"decays": (0.5,)}).ema, ("net",))
         assert Checkpoints(Path(folder), resumed, shadow, Stateless()).resume() == 1
         compare("resumed", resumed)
-    for name, known in (("all", weights), ("half", {name: value for name, value in weights.items()
-                                                    if int(name.split(".")[0]) % 2})):
+    for name, known in (
+        ("all", weights),
+        ("half", {name: value for name, value in weights.items() if int(name.split(".")[0]) % 2}),
+    ):
         DRAWN.clear()
         begun = engines(stage, bf16, 1, draw=False)
         begun.draw({"net": known})
@@ -131,15 +148,16 @@ def main(path: Path, world: int) -> None:
         os.environ.update(RANK="0", WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(world))
         import deepspeed
         from torch.testing._internal.distributed.fake_pg import FakeStore
+
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
         deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
     figures = []
-    for stage, bf16 in ((0, False), (1, False), (1, True), (2, True), (3, False), (3, True))[world > 1:]:
+    for stage, bf16 in ((0, False), (1, False), (1, True), (2, True), (3, False), (3, True))[world > 1 :]:
         start_figures, live, fresh, ema = start_of(stage, bf16, world)
         files = from_files(stage, bf16, fresh, ema) if world == 1 and stage and not bf16 else {}
         with live, fresh.turn("net") as nets:
             x = torch.ones(1, WIDTH, dtype=torch.bfloat16 if bf16 else torch.float32)
             fresh.learn("net", nets["net"](x).mean())
         figures.append({"stage": stage, "bytes": 2 if bf16 else 4, "peak": live.peak, **start_figures, **files})
-        del nets, fresh, ema                      # before the next one's bytes are counted
+        del nets, fresh, ema  # before the next one's bytes are counted
     path.write_text(json.dumps(figures))

@@ -28,14 +28,23 @@ from dstrain.engine.updates import Late
 from dstrain.train import take_step
 from tests.support.launch import ROOT
 
-WORLD, WARM = 8, 3                                       # ranks; steps before the one that is counted
-DEEP = ("tiny", "model.depth=28")                        # as many weights as DiT-XL/2: 291
-WIDE = ("tiny", "model.hidden_size=384", "ema.decays=[0.9]")         # weights above zero3.json's threshold
+WORLD, WARM = 8, 3  # ranks; steps before the one that is counted
+DEEP = ("tiny", "model.depth=28")  # as many weights as DiT-XL/2: 291
+WIDE = ("tiny", "model.hidden_size=384", "ema.decays=[0.9]")  # weights above zero3.json's threshold
 VAE = ("tiny-vae", "model.kl.discriminator={start: 0, n_layers: 1, base_channels: 8}")
 TOKENIZER = ("tiny-phenaki-tokenizer",)
-CASES = {"zero1": (*DEEP, 1), "zero3": (*DEEP, 1), "zero2_fp32": (*DEEP, 1), "zero2_fp16": (*DEEP, 1),
-         "zero0": ("tiny", 1), "zero1 accumulated": ("tiny", 2), "zero2 accumulated": ("tiny", 2),
-         "zero3 accumulated": (*WIDE, 2), "zero1 vae": (*VAE, 1), "zero3 tokenizer": (*TOKENIZER, 1)}
+CASES = {
+    "zero1": (*DEEP, 1),
+    "zero3": (*DEEP, 1),
+    "zero2_fp32": (*DEEP, 1),
+    "zero2_fp16": (*DEEP, 1),
+    "zero0": ("tiny", 1),
+    "zero1 accumulated": ("tiny", 2),
+    "zero2 accumulated": ("tiny", 2),
+    "zero3 accumulated": (*WIDE, 2),
+    "zero1 vae": (*VAE, 1),
+    "zero3 tokenizer": (*TOKENIZER, 1),
+}
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")
 
 
@@ -80,9 +89,14 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def report(self) -> dict:
-        return {"calls": sum(self.names.values()), "reads": sum(self.names[name] for name in READS),
-                "collectives": {name.removeprefix("c10d::").strip("_"): [self.names[name], count]
-                                for name, count in self.elements.items()}}
+        return {
+            "calls": sum(self.names.values()),
+            "reads": sum(self.names[name] for name in READS),
+            "collectives": {
+                name.removeprefix("c10d::").strip("_"): [self.names[name], count]
+                for name, count in self.elements.items()
+            },
+        }
 
 
 def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict:
@@ -99,10 +113,12 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
     batches = Repeated(system, 1, accumulation)
     update = Counter()
     for masters in engines.masters.values():
+
         def counted(original=masters.step) -> None:
             with Calls() as calls:
                 original()
             update["calls"] += calls.report()["calls"]
+
         masters.step = counted
 
     def step(number: int) -> None:
@@ -119,17 +135,23 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
         ema.update(WARM, engines.applied())
     sizes = [shape.numel() for part in engines for shape in engines.shapes(part).values()]
     return calls.report() | {
-        "update": update["calls"] + averaging.report()["calls"], "reads": calls.report()["reads"] + host.now,
-        "late": host.late, "sizes": sizes, "parts": len(engines), "accumulation": accumulation,
-        "padded": sum(flat.numel() for masters in engines.masters.values() for flat in masters.flats) * WORLD}
+        "update": update["calls"] + averaging.report()["calls"],
+        "reads": calls.report()["reads"] + host.now,
+        "late": host.late,
+        "sizes": sizes,
+        "parts": len(engines),
+        "accumulation": accumulation,
+        "padded": sum(flat.numel() for masters in engines.masters.values() for flat in masters.flats) * WORLD,
+    }
 
 
 def main(folder: Path) -> None:
     prepare_environment()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(WORLD))
     import deepspeed
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True      # its kernels have it on a CPU, too
-    gaussian.readable = likelihood.readable = lambda values: False       # the loss as on a GPU
+
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # its kernels have it on a CPU, too
+    gaussian.readable = likelihood.readable = lambda values: False  # the loss as on a GPU
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
     figures = {case: measure(folder, case, *words) for case, words in CASES.items()}

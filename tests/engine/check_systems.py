@@ -39,14 +39,15 @@ from tests.support.launch import ROOT, free_port
 from tests.support.preload import preload
 
 BEFORE, AFTER, EXTRA = 8, 12, 5
-ROUNDING = 1e-7                                       # the root mean square of a gradient that is nothing else
-GAME = 14                                             # the vae's step from which its adversary plays
-NATIVE, LATE = (("vae", 1), ("vae", 2), ("vae", 3), ("dit", 2)), 16        # in DeepSpeed's own files; the step
+ROUNDING = 1e-7  # the root mean square of a gradient that is nothing else
+GAME = 14  # the vae's step from which its adversary plays
+NATIVE, LATE = (("vae", 1), ("vae", 2), ("vae", 3), ("dit", 2)), 16  # in DeepSpeed's own files; the step
 
 # Recipe and overrides. With dropout the micro-batch is named, since masks belong to it; the others' is what each number
 # of ranks makes of the global batch. Discriminators begin before the checkpoint, or after it.
 #
-# Adam divides by the gradient's own size: a weight whose gradient is nothing but rounding, since the loss does not depend
+# Adam divides by the gradient's own size: a weight whose gradient is nothing but rounding, since the loss does
+# not depend
 # on it (the bias of attention's keys, a bias before a normalization), moves in a direction that the order of summation
 # decides, in plain torch as here. Such weights are left out of the comparison of weights, and of nothing else. A token
 # that lies between two codes goes to the one or the other by rounding: with its adversary the tokenizer met one in its
@@ -54,12 +55,27 @@ NATIVE, LATE = (("vae", 1), ("vae", 2), ("vae", 3), ("dit", 2)), 16        # in 
 # steps of its game (1e-5 before, then up to 7e-2). Without an adversary, neither does.
 CASES = {
     "dit": ("tiny", []),
-    "decoder": ("tiny", ["data.path=builtin:emoji", "data.embeddings=builtin:emoji-pairs", "data.channels=3",
-                         "data.flip=false", "model.in_channels=3", "model.num_classes=1",
-                         "model.embedding_dim=384"]),
+    "decoder": (
+        "tiny",
+        [
+            "data.path=builtin:emoji",
+            "data.embeddings=builtin:emoji-pairs",
+            "data.channels=3",
+            "data.flip=false",
+            "model.in_channels=3",
+            "model.num_classes=1",
+            "model.embedding_dim=384",
+        ],
+    ),
     "iddpm": ("tiny-iddpm", ["model.history_per_term=1", "model.diffusion_steps=4", "batch.micro=2"]),
-    "dvae": ("tiny-vae", ["model.kl=null", "model.discrete={num_tokens: 16, codebook_dim: 8, num_layers: 2, "
-                          "hidden_dim: 8, kl_weight: 1.0, temperature: {steps: 20, minimum: 0.5}}"]),
+    "dvae": (
+        "tiny-vae",
+        [
+            "model.kl=null",
+            "model.discrete={num_tokens: 16, codebook_dim: 8, num_layers: 2, "
+            "hidden_dim: 8, kl_weight: 1.0, temperature: {steps: 20, minimum: 0.5}}",
+        ],
+    ),
     "vae": ("tiny-vae", ["model.kl.discriminator={start: %d, n_layers: 1, base_channels: 8}" % GAME]),
     "tokenizer": ("tiny-phenaki-tokenizer", []),
     "phenaki": ("tiny-phenaki", ["data.path=builtin:moving-fashion", "data.held_out=0", "batch.micro=2"]),
@@ -69,9 +85,14 @@ CASES = {
 
 # Ranks and stage: who goes there. Every system goes to more ranks, to one rank without ZeRO, and once to stage 3; those
 # with state of their own and two networks to most places.
-PLACES = {(4, 3): ("dit", "iddpm", "tokenizer", "phenaki"), (4, 1): ("dvae", "vae", "prior"),
-          (2, 3): ("dvae", "prior", "decoder"), (1, 0): tuple(CASES), (1, 3): ("vae",)}
-BACK, RETURNING = (1, 2), ("iddpm", "tokenizer", "phenaki")          # from what 4 ranks saved at stage 3
+PLACES = {
+    (4, 3): ("dit", "iddpm", "tokenizer", "phenaki"),
+    (4, 1): ("dvae", "vae", "prior"),
+    (2, 3): ("dvae", "prior", "decoder"),
+    (1, 0): tuple(CASES),
+    (1, 3): ("vae",),
+}
+BACK, RETURNING = (1, 2), ("iddpm", "tokenizer", "phenaki")  # from what 4 ranks saved at stage 3
 
 
 def steady(case: str, first: int) -> int:
@@ -87,8 +108,11 @@ class Watched:
 
     def at(self, step: int):
         for batch in self.batches.at(step):
-            content = sum(values.double().flatten(1).sum(1) for values in batch.values()
-                          if values.ndim > 1 and values.device.type == "cpu")
+            content = sum(
+                values.double().flatten(1).sum(1)
+                for values in batch.values()
+                if values.ndim > 1 and values.device.type == "cpu"
+            )
             self.seen.append({"key": batch["key"], "position": batch["position"], "content": content})
             yield batch
 
@@ -113,23 +137,36 @@ class Trial:
         self.system = systems.build(self.run.system, self.run.model)
         self.engines = Engines(self.system.networks, self.run, job.settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
-        self.saves = Checkpoints(folder / case / saved, self.engines, self.ema, self.system, self.run.save,
-                                 trust_pickle=True)
-        self.batches = Watched(Batches(
-            open_sources(self.run.data)[0], global_batch=self.run.batch.global_, seed=self.run.seed, rank=group.rank(),
-            micro_batch=job.settings["train_micro_batch_size_per_gpu"], world=group.world(), num_workers=0,
-            flip=self.run.data.flip))
+        self.saves = Checkpoints(
+            folder / case / saved, self.engines, self.ema, self.system, self.run.save, trust_pickle=True
+        )
+        self.batches = Watched(
+            Batches(
+                open_sources(self.run.data)[0],
+                global_batch=self.run.batch.global_,
+                seed=self.run.seed,
+                rank=group.rank(),
+                micro_batch=job.settings["train_micro_batch_size_per_gpu"],
+                world=group.world(),
+                num_workers=0,
+                flip=self.run.data.flip,
+            )
+        )
 
     def steps(self, first: int, last: int) -> list[dict]:
         """Of each step the mean loss of every part over all micro-batches and ranks, and the samples."""
         told = []
         for step in range(first, last):
             losses: dict[str, list[Tensor]] = {}
-            add = lambda part, terms: losses.setdefault(part, []).append(terms["loss"].double())
+
+            def add(part, terms):
+                return losses.setdefault(part, []).append(terms["loss"].double())
+
             take_step(step, self.run, self.system, self.engines, self.batches, SimpleNamespace(add=add))
             self.ema.update(step, self.engines.applied())
-            means = {part: (group.total(sum(found)) / len(found) / group.world()).item()
-                     for part, found in losses.items()}
+            means = {
+                part: (group.total(sum(found)) / len(found) / group.world()).item() for part, found in losses.items()
+            }
             told.append({"losses": means, "samples": self.batches.taken()})
         return told
 
@@ -137,15 +174,21 @@ class Trial:
         """What a run leaves, by kind: master/, exp_avg/, exp_avg_sq/, ema.../, system/, updates/."""
         found = {f"system/{name}": value.clone() for name, value in self.system.state_dict().items()}
         for part, masters in self.engines.masters.items():
-            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds},
-                     **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()}}
-            found |= {f"{kind}/{part}/{name}": value for kind, flats in kinds.items()
-                      for name, value in gathered(masters, flats).items()}
+            kinds = {
+                "master": masters.flats,
+                **{kind: masters.moments(kind) for kind in masters.kinds},
+                **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()},
+            }
+            found |= {
+                f"{kind}/{part}/{name}": value
+                for kind, flats in kinds.items()
+                for name, value in gathered(masters, flats).items()
+            }
             found[f"updates/{part}"] = torch.tensor(masters.updates)
         return found
 
     def save(self, step: int) -> None:
-        self.saves.save(step, last=True)              # which raises where it fails
+        self.saves.save(step, last=True)  # which raises where it fails
 
 
 def truth(folder: Path) -> None:
@@ -194,9 +237,9 @@ def compared(folder: Path, case: str, trial: Trial, first: int, steps: list[dict
     wanted, state = torch.load(folder / case / "truth.pt"), trial.state()
     there, begun = wanted[first + AFTER], wanted["begun"]
     assert state.keys() == there.keys()
-    expected = wanted["steps"][first - BEFORE: first - BEFORE + AFTER]
+    expected = wanted["steps"][first - BEFORE : first - BEFORE + AFTER]
     off: dict[str, float] = {}
-    for a, b in list(zip(steps, expected, strict=True))[:steady(case, first)]:
+    for a, b in list(zip(steps, expected, strict=True))[: steady(case, first)]:
         assert a["losses"].keys() == b["losses"].keys()
         for part, loss in b["losses"].items():
             off[part] = max(off.get(part, 0.0), abs(a["losses"][part] - loss) / abs(loss))
@@ -211,13 +254,24 @@ def compared(folder: Path, case: str, trial: Trial, first: int, steps: list[dict
             most = max(most, (off if square is None else off.where(square.sqrt() > ROUNDING, 0.0)).max().item())
         return most
 
-    return {"losses": off, "compared": steady(case, first), "apart": {kind: furthest(state, there, kind) for kind in kinds},
-            "moved": {kind: furthest(begun, there, kind) for kind in kinds},
-            "same": all(torch.equal(a["samples"][name], b["samples"][name])
-                        for a, b in zip(steps, expected) for name in ("key", "position", "content")),
-            "distinct": len(torch.cat([step["samples"]["key"] for step in steps]).unique()),
-            "batch": [group.world(), trial.settings["train_micro_batch_size_per_gpu"],
-                      trial.settings["gradient_accumulation_steps"]], "skipped": trial.engines.skipped()}
+    return {
+        "losses": off,
+        "compared": steady(case, first),
+        "apart": {kind: furthest(state, there, kind) for kind in kinds},
+        "moved": {kind: furthest(begun, there, kind) for kind in kinds},
+        "same": all(
+            torch.equal(a["samples"][name], b["samples"][name])
+            for a, b in zip(steps, expected)
+            for name in ("key", "position", "content")
+        ),
+        "distinct": len(torch.cat([step["samples"]["key"] for step in steps]).unique()),
+        "batch": [
+            group.world(),
+            trial.settings["train_micro_batch_size_per_gpu"],
+            trial.settings["gradient_accumulation_steps"],
+        ],
+        "skipped": trial.engines.skipped(),
+    }
 
 
 def native(folder: Path) -> None:
@@ -235,10 +289,12 @@ def native(folder: Path) -> None:
         again = Trial(folder, case, stage, f"{name}/checkpoints", ("save.format=deepspeed",))
         assert again.saves.resume() == LATE
         state, steps = again.state(), again.steps(LATE, LATE + 3)
-        figures[name] = {"differ": [key for key in wanted if not torch.equal(wanted[key], state[key])],
-                         "losses": [step["losses"] for step in steps] == [step["losses"] for step in expected],
-                         "crossed": crossed(folder / case / name, Trial(folder, case, stage), again, wanted),
-                         "refused": refusal(folder, case, 3 - stage % 2, name)}
+        figures[name] = {
+            "differ": [key for key in wanted if not torch.equal(wanted[key], state[key])],
+            "losses": [step["losses"] for step in steps] == [step["losses"] for step in expected],
+            "crossed": crossed(folder / case / name, Trial(folder, case, stage), again, wanted),
+            "refused": refusal(folder, case, 3 - stage % 2, name),
+        }
         if group.rank() == 0:
             torch.save(wanted, folder / case / name / "truth.pt")
             (folder / case / name / "run.yaml").write_text(recipe.dump(again.run), encoding="utf-8")
@@ -248,8 +304,9 @@ def native(folder: Path) -> None:
 def crossed(at: Path, plain: Trial, own: Trial, wanted: dict[str, Tensor]) -> list[str]:
     """What is lost, or wrongly reported, where a run goes over to fragments and back to DeepSpeed's own files."""
     said: list[str] = []
-    Checkpoints(at / "checkpoints", plain.engines, plain.ema, plain.system, report=said.append,
-                trust_pickle=True).resume()
+    Checkpoints(
+        at / "checkpoints", plain.engines, plain.ema, plain.system, report=said.append, trust_pickle=True
+    ).resume()
     state = plain.state()
     lost = [key for key in wanted if not torch.equal(wanted[key], state[key])]
     plain.steps(LATE, LATE + 1)
@@ -263,18 +320,28 @@ def tools(folder: Path) -> None:
     """DeepSpeed's two tools on what `native` left, in one process; and one rank, which cannot go on from it."""
     from deepspeed.checkpoint import ds_to_universal
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
     figures = {}
     for case, stage in NATIVE:
         name = f"{case}-{stage}"
         at = folder / case / name / "checkpoints" / f"step_{LATE:08d}" / "deepspeed"
         parts = sorted(path.name for path in at.iterdir() if path.is_dir())
         merged = {part: get_fp32_state_dict_from_zero_checkpoint(str(at), tag=part) for part in parts}
-        torch.save({part: {key: value.clone() for key, value in state.items()} for part, state in merged.items()},
-                   folder / case / name / "merged.pt")
+        torch.save(
+            {part: {key: value.clone() for key, value in state.items()} for part, state in merged.items()},
+            folder / case / name / "merged.pt",
+        )
         for part in parts:
-            sys.argv[1:] = ["--input_folder", str(at / part), "--output_folder",
-                            str(folder / case / name / "universal" / part), "--num_extract_workers", "1",
-                            "--num_merge_workers", "1"]
+            sys.argv[1:] = [
+                "--input_folder",
+                str(at / part),
+                "--output_folder",
+                str(folder / case / name / "universal" / part),
+                "--num_extract_workers",
+                "1",
+                "--num_merge_workers",
+                "1",
+            ]
             ds_to_universal.main(ds_to_universal.parse_arguments())
         figures[name] = {"refused": refusal(folder, case, stage, name)}
     write(folder, figures, "tools")
@@ -308,8 +375,9 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
         return pid
     code = 1
     try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(port))
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
         torch.set_num_threads(1)
         start()
         work(folder)
@@ -317,6 +385,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
         code = 0
     except BaseException:
         import traceback
+
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -325,6 +394,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
 def main(folder: Path) -> None:
     prepare_environment()
     import deepspeed.checkpoint.ds_to_universal  # noqa: F401  once, for all the forks
+
     kl.blocks()
     preload()
     for stage in range(4):

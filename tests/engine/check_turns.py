@@ -24,21 +24,37 @@ from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
 
 STEPS, START, GLOBAL, SEED = 8, 3, 8, 5
-SAVED = (2, 5)                                    # before the discriminator's start, and after
+SAVED = (2, 5)  # before the discriminator's start, and after
 # With a small eps Adam divides rounding by rounding: at 1e-6 plain torch moves by 2e-5 when a batch is permuted.
 DECAY, LR, EPS, WEIGHT_DECAY = 0.9, 5e-4, 1e-4, 0.05
 KL_WEIGHT, WEIGHT = 0.1, 0.7
-MODEL = {"image_size": 16, "channels": 1, "kl": {
-    "block_out_channels": [8, 16], "norm_num_groups": 4, "layers_per_block": 1, "kl_weight": KL_WEIGHT,
-    "discriminator": {"start": START, "n_layers": 2, "base_channels": 16, "weight": WEIGHT}}}
+MODEL = {
+    "image_size": 16,
+    "channels": 1,
+    "kl": {
+        "block_out_channels": [8, 16],
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        "kl_weight": KL_WEIGHT,
+        "discriminator": {"start": START, "n_layers": 2, "base_channels": 16, "weight": WEIGHT},
+    },
+}
 
 
 def recipe(micro: int) -> Run:
-    return Run.model_validate({
-        "name": "turns", "system": "vae", "model": MODEL, "seed": SEED, "steps": STEPS,
-        "data": {"image_size": 16, "channels": 1}, "batch": {"global": GLOBAL, "micro": micro},
-        "optimizer": {"lr": LR, "betas": (0.5, 0.9), "eps": EPS, "weight_decay": WEIGHT_DECAY},
-        "ema": {"decays": [DECAY]}})
+    return Run.model_validate(
+        {
+            "name": "turns",
+            "system": "vae",
+            "model": MODEL,
+            "seed": SEED,
+            "steps": STEPS,
+            "data": {"image_size": 16, "channels": 1},
+            "batch": {"global": GLOBAL, "micro": micro},
+            "optimizer": {"lr": LR, "betas": (0.5, 0.9), "eps": EPS, "weight_decay": WEIGHT_DECAY},
+            "ema": {"decays": [DECAY]},
+        }
+    )
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -79,10 +95,16 @@ class Trial:
         """Every fp32 value of both parts and the counts of updates."""
         found = {}
         for part, masters in self.engines.masters.items():
-            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds},
-                     **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()}}
-            found |= {f"{part}/{kind}/{name}": value for kind, flats in kinds.items()
-                      for name, value in gathered(masters, flats).items()}
+            kinds = {
+                "master": masters.flats,
+                **{kind: masters.moments(kind) for kind in masters.kinds},
+                **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()},
+            }
+            found |= {
+                f"{part}/{kind}/{name}": value
+                for kind, flats in kinds.items()
+                for name, value in gathered(masters, flats).items()
+            }
             found[f"{part}/updates"] = torch.tensor(masters.updates)
         return found
 
@@ -94,8 +116,10 @@ def reference() -> dict[str, dict[str, torch.Tensor]]:
     optimizers = {}
     for part, network in nets.items():
         network.load_state_dict(dict(initial_weights(network, SEED)))
-        groups = [{"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-                  {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
         optimizers[part] = torch.optim.AdamW(groups, lr=LR, betas=(0.5, 0.9), eps=EPS)
     shadow = {name: weight.detach().clone() for name, weight in nets["autoencoder"].named_parameters()}
 
@@ -109,12 +133,14 @@ def reference() -> dict[str, dict[str, torch.Tensor]]:
         x = whole["image"].float() / 127.5 - 1
         picture, mean, log_variance = nets["autoencoder"](x, rng.normal(whole["key"], "latent", (4, 8, 8)))
         distance = (picture - x).abs().mean((1, 2, 3))
-        nats = 0.5 * (mean ** 2 + log_variance.exp() - 1 - log_variance).sum((1, 2, 3))
+        nats = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).sum((1, 2, 3))
         loss = distance + KL_WEIGHT * nats / 256
         if step >= START:
             critique = -nets["discriminator"](picture).mean((1, 2, 3))
-            lengths = [torch.autograd.grad(value.sum(), picture, retain_graph=True)[0].flatten(1).norm(dim=1)
-                       for value in (distance, critique)]
+            lengths = [
+                torch.autograd.grad(value.sum(), picture, retain_graph=True)[0].flatten(1).norm(dim=1)
+                for value in (distance, critique)
+            ]
             loss = loss + WEIGHT * lengths[0] / lengths[1].clamp(min=1e-3 / 16) * critique
         shown = picture.detach()
         descend("autoencoder", loss.mean())
@@ -123,8 +149,9 @@ def reference() -> dict[str, dict[str, torch.Tensor]]:
             descend("discriminator", (F.relu(1 - real).mean() + F.relu(1 + fake).mean()) / 2)
         for name, weight in nets["autoencoder"].named_parameters():
             shadow[name].lerp_(weight.detach(), 1 - DECAY)
-    found = {part: {name: weight.detach().clone() for name, weight in net.named_parameters()}
-             for part, net in nets.items()}
+    found = {
+        part: {name: weight.detach().clone() for name, weight in net.named_parameters()} for part, net in nets.items()
+    }
     return found | {"ema": shadow}
 
 
@@ -146,7 +173,9 @@ def measure(stage: int, micro: int, expected: dict) -> dict:
         "updates": {part: masters.updates for part, masters in trial.engines.masters.items()},
         "applied": [sorted(applied) for applied in trial.applied],
         "all_applied": all(all(applied.values()) for applied in trial.applied),
-        "skipped": trial.engines.skipped(), "figures": sorted(trial.engines.figures())}
+        "skipped": trial.engines.skipped(),
+        "figures": sorted(trial.engines.figures()),
+    }
 
 
 def resumed(stage: int, folder: Path) -> dict:
@@ -156,7 +185,7 @@ def resumed(stage: int, folder: Path) -> dict:
     truth, figures = whole.state(), {}
     for step in SAVED:
         trial = Trial(stage, 2, folder / f"stage{stage}")
-        trial.steps(0, 1)                         # other weights, which the checkpoint must replace
+        trial.steps(0, 1)  # other weights, which the checkpoint must replace
         trial.saves.load(trial.saves.store.folder / f"step_{step:08d}")
         trial.saves = None
         trial.steps(step, STEPS)
@@ -175,4 +204,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path([argument for argument in sys.argv[1:] if not argument.startswith("--")][0]))
+    main(Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--"))))

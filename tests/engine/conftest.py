@@ -20,16 +20,18 @@ from tests.support.spawn import place
 def alone() -> Iterator[None]:
     """This process is the only rank, as after start(); no group, variable or state of DeepSpeed is left behind."""
     from dstrain.engine.start import start
+
     environment, linear = dict(os.environ), torch.nn.functional.linear
     preload()
     start(timeout_minutes=1)
     from deepspeed.comm import comm
     from deepspeed.utils import groups
+
     yield
     gc.unfreeze()
     dist.destroy_process_group()
     comm.cdb = None
-    torch.nn.functional.linear = linear           # ZeRO-3 puts its own in this place
+    torch.nn.functional.linear = linear  # ZeRO-3 puts its own in this place
     # DeepSpeed keeps the groups that it has made in variables of this module, beside its functions and classes.
     for name, value in vars(groups).items():
         if name.endswith("_GROUP") and value is not None:
@@ -62,7 +64,9 @@ def on_ranks() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def in_fork() -> Callable[..., None]:
-    """in_fork(work, *arguments) calls work(*arguments) in a process of its own, which starts a process group or none."""
+    """in_fork(work, *arguments) calls work(*arguments) in a process of its own, which starts a
+    process group or none.
+    """
     return lambda work, *arguments: _fork(1, _alone, work, arguments)
 
 
@@ -82,6 +86,7 @@ def _alone(_: int, work: Callable[..., Any], arguments: tuple) -> None:
 
 def _enter(rank: int, world: int, port: str, work: Callable[..., Any], arguments: tuple) -> None:
     from dstrain.engine.start import start
+
     os.environ.update(place(rank, world, port))
     torch.set_num_threads(1)
     start(timeout_minutes=1)

@@ -13,7 +13,7 @@ from tests.engine.check_engines import applied, gathered
 pytestmark = pytest.mark.usefixtures("alone")
 
 BETA = 0.5
-MICROS = (256.0, 0.75, 0.75, 0.75)                # gradients of micro-batches: bf16 sums them to 256, fp32 to 258.25
+MICROS = (256.0, 0.75, 0.75, 0.75)  # gradients of micro-batches: bf16 sums them to 256, fp32 to 258.25
 USES = {"always": (0, 1, 2, 3), "early": (0, 1), "late": (3,), "middle": (1, 2), "never": ()}
 
 
@@ -36,8 +36,9 @@ def test_weights_that_take_turns(stage, dtype):
     JSON's own bf16 loses what is small. A weight that no micro-batch used has no gradient, and one that takes no part
     in the first adds to none of the step before. Sums are held of the weights used so far, until the last micro-batch.
     """
-    run = Run.model_validate({"batch": {"global": 2 * len(MICROS), "micro": 2},
-                              "optimizer": {"lr": 0.0, "betas": (BETA, 0.9)}})
+    run = Run.model_validate(
+        {"batch": {"global": 2 * len(MICROS), "micro": 2}, "optimizer": {"lr": 0.0, "betas": (BETA, 0.9)}}
+    )
     config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
     if dtype:
         config["data_types"] = {"grad_accum_dtype": dtype}
@@ -49,7 +50,7 @@ def test_weights_that_take_turns(stage, dtype):
             names = [name for name, places in USES.items() if number in places]
             with engines.turn("net") as nets:
                 loss = nets["net"](torch.full((2, 3), value), names).mean()
-                engines.learn("net", loss * len(MICROS))      # which DeepSpeed divides by their number
+                engines.learn("net", loss * len(MICROS))  # which DeepSpeed divides by their number
             assert applied(engines) == {"net": number == len(MICROS) - 1}
             if (sums := getattr(engines["net"], "wide_sums", None)) is not None:
                 used = sum(any(place <= number for place in places) for places in USES.values())
@@ -80,14 +81,14 @@ def test_one_rank_needs_no_buckets(stage, precision, micros, monkeypatch):
         config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": "fp32" not in precision}}
         if precision == "bf16 sums":
             config["data_types"] = {"grad_accum_dtype": "bf16"}
-        elif precision == "fp32 sent as bf16":                # DeepSpeed rounds on one rank, too
+        elif precision == "fp32 sent as bf16":  # DeepSpeed rounds on one rank, too
             config["communication_data_type"] = "bf16"
         engines = Engines(lambda: {"net": Parts()}, run, resolve(config, run, 1, "cpu"), lambda name, weight: True)
         for number in range(4 * micros):
             if number % micros == 0:
                 engines.set_lr(1e-2)
             value = float("inf") if number // micros == 2 else 1.0 + number % 3
-            with engines.turn("net") as nets:                 # "late" has no gradient in some steps, "never" in all
+            with engines.turn("net") as nets:  # "late" has no gradient in some steps, "never" in all
                 names = ["always", "early", *["late"] * (number % 2), "middle"]
                 engines.learn("net", (nets["net"](torch.full((2, 3), value), names) + number).square().mean())
         masters, zero = engines.masters["net"], engines["net"].optimizer
@@ -100,4 +101,4 @@ def test_one_rank_needs_no_buckets(stage, precision, micros, monkeypatch):
     monkeypatch.setattr(Updates, "_alone", False)
     theirs = steps(2 if (precision, micros) == ("bf16", 3) else stage)
     assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
-    assert spared == ["sent" not in precision, False]         # what is sent in another type is rounded
+    assert spared == ["sent" not in precision, False]  # what is sent in another type is rounded

@@ -37,8 +37,10 @@ def test_a_group_lies_in_one_tensor(stage, precision):
         network = Net()
     assert network.marked.mark == "kept" and network.marked.is_meta
     own = network.own = nn.Parameter(torch.ones(3))
-    groups = [{"params": [network.first.weight, network.marked, own, network.frozen]},
-              {"params": [network.first.bias, network.second.weight, network.second.bias]}]
+    groups = [
+        {"params": [network.first.weight, network.marked, own, network.frozen]},
+        {"params": [network.first.bias, network.second.weight, network.second.bias]},
+    ]
     before = [[weight.shape for weight in members["params"]] for members in groups]
     settings = {precision: {"enabled": True}} if precision != "fp32" else {}
     allocate(network, groups, {"zero_optimization": {"stage": stage}, **settings})
@@ -76,20 +78,34 @@ def padding(count: int) -> torch.Tensor:
     return -1 - torch.arange(float(count))
 
 
-@pytest.mark.parametrize("choose, in_place", [
-    (lambda w: w, True), (lambda w: [*w, padding(2)], True), (lambda w: [*w, padding(1), padding(1)], True),
-    (lambda w: w[:2], True), (lambda w: [*w[:2], padding(2)], True), (lambda w: w[:1], True),
-    (lambda w: [*w, padding(3)], False), (lambda w: w[1:], False), (lambda w: [*w[2:], padding(1)], False),
-    (lambda w: [w[0], w[2], w[3]], False), (lambda w: [w[0], padding(4), w[2], w[3]], False),
-    (lambda w: [padding(2), *w], False), (lambda w: [padding(4), padding(1)], False), (lambda w: w[::-1], False),
-    (lambda w: [w[0].detach(), w[1].detach()], False),
-    (lambda w: [turned(w[0]), w[1]], False), (lambda w: [w[0], turned(w[1].data.view(2, 2)), w[2]], False),
-])
+@pytest.mark.parametrize(
+    "choose, in_place",
+    [
+        (lambda w: w, True),
+        (lambda w: [*w, padding(2)], True),
+        (lambda w: [*w, padding(1), padding(1)], True),
+        (lambda w: w[:2], True),
+        (lambda w: [*w[:2], padding(2)], True),
+        (lambda w: w[:1], True),
+        (lambda w: [*w, padding(3)], False),
+        (lambda w: w[1:], False),
+        (lambda w: [*w[2:], padding(1)], False),
+        (lambda w: [w[0], w[2], w[3]], False),
+        (lambda w: [w[0], padding(4), w[2], w[3]], False),
+        (lambda w: [padding(2), *w], False),
+        (lambda w: [padding(4), padding(1)], False),
+        (lambda w: w[::-1], False),
+        (lambda w: [w[0].detach(), w[1].detach()], False),
+        (lambda w: [turned(w[0]), w[1]], False),
+        (lambda w: [w[0], turned(w[1].data.view(2, 2)), w[2]], False),
+    ],
+)
 def test_what_deepspeed_flattens(choose, in_place):
     """Oracle: torch.cat of the same tensors; addresses: weights in one tensor, in order and without gaps, and padding
     for which there is room are taken as they lie, everything else is copied, as it is after the with.
     """
     from deepspeed.runtime.zero import stage_1_and_2
+
     usual, weights = stage_1_and_2._flatten_dense_tensors, pieces(nn.Module())
     tensors = choose(weights)
     expected = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
@@ -112,13 +128,14 @@ def hold_and_free(path):
     """Writes the bytes of this process: with 64 MiB in small pieces, when these but for the last are freed, and after
     give_back.
     """
+
     def size():
         path.write_text(path.read_text() + Path("/proc/self/statm").read_text().split()[1] + " ")
 
     path.write_text("")
-    pieces = [torch.ones(2 ** 14) for _ in range(2 ** 10)]
+    pieces = [torch.ones(2**14) for _ in range(2**10)]
     size()
-    del pieces[:-1]                                           # the last one lies behind the others on the heap
+    del pieces[:-1]  # the last one lies behind the others on the heap
     size()
     give_back()
     size()
@@ -128,5 +145,5 @@ def test_what_is_freed_goes_back_to_the_system(in_fork, tmp_path):
     """Oracle: the process's pages, as Linux counts them: glibc keeps what lies before a block that lives."""
     in_fork(hold_and_free, tmp_path / "pages")
     held, freed, given = map(int, (tmp_path / "pages").read_text().split())
-    pages = 2 ** 26 / resource.getpagesize()
+    pages = 2**26 / resource.getpagesize()
     assert freed > held - 0.1 * pages and given < held - 0.9 * pages

@@ -19,10 +19,22 @@ from tests.engine import check_blocks
 from tests.support import counting
 
 # System, index of its CASES, stage, model.recompute, entries of the recipe. Every system, stage and choice occurs.
-CASES = [["dit", 0, 3, "attention"], ["iddpm", 2, 1, "all", "channels_last=true"], ["vae", 3, 3, "none"],
-         ["phenaki", 2, 0, "attention"], ["phenaki.tokenizer", 0, 2, 1], ["prior", 1, 3, "all"]]
-UNET = {"in_channels": 1, "num_channels": 32, "num_res_blocks": 1, "channel_mult": (1, 1), "attention_levels": (1,),
-        "num_heads": 2}
+CASES = [
+    ["dit", 0, 3, "attention"],
+    ["iddpm", 2, 1, "all", "channels_last=true"],
+    ["vae", 3, 3, "none"],
+    ["phenaki", 2, 0, "attention"],
+    ["phenaki.tokenizer", 0, 2, 1],
+    ["prior", 1, 3, "all"],
+]
+UNET = {
+    "in_channels": 1,
+    "num_channels": 32,
+    "num_res_blocks": 1,
+    "channel_mult": (1, 1),
+    "attention_levels": (1,),
+    "num_heads": 2,
+}
 
 
 def gradients(recompute):
@@ -59,8 +71,9 @@ def test_the_same_dropout(recompute, monkeypatch):
     plain, again = gradients("none"), gradients(recompute)
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
     checkpoint = blocks.checkpoint
-    monkeypatch.setattr(blocks, "checkpoint", lambda *inputs, **named: checkpoint(*inputs, **named,
-                                                                                  preserve_rng_state=False))
+    monkeypatch.setattr(
+        blocks, "checkpoint", lambda *inputs, **named: checkpoint(*inputs, **named, preserve_rng_state=False)
+    )
     careless = gradients(recompute)
     assert not all(torch.equal(one, other) for one, other in zip(plain, careless, strict=True))
 
@@ -75,8 +88,9 @@ class Counted(nn.Module):
         return torch.sin(x * self.weight)
 
 
-@pytest.mark.parametrize("recompute, calls", [("none", [1] * 5), ("all", [2] * 5), (2, [1, 2, 1, 2, 1]), (1, [2] * 5),
-                                              (4, [1, 1, 1, 2, 1])])
+@pytest.mark.parametrize(
+    "recompute, calls", [("none", [1] * 5), ("all", [2] * 5), (2, [1, 2, 1, 2, 1]), (1, [2] * 5), (4, [1, 1, 1, 2, 1])]
+)
 def test_which_blocks_are_computed_again(recompute, calls):
     """Oracle: by hand: every k-th block is called twice in a training step, and once where nothing is learned."""
     network = nn.Sequential(*(Counted() for _ in range(5)))
@@ -101,7 +115,8 @@ def test_names_of_the_choice():
 def figures(in_fork, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("blocks")
     in_fork(check_blocks.main, folder, CASES, request.param)
-    # Near zero, AdamW's first steps are a gradient's sign times the learning rate, 0.01. Inductor rounds in other places.
+    # Near zero, AdamW's first steps are a gradient's sign times the learning rate, 0.01. Inductor rounds in
+    # other places.
     return json.loads((folder / "figures.json").read_text()) | {"most": 1e-4 if request.param == "aot_eager" else 0.01}
 
 
@@ -174,8 +189,8 @@ def test_graphs_without_gradients(monkeypatch):
 
 
 def test_a_compiled_block_looks_for_no_weight(monkeypatch):
-    """Oracle: by hand: eager, ZeRO-3's linear layer gathers what is away; in a compiled block nothing is, and to look at
-    a weight's number would compile each block anew (under torch 2.11, where test_compiled then counts four graphs).
+    """Oracle: by hand: eager, ZeRO-3's linear layer gathers what is away; in a compiled block nothing is, and to look
+    at a weight's number would compile each block anew (under torch 2.11, where test_compiled then counts four graphs).
     """
     monkeypatch.setattr(linear, "is_zero_param", linear.is_zero_param)
     prepare(UNet(**UNET), (ResBlock, AttentionBlock), compiled=True, scattered=True)

@@ -62,17 +62,30 @@ class System:
 class Trial:
     """Two networks, the first averaged, and their checkpoints in a folder."""
 
-    def __init__(self, folder: Path, stage: int = 0, decays=(0.5, 0.9), save: Save = Save(keep=9, asynchronous=False),
-                 network=Net, parts=("a", "b"), refuses: bool = False, trust: bool = False, precision: str = "fp32",
-                 profiles=(), **faults):
+    def __init__(
+        self,
+        folder: Path,
+        stage: int = 0,
+        decays=(0.5, 0.9),
+        save: Save = Save(keep=9, asynchronous=False),
+        network=Net,
+        parts=("a", "b"),
+        refuses: bool = False,
+        trust: bool = False,
+        precision: str = "fp32",
+        profiles=(),
+        **faults,
+    ):
         self.lines: list[str] = []
         self.saved: list[int] = []
         self.engines = engines_of(stage, precision, network=network, parts=parts)
-        self.ema = EmaShadow(self.engines.masters, Ema(decays=decays, profiles=profiles, snapshots=len(profiles)),
-                             parts[:1])
+        self.ema = EmaShadow(
+            self.engines.masters, Ema(decays=decays, profiles=profiles, snapshots=len(profiles)), parts[:1]
+        )
         self.system, self.course = System(refuses), Course(Faults(**faults))
-        self.saves = Checkpoints(folder, self.engines, self.ema, self.system, save, self.lines.append,
-                                 self.saved.append, self.course, trust)
+        self.saves = Checkpoints(
+            folder, self.engines, self.ema, self.system, save, self.lines.append, self.saved.append, self.course, trust
+        )
 
     def steps(self, first: int, last: int) -> None:
         for number in range(first, last):
@@ -89,12 +102,18 @@ class Trial:
     def state(self) -> dict[str, Tensor]:
         state = {"system": self.system.values.clone()}
         for part, masters in self.engines.masters.items():
-            for kind, flats in [("master", masters.flats), *((kind, masters.moments(kind)) for kind in ADAM),
-                                *self.ema.flats.get(part, {}).items()]:
+            for kind, flats in [
+                ("master", masters.flats),
+                *((kind, masters.moments(kind)) for kind in ADAM),
+                *self.ema.flats.get(part, {}).items(),
+            ]:
                 state |= {f"{part}/{kind}/{number}": flat.detach().clone() for number, flat in enumerate(flats)}
             network = self.engines.modules[part]
-            state |= {f"{part}/table": network.scale.table.clone(), f"{part}/count": network.count.clone(),
-                      f"{part}/counts": torch.tensor([masters.updates, masters.skipped])}
+            state |= {
+                f"{part}/table": network.scale.table.clone(),
+                f"{part}/count": network.count.clone(),
+                f"{part}/counts": torch.tensor([masters.updates, masters.skipped]),
+            }
         return state
 
 
@@ -129,7 +148,7 @@ def test_the_newest_and_others(run):
     for number in (2, 1, 4, 2):
         assert trial.saves.resume(number) == number == trial.saves.saver.newest
         assert same(trial.state(), states[number])
-        assert torch.equal(trial.engines.modules["a"].cache, torch.full((2,), 2.0))        # nobody saves it
+        assert torch.equal(trial.engines.modules["a"].cache, torch.full((2,), 2.0))  # nobody saves it
     with pytest.raises(ConfigError, match="--step 7: .* holds no such checkpoint; it holds 1, 2, 3, 4$"):
         trial.saves.resume(7)
     with pytest.raises(ConfigError, match="it holds none$"):
@@ -170,8 +189,11 @@ def test_the_way_back(run):
     assert trial.saves.saver.newest == 3
     assert trial.course.state.rollbacks == [(7, 4), (6, 3)] and trial.course.shift == 6
     assert trial.saves.go_back(4, "again") == 2 and trial.course.shift == 8
-    with pytest.raises(FloatingPointError, match=r"at last. The run has gone back 3 times \(faults.max_rollbacks=3.* "
-                       r"the steps 1, 2 \(put aside: 3, 4\)"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"at last. The run has gone back 3 times \(faults.max_rollbacks=3.* "
+        r"the steps 1, 2 \(put aside: 3, 4\)",
+    ):
         trial.saves.go_back(3, "at last")
     trial.course.forgive()
     assert trial.saves.go_back(3, "forgiven") == 1 and trial.course.state.forgiven == 3
@@ -229,7 +251,7 @@ def test_the_course_and_kinds(tmp_path):
 
 def test_what_one_process_reads(run):
     """Oracle: what the run held: weights and averages by name, buffers that a state dict holds; kinds that it lacks."""
-    folder, states = run
+    folder, _states = run
     path, trial = folder / "step_00000003", Trial(folder)
     trial.saves.resume(3)
     read, averaged = read_weights(path, "a"), read_weights(path, "a", "ema.0.9")
@@ -247,13 +269,15 @@ def test_what_one_process_reads(run):
 def test_what_does_not_fit(run):
     """Oracle: the names that differ, of networks, weights and buffers."""
     folder, _ = run
-    for words, message in (({"parts": ("a",)}, "holds the networks a, b; this run trains a:"),
-                           ({"network": Narrow}, r"fit this a: last.weight is \(3, 17\) there and \(2, 17\) here"),
-                           ({"network": Counted}, r"does not fit this a: count is \(2,\) there and \(3,\) here")):
+    for words, message in (
+        ({"parts": ("a",)}, "holds the networks a, b; this run trains a:"),
+        ({"network": Narrow}, r"fit this a: last.weight is \(3, 17\) there and \(2, 17\) here"),
+        ({"network": Counted}, r"does not fit this a: count is \(2,\) there and \(3,\) here"),
+    ):
         with pytest.raises(ConfigError, match=message):
             Trial(folder, **words).saves.resume()
     trial = Trial(folder, network=Tiny)
-    assert trial.saves.resume() == 4                           # buffers that this network lacks are nothing to it
+    assert trial.saves.resume() == 4  # buffers that this network lacks are nothing to it
 
 
 def test_averages_that_were_added_and_left_out(run):

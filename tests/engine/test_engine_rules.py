@@ -30,7 +30,7 @@ def test_files_that_cannot_be_written(stage, tmp_path):
             work()
 
     model = Path("x", "t", "mp_rank_00_model_states.pt")
-    (tmp_path / "a" / model).mkdir(parents=True)             # a folder, where a file is to be written
+    (tmp_path / "a" / model).mkdir(parents=True)  # a folder, where a file is to be written
     with pytest.raises((OSError, RuntimeError)):
         attempt(lambda: None)
     assert order == ["a", "b"] and (tmp_path / "b" / model).is_file()
@@ -50,6 +50,7 @@ def test_what_deepspeeds_tool_asks_for():
         UNIVERSAL_CHECKPOINT_VERSION_KEY,
         UNIVERSAL_CHECKPOINT_VERSION_VALUE,
     )
+
     expected = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
     assert universal_info() == expected
 
@@ -76,6 +77,7 @@ def test_how_pictures_lie(on):
 
 def test_blocks_are_compiled_where_the_recipe_says():
     """Oracle: the forward pass that a block was given in its own name: the blocks, and nothing else."""
+
     def marked(engines: Engines) -> set[str]:
         return {name for name, module in engines.modules["a"].named_modules() if "forward" in vars(module)}
 
@@ -100,8 +102,9 @@ class Empty(Tiny):
         self.nothing = nn.Linear(0, 3, bias=False)
 
 
-@pytest.mark.parametrize("network, words", [(Frozen, "last.weight is frozen"),
-                                            (Empty, "nothing.weight has no elements")])
+@pytest.mark.parametrize(
+    "network, words", [(Frozen, "last.weight is frozen"), (Empty, "nothing.weight has no elements")]
+)
 def test_weights_that_cannot_be_trained(network, words):
     """Oracle: the name of the weight."""
     with pytest.raises(AssertionError, match=words):

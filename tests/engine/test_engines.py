@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine import check_engines
 
-STAGES, MICROS = (0, 1, 2, 3), (4, 2)            # micro-batch 2 means two micro-steps on 2 ranks, four on one
+STAGES, MICROS = (0, 1, 2, 3), (4, 2)  # micro-batch 2 means two micro-steps on 2 ranks, four on one
 
 
 @pytest.fixture(scope="module", params=[2, 1])
@@ -35,8 +35,9 @@ def test_bf16_weights(figures, stage, micro):
     assert 0 < found["weights_mean"] < 0.02 * found["moved_mean"]
 
 
-@pytest.mark.parametrize("case", [f"{stage}-{precision}-{micro}" for stage in STAGES for precision in ("fp32", "bf16")
-                                  for micro in MICROS])
+@pytest.mark.parametrize(
+    "case", [f"{stage}-{precision}-{micro}" for stage in STAGES for precision in ("fp32", "bf16") for micro in MICROS]
+)
 class TestEveryCase:
     def test_masters_start_in_full(self, figures, case):
         """Oracle: the keyed fp32 initialization of a plain network, to the last bit, in bf16 too."""

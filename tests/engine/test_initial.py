@@ -142,21 +142,29 @@ def tie(parent: Parent) -> None:
     parent.out.weight = parent.body.weight
 
 
-@pytest.mark.parametrize("make, name", [
-    (lambda: Parent(lambda parent: nn.init.zeros_(parent.out.weight)), "out.weight"),
-    (lambda: Parent(lambda parent: nn.init.zeros_(parent.out.weight[:1])), "out.weight"),
-    (lambda: Parent(lambda parent: parent.out.bias.data.fill_(1)), "out.bias"),
-    (lambda: Parent(lambda parent: torch._foreach_zero_([parent.out.bias.data])), "out.bias"),
-    (lambda: Parent(lambda parent: parent.apply(init)), "body.weight"),
-    (lambda: Parent(replace), "out.weight"), (lambda: Parent(scale), "out.weight"),
-    (lambda: Parent(a_buffer), "body.running_var"), (lambda: Parent(give_a_scale), "out.weight"),
-    (lambda: nn.Sequential(OwnWeight(3, 3)), "0.weight"), (lambda: nn.Sequential(Careless(3, 3)), "0.weight"),
-    (Zeroing, "out.weight"), (lambda: nn.MultiheadAttention(4, 1), "in_proj_weight"),
-    (lambda: nn.TransformerEncoderLayer(4, 1, 8), "self_attn.in_proj_weight"),
-    (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "parametrizations.weight.original0"),
-    (Zeroed, "shift"), (lambda: nn.Sequential(Named(3, 3)), "0.weight"),
-    (lambda: Parent(lambda parent: torch.zeros(2, 4, out=parent.out.weight.data)), "out.weight"),
-])
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (lambda: Parent(lambda parent: nn.init.zeros_(parent.out.weight)), "out.weight"),
+        (lambda: Parent(lambda parent: nn.init.zeros_(parent.out.weight[:1])), "out.weight"),
+        (lambda: Parent(lambda parent: parent.out.bias.data.fill_(1)), "out.bias"),
+        (lambda: Parent(lambda parent: torch._foreach_zero_([parent.out.bias.data])), "out.bias"),
+        (lambda: Parent(lambda parent: parent.apply(init)), "body.weight"),
+        (lambda: Parent(replace), "out.weight"),
+        (lambda: Parent(scale), "out.weight"),
+        (lambda: Parent(a_buffer), "body.running_var"),
+        (lambda: Parent(give_a_scale), "out.weight"),
+        (lambda: nn.Sequential(OwnWeight(3, 3)), "0.weight"),
+        (lambda: nn.Sequential(Careless(3, 3)), "0.weight"),
+        (Zeroing, "out.weight"),
+        (lambda: nn.MultiheadAttention(4, 1), "in_proj_weight"),
+        (lambda: nn.TransformerEncoderLayer(4, 1, 8), "self_attn.in_proj_weight"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "parametrizations.weight.original0"),
+        (Zeroed, "shift"),
+        (lambda: nn.Sequential(Named(3, 3)), "0.weight"),
+        (lambda: Parent(lambda parent: torch.zeros(2, 4, out=parent.out.weight.data)), "out.weight"),
+    ],
+)
 def test_constructors_that_set_weights(make, name):
     """Oracle: the first weight or buffer that the constructor leaves otherwise than its owner's reset_parameters."""
     assert set_by_constructors(lambda: {"part": make()}) == f"part: {name} is set by a constructor"
@@ -168,10 +176,20 @@ def test_values_in_a_constructor():
     assert reason.startswith("networks() cannot run on the meta device (")
 
 
-@pytest.mark.parametrize("make", [Parent, Tiny, lambda: Scale(3), lambda: Parent(draw_again), lambda: Parent(tie),
-                                  lambda: nn.Sequential(Careful(2, 3), nn.Embedding(5, 2, padding_idx=1)),
-                                  lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.GroupNorm(1, 2)),
-                                  lambda: nn.LSTM(2, 3), Replacing])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Parent,
+        Tiny,
+        lambda: Scale(3),
+        lambda: Parent(draw_again),
+        lambda: Parent(tie),
+        lambda: nn.Sequential(Careful(2, 3), nn.Embedding(5, 2, padding_idx=1)),
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.GroupNorm(1, 2)),
+        lambda: nn.LSTM(2, 3),
+        Replacing,
+    ],
+)
 def test_modules_that_draw_their_own(make):
     """Oracle: the layers of torch and ours whose reset_parameters gives what the constructor leaves."""
     assert set_by_constructors(lambda: {"part": make()}) is None
@@ -197,7 +215,7 @@ def test_build():
             torch.testing.assert_close(dict(network.state_dict()), dict(expected[part]), rtol=0, atol=0)
         assert len(reasons) == 1 and torch.equal(torch.get_rng_state(), before)
     for make, on_meta in ((Tiny, True), (lambda: nn.Sequential(Measured(3, 2)), False)):
-        (_, (network, values)), = build(lambda: {"a": make()}, SEED).items()
+        ((_, (network, values)),) = build(lambda: {"a": make()}, SEED).items()
         torch.testing.assert_close(dict(values()), dict(initial_weights(make(), SEED)), rtol=0, atol=0)
         assert all(weight.is_meta == on_meta for weight in network.parameters())
         assert not any(buffer.is_meta for buffer in network.buffers())
@@ -205,15 +223,19 @@ def test_build():
     assert tied.out.weight is tied.body.weight and tied.out.weight.is_meta
 
 
-@pytest.mark.parametrize("make", [Tiny, lambda: Tiny().bfloat16(), Replacing, nn.LSTM,
-                                  lambda: nn.Sequential(nn.BatchNorm2d(2), nn.Linear(2, 2))])
+@pytest.mark.parametrize(
+    "make",
+    [Tiny, lambda: Tiny().bfloat16(), Replacing, nn.LSTM, lambda: nn.Sequential(nn.BatchNorm2d(2), nn.Linear(2, 2))],
+)
 def test_values_that_modules_draw(make):
     """Oracle: the network's own state dict for names, shapes and types; float32 whatever the network is in; the network
     is left as it was, to the object and the bit; every seed and every module draws other values.
     """
     network = make() if make is not nn.LSTM else make(2, 3)
-    tensors = {name: (tensor, tensor.detach().clone()) for name, tensor in
-               [*network.named_parameters(), *network.named_buffers()]}
+    tensors = {
+        name: (tensor, tensor.detach().clone())
+        for name, tensor in [*network.named_parameters(), *network.named_buffers()]
+    }
     values, others = (dict(initial_weights(network, seed)) for seed in (0, 1))
     assert values.keys() == tensors.keys()
     for name, (tensor, before) in tensors.items():
@@ -250,8 +272,9 @@ def test_first_loss(request, on_ranks, tmp_path, world):
         on_ranks(2, check_initial.main, str(tmp_path / "figures.json"))
     figures = json.loads((tmp_path / "figures.json").read_text())
     refusals = figures.pop("refusals")
-    assert [("constructors leave other weights" in refusal, "here tiny: last.weight" in refusal)
-            for refusal in refusals] == {1: [(False, False)], 2: [(True, False), (True, True)]}[world]
+    assert [
+        ("constructors leave other weights" in refusal, "here tiny: last.weight" in refusal) for refusal in refusals
+    ] == {1: [(False, False)], 2: [(True, False), (True, True)]}[world]
     for stage, found in figures.items():
         assert found["different"] == [] and found["loss"] == pytest.approx(found["plain"], rel=0, abs=1e-6), stage
         assert [("shift is set by a constructor" in note) for note in found["notes"]] == [True] * (stage == "3")

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 LR, BETAS, DECAY, EPS, SEED = 0.125, (0.5, 0.75), 0.25, 1e-3, 11
 PLACES = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")] + [
-    (stage, "fp16") for stage in (1, 2, 3)]
+    (stage, "fp16") for stage in (1, 2, 3)
+]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 each_place = pytest.mark.parametrize("stage, precision", PLACES)
 
@@ -28,6 +29,7 @@ each_place = pytest.mark.parametrize("stage, precision", PLACES)
 def fp16_on_a_cpu(monkeypatch) -> None:
     """The accelerator's word is overruled: DeepSpeed refuses fp16 on a CPU, whose kernels have it."""
     from deepspeed.accelerator import get_accelerator
+
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
 
 
@@ -38,8 +40,15 @@ def run_of(micros: int = 1, **more) -> Run:
     return Run.model_validate({"seed": SEED, "batch": batch, "optimizer": optimizer, **more})
 
 
-def engines_of(stage: int, precision: str = "fp32", parts: tuple[str, ...] = ("a", "b"), network=Tiny, blocks=(),
-               scale: dict | None = None, **words) -> Engines:
+def engines_of(
+    stage: int,
+    precision: str = "fp32",
+    parts: tuple[str, ...] = ("a", "b"),
+    network=Tiny,
+    blocks=(),
+    scale: dict | None = None,
+    **words,
+) -> Engines:
     # DeepSpeed's own buckets take two gigabytes of addresses for each engine, and a process of many could not fork.
     config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}}
     if stage == 3:
@@ -47,12 +56,17 @@ def engines_of(stage: int, precision: str = "fp32", parts: tuple[str, ...] = ("a
     if precision != "fp32":
         config[precision] = {"enabled": True}
     if precision == "bf16":
-        config[precision]["check_grad_overflow"] = False                # what is not checked by DeepSpeed is by dstrain
+        config[precision]["check_grad_overflow"] = False  # what is not checked by DeepSpeed is by dstrain
     if precision == "fp16":
         config["fp16"] |= scale if scale is not None else {"loss_scale": 1.0}
     run = run_of(**words)
-    return Engines(lambda: {part: network() for part in parts}, run, resolve(config, run, 1, "cuda"),
-                   lambda name, weight: weight.ndim >= 2, blocks)
+    return Engines(
+        lambda: {part: network() for part in parts},
+        run,
+        resolve(config, run, 1, "cuda"),
+        lambda name, weight: weight.ndim >= 2,
+        blocks,
+    )
 
 
 def data(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -96,7 +110,7 @@ def test_parts(stage, precision):
         seen = {name: torch.zeros(shape) for name, shape in shapes.items()}
         for fragment, view in masters.views(masters.flats):
             assert view.shape == (fragment.numel,) and view.dtype == torch.float32
-            seen[fragment.name].view(-1)[fragment.start:fragment.start + fragment.numel] += 1
+            seen[fragment.name].view(-1)[fragment.start : fragment.start + fragment.numel] += 1
         assert all(bool((count == 1).all()) for count in seen.values())
 
 
@@ -111,8 +125,9 @@ def test_before_the_first_step(stage, precision):
             assert [moment.shape for moment in masters.moments(kind)] == [flat.shape for flat in masters.flats]
             assert not any(moment.any() for moment in masters.moments(kind))
     names = ["param_norm", *(["loss_scale"] if precision == "fp16" else [])]
-    assert {name for name in engines.figures() if "grad_norm" not in name} == {f"{part}/{name}" for part in "ab"
-                                                                                for name in names}
+    assert {name for name in engines.figures() if "grad_norm" not in name} == {
+        f"{part}/{name}" for part in "ab" for name in names
+    }
 
 
 @each_place
@@ -137,9 +152,9 @@ def test_a_step_by_hand(stage, precision):
     after = weights(engines, "a")
     for name, g in gradients.items():
         torch.testing.assert_close(first[name], (1 - BETAS[0]) * g, **close)
-        torch.testing.assert_close(second[name], (1 - BETAS[1]) * g ** 2, **close)
+        torch.testing.assert_close(second[name], (1 - BETAS[1]) * g**2, **close)
         decayed = begun[name] * (1 - LR / 2 * (DECAY if g.ndim >= 2 else 0))
-        mine = first[name] / (1 - BETAS[0])                   # the gradient that the engine has computed itself
+        mine = first[name] / (1 - BETAS[0])  # the gradient that the engine has computed itself
         torch.testing.assert_close(after[name], decayed - LR / 2 * mine / (mine.abs() + EPS), rtol=1e-4, atol=1e-6)
     figures = engines.figures()
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
@@ -173,7 +188,7 @@ def test_a_gradient_that_is_not_finite(stage, precision):
     assert engines.skipped() == engines.masters["b"].skipped == 2 and engines.masters["a"].skipped == 0
     assert [engine.global_steps for engine in engines.values()] == [4, 4]
     step(engines, "b", math.nan)
-    assert engines.masters["b"].skipped == 3                  # the latest step is counted where it is asked for
+    assert engines.masters["b"].skipped == 3  # the latest step is counted where it is asked for
     engines.masters["a"].skipped = 5
     assert engines.skipped() == 5
 
@@ -207,7 +222,8 @@ def test_moments_of_8_bits(stage, precision):
         kept, codes = weights(engines, "a"), [code.clone() for _, _, code in masters.codes()]
         take(factor)
         unchanged = same(weights(engines, "a"), kept) and all(
-            torch.equal(x, y) for x, (_, _, y) in zip(codes, masters.codes()))
+            torch.equal(x, y) for x, (_, _, y) in zip(codes, masters.codes())
+        )
         assert applied(engines)["a"] == (factor == 1.0) == (not unchanged)
     assert engines.skipped() == 2 and codes
     for (kind, fragment, values), (same_kind, name, code) in zip(masters.own_codes(), masters.codes(), strict=True):
@@ -288,8 +304,8 @@ def test_weights_that_are_set_and_shown(stage, precision):
 
 @pytest.mark.parametrize("left", [False, True])
 def test_what_a_step_at_stage_3_gathers_and_releases(left, monkeypatch):
-    """Oracle: plain torch with the masters' values: so computes the network, also where weights were whole when the step
-    began; then DeepSpeed releases them, and else it has nothing to release.
+    """Oracle: plain torch with the masters' values: so computes the network, also where weights were whole when the
+    step began; then DeepSpeed releases them, and else it has nothing to release.
     """
     engines, released = engines_of(3, "bf16", ("a",)), []
     network, zero = engines.modules["a"], engines["a"].optimizer
@@ -376,7 +392,7 @@ def test_a_scale_and_its_state(stage):
         (network(x) - y).square().mean().backward()
         step(engines, "a", factor, seed=number)
         assert applied(engines) == {"a": factor == 1.0}
-        if factor == 1.0:                                     # also where the scale grows at the end of this step
+        if factor == 1.0:  # also where the scale grows at the end of this step
             norm = torch.nn.utils.get_total_norm(weight.grad for weight in network.parameters()).item()
             assert engines.figures()["a/grad_norm"] == pytest.approx(norm, rel=2e-2)
         seen.append(engines.masters["a"].loss_scale)

@@ -13,17 +13,34 @@ from tests.support.runs import finish, metrics, train
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("values", [[], [[]], [[1, -2], [0]], [[3e38, 3e38], [1]], [[0, 1], [2, NAN]], [[INF, -INF]],
-                                    [[INF], [1]], [[3e38, 3e38, NAN]]])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [[]],
+        [[1, -2], [0]],
+        [[3e38, 3e38], [1]],
+        [[0, 1], [2, NAN]],
+        [[INF, -INF]],
+        [[INF], [1]],
+        [[3e38, 3e38, NAN]],
+    ],
+)
 def test_all_finite(values):
     """Oracle: math.isfinite of each value, also where only their sum is infinite; check_elastic.py refuses to save."""
     tensors = [torch.tensor(some, dtype=torch.float32) for some in values]
     assert all_finite(tensors) == all(math.isfinite(value) for some in values for value in some)
 
 
-@pytest.mark.parametrize("steps, aside, words", [
-    ((), (), "holds no checkpoint"), ((5,), (), "holds the steps 5. "), ((5, 7), (9,), "holds the steps 5, 7 (put aside: 9)"),
-    ((), (9,), "(put aside: 9)")])
+@pytest.mark.parametrize(
+    "steps, aside, words",
+    [
+        ((), (), "holds no checkpoint"),
+        ((5,), (), "holds the steps 5. "),
+        ((5, 7), (9,), "holds the steps 5, 7 (put aside: 9)"),
+        ((), (9,), "(put aside: 9)"),
+    ],
+)
 def test_advice(tmp_path, steps, aside, words):
     """Oracle: the folders that there are; only without any there is nothing to go on from."""
     for step in steps:
@@ -39,14 +56,23 @@ def test_advice(tmp_path, steps, aside, words):
 def test_a_run_that_diverges(tmp_path, stage):
     """Oracle: the policy of nonfinite.py: back to the only save from before, then exit code 3 and a finite save."""
     folder = tmp_path / "run"
-    words = train(folder, stage, "optimizer.lr=1e9", "optimizer.warmup=0", "every.save=1", "every.report=1",
-                  "faults.max_skipped=3")
+    words = train(
+        folder,
+        stage,
+        "optimizer.lr=1e9",
+        "optimizer.warmup=0",
+        "every.save=1",
+        "every.report=1",
+        "faults.max_skipped=3",
+    )
     output = finish(words, code=3)
     assert "4 steps in a row had gradients that are not finite, and were skipped" in output
     assert "No checkpoint from before that is left" in output and output.count("back from step 5 to step 1") == 1
     assert Store(folder / "checkpoints").steps() == [1]
-    assert all(bool(weight.isfinite().all())
-               for weight in read_weights(folder / "checkpoints" / "step_00000001", "denoiser").values())
+    assert all(
+        bool(weight.isfinite().all())
+        for weight in read_weights(folder / "checkpoints" / "step_00000001", "denoiser").values()
+    )
     reports = [line for line in metrics(folder) if "skipped" in line]
     assert [line["skipped"] for line in reports] == [0, 1, 2, 3] and reports[-1]["nonfinite"] > 0
     assert [line["rollbacks"] for line in reports] == [0, 1, 1, 1]

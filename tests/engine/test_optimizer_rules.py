@@ -29,8 +29,18 @@ class Network(nn.Module):
 
 
 def run_of(name: str) -> Run:
-    return Run.model_validate({"optimizer": {"name": name, "lr": LR, "betas": BETAS, "weight_decay": DECAY,
-                                             "momentum": MOMENTUM, "eps": 1e-5}})
+    return Run.model_validate(
+        {
+            "optimizer": {
+                "name": name,
+                "lr": LR,
+                "betas": BETAS,
+                "weight_decay": DECAY,
+                "momentum": MOMENTUM,
+                "eps": 1e-5,
+            }
+        }
+    )
 
 
 def decays(name: str, weight: torch.Tensor) -> bool:
@@ -38,8 +48,11 @@ def decays(name: str, weight: torch.Tensor) -> bool:
 
 
 MATRICES = ["blocks.0.filter.weight", "blocks.0.line.weight", "blocks.1.filter.weight", "blocks.1.line.weight"]
-GAINS = [f"blocks.{number}.{name}" for number in range(2) for name in ("filter.bias", "norm.weight", "norm.bias",
-                                                                       "line.bias")]
+GAINS = [
+    f"blocks.{number}.{name}"
+    for number in range(2)
+    for name in ("filter.bias", "norm.weight", "norm.bias", "line.bias")
+]
 
 
 @pytest.mark.parametrize("name, moments", [("adamw", ADAM), ("lion", ("exp_avg",)), ("adamw8bit", ADAM)])
@@ -49,7 +62,9 @@ def test_groups_by_decay(name, moments):
     names = {id(weight): name for name, weight in network.named_parameters()}
     found = list(optimizers.groups(network, run_of(name), decays, (Block,)))
     assert [[names[id(weight)] for weight in group.pop("params")] for group in found] == [
-        ["first.weight", *MATRICES], ["first.bias", *GAINS]]
+        ["first.weight", *MATRICES],
+        ["first.bias", *GAINS],
+    ]
     assert found == [{"weight_decay": DECAY, "moments": moments}, {"weight_decay": 0.0, "moments": moments}]
 
 
@@ -57,12 +72,24 @@ def test_groups_of_muon():
     """Oracle: by hand: matrices that decay and lie in a block; the rest by decay, with AdamW's moments."""
     network = Network()
     names = {id(weight): name for name, weight in network.named_parameters()}
-    found = list(optimizers.groups(network, run_of("muon"), lambda name, weight: decays(name, weight)
-                                   and name != MATRICES[0] or name == "first.bias", (Block,)))
+    found = list(
+        optimizers.groups(
+            network,
+            run_of("muon"),
+            lambda name, weight: (decays(name, weight) and name != MATRICES[0]) or name == "first.bias",
+            (Block,),
+        )
+    )
     assert [[names[id(weight)] for weight in group.pop("params")] for group in found] == [
-        MATRICES[1:], ["first.weight", "first.bias"], [MATRICES[0], *GAINS]]
-    assert found == [{"weight_decay": DECAY, "moments": ("momentum",), "momentum": MOMENTUM},
-                     {"weight_decay": DECAY, "moments": ADAM}, {"weight_decay": 0.0, "moments": ADAM}]
+        MATRICES[1:],
+        ["first.weight", "first.bias"],
+        [MATRICES[0], *GAINS],
+    ]
+    assert found == [
+        {"weight_decay": DECAY, "moments": ("momentum",), "momentum": MOMENTUM},
+        {"weight_decay": DECAY, "moments": ADAM},
+        {"weight_decay": 0.0, "moments": ADAM},
+    ]
 
 
 @pytest.mark.parametrize("name, kind", [("adamw", torch.optim.AdamW), ("lion", Lion), ("muon", Muon)])
@@ -117,7 +144,7 @@ def test_what_is_nearly_orthogonal(shape, native, monkeypatch):
     """
     monkeypatch.setattr(cpu, "multiplies_bf16", lambda: native)
     matrix = gradients(1, shape) * 1e-3
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    u, _s, v = torch.linalg.svd(matrix, full_matrices=False)
     found = optimizers.orthogonal(matrix.bfloat16()).float()
     assert found.shape == matrix.shape and (inner := u.T @ found @ v.T).diagonal().min() > 0.6
     assert inner.diagonal().max() < 1.3 and (inner - inner.diagonal().diag()).abs().max() < 0.1
@@ -131,13 +158,23 @@ def test_muon(applied):
     """
     shapes = {"a": (3, 8), "b": (8, 2, 2)}
     flat, rest = nn.Parameter(gradients(7, (24 + 32 + 5,))), nn.Parameter(gradients(8, (6,)))
-    plain = {name: nn.Parameter(flat.detach()[start:start + math.prod(shape)].clone().view(shape[0], -1))
-             for (name, shape), start in zip(shapes.items(), (0, 24))}
+    plain = {
+        name: nn.Parameter(flat.detach()[start : start + math.prod(shape)].clone().view(shape[0], -1))
+        for (name, shape), start in zip(shapes.items(), (0, 24))
+    }
     line = nn.Parameter(rest.detach().clone())
-    optimizer = Muon([{"params": [flat], "weight_decay": DECAY, "moments": ("momentum",), "momentum": MOMENTUM},
-                      {"params": [rest], "weight_decay": 0.0, "moments": ADAM}], lr=LR, betas=BETAS, fused=True)
-    muon = torch.optim.Muon(plain.values(), lr=LR, weight_decay=DECAY, momentum=MOMENTUM,
-                            adjust_lr_fn="match_rms_adamw")
+    optimizer = Muon(
+        [
+            {"params": [flat], "weight_decay": DECAY, "moments": ("momentum",), "momentum": MOMENTUM},
+            {"params": [rest], "weight_decay": 0.0, "moments": ADAM},
+        ],
+        lr=LR,
+        betas=BETAS,
+        fused=True,
+    )
+    muon = torch.optim.Muon(
+        plain.values(), lr=LR, weight_decay=DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
+    )
     adamw = torch.optim.AdamW([line], lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
     before = flat.detach().clone()
     flat.grad, rest.grad = torch.zeros_like(flat), None
@@ -149,7 +186,7 @@ def test_muon(applied):
         flat.grad, rest.grad = gradients(10 + step, flat.shape), gradients(20 + step, rest.shape)
         line.grad = rest.grad.clone()
         for (name, weight), start in zip(plain.items(), (0, 24)):
-            weight.grad = flat.grad[start:start + weight.numel()].view(weight.shape).clone()
+            weight.grad = flat.grad[start : start + weight.numel()].view(weight.shape).clone()
         if not applied and step == 2:
             optimizer.found_inf, kept = torch.tensor(1.0), [flat.detach().clone(), rest.detach().clone()]
             flat.grad[3] = rest.grad[0] = math.nan
@@ -161,7 +198,7 @@ def test_muon(applied):
             each.step()
         assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
     for (name, weight), start in zip(plain.items(), (0, 24)):
-        assert torch.allclose(flat[start:start + weight.numel()].view(weight.shape), weight, rtol=0, atol=2e-2 * LR)
+        assert torch.allclose(flat[start : start + weight.numel()].view(weight.shape), weight, rtol=0, atol=2e-2 * LR)
     assert torch.allclose(rest, line, atol=1e-6) and optimizer.state[flat]["step"] == optimizer.state[rest]["step"] == 4
     assert torch.allclose(flat[56:], before[56:] * (1 - LR * DECAY) ** 4)
 

@@ -8,8 +8,12 @@ import pytest
 from tests.engine.check_phenaki_turns import START, STEPS
 from tests.support.launch import launch
 
-CASES = [f"{form}-{stage}-{micro}" for form, stages in (("approximate", (0, 1, 2, 3)), ("exact", (0, 1, 2)))
-         for stage in stages for micro in (4, 2)]                                # micro-batch 2: two micro-steps
+CASES = [
+    f"{form}-{stage}-{micro}"
+    for form, stages in (("approximate", (0, 1, 2, 3)), ("exact", (0, 1, 2)))
+    for stage in stages
+    for micro in (4, 2)
+]  # micro-batch 2: two micro-steps
 pytestmark = pytest.mark.slow
 
 

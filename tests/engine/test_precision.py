@@ -1,5 +1,6 @@
 """Sums of gradients over micro-batches, and the loss scale of fp16, at every stage on 1 and 2 ranks."""
 
+import itertools
 import json
 
 import pytest
@@ -15,6 +16,7 @@ def figures(request, tmp_path_factory):
     if request.param == 1:
         request.getfixturevalue("alone")
         from deepspeed.accelerator import get_accelerator
+
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
             check_precision.main(folder)
@@ -43,21 +45,26 @@ class TestFp16:
         seen = {"grown": 0, "lowered": 0, "skipped": 0}
         for part in ("a", "b"):
             scales = [report[part]["scale"] for report in found["reports"]]
-            seen["grown"] += sum(b > a for a, b in zip(scales, scales[1:]))
-            seen["lowered"] += sum(b < a for a, b in zip(scales, scales[1:]))
+            seen["grown"] += sum(b > a for a, b in itertools.pairwise(scales))
+            seen["lowered"] += sum(b < a for a, b in itertools.pairwise(scales))
             for step, (report, expected) in enumerate(zip(found["reports"], found["expected"], strict=True)):
                 assert report[part]["applied"] == expected[part]["applied"] and not (
-                    report[part]["applied"] and step in INFINITE[part])
+                    report[part]["applied"] and step in INFINITE[part]
+                )
                 assert report[part]["scale"] == expected[part]["scale"], (part, step)
                 seen["skipped"] += not report[part]["applied"]
                 if report[part]["applied"]:
                     assert report[part]["norm"] == pytest.approx(expected[part]["norm"], rel=2e-3)
         injected = sum(map(len, INFINITE.values()))
-        assert (seen == {"grown": 0, "lowered": 0, "skipped": injected} if kind == "fixed" else
-                min(seen["grown"], seen["lowered"]) >= 4 and seen["skipped"] > injected)
+        assert (
+            seen == {"grown": 0, "lowered": 0, "skipped": injected}
+            if kind == "fixed"
+            else min(seen["grown"], seen["lowered"]) >= 4 and seen["skipped"] > injected
+        )
 
     def test_weights_and_averages(self, figures, kind, stage):
-        """Oracle: the same plain torch: a step that is skipped moves neither, and one whose scale grows is no shorter.
+        """Oracle: the same plain torch: a step that is skipped moves neither, and one whose scale
+        grows is no shorter.
         """
         for part in ("a", "b"):
             for what in ("master", "ema"):

@@ -36,14 +36,14 @@ def test_a_loss_above_the_running_median(losses, spike):
     """Oracle: statistics.median of the last WINDOW losses; without faults.spike nothing is kept."""
     course, silent = Course(Faults(spike=spike)), Course()
     for done, loss in enumerate(losses, 1):
-        window = losses[max(0, done - 1 - WINDOW):done - 1]
+        window = losses[max(0, done - 1 - WINDOW) : done - 1]
         above = len(window) >= _LEAST and loss > spike * median(window)
         each = {"net": [torch.tensor(loss - 0.03125), torch.tensor(loss + 0.03125)]}
         assert silent.trouble(done, [Flag(True)], each) is None and silent.state.losses == {}
         if abs(loss - spike * median(window or [0])) < 1e-3:
-            return                                           # rounding of the mean decides
+            return  # rounding of the mean decides
         assert course.trouble(done, [Flag(True)], each) is None and (course.state.high is not None) == above
-        if above:                                            # the next step tells
+        if above:  # the next step tells
             assert course.trouble(done + 1, [Flag(True)], each).startswith(f"step {done}: net's loss")
             assert course.before(done + 1) == done - 1 and len(course.state.losses["net"]) == len(window)
             return
@@ -68,7 +68,9 @@ def test_the_last_step_of_a_run_is_looked_at_once(most, trouble):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([1.0, 1.5, 40.0, math.inf]), st.booleans(), st.booleans()), max_size=60))
 def test_to_look_or_to_resume_changes_nothing(steps):
-    """Oracle: a course whose state nobody looks at: the same trouble at the same step, and the same state in the end."""
+    """Oracle: a course whose state nobody looks at: the same trouble at the same step, and the
+    same state in the end.
+    """
     faults = Faults(spike=20, max_skipped=2)
     alone, course = Course(faults), Course(faults)
     for done, (loss, looks, resumes) in enumerate([(1.0, False, False)] * _LEAST + steps, 1):
@@ -96,19 +98,31 @@ def test_the_data_never_go_back(events):
         done, batch = done + 1, batch + 1
         if event == 1:
             saved[done] = course.state.model_dump()
-        if event == 2:                                       # trouble: the newest one
+        if event == 2:  # trouble: the newest one
             step = max(saved)
             course.go_back(done, step, saved[step])
             done = step
-        if event == 3 and len(saved) > 1:                    # and the one before it
+        if event == 3 and len(saved) > 1:  # and the one before it
             saved.pop(max(saved))
             course.go_back(done, max(saved), saved[max(saved)])
             done = max(saved)
     assert course.rollbacks == len(course.state.rollbacks) and parse(course.state.model_dump()) == course.state
 
 
-@pytest.mark.parametrize("saved", [[], {"shift": "x"}, {"shift": -1}, {"rollbacks": [[1]]}, {"losses": {"net": ["a"]}},
-                                   {"losses": []}, {"skipped": None}, 3, None])
+@pytest.mark.parametrize(
+    "saved",
+    [
+        [],
+        {"shift": "x"},
+        {"shift": -1},
+        {"rollbacks": [[1]]},
+        {"losses": {"net": ["a"]}},
+        {"losses": []},
+        {"skipped": None},
+        3,
+        None,
+    ],
+)
 def test_a_malformed_course_is_refused(saved):
     """Oracle: ConfigError, and no other."""
     with pytest.raises(ConfigError, match="course is malformed"):

@@ -37,7 +37,9 @@ def course(folder: Path, step: int) -> dict:
 
 
 def test_bad_data_are_passed_over(undisturbed):
-    """Oracle: the steps by hand: three bad batches, six that need two ways back, one high loss; one rank within 1e-6."""
+    """Oracle: the steps by hand: three bad batches, six that need two ways back, one high loss;
+    one rank within 1e-6.
+    """
     recipe, two = undisturbed
     one = two.with_name("one")
     finish(train(one, 2, *BAD, "data.workers=1", recipe=recipe, num=1))
@@ -56,7 +58,13 @@ def test_bad_data_are_passed_over(undisturbed):
         assert [[event["done"], event["step"]] for event in events if event["event"] == "rollback"] == end["rollbacks"]
         assert [event["world"] for event in events if event["event"] == "start"] == [1 if folder == one else 2]
         assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
-            "newest", "step_00000010", "step_00000015", "step_00000025", "step_00000035", "step_00000040"]
+            "newest",
+            "step_00000010",
+            "step_00000015",
+            "step_00000025",
+            "step_00000035",
+            "step_00000040",
+        ]
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a == pytest.approx(b, rel=1e-6)
 
@@ -71,16 +79,16 @@ def test_killed_and_stopped_in_trouble(undisturbed):
     def go_on(*words: str, code: int) -> None:
         finish(train(folder, 2, *BAD, "save.asynchronous=false", *words, recipe=recipe), code=code)
 
-    go_on("model.kill_after=14", code=247)                       # at step 15, after two that are skipped
+    go_on("model.kill_after=14", code=247)  # at step 15, after two that are skipped
     assert Store(folder / "checkpoints").steps() == [5, 10]
-    go_on("model.kill_after=5", code=247)                        # from step 10: at the first step behind the way back
+    go_on("model.kill_after=5", code=247)  # from step 10: at the first step behind the way back
     assert Store(folder / "checkpoints").steps() == [5, 10]
-    go_on("model.stop_after=2", code=75)                         # from step 10: seen at 14, the second that is skipped
+    go_on("model.stop_after=2", code=75)  # from step 10: seen at 14, the second that is skipped
     assert Store(folder / "checkpoints").steps() == [5, 10, 14] and course(folder, 14)["in_a_row"] == 2
     assert manifest(folder / "checkpoints" / "step_00000014")["extra"]["kind"] == "trouble"
-    go_on("model.kill_after=14", code=247)                       # behind the second and third way back
+    go_on("model.kill_after=14", code=247)  # behind the second and third way back
     assert Store(folder / "checkpoints").steps() == [10] and Store(folder / "checkpoints").put_aside() == [15]
-    go_on("model.stop_after=1", code=75)                         # from step 10: a stop where all is well
+    go_on("model.stop_after=1", code=75)  # from step 10: a stop where all is well
     assert Store(folder / "checkpoints").steps() == [10, 13]
     go_on("model.stop_after=0", "model.kill_after=0", code=0)
     assert files(folder, 40) == files(whole, 40) and metrics(folder) == metrics(whole)
@@ -104,9 +112,13 @@ def test_trouble_without_end(tmp_path):
     finish(train(folder, 1, *words, "--step", "10", "steps=12", recipe=recipe, num=1))
     assert files(folder, 12) == aside
     assert [path.name for path in (folder / "earlier_1" / "checkpoints").iterdir()] == ["step_00000012.aside"]
-    output = finish(train(tmp_path / "new", 1, "faults.max_skipped=2", "every.save=20", "every.report_page=1000",
-                          recipe=recipe, num=1), code=3)
-    wait_for(tmp_path / "new" / "report.html", 300)               # a busy machine writes it beside the end
+    output = finish(
+        train(
+            tmp_path / "new", 1, "faults.max_skipped=2", "every.save=20", "every.report_page=1000", recipe=recipe, num=1
+        ),
+        code=3,
+    )
+    wait_for(tmp_path / "new" / "report.html", 300)  # a busy machine writes it beside the end
     assert "No checkpoint from before that is left" in output and "holds no checkpoint" in output
     assert "--from-scratch" in output and "--step" not in output
 
@@ -154,15 +166,30 @@ def test_weights_that_are_destroyed_and_finite(tmp_path):
     those of destroyed weights, and the advice works: a lower rate, --allow-change and --step.
     """
     # The rate grows fast enough: at a 30th of it, the network falls silent instead with the rounding of some CPUs.
-    folder, words = tmp_path / "run", ("every.sample=0", "every.save=5", "every.report=5", "faults.max_skipped=2",
-                                       "optimizer.clip=0")
-    output = finish(train(folder, 1, *words, "steps=3000", "optimizer.lr=40000", "optimizer.warmup=900000", num=1),
-                    code=3)
+    folder, words = (
+        tmp_path / "run",
+        ("every.sample=0", "every.save=5", "every.report=5", "faults.max_skipped=2", "optimizer.clip=0"),
+    )
+    output = finish(
+        train(folder, 1, *words, "steps=3000", "optimizer.lr=40000", "optimizer.warmup=900000", num=1), code=3
+    )
     assert "has gone back 3 times" in output and "a higher number lets it go back again" in output
     targets = [int(word) for word in re.findall(r"back from step \d+ to step (\d+)", output)]
     assert len(targets) == 3 and set(targets) <= set(Store(folder / "checkpoints").steps())
-    finish(train(folder, 1, *words, f"steps={min(targets) + 5}", "optimizer.lr=1e-4", "optimizer.warmup=0",
-                 "--allow-change", "--step", str(min(targets)), num=1))
+    finish(
+        train(
+            folder,
+            1,
+            *words,
+            f"steps={min(targets) + 5}",
+            "optimizer.lr=1e-4",
+            "optimizer.warmup=0",
+            "--allow-change",
+            "--step",
+            str(min(targets)),
+            num=1,
+        )
+    )
     assert metrics(folder)[-1]["loss"] < 2
 
 
@@ -213,8 +240,11 @@ def test_nothing_is_unpickled_unasked(tmp_path):
 def test_live_engines_go_back_exactly(tmp_path):
     """Oracle: a fresh process that resumes from that checkpoint with that shift: the same bits at every stage."""
     launch("tests/engine/check_rollback.py", tmp_path, num=1, timeout=1500)
-    figures = {name: place for world in (1, 2) for name, place in
-               json.loads((tmp_path / f"figures-{world}.json").read_text()).items()}
+    figures = {
+        name: place
+        for world in (1, 2)
+        for name, place in json.loads((tmp_path / f"figures-{world}.json").read_text()).items()
+    }
     assert len(figures) == 4 + 5 + 4 + 2
     for name, place in figures.items():
         assert place["skipped"] and place["losses"] and place["applied"] and place["count"] == 0, name

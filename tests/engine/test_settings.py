@@ -16,9 +16,16 @@ from dstrain.recipe import ConfigError, Run
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
 # stage, precision, offload of each file, by its name
-NAMED = {"zero1": (1, "bf16", False), "zero2": (2, "bf16", False), "zero3": (3, "bf16", False),
-         "zero2_fp32": (2, "fp32", False), "zero2_fp16": (2, "fp16", False), "zero2_offload": (2, "bf16", True),
-         "zero3_offload": (3, "bf16", True), "zeropp": (3, "bf16", False)}
+NAMED = {
+    "zero1": (1, "bf16", False),
+    "zero2": (2, "bf16", False),
+    "zero3": (3, "bf16", False),
+    "zero2_fp32": (2, "fp32", False),
+    "zero2_fp16": (2, "fp16", False),
+    "zero2_offload": (2, "bf16", True),
+    "zero3_offload": (3, "bf16", True),
+    "zeropp": (3, "bf16", False),
+}
 
 
 def faults(ds_config, *overrides, world=1, device="cpu"):
@@ -39,10 +46,14 @@ def test_a_shipped_file_is_what_its_name_says(path):
     assert found == NAMED[path.stem]
     assert "auto" not in json.dumps(resolved)
     parsed = DeepSpeedConfig(dict(resolved))
-    assert (parsed.train_batch_size, parsed.train_micro_batch_size_per_gpu, parsed.gradient_accumulation_steps) == (48, 48, 1)
+    assert (parsed.train_batch_size, parsed.train_micro_batch_size_per_gpu, parsed.gradient_accumulation_steps) == (
+        48,
+        48,
+        1,
+    )
     assert (parsed.gradient_clipping, parsed.zero_optimization_stage) == (0.5, found[0])
     assert (parsed.bfloat16_config.enabled, parsed.float16_config.enabled) == (found[1] == "bf16", found[1] == "fp16")
-    assert settings.resolve(resolved, run, 1, "cuda") == resolved                      # what is saved reads back
+    assert settings.resolve(resolved, run, 1, "cuda") == resolved  # what is saved reads back
 
 
 def test_files_hold_mechanism_only():
@@ -51,7 +62,12 @@ def test_files_hold_mechanism_only():
     for path in FILES:
         content = json.loads(path.read_text())
         assert not {"optimizer", "scheduler"} & set(content)
-        owned = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        owned = (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+        )
         assert all(content[key] == "auto" for key in owned)
 
 
@@ -84,17 +100,29 @@ def test_clip_is_always_written():
 def test_what_agrees_is_accepted():
     """Oracle: the recipe's own values, written in both places."""
     run = recipe.load(None, ["batch.global=12", "batch.micro=2", "optimizer.clip=1", "optimizer.betas=[0.9,0.95]"])
-    both = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,
-            "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {
-                "lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": "auto"}}}
+    both = {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": "auto"},
+        },
+    }
     resolved = settings.resolve(both, run, 2, "cpu")
     assert "optimizer" not in resolved and resolved["gradient_accumulation_steps"] == 3
 
 
-@pytest.mark.parametrize("key, value, owner", [
-    ("train_batch_size", 65, "batch.global"), ("train_micro_batch_size_per_gpu", 4, "batch.micro"),
-    ("gradient_accumulation_steps", 2, "batch.global / batch.micro"), ("gradient_clipping", 1.0, "optimizer.clip"),
-])
+@pytest.mark.parametrize(
+    "key, value, owner",
+    [
+        ("train_batch_size", 65, "batch.global"),
+        ("train_micro_batch_size_per_gpu", 4, "batch.micro"),
+        ("gradient_accumulation_steps", 2, "batch.global / batch.micro"),
+        ("gradient_clipping", 1.0, "optimizer.clip"),
+    ],
+)
 def test_what_disagrees_is_named_with_both_places_and_values(tmp_path, key, value, owner):
     """Oracle: invariant 2 of the design."""
     path = tmp_path / "ds.json"
@@ -113,13 +141,18 @@ def test_an_optimizer_block_must_agree(name, value):
 def test_auto_is_decided_or_refused():
     """Oracle: DeepSpeed drops "auto" within a section, so that bf16.enabled "auto" is false."""
     run = Run()
-    zero = settings.resolve({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto",
-                                                   "stage3_param_persistence_threshold": "auto"}}, run, 1, "cpu")
+    zero = settings.resolve(
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}},
+        run,
+        1,
+        "cpu",
+    )
     assert zero["zero_optimization"]["reduce_bucket_size"] == 50_000_000
     assert "write true or false" in faults({"fp16": {"enabled": "auto"}})
     assert settings.precision(settings.resolve({"bf16": {"enabled": "auto"}}, run, 1, "cuda")) == "bf16"
     assert "zero_optimization.offload_optimizer.device" in faults(
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}})
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}}
+    )
 
 
 def auto(device="cpu", before=None):
@@ -133,7 +166,7 @@ def test_auto_precision_of_a_cpu(monkeypatch):
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     assert auto() == ("bf16" if native else "fp32")
-    for name in ("DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA"):           # the second one is heard where both are set
+    for name in ("DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA"):  # the second one is heard where both are set
         for limit in ("AVX512_CORE", "avx2"):
             monkeypatch.setenv(name, limit)
             assert auto() == "fp32" and auto("cuda") == "bf16", limit
@@ -153,37 +186,57 @@ def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
     assert auto(before={}) == ("bf16" if native else "fp32")
 
 
-@pytest.mark.parametrize("content, parts", [
-    ({"zero_optimisation": {"stage": 2}}, ("zero_optimization?",)),
-    ({"zero_optimization": {"stage": 2, "overlap_com": True}}, ("overlap_comm?",)),
-    ({"zero_optimization": {"stage": 7}}, ("zero_optimization.stage", "7")),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "disk"}}}, ("offload_optimizer.device", "nvme")),
-    ({"zero_optimization": True}, ("write a section",)),
-    ({"bf16": {"enabled": "perhaps"}}, ("bf16.enabled", "boolean")),
-    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ("keep one",)),
-    ({"fp16": {"enabled": True}}, ("CPU", "zero2_fp32.json")),
-    ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "optimizer.warmup")),
-    ({"amp": {"enabled": True}}, ("does not support", "amp")),
-    ({"pipeline": {}}, ("does not support",)), ({"sparse_gradients": True}, ("does not support",)),
-    *(({"zero_optimization": {"stage": 2, key: value}}, ("does not support", f'"zero_optimization.{key}"'))
-      for key, value in (("round_robin_gradients", True), ("zenflow", {}))),
-    ({"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 1}}, ("granularity_threshold", "remove it")),
-    ({"prescale_gradients": True}, ("does not support", "prescale_gradients")),
-    ({"curriculum_learning": {}}, ("does not support",)), ({"compression_training": {}}, ("does not support",)),
-    ({"elasticity": {}}, ("any world size",)), ({"compile": {"deepcompile": True}}, ("compile=on",)),
-    ({"wandb": {"enabled": True}}, ("track.wandb",)), ({"torch_autocast": {"enabled": True}}, ("bf16",)),
-    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ("fp32 masters",)),
-    ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ("offload_optimizer",)),
-    ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, ("stage 1 or above",)),
-    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ("stage 3",)),
-    ({"zero_optimization": {"stage": 1, "zero_quantized_weights": True}}, ("stage 3",)),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, ("needs a GPU",)),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, ("ratio",)),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/none/here"}}},
-     ("out of reach", 'write "cpu"')),
-    ({"optimizer": {"type": "Lamb"}}, ("Lamb", "adamw")), ({"optimizer": {"params": {"fused": True}}}, ("no effect",)),
-    ({"comms_logger": {"enabled": True, "bunk": 1}}, ("bunk",)), ({"timers": 3}, ("DeepSpeed refuses",)),
-], ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    "content, parts",
+    [
+        ({"zero_optimisation": {"stage": 2}}, ("zero_optimization?",)),
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, ("overlap_comm?",)),
+        ({"zero_optimization": {"stage": 7}}, ("zero_optimization.stage", "7")),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "disk"}}},
+            ("offload_optimizer.device", "nvme"),
+        ),
+        ({"zero_optimization": True}, ("write a section",)),
+        ({"bf16": {"enabled": "perhaps"}}, ("bf16.enabled", "boolean")),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ("keep one",)),
+        ({"fp16": {"enabled": True}}, ("CPU", "zero2_fp32.json")),
+        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "optimizer.warmup")),
+        ({"amp": {"enabled": True}}, ("does not support", "amp")),
+        ({"pipeline": {}}, ("does not support",)),
+        ({"sparse_gradients": True}, ("does not support",)),
+        *(
+            ({"zero_optimization": {"stage": 2, key: value}}, ("does not support", f'"zero_optimization.{key}"'))
+            for key, value in (("round_robin_gradients", True), ("zenflow", {}))
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 1}},
+            ("granularity_threshold", "remove it"),
+        ),
+        ({"prescale_gradients": True}, ("does not support", "prescale_gradients")),
+        ({"curriculum_learning": {}}, ("does not support",)),
+        ({"compression_training": {}}, ("does not support",)),
+        ({"elasticity": {}}, ("any world size",)),
+        ({"compile": {"deepcompile": True}}, ("compile=on",)),
+        ({"wandb": {"enabled": True}}, ("track.wandb",)),
+        ({"torch_autocast": {"enabled": True}}, ("bf16",)),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ("fp32 masters",)),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ("offload_optimizer",)),
+        ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, ("stage 1 or above",)),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ("stage 3",)),
+        ({"zero_optimization": {"stage": 1, "zero_quantized_weights": True}}, ("stage 3",)),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, ("needs a GPU",)),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, ("ratio",)),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/none/here"}}},
+            ("out of reach", 'write "cpu"'),
+        ),
+        ({"optimizer": {"type": "Lamb"}}, ("Lamb", "adamw")),
+        ({"optimizer": {"params": {"fused": True}}}, ("no effect",)),
+        ({"comms_logger": {"enabled": True, "bunk": 1}}, ("bunk",)),
+        ({"timers": 3}, ("DeepSpeed refuses",)),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)
 def test_a_wrong_file_is_refused(content, parts):
     """Oracle: DeepSpeed's behaviour in shared/deepspeed.md, which accepts, ignores or trips over each of these."""
     text = faults(content)
@@ -192,8 +245,16 @@ def test_a_wrong_file_is_refused(content, parts):
 
 def test_all_faults_of_a_file_are_named_at_once():
     """Oracle: the list of faults put in."""
-    text = faults({"gradient_clipping": 1.0, "amp": {}, "fp16": {"enabled": "auto"}, "zero_optimisation": {},
-                   "zero_optimization": {"stage": 9}, "optimizer": {"params": {"lr": 1}}})
+    text = faults(
+        {
+            "gradient_clipping": 1.0,
+            "amp": {},
+            "fp16": {"enabled": "auto"},
+            "zero_optimisation": {},
+            "zero_optimization": {"stage": 9},
+            "optimizer": {"params": {"lr": 1}},
+        }
+    )
     assert len(text.splitlines()) == 6
 
 
@@ -204,8 +265,17 @@ def test_secondary_partition_divides_the_ranks():
     assert settings.resolve(zero, Run(), 8, "cuda") and settings.resolve(zero, Run(), 2, "cuda")
 
 
-@pytest.mark.parametrize("text, part", [('{"a": 1,}', ":1:"), ('{"bf16": {}, "bf16": {}}', "twice"), ("[1]", "list"),
-                                        ('{\n\n"a" 1}', ":3:"), ("", ":1:"), (b"\xff\xfe", "text file")])
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ('{"a": 1,}', ":1:"),
+        ('{"bf16": {}, "bf16": {}}', "twice"),
+        ("[1]", "list"),
+        ('{\n\n"a" 1}', ":3:"),
+        ("", ":1:"),
+        (b"\xff\xfe", "text file"),
+    ],
+)
 def test_a_broken_file_is_named(tmp_path, text, part):
     """Oracle: the file's name and the line of the fault."""
     path = tmp_path / "ds.json"
@@ -219,6 +289,7 @@ def test_sums_of_gradients(precision):
     """Oracle: fp32 where a step has several micro-batches; the JSON's own choice; DeepSpeed refuses the key at stage 0
     (engine.py, _do_optimizer_sanity_check), and takes an optimizer with other files at stage 1 in bf16.
     """
+
     def resolved(stage, *words, **own):
         config = {precision: {"enabled": True}, "zero_optimization": {"stage": stage}, **own}
         return settings.resolve(config, recipe.load(None, ["batch.global=8", *words]), 1, "cuda")
@@ -232,8 +303,10 @@ def test_sums_of_gradients(precision):
         assert resolved(stage, several, **own)["data_types"] == own["data_types"]
         assert not settings.sums_aside(resolved(stage, several, **own))
     other = {"bf16": "fp16", "fp16": "bf16"}[precision]
-    text = faults({precision: {"enabled": True}, "zero_optimization": {"stage": 2},
-                   "data_types": {"grad_accum_dtype": other}}, device="cuda")
+    text = faults(
+        {precision: {"enabled": True}, "zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": other}},
+        device="cuda",
+    )
     assert f'"{other}", and the networks compute in {precision}' in text and f'write "fp32" or "{precision}"' in text
     offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     assert any("4 bytes a weight" in line for line in settings.remarks(resolved(2, several, **offloaded), "cuda"))
@@ -259,8 +332,15 @@ def test_fp16_and_its_scale():
     assert settings.resolve(fp16, recipe.load(None, ["faults.max_skipped=1"]), 1, "cuda")
 
 
-@pytest.mark.parametrize("key, least, most", [("reduce_bucket_size", 1, 10**10), ("allgather_bucket_size", 1, 10**10),
-                                              ("stage3_prefetch_bucket_size", 0, 10**10), ("sub_group_size", 1, 10**15)])
+@pytest.mark.parametrize(
+    "key, least, most",
+    [
+        ("reduce_bucket_size", 1, 10**10),
+        ("allgather_bucket_size", 1, 10**10),
+        ("stage3_prefetch_bucket_size", 0, 10**10),
+        ("sub_group_size", 1, 10**15),
+    ],
+)
 def test_bounds_of_sizes(key, least, most):
     """Oracle: the bounds by hand: what lies on them is taken, what lies beyond is refused with the key."""
     for value in (least, most):
@@ -280,7 +360,7 @@ def test_the_callers_dict_stays():
 
 def test_remarks():
     """Oracle: the cases of shared/deepspeed.md in which DeepSpeed is slow, and keys that updates.py overrules."""
-    assert settings.remarks({}, "cpu") == []                              # stage 0: dstrain looks itself
+    assert settings.remarks({}, "cpu") == []  # stage 0: dstrain looks itself
     assert any("stage 0" in line for line in settings.remarks({"bf16": {"enabled": True}}, "cuda"))
     guarded = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     assert settings.remarks(guarded, "cuda") == []
@@ -290,9 +370,13 @@ def test_remarks():
 
 def test_an_auto_that_nothing_decides():
     """Oracle: by hand: the key, the section that it stands in, and the remedy; a switch would be read as false."""
-    for settings_, words in (({"steps_per_print": "auto"}, '"steps_per_print" is "auto", which nothing decides: write'),
-                             ({"zero_optimization": {"stage": 2, "round_robin_gradients": "auto"}},
-                              '"zero_optimization.round_robin_gradients" is "auto", which nothing decides within '
-                              'zero_optimization: write a value'),
-                             ({"fp16": {"enabled": "auto"}}, '"fp16.enabled" is "auto", which DeepSpeed reads as false')):
+    for settings_, words in (
+        ({"steps_per_print": "auto"}, '"steps_per_print" is "auto", which nothing decides: write'),
+        (
+            {"zero_optimization": {"stage": 2, "round_robin_gradients": "auto"}},
+            '"zero_optimization.round_robin_gradients" is "auto", which nothing decides within '
+            "zero_optimization: write a value",
+        ),
+        ({"fp16": {"enabled": "auto"}}, '"fp16.enabled" is "auto", which DeepSpeed reads as false'),
+    ):
         assert words in faults(settings_)

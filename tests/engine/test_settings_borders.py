@@ -36,8 +36,12 @@ def test_what_is_not_written():
 def test_automatic_sizes_are_those_of_the_shipped_file():
     """Oracle: ds_configs/zero3.json."""
     shipped = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())["zero_optimization"]
-    keys = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold")
+    keys = (
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    )
     sizes = {key: shipped[key] for key in keys if key in shipped}
     assert len(sizes) >= 3
     automatic = resolved(zero(3, **dict.fromkeys(keys, "auto")))["zero_optimization"]
@@ -85,8 +89,11 @@ def test_remarks_on_checks_that_stay():
 def test_remarks_on_memory():
     """Oracle: by hand: the sums of an offloaded optimizer are on the GPU at stages 1 and 2, and on the host at 3."""
     for stage, expected in ((1, 1), (2, 1), (3, 0)):
-        config = {**zero(stage, offload_optimizer={"device": "cpu"}), "bf16": {"enabled": True},
-                  "data_types": {"grad_accum_dtype": "fp32"}}
+        config = {
+            **zero(stage, offload_optimizer={"device": "cpu"}),
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        }
         assert sum("4 bytes a weight" in line for line in lines(config)) == expected
     config["zero_optimization"] = {"stage": 2}
     assert lines(config) == []
@@ -112,10 +119,15 @@ def test_a_torch_that_does_not_say(machine, native, monkeypatch):
     assert settings.precision(resolved({"bf16": {"enabled": "auto"}})) == ("bf16" if native else "fp32")
 
 
-@pytest.mark.parametrize("text, part", [('{"gradient_clipping": NaN}', "NaN is no finite number"),
-                                        ('{"gradient_clipping": -Infinity}', "-Infinity is no finite number"),
-                                        ('{"gradient_clipping": 1e999}', "1e999 is no finite number"),
-                                        (b"\xff\xfe", "codec can't decode")])
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ('{"gradient_clipping": NaN}', "NaN is no finite number"),
+        ('{"gradient_clipping": -Infinity}', "-Infinity is no finite number"),
+        ('{"gradient_clipping": 1e999}', "1e999 is no finite number"),
+        (b"\xff\xfe", "codec can't decode"),
+    ],
+)
 def test_numbers_and_bytes_of_a_file(tmp_path, text, part):
     """Oracle: Python's float and its UTF-8 decoder; a finite number is read."""
     path = tmp_path / "ds.json"
@@ -145,6 +157,7 @@ def test_a_block_of_the_optimizer():
 def test_the_search_of_a_scale_by_default():
     """Oracle: DeepSpeed's own defaults of fp16: the scale's power and the patience, and one step of it is no skip."""
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
     own = DeepSpeedFP16Config()
     skips = own.initial_scale_power + own.hysteresis - 1
     config = {**zero(1), "fp16": {"enabled": True}}
@@ -178,7 +191,7 @@ def test_a_bucket_holds_an_element(key):
 def test_the_norm_that_deepspeed_insists_on(stage):
     """Oracle: stage_1_and_2.py, which raises without its norm where it clips or offloads; a JSON without it trains."""
     config = resolved(zero(stage, compute_grad_norm=False), "optimizer.clip=1")
-    assert config["zero_optimization"]["compute_grad_norm"] is False            # as the user wrote it
+    assert config["zero_optimization"]["compute_grad_norm"] is False  # as the user wrote it
     assert settings.for_deepspeed(config)["zero_optimization"] == {"stage": stage}
     bf16 = resolved({**zero(stage), "bf16": {"enabled": True, "check_grad_overflow": False}}, device="cuda")
     assert settings.for_deepspeed(bf16)["bf16"] == {"enabled": True}
@@ -186,15 +199,22 @@ def test_the_norm_that_deepspeed_insists_on(stage):
 
 
 def test_deepspeeds_clock_stands_still():
-    """Oracle: its utils/timer.py, whose clock waits for the GPU where it is enabled; a JSON that asks for it gets it."""
+    """Oracle: its utils/timer.py, whose clock waits for the GPU where it is enabled; a JSON that
+    asks for it gets it.
+    """
     from deepspeed.utils.config import get_timers_config
-    for section, runs in ((None, False), ({}, False), ({"throughput": {}}, False),
-                          ({"throughput": {"enabled": True, "synchronized": False}}, True)):
+
+    for section, runs in (
+        (None, False),
+        ({}, False),
+        ({"throughput": {}}, False),
+        ({"throughput": {"enabled": True, "synchronized": False}}, True),
+    ):
         config = resolved(zero(1) if section is None else {**zero(1), "timers": section})
         clock = get_timers_config(settings.for_deepspeed(config))
         assert clock.enabled == runs and (clock.synchronized or runs)
     for section in ("x", None, {"throughput": None}, {"throughput": True}):
-        assert "\"timers\" is no object" in faults({**zero(1), "timers": section})
+        assert '"timers" is no object' in faults({**zero(1), "timers": section})
 
 
 def test_machines_of_two_and_ranks_that_are_odd():

@@ -32,7 +32,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "TORC
 def forked(world: int, work: Callable[[int], None], **variables: str) -> None:
     """work(rank) in `world` forks without a launcher's variables, but for these."""
     prepare_environment()
-    importlib.import_module("deepspeed")         # once, for all the forks
+    importlib.import_module("deepspeed")  # once, for all the forks
     mp.start_processes(_enter, (work, variables), world, start_method="fork")
 
 
@@ -52,11 +52,11 @@ def meet(rank: int, world: int) -> None:
     """Starts, and finds every other rank; no shared buffer is left under a name."""
     start(timeout_minutes=0.5)
     assert (group.started(), group.rank(), group.world()) == (True, rank, world)
-    assert group.total(torch.tensor([2.0 ** rank])).item() == 2 ** world - 1
+    assert group.total(torch.tensor([2.0**rank])).item() == 2**world - 1
     address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     group.barrier()
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_*"))
-    start(timeout_minutes=0.5)                    # once more changes nothing
+    start(timeout_minutes=0.5)  # once more changes nothing
     assert group.world() == world
     group.leave()
 
@@ -74,7 +74,7 @@ def alone(rank: int) -> None:
     assert not any("meeting" in phase for phase in seen)
     assert {name: os.environ[name] for name in ranks(0, 1)} == ranks(0, 1)
     assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 1024 <= int(os.environ["MASTER_PORT"]) < 65536
-    assert os.environ["MASTER_PORT"] != "20000"   # which jobs of Slurm without a number share
+    assert os.environ["MASTER_PORT"] != "20000"  # which jobs of Slurm without a number share
     assert group.started() and group.world() == 1
     assert dist.distributed_c10d.default_pg_timeout == timedelta(minutes=3)
     store = dist.distributed_c10d._get_default_store()
@@ -93,6 +93,7 @@ def named(rank: int) -> None:
     port = os.environ["MASTER_PORT"]
     seen = watched()
     import deepspeed
+
     own, other = (Path(f"/dev/shm/deepspeed_allreduce_buffer_{rank}_localhost_{number}_x") for number in (port, "0"))
     init = deepspeed.init_distributed
 
@@ -102,12 +103,12 @@ def named(rank: int) -> None:
         other.touch()
         if rank == 1:
             time.sleep(0.3)
-            assert own.exists()                   # nobody else has removed it before this rank has mapped it
+            assert own.exists()  # nobody else has removed it before this rank has mapped it
 
     deepspeed.init_distributed = mapped_late
     try:
         meet(rank, 2)
-        assert other.exists()                     # of another run
+        assert other.exists()  # of another run
     finally:
         other.unlink()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("localhost", port)
@@ -124,7 +125,7 @@ def test_two_ranks_that_are_told_where():
 def slurm(rank: int) -> None:
     os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
     meet(rank, 2)
-    assert os.environ["MASTER_ADDR"] == "127.0.0.2"           # 127.0.0.1 is taken where Slurm names no host
+    assert os.environ["MASTER_ADDR"] == "127.0.0.2"  # 127.0.0.1 is taken where Slurm names no host
     assert int(os.environ["MASTER_PORT"]) == 20000 + int(os.environ["SLURM_JOB_ID"]) - 70000
 
 
@@ -136,8 +137,16 @@ def test_two_ranks_of_slurm(tmp_path, name):
     (tmp_path / "scontrol").chmod(0o755)
     while not 20000 <= (port := free_port()) < 30000:
         pass
-    forked(2, slurm, SLURM_NTASKS="2", SLURM_STEP_ID="0", SLURM_JOB_ID=str(port - 20000 + 70000),
-           SLURM_TASKS_PER_NODE="2", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", **{name: "some[1-2]"})
+    forked(
+        2,
+        slurm,
+        SLURM_NTASKS="2",
+        SLURM_STEP_ID="0",
+        SLURM_JOB_ID=str(port - 20000 + 70000),
+        SLURM_TASKS_PER_NODE="2",
+        PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        **{name: "some[1-2]"},
+    )
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -156,7 +165,10 @@ def test_the_minute_of_compiling(tmp_path, monkeypatch, there):
         assert lines == ["inside"] and seen == []
         return
     assert [line.split(",")[0] for line in lines] == [
-        "compiling DeepSpeed's operator for exchanges between ranks on the CPU", "inside", "compiled in 0 s"]
+        "compiling DeepSpeed's operator for exchanges between ranks on the CPU",
+        "inside",
+        "compiled in 0 s",
+    ]
     assert seen == ["compiling DeepSpeed's operator, or waiting for another process that does"]
 
 
@@ -190,8 +202,14 @@ def test_ranks_that_torchrun_has_restarted():
     """Oracle: a store that outlives the ranks, as torchrun's does: those of each attempt meet one another."""
     store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     for attempt in ("0", "1", "2"):
-        forked(2, again, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_RESTART_COUNT=attempt,
-               TORCHELASTIC_USE_AGENT_STORE="True")
+        forked(
+            2,
+            again,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(store.port),
+            TORCHELASTIC_RESTART_COUNT=attempt,
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
 
 
 def test_a_start_without_compiler():
@@ -206,8 +224,9 @@ deepspeed = import_deepspeed()
 known = deepspeed.runtime.zero.utils.is_zero_supported_optimizer(torch.optim.AdamW([torch.zeros(1)]))
 print(known, "torch._inductor.compile_fx" in sys.modules, deepspeed.runtime.compiler.compile() is torch.compile)
 """
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), text=True, capture_output=True, cwd=ROOT,
-                          timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, cwd=ROOT, timeout=120
+    )
     assert done.stdout.split() == ["True", "False", "True"], done.stdout + done.stderr
 
 
@@ -216,8 +235,9 @@ def test_the_environment_of_deepspeed(monkeypatch, tmp_path):
     for name in ("DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR"):
         monkeypatch.delenv(name, raising=False)
     beside = str(Path(sys.executable).parent)
-    monkeypatch.setenv("PATH", os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep)
-                                               if folder != beside))
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep) if folder != beside)
+    )
     without = os.environ["PATH"]
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.NOTSET)
     prepare_environment()

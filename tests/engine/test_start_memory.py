@@ -24,8 +24,8 @@ def kept(figures: dict, stepped: bool) -> int:
 
 @pytest.mark.parametrize("world", (1, 32))
 def test_what_a_rank_draws_and_holds(in_fork, tmp_path, world):
-    """Oracle: the sum of what it keeps, times 1.2; one draw of each layer of which it owns a part, and of no other; none
-    of what a checkpoint or init_from holds; the values that one process draws for the whole network.
+    """Oracle: the sum of what it keeps, times 1.2; one draw of each layer of which it owns a part, and of no other;
+    none of what a checkpoint or init_from holds; the values that one process draws for the whole network.
     """
     in_fork(check_start_memory.main, tmp_path / "figures.json", world)
     starts = json.loads((tmp_path / "figures.json").read_text())

@@ -8,8 +8,8 @@ import pytest
 from tests.engine import check_step_counts
 from tests.engine.check_step_counts import CASES
 
-BUCKET, PERSISTS = 5 * 10 ** 7, 10 ** 5                  # elements, of ds_configs/
-GROUPS = 2                                               # of weights, with and without decay
+BUCKET, PERSISTS = 5 * 10**7, 10**5  # elements, of ds_configs/
+GROUPS = 2  # of weights, with and without decay
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def figures(in_fork, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_reads_by_the_host(figures, case):
     """Oracle: none, but for one flag of each network that has stepped, and that flag is of the step before."""
-    turns = 1 if case == "zero3 tokenizer" else figures[case]["parts"]             # its adversary has not begun
+    turns = 1 if case == "zero3 tokenizer" else figures[case]["parts"]  # its adversary has not begun
     assert (figures[case]["reads"], figures[case]["late"]) == (0, turns)
 
 
@@ -33,7 +33,7 @@ def test_collectives(figures, case):
     weights, padded, turns, micros = sum(found["sizes"]), found["padded"], found["parts"], found["accumulation"]
     seen = dict(found["collectives"])
     if case == "zero3 tokenizer":
-        assert seen.pop("allgather")[0] == 2                   # codes in use, and their places in the global batch
+        assert seen.pop("allgather")[0] == 2  # codes in use, and their places in the global batch
         padded, turns = seen["allgather_base"][1], 1
         assert 0 <= padded - weights + 2473 < 8 * len(found["sizes"])
     buckets = math.ceil(weights / turns / BUCKET) * turns
@@ -41,13 +41,18 @@ def test_collectives(figures, case):
         assert seen == {"allreduce": [buckets, weights]}
     elif stage < 3:
         times = micros if stage == 2 else 1
-        assert seen == {"allreduce": [times * buckets + turns, times * weights + turns],
-                        "allgather_base": [GROUPS * turns, padded]}
+        assert seen == {
+            "allreduce": [times * buckets + turns, times * weights + turns],
+            "allgather_base": [GROUPS * turns, padded],
+        }
     else:
         large = sum(size for size in found["sizes"] if size > PERSISTS)
-        fetches = micros if large else 0                       # a network of this size stays from forward to backward
-        assert seen == {"reduce_scatter_base": [micros * buckets, micros * padded], "allreduce": [turns, turns],
-                        "allgather_base": [fetches + 1, fetches * large + padded - large]}
+        fetches = micros if large else 0  # a network of this size stays from forward to backward
+        assert seen == {
+            "reduce_scatter_base": [micros * buckets, micros * padded],
+            "allreduce": [turns, turns],
+            "allgather_base": [fetches + 1, fetches * large + padded - large],
+        }
 
 
 def test_calls_of_the_update(figures):

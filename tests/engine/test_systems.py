@@ -15,7 +15,7 @@ from tests.support.launch import ROOT, environment
 
 pytestmark = pytest.mark.slow
 WAYS = [f"{case} 2/2 -> {world}/{stage}" for (world, stage), cases in PLACES.items() for case in cases]
-LOSSES = {"vae": 1e-4, "tokenizer": 1e-4}             # relative; two networks against each other; else 1e-5
+LOSSES = {"vae": 1e-4, "tokenizer": 1e-4}  # relative; two networks against each other; else 1e-5
 WAYS += ["{} 4/3 -> {}/{}".format(case, *BACK) for case in RETURNING]
 
 
@@ -24,8 +24,15 @@ def checked(tmp_path_factory):
     """The folder that check_systems.py leaves, and all its figures."""
     folder = tmp_path_factory.mktemp("systems")
     words = [sys.executable, ROOT / "tests/engine/check_systems.py", folder]
-    done = subprocess.run(words, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          stdin=subprocess.DEVNULL, timeout=1500)
+    done = subprocess.run(
+        words,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        timeout=1500,
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     return folder, {path.stem: json.loads(path.read_text()) for path in folder.glob("figures-*.json")}
 
@@ -48,8 +55,11 @@ def test_goes_on_elsewhere(checked, way):
     # A history of losses, some of them tens of nats, and shares of codes: relative to what they moved by.
     assert "system" not in found["apart"] or found["apart"]["system"] < 1e-6 * max(found["moved"]["system"], 1.0)
     assert ("system" in found["apart"]) == (case in ("iddpm", "tokenizer"))
-    assert set(found["losses"]) == {"vae": {"autoencoder", "discriminator"}, "phenaki": {"maskgit", "critic"},
-                                    "tokenizer": {"tokenizer", "discriminator"}}.get(case, set(found["losses"]))
+    assert set(found["losses"]) == {
+        "vae": {"autoencoder", "discriminator"},
+        "phenaki": {"maskgit", "critic"},
+        "tokenizer": {"tokenizer", "discriminator"},
+    }.get(case, set(found["losses"]))
 
 
 def test_batches_are_recomputed(checked):
@@ -70,8 +80,9 @@ def test_what_does_not_divide_is_refused(tmp_path):
     (tmp_path / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
 
     def prepared(world, *words, recipe="tiny"):
-        options = JobOptions(ROOT / f"tests/launch/{recipe}.yaml", tmp_path / "zero2.json",
-                          (f"folder={tmp_path / 'run'}", *words))
+        options = JobOptions(
+            ROOT / f"tests/launch/{recipe}.yaml", tmp_path / "zero2.json", (f"folder={tmp_path / 'run'}", *words)
+        )
         settings = prepare(options, world, "cpu").settings
         return settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
 
@@ -107,7 +118,7 @@ def test_deepspeeds_own_files(checked, case, stage):
         assert masters.keys() <= merged[part].keys()
         for weight, value in masters.items():
             universal = torch.load(at / "universal" / part / "zero" / weight / "fp32.pt", weights_only=False)
-            universal = universal["param"] if stage < 3 else universal          # as the tool writes them
+            universal = universal["param"] if stage < 3 else universal  # as the tool writes them
             assert torch.equal(merged[part][weight], value) and torch.equal(universal.view_as(value), value)
 
 
@@ -117,7 +128,9 @@ def test_what_comes_after_deepspeeds_own_files(checked, tmp_path):
     """
     for stage in (1, 2, 3):
         run = checked[0] / "vae" / f"vae-{stage}"
-        _, result = evaluate.evaluate(evaluate.EvaluateOptions(run, num=8, batch=8, out=tmp_path / f"evaluation{stage}"))
+        _, result = evaluate.evaluate(
+            evaluate.EvaluateOptions(run, num=8, batch=8, out=tmp_path / f"evaluation{stage}")
+        )
         assert result["weights"] == {"autoencoder": "ema.0.9"} and result["step"] == LATE
         assert 0 < result["figures"]["recon"] < 2
     with pytest.raises(ValueError, match="autoencoder in DeepSpeed's own files: merge them with .*consolidate.py"):

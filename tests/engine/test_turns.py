@@ -7,7 +7,7 @@ import pytest
 from tests.engine.check_turns import SAVED, START, STEPS
 from tests.support.launch import launch
 
-CASES = [f"{stage}-{micro}" for stage in (0, 1, 2, 3) for micro in (4, 2)]       # micro-batch 2: two micro-steps
+CASES = [f"{stage}-{micro}" for stage in (0, 1, 2, 3) for micro in (4, 2)]  # micro-batch 2: two micro-steps
 pytestmark = pytest.mark.slow
 
 

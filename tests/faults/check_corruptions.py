@@ -19,11 +19,11 @@ from tests.engine.check_elastic import Trial
 from tests.faults.corruptions import HARMLESS, NAMED, corrupt
 
 OLDER, NEWER = 2, 4
-LIMIT = 20.0                                      # seconds of one resume, which takes a hundredth of one
+LIMIT = 20.0  # seconds of one resume, which takes a hundredth of one
 
 
 def judge(kind: str, name: str, step: int, truth: dict, state: dict, reports: list[str]) -> str:
-    """"harmless", "passed over", or what is wrong."""
+    """ "harmless", "passed over", or what is wrong."""
     different = [key for key in truth.get(step, ()) if not torch.equal(state[key], truth[step][key])]
     if step not in truth:
         return f"FRESH: resumed at step {step}"
@@ -38,10 +38,10 @@ def judge(kind: str, name: str, step: int, truth: dict, state: dict, reports: li
 def attempt(trial: Trial, kind: str, name: str, truth: dict) -> str:
     reports: list[str] = []
     trial.saves.saver.report = reports.append
-    trial.steps(50, 51)                           # other weights, so that nothing but the files can be right
+    trial.steps(50, 51)  # other weights, so that nothing but the files can be right
     try:
         step = trial.saves.resume()
-    except ValueError as error:                   # ConfigError among them
+    except ValueError as error:  # ConfigError among them
         text = f"{type(error).__name__}: {str(error)[:200]}"
         return "named" if kind in NAMED and type(error).__name__ == "ConfigError" else f"RAISED: {text}"
     except Exception as error:

@@ -14,11 +14,25 @@ from safetensors.torch import load_file, save_file
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.disk.sealed import parse, render
 
-HARMLESS = {"extra file", "copied under another name", "another shard", "hint", "leftover", "link to itself moved",
-            "unlisted", "files is empty"}        # sealed by hand, and true as far as it goes
+HARMLESS = {
+    "extra file",
+    "copied under another name",
+    "another shard",
+    "hint",
+    "leftover",
+    "link to itself moved",
+    "unlisted",
+    "files is empty",
+}  # sealed by hand, and true as far as it goes
 # The older step, or one error that names what is wrong: both folders are, or somebody has sealed other contents.
-CONTENTS = ("common without counters", "common without metadata", "a tensor is missing", "a tensor is renamed",
-            "a tensor of another shape", "a tensor of another type")
+CONTENTS = (
+    "common without counters",
+    "common without metadata",
+    "a tensor is missing",
+    "a tensor is renamed",
+    "a tensor of another shape",
+    "a tensor of another type",
+)
 NAMED = {"folders swapped", *CONTENTS}
 
 
@@ -27,7 +41,7 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def flip(data: bytes, at: int, chance: random.Random) -> bytes:
-    return data[:at] + bytes([data[at] ^ chance.randrange(1, 256)]) + data[at + 1:]
+    return data[:at] + bytes([data[at] ^ chance.randrange(1, 256)]) + data[at + 1 :]
 
 
 def of_bytes(kind: str, path: Path, chance: random.Random) -> None:
@@ -38,23 +52,45 @@ def of_bytes(kind: str, path: Path, chance: random.Random) -> None:
     other = chance.randrange(len(data))
     altered = {
         "flip": lambda: flip(data, at, chance),
-        "one bit": lambda: data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1:],
-        "many flips": lambda: data[:at] + chance.randbytes(min(64, len(data) - at)) + data[at + 64:],
-        "truncated": lambda: data[:at], "empty": lambda: b"", "header alone": lambda: data[:8],
-        "zeroed page": lambda: data[:page] + b"\xff" * min(4096, len(data) - page) + data[page + 4096:]
-        if not data[page:page + 4096].strip(b"\0") else data[:page] + bytes(min(4096, len(data) - page))
-        + data[page + 4096:],
-        "all zeros": lambda: bytes(len(data)), "appended": lambda: data + chance.randbytes(chance.choice((1, 4096))),
-        "inserted": lambda: data[:at] + chance.randbytes(1) + data[at:], "twice": lambda: data + data,
+        "one bit": lambda: data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :],
+        "many flips": lambda: data[:at] + chance.randbytes(min(64, len(data) - at)) + data[at + 64 :],
+        "truncated": lambda: data[:at],
+        "empty": lambda: b"",
+        "header alone": lambda: data[:8],
+        "zeroed page": lambda: (
+            data[:page] + b"\xff" * min(4096, len(data) - page) + data[page + 4096 :]
+            if not data[page : page + 4096].strip(b"\0")
+            else data[:page] + bytes(min(4096, len(data) - page)) + data[page + 4096 :]
+        ),
+        "all zeros": lambda: bytes(len(data)),
+        "appended": lambda: data + chance.randbytes(chance.choice((1, 4096))),
+        "inserted": lambda: data[:at] + chance.randbytes(1) + data[at:],
+        "twice": lambda: data + data,
         "noise": lambda: chance.randbytes(len(data)),
-        "bytes swapped": lambda: flip(data, at, chance) if data[at] == data[other] or at == other else bytes(
-            data[other] if i == at else data[at] if i == other else byte for i, byte in enumerate(data)),
+        "bytes swapped": lambda: (
+            flip(data, at, chance)
+            if data[at] == data[other] or at == other
+            else bytes(data[other] if i == at else data[at] if i == other else byte for i, byte in enumerate(data))
+        ),
     }[kind]()
     path.write_bytes(altered)
 
 
-BYTES = ("flip", "one bit", "many flips", "truncated", "empty", "header alone", "zeroed page", "all zeros", "appended",
-         "inserted", "twice", "noise", "bytes swapped")
+BYTES = (
+    "flip",
+    "one bit",
+    "many flips",
+    "truncated",
+    "empty",
+    "header alone",
+    "zeroed page",
+    "all zeros",
+    "appended",
+    "inserted",
+    "twice",
+    "noise",
+    "bytes swapped",
+)
 
 
 def of_entry(kind: str, path: Path, chance: random.Random) -> None:
@@ -69,7 +105,7 @@ def of_entry(kind: str, path: Path, chance: random.Random) -> None:
     elif kind == "is a FIFO":
         os.mkfifo(path)
     elif kind == "is a socket":
-        folder = os.open(path.parent, os.O_RDONLY)          # a socket's path may have 107 bytes
+        folder = os.open(path.parent, os.O_RDONLY)  # a socket's path may have 107 bytes
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"/proc/self/fd/{folder}/{path.name}")
         os.close(folder)
@@ -81,7 +117,7 @@ def of_entry(kind: str, path: Path, chance: random.Random) -> None:
         path.symlink_to("/dev/zero")
     elif kind == "is /dev/null":
         path.symlink_to("/dev/null")
-    elif kind == "link to itself moved":                    # the same bytes, through a link: as good as the file
+    elif kind == "link to itself moved":  # the same bytes, through a link: as good as the file
         path.symlink_to(beside.name)
         return
     elif kind == "renamed":
@@ -89,14 +125,28 @@ def of_entry(kind: str, path: Path, chance: random.Random) -> None:
     beside.unlink()
 
 
-ENTRIES = ("huge and sparse", "missing", "is a folder", "is a FIFO", "is a socket", "is a dangling link",
-           "links in a circle", "is /dev/zero", "is /dev/null", "link to itself moved", "renamed")
+ENTRIES = (
+    "huge and sparse",
+    "missing",
+    "is a folder",
+    "is a FIFO",
+    "is a socket",
+    "is a dangling link",
+    "links in a circle",
+    "is /dev/zero",
+    "is /dev/null",
+    "link to itself moved",
+    "renamed",
+)
 
 
 def of_folder(kind: str, folder: Path, older: Path, newer: Path, chance: random.Random) -> None:
     """Faults of whole folders and of several files."""
-    first, second = chance.sample(sorted(path for path in newer.iterdir() if path.suffix == ".safetensors"), 2) \
-        if len(list(newer.glob("*.safetensors"))) > 1 else [next(newer.glob("*.safetensors"))] * 2
+    first, second = (
+        chance.sample(sorted(path for path in newer.iterdir() if path.suffix == ".safetensors"), 2)
+        if len(list(newer.glob("*.safetensors"))) > 1
+        else [next(newer.glob("*.safetensors"))] * 2
+    )
     same = older / first.name
     if kind == "two files swapped":
         first.rename(newer / "aside"), second.rename(first), (newer / "aside").rename(second)
@@ -104,7 +154,7 @@ def of_folder(kind: str, folder: Path, older: Path, newer: Path, chance: random.
         shutil.copy(same, first)
     elif kind == "manifest of the older step":
         shutil.copy(older / NAME, newer / NAME)
-    elif kind == "folders swapped":                         # each then holds the other's step
+    elif kind == "folders swapped":  # each then holds the other's step
         older.rename(folder / "aside"), newer.rename(older), (folder / "aside").rename(newer)
     elif kind == "older copied over":
         shutil.rmtree(newer), shutil.copytree(older, newer)
@@ -136,10 +186,26 @@ def of_folder(kind: str, folder: Path, older: Path, newer: Path, chance: random.
         shutil.copytree(newer, folder / "step_00000006.tmp")
 
 
-FOLDERS = ("two files swapped", "file of the older step", "manifest of the older step", "folders swapped",
-           "older copied over", "folder renamed", "folder copied ahead", "folder is a file", "folder is empty",
-           "folder is a dangling link", "folder links in a circle", "folder is a link to the older", "folder is a FIFO",
-           "extra file", "copied under another name", "another shard", "hint", "leftover")
+FOLDERS = (
+    "two files swapped",
+    "file of the older step",
+    "manifest of the older step",
+    "folders swapped",
+    "older copied over",
+    "folder renamed",
+    "folder copied ahead",
+    "folder is a file",
+    "folder is empty",
+    "folder is a dangling link",
+    "folder links in a circle",
+    "folder is a link to the older",
+    "folder is a FIFO",
+    "extra file",
+    "copied under another name",
+    "another shard",
+    "hint",
+    "leftover",
+)
 
 
 def of_manifest(kind: str, newer: Path, chance: random.Random) -> None:
@@ -187,28 +253,68 @@ def of_manifest(kind: str, newer: Path, chance: random.Random) -> None:
     path.write_bytes(render(body))
 
 
-MANIFESTS = ("no step", "no files", "another step", "step as text", "step is null", "files is null", "files is a list",
-             "files is empty", "entry is null", "entry without size", "entry without hash", "size as text",
-             "another size", "another hash", "a file that is not there", "an absolute path", "a path upwards",
-             "body is a list", "body is null", "unlisted")
+MANIFESTS = (
+    "no step",
+    "no files",
+    "another step",
+    "step as text",
+    "step is null",
+    "files is null",
+    "files is a list",
+    "files is empty",
+    "entry is null",
+    "entry without size",
+    "entry without hash",
+    "size as text",
+    "another size",
+    "another hash",
+    "a file that is not there",
+    "an absolute path",
+    "a path upwards",
+    "body is a list",
+    "body is null",
+    "unlisted",
+)
 
 
 def of_text(kind: str, newer: Path, chance: random.Random) -> None:
     """Faults of the manifest's bytes."""
     path = newer / NAME
     data = path.read_bytes()
-    path.write_bytes({
-        "a blank": lambda: data.replace(b" ", b"  ", 1), "line ends of Windows": lambda: data.replace(b"\n", b"\r\n"),
-        "a byte order mark": lambda: b"\xef\xbb\xbf" + data, "UTF-16": lambda: data.decode().encode("utf-16"),
-        "other JSON": lambda: b"{}", "a list": lambda: b"[]", "a number": lambda: b"1", "null": lambda: b"null",
-        "nested deeply": lambda: b"[" * 100_000 + b"]" * 100_000, "a huge number": lambda: b"1" * 100_000,
-        "NaN": lambda: data.replace(b'"step": 4', b'"step": NaN'), "HTML": lambda: b"<html>503</html>",
-        "a seal alone": lambda: json.dumps({"hash": data[10:74].decode()}).encode(),
-    }[kind]())
+    path.write_bytes(
+        {
+            "a blank": lambda: data.replace(b" ", b"  ", 1),
+            "line ends of Windows": lambda: data.replace(b"\n", b"\r\n"),
+            "a byte order mark": lambda: b"\xef\xbb\xbf" + data,
+            "UTF-16": lambda: data.decode().encode("utf-16"),
+            "other JSON": lambda: b"{}",
+            "a list": lambda: b"[]",
+            "a number": lambda: b"1",
+            "null": lambda: b"null",
+            "nested deeply": lambda: b"[" * 100_000 + b"]" * 100_000,
+            "a huge number": lambda: b"1" * 100_000,
+            "NaN": lambda: data.replace(b'"step": 4', b'"step": NaN'),
+            "HTML": lambda: b"<html>503</html>",
+            "a seal alone": lambda: json.dumps({"hash": data[10:74].decode()}).encode(),
+        }[kind]()
+    )
 
 
-TEXTS = ("a blank", "line ends of Windows", "a byte order mark", "UTF-16", "other JSON", "a list", "a number", "null",
-         "nested deeply", "a huge number", "NaN", "HTML", "a seal alone")
+TEXTS = (
+    "a blank",
+    "line ends of Windows",
+    "a byte order mark",
+    "UTF-16",
+    "other JSON",
+    "a list",
+    "a number",
+    "null",
+    "nested deeply",
+    "a huge number",
+    "NaN",
+    "HTML",
+    "a seal alone",
+)
 
 
 def of_contents(kind: str, newer: Path, chance: random.Random) -> None:

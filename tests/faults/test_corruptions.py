@@ -15,8 +15,10 @@ def corrupt(folder: Path, trials: int, num: int, seed: int) -> list[tuple[str, s
     folder.mkdir()
     outcomes, skip = [], set()
     while len(outcomes) < trials:
-        done = run(command("tests/faults/check_corruptions.py", folder, trials, seed, len(outcomes), *sorted(skip),
-                           num=num), timeout=1800)
+        done = run(
+            command("tests/faults/check_corruptions.py", folder, trials, seed, len(outcomes), *sorted(skip), num=num),
+            timeout=1800,
+        )
         path = folder / "outcomes"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         outcomes = [(kind, name, outcome) for _, kind, name, outcome in lines]
@@ -32,8 +34,10 @@ def corrupt(folder: Path, trials: int, num: int, seed: int) -> list[tuple[str, s
     return outcomes
 
 
-@pytest.mark.parametrize("trials", [pytest.param(60, marks=pytest.mark.slow, id="sample"),
-                                    pytest.param(1000, marks=pytest.mark.faults, id="full")])
+@pytest.mark.parametrize(
+    "trials",
+    [pytest.param(60, marks=pytest.mark.slow, id="sample"), pytest.param(1000, marks=pytest.mark.faults, id="full")],
+)
 def test_every_corruption_is_found(tmp_path, trials, table, count):
     """Oracle: the weights, moments and averages that were saved, in memory: after each fault resume takes the older
     step, bit for bit, and names the damaged one; or the newer one, bit for bit, where the fault is harmless.
@@ -43,7 +47,10 @@ def test_every_corruption_is_found(tmp_path, trials, table, count):
     outcomes = corrupt(tmp_path / "one", trials * 3 // 4, 1, 1) + corrupt(tmp_path / "two", trials // 4, 2, 2)
     wrong = [outcome for outcome in outcomes if outcome[2].split(":")[0].isupper()]
     tally = Counter(outcome for _, _, outcome in outcomes if outcome.islower())
-    table(f"corruptions: {len(outcomes)} of {len({kind for kind, _, _ in outcomes})} kinds on 1 and 2 ranks: "
-          f"{dict(tally)}, {len(wrong)} wrong; {time.monotonic() - began:.0f} s")
-    assert not wrong, "\n".join(f"{number} x {kind} {name}: {outcome}" for (kind, name, outcome), number
-                                in Counter(wrong).most_common())
+    table(
+        f"corruptions: {len(outcomes)} of {len({kind for kind, _, _ in outcomes})} kinds on 1 and 2 ranks: "
+        f"{dict(tally)}, {len(wrong)} wrong; {time.monotonic() - began:.0f} s"
+    )
+    assert not wrong, "\n".join(
+        f"{number} x {kind} {name}: {outcome}" for (kind, name, outcome), number in Counter(wrong).most_common()
+    )

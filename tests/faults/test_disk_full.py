@@ -15,15 +15,16 @@ from tests.support.faulty import SHORT, Life, complete, crashes, newest_whole, t
 from tests.support.runs import files, metrics
 
 MB = 1 << 20
-FULL = ("No space left", "MB free")               # how a full disk is named
+FULL = ("No space left", "MB free")  # how a full disk is named
 
 
 @contextmanager
 def small_disk(path: Path, nbytes: int):
     """A file system of its own at `path`."""
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", path], capture_output=True,
-                             text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", path], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     try:
@@ -89,12 +90,19 @@ def test_full_at_the_start(tmp_path, whole, table):
         assert len([line for line in life.text().splitlines() if any(words in line for words in FULL)]) <= 3
         filler.unlink()
         assert_goes_on(whole, folder, tmp_path / "again")
-    table(f"disk full at the start: named, exit code {life.process.returncode}, then complete; "
-          f"{time.monotonic() - began:.0f} s")
+    table(
+        f"disk full at the start: named, exit code {life.process.returncode}, then complete; "
+        f"{time.monotonic() - began:.0f} s"
+    )
 
 
-@pytest.mark.parametrize("moment", [pytest.param("between saves", marks=pytest.mark.slow),
-                                    pytest.param("while a save is written", marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("between saves", marks=pytest.mark.slow),
+        pytest.param("while a save is written", marks=pytest.mark.faults),
+    ],
+)
 def test_full_at_a_save(tmp_path, whole, table, moment):
     """Oracle: the undisturbed run: a save that fails is reported and training goes on, to the same bits. The third
     failure in a row ends it; with room the same command goes on from what is whole.
@@ -102,9 +110,11 @@ def test_full_at_a_save(tmp_path, whole, table, moment):
     began = time.monotonic()
     with small_disk(tmp_path / "disk", 32 * MB) as disk:
         folder = disk / "run"
-        life = Life(folder, tmp_path / "log", zero(2), *SHORT, "every.save=8")      # time until the third fails
-        ready = {"between saves": lambda: max(life.saved(), default=0) >= 8,
-                 "while a save is written": lambda: life.saved() and any((folder / "checkpoints").glob("step_*.tmp"))}
+        life = Life(folder, tmp_path / "log", zero(2), *SHORT, "every.save=8")  # time until the third fails
+        ready = {
+            "between saves": lambda: max(life.saved(), default=0) >= 8,
+            "while a save is written": lambda: life.saved() and any((folder / "checkpoints").glob("step_*.tmp")),
+        }
         filler = fill_at(life, disk, ready[moment], "save")
         life.wait(lambda: "saving step" in life.text(), "failed save")
         filler.unlink()
@@ -115,16 +125,24 @@ def test_full_at_a_save(tmp_path, whole, table, moment):
 
         again = disk / "again"
         life = Life(again, tmp_path / "log2", zero(2), *SHORT)
-        filler = fill_at(life, disk, ready["between saves"] if moment == "between saves" else
-                         lambda: any((again / "checkpoints").glob("step_*.tmp")), "save")
+        filler = fill_at(
+            life,
+            disk,
+            ready["between saves"]
+            if moment == "between saves"
+            else lambda: any((again / "checkpoints").glob("step_*.tmp")),
+            "save",
+        )
         assert life.end() == 1, life.text()[-4000:]
         assert "could not be saved" in life.text() and "same command again" in life.text()
         assert_sound(again, life.text())
         before = newest_whole(again)[0]
         filler.unlink()
         assert_goes_on(whole, again, tmp_path / "more")
-    table(f"disk full {moment}: {failed} saves failed and training went on; three ended it with step {before} whole; "
-          f"then complete, bits equal; {time.monotonic() - began:.0f} s")
+    table(
+        f"disk full {moment}: {failed} saves failed and training went on; three ended it with step {before} whole; "
+        f"then complete, bits equal; {time.monotonic() - began:.0f} s"
+    )
 
 
 @pytest.mark.slow
@@ -152,8 +170,10 @@ def test_full_for_metrics_samples_and_log(tmp_path, whole, table):
         assert "step_00000040.png" in pictures and len(pictures) < 4, "the disk was not full when pictures were drawn"
         printed = set(life.text().splitlines())
         assert all(line in printed for line in (folder / "log.txt").read_text().splitlines()), "a torn line in log.txt"
-    table(f"disk full for metrics, samples and log: {40 - len(lines)} lines and {4 - len(pictures)} pictures missing, "
-          f"reported, none torn, weights equal; {time.monotonic() - began:.0f} s")
+    table(
+        f"disk full for metrics, samples and log: {40 - len(lines)} lines and {4 - len(pictures)} pictures missing, "
+        f"reported, none torn, weights equal; {time.monotonic() - began:.0f} s"
+    )
 
 
 def test_nobody_but_root(tmp_path):

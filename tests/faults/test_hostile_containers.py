@@ -33,7 +33,7 @@ def first_image(path: Path) -> object:
 
 
 def changed(content: bytes, place: int, new: bytes) -> bytes:
-    return content[:place] + new + content[place + len(new):]
+    return content[:place] + new + content[place + len(new) :]
 
 
 def header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
@@ -45,7 +45,7 @@ def header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
 
 
 TEN_GB = b"\x80" + (10 << 30).to_bytes(11, "big")
-MINUS = b"\xff" * 10 + b"\xfc\x00"                # -1,024
+MINUS = b"\xff" * 10 + b"\xfc\x00"  # -1,024
 MORE_TARS: dict[str, bytes] = {
     "attributes of 10 GB": header("a", TEN_GB, b"x") + tar(*GOOD),
     "a name of 10 GB": header("a", TEN_GB, b"L") + tar(*GOOD),
@@ -53,7 +53,8 @@ MORE_TARS: dict[str, bytes] = {
     "minus 1,024 bytes of attributes": tar(*GOOD)[:-1024] + header("b", MINUS, b"x") + tar(*GOOD),
     "a deep json": tar(("a.json", b"[" * 100_000, {}), *GOOD),
     "a long label": tar(("a.cls", b"9" * 100_000, {}), *GOOD),
-    "gzip": gzip.compress(tar(*GOOD)), "cut in the last picture": tar(*GOOD, ("b.png", picture(), {}))[:2100],
+    "gzip": gzip.compress(tar(*GOOD)),
+    "cut in the last picture": tar(*GOOD, ("b.png", picture(), {}))[:2100],
 }
 
 
@@ -62,7 +63,7 @@ PNG = {"a.png": picture(), "b.png": picture()}
 
 def entries(content: bytes) -> list[int]:
     """Where the entries of a zip file's directory begin."""
-    return [place for place in range(len(content)) if content[place:place + 4] == b"PK\1\2"]
+    return [place for place in range(len(content)) if content[place : place + 4] == b"PK\1\2"]
 
 
 def with_entry(place: int, new: bytes, number: int = 0, members: dict = PNG) -> bytes:
@@ -75,7 +76,7 @@ def overlapping() -> bytes:
     """Both entries lead to the first member's bytes."""
     content = zipped(PNG)
     first, second = entries(content)
-    return changed(content, second + 42, content[first + 42:first + 46])
+    return changed(content, second + 42, content[first + 42 : first + 46])
 
 
 def half_overlapping() -> bytes:
@@ -90,17 +91,22 @@ def table(labels: object) -> dict[str, bytes]:
 
 
 ZIPS: dict[str, Content] = {
-    "empty": b"", "noise": bytes(range(256)) * 40, "cut": lambda: zipped(PNG)[:-30],
+    "empty": b"",
+    "noise": bytes(range(256)) * 40,
+    "cut": lambda: zipped(PNG)[:-30],
     "no directory": lambda: zipped(PNG)[:200],
     "cut in the middle": lambda: zipped(PNG)[:80] + zipped(PNG)[120:],
     "a bomb": lambda: zipped({"a.png": 2 * BOMB + 1, "b.png": picture()}),
-    "a bomb of labels": lambda: with_entry(24, struct.pack("<I", 2 ** 32 - 2), 2, table([])),
+    "a bomb of labels": lambda: with_entry(24, struct.pack("<I", 2**32 - 2), 2, table([])),
     "a bomb that lies": lambda: with_entry(24, struct.pack("<I", 20), 2, PNG | {"dataset.json": BOMB}),
-    "overlapping": overlapping, "half overlapping": half_overlapping,
-    "encrypted": lambda: with_entry(8, b"\1\0"), "by a method": lambda: with_entry(10, struct.pack("<H", 99)),
+    "overlapping": overlapping,
+    "half overlapping": half_overlapping,
+    "encrypted": lambda: with_entry(8, b"\1\0"),
+    "by a method": lambda: with_entry(10, struct.pack("<H", 99)),
     "beyond the end": lambda: with_entry(20, struct.pack("<I", 1 << 30)),
     "far away": lambda: with_entry(42, b"\xfe\xff\xff\xff"),
-    "without 64 bits": lambda: with_entry(42, b"\xff\xff\xff\xff"), "long names": lambda: with_entry(28, b"\xff\xff"),
+    "without 64 bits": lambda: with_entry(42, b"\xff\xff\xff\xff"),
+    "long names": lambda: with_entry(28, b"\xff\xff"),
     "another local header": lambda: zipped(PNG).replace(b"PK\3\4", b"PK\3\5", 1),
     "a long local name": lambda: changed(zipped(PNG), 26, b"\xff\xff"),
     "above": lambda: zipped({f"../../{MARK}.png": picture(), "b.png": picture()}),
@@ -109,10 +115,12 @@ ZIPS: dict[str, Content] = {
     "a pickle": lambda: zipped({"a.png": pickle.dumps(Evil()), "b.png": picture()}),
     "deep labels": lambda: zipped(table(b"[" * 100_000)),
     "labels as words": lambda: zipped(table({"labels": [["a.png", "x"]]})),
-    "labels of others": lambda: zipped(table({"labels": [["x.png", 1]]})), "a list": lambda: zipped(table([1])),
-    "huge labels": lambda: zipped(table({"labels": [["a.png", 10 ** 30], ["b.png", 1]]})),
-    "64 bits of nothing": lambda: zipped(PNG)[:-22]
-    + struct.pack("<4sIQI", b"PK\6\7", 0, 1 << 62, 1) + zipped(PNG)[-22:],
+    "labels of others": lambda: zipped(table({"labels": [["x.png", 1]]})),
+    "a list": lambda: zipped(table([1])),
+    "huge labels": lambda: zipped(table({"labels": [["a.png", 10**30], ["b.png", 1]]})),
+    "64 bits of nothing": lambda: (
+        zipped(PNG)[:-22] + struct.pack("<4sIQI", b"PK\6\7", 0, 1 << 62, 1) + zipped(PNG)[-22:]
+    ),
 }
 
 
@@ -124,22 +132,31 @@ def _npz(save: Callable = np.savez, **arrays: object) -> bytes:
 
 IMAGES = np.zeros((4, 32, 32, 3), np.uint8)
 NPZS: dict[str, Content] = {
-    "objects": lambda: _npz(arr_0=np.array([Evil()] * 4, object)), "labels as objects": lambda: _npz(
-        arr_0=IMAGES, arr_1=np.array([Evil()] * 4, object)),
-    "2**40 rows": lambda: zipped({"arr_0.npy": npy((2 ** 40, 32, 32, 3), "|u1")}),
-    "2**70 rows": lambda: zipped({"arr_0.npy": npy((2 ** 70, 32, 32, 3), "|u1")}),
+    "objects": lambda: _npz(arr_0=np.array([Evil()] * 4, object)),
+    "labels as objects": lambda: _npz(arr_0=IMAGES, arr_1=np.array([Evil()] * 4, object)),
+    "2**40 rows": lambda: zipped({"arr_0.npy": npy((2**40, 32, 32, 3), "|u1")}),
+    "2**70 rows": lambda: zipped({"arr_0.npy": npy((2**70, 32, 32, 3), "|u1")}),
     "negative rows": lambda: zipped({"arr_0.npy": npy((-4, 32, 32, 3), "|u1")}),
-    "a program as header": lambda: zipped({
-        "arr_0.npy": b"\x93NUMPY\1\0\x40\0" + b"__import__('os').system('touch EXECUTED')".ljust(64)}),
+    "a program as header": lambda: zipped(
+        {"arr_0.npy": b"\x93NUMPY\1\0\x40\0" + b"__import__('os').system('touch EXECUTED')".ljust(64)}
+    ),
     "a deep header": lambda: zipped({"arr_0.npy": b"\x93NUMPY\2\0" + struct.pack("<I", 60000) + b"[" * 60000}),
-    "a bomb": lambda: zipped({"arr_0.npy": BOMB}), "noise": bytes(range(256)) * 9, "empty": b"",
+    "a bomb": lambda: zipped({"arr_0.npy": BOMB}),
+    "noise": bytes(range(256)) * 9,
+    "empty": b"",
     "no arrays": lambda: zipped({}),
     "columns": lambda: _npz(arr_0=np.asfortranarray(np.ones((4, 32, 32, 3), np.uint8))),
     "floats": lambda: _npz(arr_0=IMAGES / 1.0),
-    "other labels": lambda: _npz(arr_0=IMAGES, arr_1=np.zeros((3, 2, 2))), "cut": lambda: _npz(arr_0=IMAGES)[:5000],
-    "no rows": lambda: _npz(arr_0=IMAGES[:0]), "cut when packed": lambda: _npz(np.savez_compressed, arr_0=IMAGES)[:100],
-    "a lie when packed": lambda: with_entry(24, struct.pack("<I", 128 + 2 * IMAGES.size), 0, {
-        "arr_0.npy": npy((8, 32, 32, 3), "|u1")[:-64] + bytes(IMAGES.size)}),
+    "other labels": lambda: _npz(arr_0=IMAGES, arr_1=np.zeros((3, 2, 2))),
+    "cut": lambda: _npz(arr_0=IMAGES)[:5000],
+    "no rows": lambda: _npz(arr_0=IMAGES[:0]),
+    "cut when packed": lambda: _npz(np.savez_compressed, arr_0=IMAGES)[:100],
+    "a lie when packed": lambda: with_entry(
+        24,
+        struct.pack("<I", 128 + 2 * IMAGES.size),
+        0,
+        {"arr_0.npy": npy((8, 32, 32, 3), "|u1")[:-64] + bytes(IMAGES.size)},
+    ),
     "100,000 members": lambda: zipped({f"{i}.npy": b"" for i in range(2000)}),
 }
 
@@ -149,31 +166,45 @@ def batch(**changes: object) -> bytes:
 
 
 CIFARS: dict[str, Content] = {
-    "a program": lambda: pickle.dumps(Evil()), "a program in it": lambda: batch(labels=Evil()),
+    "a program": lambda: pickle.dumps(Evil()),
+    "a program in it": lambda: batch(labels=Evil()),
     "a program beside": lambda: batch(x=Evil()),
-    "a memo of 16 GB": b"\x80\2}r\xff\xff\xff\x7f" + batch()[2:], "deep": b"\x80\2" + b"(" * 200_000 + b"l." ,
+    "a memo of 16 GB": b"\x80\2}r\xff\xff\xff\x7f" + batch()[2:],
+    "deep": b"\x80\2" + b"(" * 200_000 + b"l.",
     "deep lists": b"\x80\2" + b"]" * 20_000 + b"a" * 19_999 + b".",
     "a long text": b"\x80\4\x8e" + struct.pack("<Q", 1 << 40) + b"x.",
-    "an extension": b"\x80\2\x82\1.", "a persistent name": b"\x80\2Uxxx" + b"Q.",
-    "an old class": b"(i__main__\nEvil\n.", "empty": b"",
-    "noise": bytes(range(256)), "cut": lambda: batch()[:3000],
+    "an extension": b"\x80\2\x82\1.",
+    "a persistent name": b"\x80\2Uxxx" + b"Q.",
+    "an old class": b"(i__main__\nEvil\n.",
+    "empty": b"",
+    "noise": bytes(range(256)),
+    "cut": lambda: batch()[:3000],
     "objects": lambda: batch(data=np.array([Evil()] * 4, object)),
-    "other labels": lambda: batch(labels=["a"] * 4), "fewer labels": lambda: batch(labels=[1]),
+    "other labels": lambda: batch(labels=["a"] * 4),
+    "fewer labels": lambda: batch(labels=[1]),
     "a list": lambda: pickle.dumps([1]),
-    "no stop": b"\x80\2}", "builds a dict": b"\x80\2}}b.", "numbers of a megabyte": b"I" + b"9" * 1_000_000 + b"\n.",
+    "no stop": b"\x80\2}",
+    "builds a dict": b"\x80\2}}b.",
+    "numbers of a megabyte": b"I" + b"9" * 1_000_000 + b"\n.",
 }
 IDXS: dict[str, Content] = {
-    "2**32 images": struct.pack(">4I", 0x803, 2 ** 32 - 1, 28, 28) + bytes(784),
+    "2**32 images": struct.pack(">4I", 0x803, 2**32 - 1, 28, 28) + bytes(784),
     "0 px": struct.pack(">4I", 0x803, 4, 0, 28),
     "cut": struct.pack(">4I", 0x803, 4, 28, 28) + bytes(3000),
     "more": struct.pack(">4I", 0x803, 4, 28, 28) + bytes(4000),
-    "2**30 px": struct.pack(">4I", 0x803, 1, 2 ** 15, 2 ** 15), "empty": b"", "noise": bytes(range(256)),
+    "2**30 px": struct.pack(">4I", 0x803, 1, 2**15, 2**15),
+    "empty": b"",
+    "noise": bytes(range(256)),
 }
 PACKED: dict[str, Content] = {
-    name: (lambda content: lambda: gzip.compress(content))(content) for name, content in IDXS.items()} | {
-    "a bomb": lambda: gzip.compress(struct.pack(">4I", 0x803, 4, 28, 28) + bytes(BOMB)), "no gzip": bytes(range(256)),
-    "cut packed": lambda: gzip.compress(
-        struct.pack(">4I", 0x803, 4, 28, 28) + np.random.default_rng(0).bytes(3136))[:2000]}
+    name: (lambda content: lambda: gzip.compress(content))(content) for name, content in IDXS.items()
+} | {
+    "a bomb": lambda: gzip.compress(struct.pack(">4I", 0x803, 4, 28, 28) + bytes(BOMB)),
+    "no gzip": bytes(range(256)),
+    "cut packed": lambda: gzip.compress(struct.pack(">4I", 0x803, 4, 28, 28) + np.random.default_rng(0).bytes(3136))[
+        :2000
+    ],
+}
 
 
 def environment() -> bytes:
@@ -191,10 +222,15 @@ def in_meta(place: int, value: int) -> Callable[[], bytes]:
 
 
 LMDBS: dict[str, Content] = {
-    "empty": b"", "zeros": bytes(8192), "noise": bytes(range(256)) * 32, "cut": lambda: environment()[:100_000],
-    "another root": in_meta(128, 1 << 40), "the root is a meta page": in_meta(128, 0),
+    "empty": b"",
+    "zeros": bytes(8192),
+    "noise": bytes(range(256)) * 32,
+    "cut": lambda: environment()[:100_000],
+    "another root": in_meta(128, 1 << 40),
+    "the root is a meta page": in_meta(128, 0),
     "more pages": in_meta(136, 1 << 50),
-    "a circle": lambda: in_circle(), "no pictures": lambda: environment().replace(picture()[:8], b"pickle!!"),
+    "a circle": lambda: in_circle(),
+    "no pictures": lambda: environment().replace(picture()[:8], b"pickle!!"),
 }
 
 
@@ -220,10 +256,36 @@ CASES: dict[str, tuple[str, Content]] = {
     **{f"lmdb: {name}": ("d/data.mdb", content) for name, content in LMDBS.items()},
 }
 # Where a value is right: another sample stands in for a bad one, or what the harm is in is not read at all.
-VALUES = {f"tar: {name}" for name in ("above", "absolute", "a link", "a hard link", "a pipe", "sparse",
-                                      "a long name", "a NUL", "a deep json")} | {
-    f"zip: {name}" for name in ("a bomb", "another local header", "a long local name", "above", "absolute", "a NUL",
-                                "a pickle", "a list")} | {"cifar: a program beside"}
+VALUES = (
+    {
+        f"tar: {name}"
+        for name in (
+            "above",
+            "absolute",
+            "a link",
+            "a hard link",
+            "a pipe",
+            "sparse",
+            "a long name",
+            "a NUL",
+            "a deep json",
+        )
+    }
+    | {
+        f"zip: {name}"
+        for name in (
+            "a bomb",
+            "another local header",
+            "a long local name",
+            "above",
+            "absolute",
+            "a NUL",
+            "a pickle",
+            "a list",
+        )
+    }
+    | {"cifar: a program beside"}
+)
 
 
 def prepare(path: Path) -> None:
@@ -269,8 +331,9 @@ def all_of(path: Path) -> object:
     return sum(len(layout.read(sample.place)) for part in layout.parts() for sample in layout.samples(part))
 
 
-@pytest.mark.parametrize("name, sound", [("data.mdb", environment), ("0.tar", lambda: tar(*GOOD)),
-                                         ("a.zip", lambda: zipped(PNG))])
+@pytest.mark.parametrize(
+    "name, sound", [("data.mdb", environment), ("0.tar", lambda: tar(*GOOD)), ("a.zip", lambda: zipped(PNG))]
+)
 def test_damaged_containers(tmp_path, name, sound):
     """Oracle: the same without damage; of 30 with some bytes altered each is read, or refused by one sentence."""
     draw = np.random.default_rng(3)

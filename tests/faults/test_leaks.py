@@ -12,8 +12,8 @@ import pytest
 from tests.support.faulty import PATIENCE, Life, crashes, zero
 from tests.support.runs import members
 
-SLACK = {"descriptors": 8, "threads": 0, "processes": 0, "shared": 8}    # batches on their way from a worker vary
-KB_PER_STEP = 2.0                                 # of a rank's memory; ten thousand steps more are 20 MB
+SLACK = {"descriptors": 8, "threads": 0, "processes": 0, "shared": 8}  # batches on their way from a worker vary
+KB_PER_STEP = 2.0  # of a rank's memory; ten thousand steps more are 20 MB
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Usage:
     """What all processes of a run hold after a step."""
 
     step: int
-    memory: float                                 # kB that the largest process has written to
+    memory: float  # kB that the largest process has written to
     descriptors: int
     threads: int
     processes: int
-    shared: int                                   # files of /dev/shm that they have mapped
-    names: frozenset[str]                         # of these
+    shared: int  # files of /dev/shm that they have mapped
+    names: frozenset[str]  # of these
 
 
 def look(session: int, step: int) -> Usage | None:
@@ -74,26 +74,43 @@ def window(usages: list[Usage], first: int, last: int) -> dict[str, int]:
     return {name: min(getattr(usage, name) for usage in within) for name in SLACK}
 
 
-@pytest.mark.parametrize("steps, num, stage", [pytest.param(600, 1, 2, marks=pytest.mark.slow),
-                                               pytest.param(3000, 1, 2, marks=pytest.mark.faults),
-                                               pytest.param(3000, 2, 3, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "steps, num, stage",
+    [
+        pytest.param(600, 1, 2, marks=pytest.mark.slow),
+        pytest.param(3000, 1, 2, marks=pytest.mark.faults),
+        pytest.param(3000, 2, 3, marks=pytest.mark.faults),
+    ],
+)
 def test_nothing_grows(tmp_path, steps, num, stage, table, count):
     """Oracle: the same run at a sixth of its steps: descriptors, threads, processes and shared memory are those of its
     end, or less; memory grows by less than KB_PER_STEP.
     """
     steps = steps if steps < 1000 else count("STEPS", steps)
     began = time.monotonic()
-    life = Life(tmp_path / "run", tmp_path / "log", zero(stage), f"steps={steps}", "every.save=20", "every.report=5",
-                f"every.sample={steps // 30}", f"every.evaluate={steps // 30}", "every.evaluate_samples=32",
-                "data.workers=1", num=num)
+    life = Life(
+        tmp_path / "run",
+        tmp_path / "log",
+        zero(stage),
+        f"steps={steps}",
+        "every.save=20",
+        "every.report=5",
+        f"every.sample={steps // 30}",
+        f"every.evaluate={steps // 30}",
+        "every.evaluate_samples=32",
+        "data.workers=1",
+        num=num,
+    )
     usages = watch(life)
     sixth = steps // 6
     early, late = window(usages, sixth, 2 * sixth), window(usages, 5 * sixth, 6 * sixth)
     later = [usage for usage in usages if usage.step >= sixth]
     slope = np.polyfit([usage.step for usage in later], [usage.memory for usage in later], 1)[0]
-    table(f"{steps} steps on {num} rank(s) at stage {stage}, saves every 20: {early} at step {sixth}..{2 * sixth}, "
-          f"{late} at {5 * sixth}..{steps}; memory {later[0].memory / 1e3:.0f} to {later[-1].memory / 1e3:.0f} MB, "
-          f"{slope:+.2f} kB a step; {time.monotonic() - began:.0f} s")
+    table(
+        f"{steps} steps on {num} rank(s) at stage {stage}, saves every 20: {early} at step {sixth}..{2 * sixth}, "
+        f"{late} at {5 * sixth}..{steps}; memory {later[0].memory / 1e3:.0f} to {later[-1].memory / 1e3:.0f} MB, "
+        f"{slope:+.2f} kB a step; {time.monotonic() - began:.0f} s"
+    )
     assert all(late[name] <= early[name] + SLACK[name] for name in early)
     assert steps < 1000 or slope < KB_PER_STEP, f"{slope:.2f} kB a step"
     left = [path for usage in usages for path in usage.names if Path(path).exists()]

@@ -21,7 +21,7 @@ from tests.support.launch import ROOT, environment
 from tests.support.runs import files, metrics
 
 STEPS = 24
-BEFORE = 12                                       # steps of the run that the cases of `resume` go on with
+BEFORE = 12  # steps of the run that the cases of `resume` go on with
 IMAGES, SHARD, MANIFEST, METRICS = "/images/c", "/denoiser-0", ".manifest.json.tmp", "/metrics.jsonl"
 WORKERS = ("data.workers=1",)
 
@@ -36,7 +36,7 @@ class Case:
     action: int | str
     first: int = 0
     count: int = 1
-    resume: bool = False                          # in a run that goes on from step 12
+    resume: bool = False  # in a run that goes on from step 12
     overrides: tuple[str, ...] = ()
 
     @property
@@ -94,8 +94,12 @@ CASES = [
     Case("resume, EIO on reading saved", "read", "/saved", EIO, 0, 0, True),
     Case("resume, short reads of everything", "read", "/run/", "short", 0, 0, True),
 ]
-IN_CI = {"image, EIO on one read", "shard, EIO on one write", "metrics, EIO on one write",
-         "resume, EIO on one read of a shard"}
+IN_CI = {
+    "image, EIO on one read",
+    "shard, EIO on one write",
+    "metrics, EIO on one write",
+    "resume, EIO on one read of a shard",
+}
 
 
 @dataclass
@@ -107,8 +111,11 @@ class Ground:
     overrides: tuple[str, ...]
 
     def life(self, folder: Path, log: Path, rule: str, *more: str) -> Life:
-        disturbed = {"LD_PRELOAD": str(self.folder / "shim.so"), "FAULT_RULES": rule,
-                     "FAULT_LOG": str(log.with_suffix(".faults"))}
+        disturbed = {
+            "LD_PRELOAD": str(self.folder / "shim.so"),
+            "FAULT_RULES": rule,
+            "FAULT_LOG": str(log.with_suffix(".faults")),
+        }
         return Life(folder, log, zero(2), *self.overrides, f"steps={STEPS}", *more, forks=self.forks, **disturbed)
 
 
@@ -118,8 +125,22 @@ def ground(tmp_path_factory):
     compiler = next((name for name in ("cc", "gcc", "g++", "clang") if shutil.which(name)), None)
     if compiler is None:
         pytest.skip("no C compiler, which the shim needs")
-    built = subprocess.run([compiler, "-x", "c", "-shared", "-fPIC", "-O2", "-o", folder / "shim.so",
-                            ROOT / "tests/faults/shim.c", "-ldl"], capture_output=True, text=True)
+    built = subprocess.run(
+        [
+            compiler,
+            "-x",
+            "c",
+            "-shared",
+            "-fPIC",
+            "-O2",
+            "-o",
+            folder / "shim.so",
+            ROOT / "tests/faults/shim.c",
+            "-ldl",
+        ],
+        capture_output=True,
+        text=True,
+    )
     if built.returncode:
         pytest.skip(f"the shim cannot be compiled here: {built.stderr[-300:]}")
     pictures.folder(folder / "images", 10, 4)
@@ -171,8 +192,13 @@ def judge(ground: Ground, case: Case, folder: Path) -> str:
     return outcome
 
 
-@pytest.mark.parametrize("names", [pytest.param(sorted(IN_CI), marks=pytest.mark.slow, id="sample"),
-                                   pytest.param([case.name for case in CASES], marks=pytest.mark.faults, id="full")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(sorted(IN_CI), marks=pytest.mark.slow, id="sample"),
+        pytest.param([case.name for case in CASES], marks=pytest.mark.faults, id="full"),
+    ],
+)
 def test_storage_errors(ground, tmp_path, names, table):
     """Oracle: an undisturbed run: each fault is overcome, or named by an end from which the same command goes on: the
     same bits in the end. Checkpoints verify and no line is torn, whatever happens.
@@ -201,8 +227,10 @@ def test_slow_storage(ground, tmp_path, table):
     life = ground.life(tmp_path / "run", tmp_path / "log", f"fsync:{SHARD}:slow5000:0:1", "steps=700", "every.save=300")
     assert life.end() == 0, life.text()[-3000:]
     assert (tmp_path / "log.faults").exists()
-    rates = {line["step"]: 1 / line["timing"]["samples_per_second"]
-             for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())}
+    rates = {
+        line["step"]: 1 / line["timing"]["samples_per_second"]
+        for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    }
     waited = [line for line in life.text().splitlines() if line.startswith("saved step 300")]
     during = statistics.median(rates[step] for step in range(305, 400))
     before = statistics.median(rates[step] for step in range(205, 300))

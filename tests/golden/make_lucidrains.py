@@ -17,10 +17,24 @@ from safetensors.torch import save_file
 
 from tests.support import golden
 
-for absent in ("kornia", "kornia.filters", "kornia.augmentation", "resize_right", "x_clip", "coca_pytorch",
-               "embedding_reader", "dalle2_pytorch.tokenizer", "dalle2_pytorch.vqgan_vae", "dalle2_pytorch.trainer",
-               "clip", "vector_quantize_pytorch", "ema_pytorch", "torchvision", "torchvision.transforms",
-               "torchvision.utils"):
+for absent in (
+    "kornia",
+    "kornia.filters",
+    "kornia.augmentation",
+    "resize_right",
+    "x_clip",
+    "coca_pytorch",
+    "embedding_reader",
+    "dalle2_pytorch.tokenizer",
+    "dalle2_pytorch.vqgan_vae",
+    "dalle2_pytorch.trainer",
+    "clip",
+    "vector_quantize_pytorch",
+    "ema_pytorch",
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.utils",
+):
     sys.modules[absent] = MagicMock()
 sys.modules["x_clip"].CLIP = sys.modules["coca_pytorch"].CoCa = type("Absent", (), {})
 
@@ -28,12 +42,17 @@ from dalle2_pytorch import dalle2_pytorch  # noqa: E402
 from dalle2_pytorch.version import __version__  # noqa: E402
 
 NETWORK = {"dim": 16, "depth": 2, "heads": 3, "dim_head": 8, "max_text_len": 5}
-CASES = {                                         # arguments of the network, and of the diffusion
-    "texts": (NETWORK | {"num_timesteps": 8, "norm_in": True, "normformer": True, "self_cond": True},
-              {"sampling_clamp_l2norm": True, "sampling_final_clamp_l2norm": True}),
-    "timesteps": (NETWORK | {"dim_head": 40, "rotary_emb": True, "norm_out": False, "final_proj": False, "ff_mult": 2},
-                  {"predict_v": True, "condition_on_text_encodings": False}),
-    "products": (NETWORK | {"num_timesteps": 8, "rotary_emb": False}, {})}
+CASES = {  # arguments of the network, and of the diffusion
+    "texts": (
+        NETWORK | {"num_timesteps": 8, "norm_in": True, "normformer": True, "self_cond": True},
+        {"sampling_clamp_l2norm": True, "sampling_final_clamp_l2norm": True},
+    ),
+    "timesteps": (
+        NETWORK | {"dim_head": 40, "rotary_emb": True, "norm_out": False, "final_proj": False, "ff_mult": 2},
+        {"predict_v": True, "condition_on_text_encodings": False},
+    ),
+    "products": (NETWORK | {"num_timesteps": 8, "rotary_emb": False}, {}),
+}
 COUNT = 3
 
 
@@ -42,11 +61,12 @@ def make(name: str) -> None:
     network, diffusion = CASES[name]
     net = dalle2_pytorch.DiffusionPriorNetwork(**network)
     prior = dalle2_pytorch.DiffusionPrior(net, image_embed_dim=16, timesteps=8, cond_drop_prob=0.1, **diffusion).eval()
-    if hasattr(net, "null_text_embed"):                                   # its name until version 1.8
+    if hasattr(net, "null_text_embed"):  # its name until version 1.8
         net.null_text_encodings = net.null_text_embed
         del net.null_text_embed
-    buffers = {key: value.clone() for key, value in prior.state_dict().items()
-               if "noise_scheduler" in key or "rotary" in key}
+    buffers = {
+        key: value.clone() for key, value in prior.state_dict().items() if "noise_scheduler" in key or "rotary" in key
+    }
     golden.fill(net, keep=tuple(key.removeprefix("net.") for key in buffers))
     if "null_text_encodings" in net._parameters and __version__ < "1.1":
         net.null_text_embed = net.null_text_encodings
@@ -69,14 +89,23 @@ def make(name: str) -> None:
     torch.randn = torch.randn_like = lambda *_, **__: golden.stream(next(drawn), (COUNT, 16)).float()
     dalle2_pytorch.tqdm = lambda iterable, **_: iterable
     tensors["chain"] = prior.p_sample_loop((COUNT, 16), text_cond=texts, cond_scale=2.5)
-    if __version__ < "1.1":                                               # there sample() unscales, behind the chain
+    if __version__ < "1.1":  # there sample() unscales, behind the chain
         tensors["chain"] = tensors["chain"] / prior.image_embed_scale
     tensors |= {"mask": mask, "betas": prior.noise_scheduler.betas} | {
-        key: value.clone() for key, value in buffers.items() if "rotary" in key}
-    meta = {"version": __version__, "network": network, "diffusion": diffusion, "keys": keys,
-            "made": "tests/golden/make_lucidrains.py"}
-    save_file({key: value.contiguous().clone() for key, value in tensors.items()},
-              golden.FOLDER / f"lucidrains_{name}.safetensors", metadata={"meta": json.dumps(meta)})
+        key: value.clone() for key, value in buffers.items() if "rotary" in key
+    }
+    meta = {
+        "version": __version__,
+        "network": network,
+        "diffusion": diffusion,
+        "keys": keys,
+        "made": "tests/golden/make_lucidrains.py",
+    }
+    save_file(
+        {key: value.contiguous().clone() for key, value in tensors.items()},
+        golden.FOLDER / f"lucidrains_{name}.safetensors",
+        metadata={"meta": json.dumps(meta)},
+    )
 
 
 for chosen in sys.argv[1:]:

@@ -24,10 +24,15 @@ import torch
 HERE = Path(__file__).resolve().parent
 _PACKAGES = Path(sysconfig.get_paths()["purelib"])
 _TORCH = Path(torch.__file__).parent / "lib"
-_LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_python.so", "libtorch_cuda_linalg.so",
-              "libcaffe2_nvrtc.so")
+_LIBRARIES = (
+    "libtorch_cuda.so",
+    "libc10_cuda.so",
+    "libtorch_python.so",
+    "libtorch_cuda_linalg.so",
+    "libcaffe2_nvrtc.so",
+)
 _OWNERS = ("cuda", "__cudaLaunch", "__cudaGetKernel", "__cudaInitModule", "cublas", "cudnn", "nccl")
-_INCLUDED = (_PACKAGES / "nvidia/cu13/include", _PACKAGES / "triton/backends/nvidia/include")      # that has crt/
+_INCLUDED = (_PACKAGES / "nvidia/cu13/include", _PACKAGES / "triton/backends/nvidia/include")  # that has crt/
 
 
 def missing() -> str | None:
@@ -41,20 +46,29 @@ def missing() -> str | None:
 
 def build(folder: Path) -> dict[str, str]:
     """Compiles both libraries into `folder`; the variables by which a process gets them."""
-    called = subprocess.run(["nm", "-D", "--undefined-only", *(_TORCH / name for name in _LIBRARIES)], check=True,
-                            capture_output=True, text=True).stdout
+    called = subprocess.run(
+        ["nm", "-D", "--undefined-only", *(_TORCH / name for name in _LIBRARIES)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     runtime = {name for name in re.findall(r" U (\w+)", called) if name.startswith(_OWNERS)}
     texts = [(_TORCH / name).read_bytes() for name in _LIBRARIES[:3]]
-    texts.append((_INCLUDED[1].parent / "driver.c").read_bytes())                   # what Triton asks the driver
+    texts.append((_INCLUDED[1].parent / "driver.c").read_bytes())  # what Triton asks the driver
     driver = {name.decode() for text in texts for name in re.findall(rb"\b(cu[A-Z]\w+)\b", text)}
-    driver |= {name for name in re.findall(r" U (cu[A-Z]\w+)", called)}
+    driver |= set(re.findall(r" U (cu[A-Z]\w+)", called))
     _compile(folder / "runtime.so", "runtime.c", runtime)
     _compile(folder / "libcuda.so.1", "driver.c", driver, "-Wl,-soname,libcuda.so.1")
     path = os.pathsep.join(filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH"))))
     # Without torch's cache of memory, what no kernel has written is zero.
     uncached = {} if os.environ.get("GPU_CACHED") == "1" else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return uncached | {"LD_PRELOAD": str(folder / "runtime.so"), "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": path,
-                       "TORCHINDUCTOR_COMPILE_THREADS": "1", "DS_ACCELERATOR": "cuda"}
+    return uncached | {
+        "LD_PRELOAD": str(folder / "runtime.so"),
+        "LD_LIBRARY_PATH": str(folder),
+        "PYTHONPATH": path,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "DS_ACCELERATOR": "cuda",
+    }
 
 
 def _compile(library: Path, source: str, names: set[str], *options: str) -> None:
@@ -62,10 +76,27 @@ def _compile(library: Path, source: str, names: set[str], *options: str) -> None
     answered = set(re.findall(r"^(?:static )?[\w ]+[ *](\w+)\(", text, re.MULTILINE))
     stubs = "".join(f"int {name}() {{ return 0; }}\n" for name in sorted(names - answered))
     major, minor = torch.version.cuda.split(".")[:2]
-    whole = library.with_suffix(f".{os.getpid()}")        # other processes may start with the one that is there
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-w", "-x", "c", "-", "-o", whole, *options,
-                    f"-DCUDA_VERSION={int(major) * 1000 + int(minor) * 10}", *(f"-I{folder}" for folder in _INCLUDED)],
-                   input=text + stubs, text=True, check=True)
+    whole = library.with_suffix(f".{os.getpid()}")  # other processes may start with the one that is there
+    subprocess.run(
+        [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-w",
+            "-x",
+            "c",
+            "-",
+            "-o",
+            whole,
+            *options,
+            f"-DCUDA_VERSION={int(major) * 1000 + int(minor) * 10}",
+            *(f"-I{folder}" for folder in _INCLUDED),
+        ],
+        input=text + stubs,
+        text=True,
+        check=True,
+    )
     whole.replace(library)
 
 

@@ -13,9 +13,11 @@ from dstrain.checkpoint.fragments import Fragment
 from dstrain.checkpoint.snapshot import Snapshot
 from dstrain.engine import updates
 
-KNOWN_WAITS = {"a value that is read": lambda ones: ones.sum().item(),
-               "an upload": lambda ones: torch.tensor(1.0).to(ones),
-               "a stream": lambda ones: torch.cuda.current_stream().synchronize()}
+KNOWN_WAITS = {
+    "a value that is read": lambda ones: ones.sum().item(),
+    "an upload": lambda ones: torch.tensor(1.0).to(ones),
+    "a stream": lambda ones: torch.cuda.current_stream().synchronize(),
+}
 
 
 def rows_of(folder: Path, work: Any, *words: Any) -> dict[str, Any]:
@@ -63,8 +65,17 @@ def main(folder: Path) -> None:
     steps = {system: rows_of(folder, correct.no_reads, system, "bf16", (1, 3)) for system in jobs.STEPPED}
     # IDDPM's timesteps have a state of their own; the tokenizer has two networks.
     saves = {system: rows_of(folder, correct.check, system, "bf16", (1,), False) for system in ("iddpm", "tokenizer")}
-    (folder / "found.json").write_text(json.dumps({"steps": steps, "saves": saves, "unseen": unseen_waits(),
-                                                   "registered": left_registered(), "followed": followed()}))
+    (folder / "found.json").write_text(
+        json.dumps(
+            {
+                "steps": steps,
+                "saves": saves,
+                "unseen": unseen_waits(),
+                "registered": left_registered(),
+                "followed": followed(),
+            }
+        )
+    )
 
 
 main(Path(sys.argv[1]))

@@ -16,8 +16,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
-    done = subprocess.run([sys.executable, "-m", "tests.gpu", "tests/gpu/check_gpu.py", folder], cwd=ROOT, text=True,
-                          capture_output=True, timeout=900, env=environment(HOME=str(folder)))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu", "tests/gpu/check_gpu.py", folder],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=900,
+        env=environment(HOME=str(folder)),
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((folder / "found.json").read_text())
 
@@ -33,7 +39,9 @@ def test_no_step_waits(found, system):
     rows = found["steps"][system]
     assert len(rows) == 6 and all(ok is not False for _, ok in rows.values()), rows
     assert {what: value for what, (value, _) in rows.items() if "host reads" in what} == {
-        "stage 1: host reads a step": 0, "stage 3: host reads a step": 0}
+        "stage 1: host reads a step": 0,
+        "stage 3: host reads a step": 0,
+    }
 
 
 @pytest.mark.parametrize("system", ["iddpm", "tokenizer"])

@@ -31,8 +31,13 @@ def hangs(record: Record) -> None:
     time.sleep(600)
 
 
-CASES = [Case("good", 1, good, {"value": 1.0}), Case("misses", 1, good, {"value": 3.0}, alone=False),
-         Case("raises", 1, raises), Case("dies", 1, dies), Case("hangs", 1, hangs, limit=2.5)]
+CASES = [
+    Case("good", 1, good, {"value": 1.0}),
+    Case("misses", 1, good, {"value": 3.0}, alone=False),
+    Case("raises", 1, raises),
+    Case("dies", 1, dies),
+    Case("hangs", 1, hangs, limit=2.5),
+]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -16,18 +16,26 @@ def test_a_file_that_breaks_in_the_middle(tmp_path):
     none may be bad. Both ranks save the step before and end with code 2; with the file again the runs are equal.
     """
     data = folder(tmp_path / "data", 4, 6)
-    words = [f"data.path={data}", "data.max_bad_fraction=0", "model.num_classes=4", "steps=9", "every.save=0",
-             "every.report=1", "every.sample=0"]
+    words = [
+        f"data.path={data}",
+        "data.max_bad_fraction=0",
+        "model.num_classes=4",
+        "steps=9",
+        "every.save=0",
+        "every.report=1",
+        "every.sample=0",
+    ]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     output = finish(train(whole, 2, *words))
     assert f"data: {data}: 24 images, 4 classes of 6, no captions" in output and "held out: nothing" in output
     from dstrain.data.order import Order
     from dstrain.data.sources.images import open_images
-    last = open_images(data, 32).name(int(Order(24, 0).index_at(22)))        # the third step; of the second rank
+
+    last = open_images(data, 32).name(int(Order(24, 0).index_at(22)))  # the third step; of the second rank
     shutil.copyfile(data / last, tmp_path / "kept.png")
     size = (data / last).stat().st_size
     break_file(data / last, "empty")
-    (data / last).write_bytes(bytes(size))                                   # the same size: no other data
+    (data / last).write_bytes(bytes(size))  # the same size: no other data
     output = finish(train(broken, 2, *words), code=2)
     assert "Traceback" not in output and last in output and "data.max_bad_fraction" in output
     assert "stopped at step 2, which is saved" in (broken / "log.txt").read_text()

@@ -45,9 +45,26 @@ def made(tmp_path_factory):
 
 
 def encoding(root, out, *words, num, launcher=False):
-    return command("launch/encode.py", "--first-stage", root / "vae", "--data", root / "data", "--image-size", "64",
-                   "--out", out, "--batch", "8", "--shard-size", "20", "--max-bad-fraction", "0.05", *words, num=num,
-                   launcher=launcher)
+    return command(
+        "launch/encode.py",
+        "--first-stage",
+        root / "vae",
+        "--data",
+        root / "data",
+        "--image-size",
+        "64",
+        "--out",
+        out,
+        "--batch",
+        "8",
+        "--shard-size",
+        "20",
+        "--max-bad-fraction",
+        "0.05",
+        *words,
+        num=num,
+        launcher=launcher,
+    )
 
 
 def content(path):
@@ -94,10 +111,13 @@ def test_a_part_is_killed(made, tmp_path):
 
 def test_wrong_words(made, tmp_path):
     """Oracle: exit code 2 and the remedy, from every rank's command alike."""
-    for words, message in ((["--dtype", "float32"], "dtype float16 there, float32 here"),
-                           (["--shard-size", "0"], "not a whole number above 0"),
-                           (["--ema", "0.9"], "choose among a run"), (["--clips", "2"], "--clips is for videos"),
-                           (["--flip"], "unrecognized arguments: --flip")):
+    for words, message in (
+        (["--dtype", "float32"], "dtype float16 there, float32 here"),
+        (["--shard-size", "0"], "not a whole number above 0"),
+        (["--ema", "0.9"], "choose among a run"),
+        (["--clips", "2"], "--clips is for videos"),
+        (["--flip"], "unrecognized arguments: --flip"),
+    ):
         assert message in finish([*encoding(made, made / "one", num=1), *words], code=2)
     output = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2, launcher=True), code=2)
     assert "name one first stage" in output
@@ -123,8 +143,17 @@ def test_token_ids_of_a_run(tmp_path):
     run, out = tmp_path / "dvae", tmp_path / "tokens"
     model = "model={discrete: {num_tokens: 16, codebook_dim: 8, num_layers: 2, hidden_dim: 8}}"
     words = [f"folder={run}", "steps=6", model]
-    finish(command("launch/train.py", "--recipe", ROOT / "tests/launch/tiny-vae.yaml", "--ds_config",
-                   ds_config(tmp_path, 1), *words, num=1))
+    finish(
+        command(
+            "launch/train.py",
+            "--recipe",
+            ROOT / "tests/launch/tiny-vae.yaml",
+            "--ds_config",
+            ds_config(tmp_path, 1),
+            *words,
+            num=1,
+        )
+    )
     refused = finish(command("launch/export.py", run, "--out", tmp_path / "x", num=1), code=2)
     assert "not for a discrete VAE" in refused and "--format safetensors" in refused
     assert not list(tmp_path.glob("x*"))
@@ -147,12 +176,13 @@ def test_token_ids_of_a_run(tmp_path):
         assert torch.equal(cache.take(torch.arange(20), torch.full((20,), bool(side)))["tokens"], expected)
     index = encode(EncodeOptions(tmp_path / "again", run=tmp_path / "x", split="held_out", batch=20))
     assert index["encoding"]["codebook_size"] == 16
-    for name, data in content(out).items():                  # a run and its export are one first stage
+    for name, data in content(out).items():  # a run and its export are one first stage
         assert name == "encoding.json" or data == content(tmp_path / "again")[name], name
 
 
 def test_videos(tmp_path):
-    """Oracle: the bytes that one undisturbed process wrote, of two ranks and of one that goes on after kill -9 of two.
+    """Oracle: the bytes that one undisturbed process wrote, of two ranks and of one that goes on
+    after kill -9 of two.
     """
     (tmp_path / "clips").mkdir()
     for i in range(40):
@@ -163,9 +193,25 @@ def test_videos(tmp_path):
     towers.sentences(tmp_path / "text")
 
     def encoding(out, num):
-        return command("launch/encode.py", tmp_path / "stage", "--data", tmp_path / "clips", "--out", tmp_path / out,
-                       "--text-encoder", tmp_path / "text", "--clips", "5", "--batch", "8", "--shard-size", "8",
-                       "--max-bad-fraction", "0.05", num=num)
+        return command(
+            "launch/encode.py",
+            tmp_path / "stage",
+            "--data",
+            tmp_path / "clips",
+            "--out",
+            tmp_path / out,
+            "--text-encoder",
+            tmp_path / "text",
+            "--clips",
+            "5",
+            "--batch",
+            "8",
+            "--shard-size",
+            "8",
+            "--max-bad-fraction",
+            "0.05",
+            num=num,
+        )
 
     output = finish(encoding("one", 1))
     assert "200 samples" in output and "1 unreadable files replaced" in output
@@ -188,8 +234,17 @@ def test_the_whole_way(tmp_path):
     """
     run, stage, codes, dit = (tmp_path / name for name in ("vae", "first_stage", "latents", "dit"))
     overrides = [f"folder={run}", "model.kl.discriminator=null"]
-    assert "complete: 40 steps" in finish(command("launch/train.py", "--recipe", ROOT / "tests/launch/tiny-vae.yaml",
-                                                  "--ds_config", ds_config(tmp_path, 2), *overrides, num=2))
+    assert "complete: 40 steps" in finish(
+        command(
+            "launch/train.py",
+            "--recipe",
+            ROOT / "tests/launch/tiny-vae.yaml",
+            "--ds_config",
+            ds_config(tmp_path, 2),
+            *overrides,
+            num=2,
+        )
+    )
     output = finish(command("launch/export.py", run, "--out", stage, num=1))
     scale = float(re.search(r"scaling_factor ([\d.]+)", output)[1])
     assert json.loads((stage / "config.json").read_text())["scaling_factor"] == pytest.approx(scale, abs=1e-5)
@@ -197,10 +252,18 @@ def test_the_whole_way(tmp_path):
         export(Export(run, stage))
 
     finish(command("launch/encode.py", run, "--out", codes, "--shard-size", "500", "--no-flip", num=2))
-    encode(EncodeOptions(tmp_path / "again", first_stage=str(stage), data="builtin:fashion", image_size=16, shard_size=500,
-                 flip=False))
+    encode(
+        EncodeOptions(
+            tmp_path / "again",
+            first_stage=str(stage),
+            data="builtin:fashion",
+            image_size=16,
+            shard_size=500,
+            flip=False,
+        )
+    )
     assert content(codes).keys() == content(tmp_path / "again").keys()
-    for name, data in content(codes).items():                # a run and its export are one first stage
+    for name, data in content(codes).items():  # a run and its export are one first stage
         assert name == "encoding.json" or data == content(tmp_path / "again")[name], name
     index = Latents(codes).index
     assert index["statistics"]["scaling_factor"] == pytest.approx(scale, rel=0.02)
@@ -208,10 +271,23 @@ def test_the_whole_way(tmp_path):
     measured = tmp_path / "measured"
     assert export(Export(run, measured, statistics=codes / "index.json")).statistics == index["statistics"]
 
-    words = ["--recipe", ROOT / "tests/launch/tiny.yaml", "--ds_config", ds_config(tmp_path, 2), f"folder={dit}",
-             f"data.path={codes}", "data.image_size=16", "data.flip=false", "data.held_out=0.1", "every.evaluate=60",
-             "model.image_size=16", "model.in_channels=3", "model.patch_size=2", f"model.first_stage.path={measured}",
-             "model.time_freq=diffusers"]
+    words = [
+        "--recipe",
+        ROOT / "tests/launch/tiny.yaml",
+        "--ds_config",
+        ds_config(tmp_path, 2),
+        f"folder={dit}",
+        f"data.path={codes}",
+        "data.image_size=16",
+        "data.flip=false",
+        "data.held_out=0.1",
+        "every.evaluate=60",
+        "model.image_size=16",
+        "model.in_channels=3",
+        "model.patch_size=2",
+        f"model.first_stage.path={measured}",
+        "model.time_freq=diffusers",
+    ]
     assert "complete: 60 steps" in finish(command("launch/train.py", *words, num=2))
     losses = [line["loss"] for line in metrics(dit) if "loss" in line]
     assert losses[0] > 0.8 and losses[-1] < 0.7 and metrics(dit)[-1]["held_out/loss"] < 0.7
@@ -223,8 +299,13 @@ def test_the_whole_way(tmp_path):
     nets = trained.networks(system, at, trained.kinds(system, at, recipe.samples.ema), torch.float32)
 
     def drawn(system, seeds, labels, guidance_scale=recipe.samples.guidance_scale):
-        request = Request(torch.tensor(seeds), {"label": torch.tensor(labels)}, recipe.samples.num_steps,
-                          recipe.samples.sampler, guidance_scale)
+        request = Request(
+            torch.tensor(seeds),
+            {"label": torch.tensor(labels)},
+            recipe.samples.num_steps,
+            recipe.samples.sampler,
+            guidance_scale,
+        )
         return draw_all(system, nets, request, 4).permute(0, 2, 3, 1).numpy().astype(int)
 
     four = [0, 1, 2, 3]
@@ -239,7 +320,7 @@ def test_the_whole_way(tmp_path):
 
     done = export(Export(dit, tmp_path / "pipeline"))
     assert done.name == "DiTPipeline" and done.errors["code"] <= 1.01 / 255
-    (values, notes), = fitted(tmp_path / "pipeline", system).values()
+    ((values, notes),) = fitted(tmp_path / "pipeline", system).values()
     expected = read_weights(at, "denoiser", f"ema.{recipe.samples.ema or recipe.ema.decays[0]!r}")
     assert len(notes) == 1 and values.keys() == expected.keys()
     assert all(torch.equal(values[name], expected[name]) for name in expected)
@@ -247,7 +328,8 @@ def test_the_whole_way(tmp_path):
     assert (dit / "data.txt").read_text().strip() in card and "| Step | 60 of 60 |" in card
     assert (tmp_path / "pipeline" / "samples.png").read_bytes() == (dit / "samples/step_00000060.png").read_bytes()
     assert fitted(tmp_path / "pipeline", systems.build("vae", trained.read(run).model))["autoencoder"][1][0].endswith(
-        f"0 replaced, 0 left, from {tmp_path / 'pipeline' / 'vae'} (AutoencoderKL)")
+        f"0 replaced, 0 left, from {tmp_path / 'pipeline' / 'vae'} (AutoencoderKL)"
+    )
     assert export(Export(dit, tmp_path / "x", "safetensors", ema=0.99)).errors == {"denoiser": 0.0}
     same_parts(dit, tmp_path / "x", "ema.0.99")
     export(Export(run, tmp_path / "y", "safetensors", raw=True))

@@ -24,8 +24,19 @@ pytestmark = pytest.mark.slow
 def run(tmp_path_factory) -> Path:
     """A run of 6 steps on 2 ranks over a chain of 20 timesteps, with checkpoints of steps 3 and 6."""
     folder = tmp_path_factory.mktemp("run") / "tiny"
-    finish(train(folder, 2, "steps=6", "every.save=3", "every.sample=0", "data.workers=0", "optimizer.lr=0.01",
-                 "optimizer.warmup=0", "model.diffusion={num_steps: 20, schedule: cosine}"))
+    finish(
+        train(
+            folder,
+            2,
+            "steps=6",
+            "every.save=3",
+            "every.sample=0",
+            "data.workers=0",
+            "optimizer.lr=0.01",
+            "optimizer.warmup=0",
+            "model.diffusion={num_steps: 20, schedule: cosine}",
+        )
+    )
     return folder
 
 
@@ -57,8 +68,11 @@ def test_one_rank_and_two(run, tmp_path):
     results = []
     for ranks, batch in ((1, 16), (2, 5)):
         out = tmp_path / str(ranks)
-        output = finish(command("launch/evaluate.py", run, *common, "--batch", str(batch), "--out", out, num=ranks,
-                                launcher=ranks > 1))
+        output = finish(
+            command(
+                "launch/evaluate.py", run, *common, "--batch", str(batch), "--out", out, num=ranks, launcher=ranks > 1
+            )
+        )
         results.append(only(out))
         assert results[-1]["ranks"] == ranks and "7 timesteps" in output
         assert f"{results[-1]['figures']['total']:.5g}" in output
@@ -66,15 +80,24 @@ def test_one_rank_and_two(run, tmp_path):
     one = results[0]
     assert sum(one["curves"]["vb"]) + one["figures"]["prior"] == pytest.approx(one["figures"]["total"], rel=1e-6)
     assert one["timesteps"] == [0, 3, 6, 10, 13, 16, 19] and one["samples"] == 37 and one["samples_of_split"] == 500
-    assert one["weights"] == {"denoiser": "ema.0.99"} and one["step"] == 6 and one["data"]["fingerprint"].startswith(
-        "builtin:fashion held_out n=500")
+    assert (
+        one["weights"] == {"denoiser": "ema.0.99"}
+        and one["step"] == 6
+        and one["data"]["fingerprint"].startswith("builtin:fashion held_out n=500")
+    )
 
 
-@pytest.mark.parametrize("words, kind, split", [((), "ema.0.9", "held_out"), (("--raw",), "master", "held_out"),
-                                                (("--ema", 0.99, "--split", "train"), "ema.0.99", "train")])
+@pytest.mark.parametrize(
+    "words, kind, split",
+    [
+        ((), "ema.0.9", "held_out"),
+        (("--raw",), "master", "held_out"),
+        (("--ema", 0.99, "--split", "train"), "ema.0.99", "train"),
+    ],
+)
 def test_a_plain_loop(run, tmp_path, evaluate, words, kind, split):
     """Oracle: bits_per_dim called for one image at a time on the checkpoint's weights, averaged by numpy."""
-    code, out, err = evaluate(run, "--num-samples", 5, "--batch", 2, "--out", tmp_path, *words)
+    code, _out, err = evaluate(run, "--num-samples", 5, "--batch", 2, "--out", tmp_path, *words)
     assert code == 0, err
     model = yaml.safe_load((run / "run.yaml").read_text())["model"]
     system = systems.build("dit", model)
@@ -85,12 +108,18 @@ def test_a_plain_loop(run, tmp_path, evaluate, words, kind, split):
         item = images[index * len(images) // 5]
         key, label = rng.keys(0, -1, torch.tensor([index])), torch.tensor([item["label"]])
         with torch.no_grad():
-            rows.append(system.diffusion.bits_per_dim(
-                lambda x, t: network(x, t, label), item["image"][None] / 127.5 - 1,
-                lambda i: rng.normal(key, f"bound/{i}", (1, 32, 32))))
+            rows.append(
+                system.diffusion.bits_per_dim(
+                    lambda x, t: network(x, t, label),
+                    item["image"][None] / 127.5 - 1,
+                    lambda i: rng.normal(key, f"bound/{i}", (1, 32, 32)),
+                )
+            )
     mean = {name: np.mean([row[name][0].double().numpy() for row in rows], axis=0) for name in rows[0]}
-    expected = {"figures": {name: mean[name] for name in ("total", "prior")},
-              "curves": {name: mean[name][::-1] for name in ("vb", "mse", "x_start_mse")}}
+    expected = {
+        "figures": {name: mean[name] for name in ("total", "prior")},
+        "curves": {name: mean[name][::-1] for name in ("vb", "mse", "x_start_mse")},
+    }
     result = only(tmp_path)
     assert_same(result, expected, 1e-4)
     assert result["timesteps"] == list(range(20)) and result["weights"] == {"denoiser": kind}
@@ -100,8 +129,16 @@ def test_what_is_asked_is_what_is_written(run, tmp_path, evaluate):
     """Oracle: other weights, steps, splits and chains give other figures in other files; a repeated command replaces
     its file.
     """
-    asked = {"": (), "raw": ("--raw",), "ema": ("--ema", 0.99), "old": ("--checkpoint", 3), "chain": ("--steps", 5),
-             "split": ("--split", "train"), "bf16": ("--precision", "bf16"), "less": ("--num-samples", 4)}
+    asked = {
+        "": (),
+        "raw": ("--raw",),
+        "ema": ("--ema", 0.99),
+        "old": ("--checkpoint", 3),
+        "chain": ("--steps", 5),
+        "split": ("--split", "train"),
+        "bf16": ("--precision", "bf16"),
+        "less": ("--num-samples", 4),
+    }
     totals = {}
     for name, words in asked.items():
         known = set(tmp_path.glob("*.json"))
@@ -111,7 +148,7 @@ def test_what_is_asked_is_what_is_written(run, tmp_path, evaluate):
         totals[name] = json.loads(path.read_text())["figures"]["total"]
     assert len(set(totals.values())) == len(asked)
     assert totals["bf16"] == pytest.approx(totals[""], rel=0.02)
-    path, = (path for path in tmp_path.glob("step_00000006_ema0.9_n6.json"))
+    (path,) = (path for path in tmp_path.glob("step_00000006_ema0.9_n6.json"))
     path.write_text("left half-writt")
     assert evaluate(run, "--num-samples", 6, "--out", tmp_path, "--ema", 0.9, "--batch", 1)[0] == 0
     assert json.loads(path.read_text())["figures"]["total"] == pytest.approx(totals[""], rel=1e-6)
@@ -124,7 +161,7 @@ def test_the_run_keeps_its_own_folder(run, tmp_path, evaluate, monkeypatch):
     code, out, err = evaluate(copy, "--num-samples", 3, "--steps", 2)
     assert code == 0 and only(copy / "evaluation")["samples"] == 3 and "%" not in err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    code, out, err = evaluate(copy, "--num-samples", 3, "--steps", 2, "--out", tmp_path / "again")
+    code, _out, err = evaluate(copy, "--num-samples", 3, "--steps", 2, "--out", tmp_path / "again")
     assert code == 0 and "100%" in err and "2/2" in err
 
 
@@ -152,12 +189,14 @@ def test_images_of_another_folder(run, tmp_path, evaluate):
     network.load_state_dict(read_weights(run / "checkpoints" / "step_00000006", "denoiser", "ema.0.9"))
     pixels = torch.stack([torch.from_numpy(np.array(Image.open(images / "sneaker" / f"{i}.png"))) for i in range(2)])
     key = rng.keys(0, -1, torch.arange(2))
-    terms = system.diffusion.bits_per_dim(lambda x, t: network(x, t, torch.tensor([7, 7])),
-                                          pixels[:, None] / 127.5 - 1,
-                                          lambda i: rng.normal(key, f"bound/{i}", (1, 32, 32)))
+    terms = system.diffusion.bits_per_dim(
+        lambda x, t: network(x, t, torch.tensor([7, 7])),
+        pixels[:, None] / 127.5 - 1,
+        lambda i: rng.normal(key, f"bound/{i}", (1, 32, 32)),
+    )
     assert result["figures"]["total"] == pytest.approx(float(terms["total"].double().mean()), rel=1e-5)
     break_file(images / "sneaker" / "0.png", "truncated")
-    code, out, err = evaluate(run, "--data", images, "--out", tmp_path / "out")
+    code, out, _err = evaluate(run, "--data", images, "--out", tmp_path / "out")
     assert code == 0 and "unreadable images, each replaced by the next one: 1" in out
     assert only(tmp_path / "out")["data"]["unreadable"] == ["sneaker/0.png"]
 
@@ -178,11 +217,15 @@ WRONG = {
     "a split that images lack": (["{run}", "--split", "test"], "has no split test"),
     "abbreviation": (["{run}", "--num", "3"], "--help shows what there is"),
     "a file for a folder": (["{run}", "--out", "{run}/run.yaml"], "name a folder that can be written"),
-    "nothing held out": (["{all}"], "--data FOLDER, take those it was trained on with --split train, or train with "
-                                    "data.held_out=0.05"),
+    "nothing held out": (
+        ["{all}"],
+        "--data FOLDER, take those it was trained on with --split train, or train with data.held_out=0.05",
+    ),
     "too little held out": (["{few}"], "leaves no image of 20 for the held_out split"),
-    "missing data": (["{run}", "--data", "{strange}/x"],
-                     "--data {strange}/x: does not exist; give a folder of images\n"),
+    "missing data": (
+        ["{run}", "--data", "{strange}/x"],
+        "--data {strange}/x: does not exist; give a folder of images\n",
+    ),
     "empty data": (["{run}", "--data", "{strange}"], "--data {strange}: no images in it, and no other file"),
     "built-in data": (["{run}", "--data", "builtin:fashion"], "name a folder of images"),
     "data and split": (["{run}", "--data", "{small}", "--split", "train"], "leave out --split train"),
@@ -212,12 +255,15 @@ def test_refused(run, tmp_path, evaluate, case):
     shutil.copy(run / "run.yaml", names["young"])
     ten = tuple(f"c{number}" for number in range(10))
     words, expected = WRONG[case]
-    made = {"small": lambda path: folder(path, ("shirt",), 16),
-            "colour": lambda path: folder(path, ("shirt",), 40, "RGB"), "cats": lambda path: folder(path, ("cat",)),
-            "flat": lambda path: folder(path, (".",)),
-            "all": lambda path: trained_on(run, path, path=folder(tmp_path / "ten", ten)),
-            "few": lambda path: trained_on(run, path, path=folder(tmp_path / "ten", ten), held_out=1e-9),
-            "more": lambda path: trained_on(run, path, path=folder(tmp_path / "eleven", (*ten, "c10")))}
+    made = {
+        "small": lambda path: folder(path, ("shirt",), 16),
+        "colour": lambda path: folder(path, ("shirt",), 40, "RGB"),
+        "cats": lambda path: folder(path, ("cat",)),
+        "flat": lambda path: folder(path, (".",)),
+        "all": lambda path: trained_on(run, path, path=folder(tmp_path / "ten", ten)),
+        "few": lambda path: trained_on(run, path, path=folder(tmp_path / "ten", ten), held_out=1e-9),
+        "more": lambda path: trained_on(run, path, path=folder(tmp_path / "eleven", (*ten, "c10"))),
+    }
     for name, make in made.items():
         if any(f"{{{name}}}" in word for word in words):
             names[name] = make(tmp_path / name)

@@ -34,8 +34,13 @@ ELSEWHERE = ("check", "no_reads", "first_command")
 @pytest.mark.slow
 def test_dry_run(tmp_path):
     """Oracle: the kit's own targets of correctness, which hold on any device; and the same rows in JSON and table."""
-    done = subprocess.run([sys.executable, ROOT / "launch/gpu.py", "--dry-run", "--only", ",".join(TRIED), "--out",
-                           tmp_path], env=environment(), text=True, capture_output=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch/gpu.py", "--dry-run", "--only", ",".join(TRIED), "--out", tmp_path],
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=600,
+    )
     results = {}
     for path in sorted(tmp_path.glob("part*.json")):
         content = json.loads(path.read_text())
@@ -50,7 +55,7 @@ def test_dry_run(tmp_path):
     assert results.keys() == set(TRIED)
     assert done.returncode == 0, done.stdout + done.stderr
     judged = {row["what"]: row for row in results["dvae fp32"]["rows"]}
-    for stage in (0, 2):                                      # two of the strict ones are really there
+    for stage in (0, 2):  # two of the strict ones are really there
         assert judged[f"stage {stage}: values that differ when resumed"]["ok"] is True
         assert judged[f"stage {stage}: loss of 8 steps, from plain torch in fp32"]["target"] == "<= 0.0001"
     speed = {row["what"]: row for row in results[TRIED[1]]["rows"]}
@@ -64,8 +69,14 @@ def test_every_case(tmp_path):
     rows says what it needs.
     """
     names = [case.name for case in cases.cases() if case.work.__name__ not in ELSEWHERE or case.name == "dvae waits"]
-    done = subprocess.run([sys.executable, "-m", "tests.launch.check_kit", tmp_path, *names], cwd=ROOT,
-                          env=environment(), text=True, capture_output=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.launch.check_kit", tmp_path, *names],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [result["case"] for result in results] == names
@@ -73,13 +84,18 @@ def test_every_case(tmp_path):
         assert result["rows"] or "needs" in result["details"].get("left out", ""), result
         assert not [row for row in result["rows"] if row["ok"] is False], result
     for precision, least, most in (("fp32", 1e-8, 1e-3), ("bf16", 1e-3, 0.3)):
-        rounded = [row["value"] for result in results for row in result["rows"]
-                   if precision in row["what"] and "from float64" in row["what"]]
+        rounded = [
+            row["value"]
+            for result in results
+            for row in result["rows"]
+            if precision in row["what"] and "from float64" in row["what"]
+        ]
         assert len(rounded) == 12 and all(least < value < most for value in rounded), rounded
 
 
 def note_precisions(path):
-    """Writes, for each case, torch's flags and the weights' dtype whenever a network is called; the first is float64's.
+    """Writes, for each case, torch's flags and the weights' dtype whenever a network is called;
+    the first is float64's.
     """
     seen = []
 
@@ -90,9 +106,10 @@ def note_precisions(path):
             dtype = str(next(network_of(args[0]).parameters()).dtype)
             seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, dtype))
             return real(*args, **kwargs)
+
         setattr(owner, name, noted)
 
-    precisions.problem = lambda precision, key: None          # tf32 as if this machine had it
+    precisions.problem = lambda precision, key: None  # tf32 as if this machine had it
     spy(DiT, "forward", lambda network: network)
     spy(precisions, "posterior", lambda vae: vae.encoder)
     record, found = report.Record(path.with_suffix(".record"), True, path.parent), []
@@ -108,12 +125,16 @@ def test_precisions_are_taken(in_fork, tmp_path):
     in_fork(note_precisions, tmp_path / "found.json")
     for exact, *others in json.loads((tmp_path / "found.json").read_text()):
         assert exact == "torch.float64"
-        assert others == [["highest", False, "torch.float32"], ["high", True, "torch.float32"],
-                          ["highest", False, "torch.bfloat16"]]
+        assert others == [
+            ["highest", False, "torch.float32"],
+            ["high", True, "torch.float32"],
+            ["highest", False, "torch.bfloat16"],
+        ]
 
 
 def test_cases():
-    """Oracle: unique names, by which a process finds its case; a title for each part; the options that its work takes.
+    """Oracle: unique names, by which a process finds its case; a title for each part; the options
+    that its work takes.
     """
     known = cases.cases()
     assert len({case.name for case in known}) == len(known)
@@ -129,14 +150,15 @@ def test_rounding_stays_small(system):
     """
     run = jobs.small(system, ["compile=off"])
     exact, wide, narrow = (correct._plain(run, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16))
-    assert 0 < apart(wide, exact) < 2e-5                      # the target is 1e-4
-    assert apart(narrow, exact) < 1e-2                        # a quarter of the target
+    assert 0 < apart(wide, exact) < 2e-5  # the target is 1e-4
+    assert apart(narrow, exact) < 1e-2  # a quarter of the target
 
 
 def test_a_part_survives_its_cases(tmp_path):
     """Oracle: cases that end well, miss a target, raise, die and hang: what they wrote before is kept."""
-    good = kit.run_part(1, "ways to end", CASES, tmp_path, True, [sys.executable, str(ROOT / "tests/launch/kit_cases.py")],
-                        seconds=400)
+    good = kit.run_part(
+        1, "ways to end", CASES, tmp_path, True, [sys.executable, str(ROOT / "tests/launch/kit_cases.py")], seconds=400
+    )
     assert not good
     content = json.loads((tmp_path / "part1.json").read_text())
     results = {result["case"]: result for result in content["results"]}
@@ -144,7 +166,8 @@ def test_a_part_survives_its_cases(tmp_path):
     assert results["good"]["status"] == "done"
     assert results["good"]["rows"] == [
         {"what": "value", "value": 1.0, "unit": "m", "target": "<= 2", "ok": True},
-        {"what": "speed", "value": 1.0, "unit": "", "target": ">= 5", "ok": None}]
+        {"what": "speed", "value": 1.0, "unit": "", "target": ">= 5", "ok": None},
+    ]
     assert results["misses"]["rows"][0]["ok"] is False
     assert results["raises"]["status"] == "failed (1)"
     assert "ValueError: broken on purpose" in results["raises"]["error"]
@@ -172,14 +195,16 @@ def test_targets(tmp_path):
         record.speed("at least", value, at_least=2)
     record.detail("why", {"kernel": 1})
     with open(tmp_path / "record", "a") as file:
-        file.write('{"row": {"what": "to')                   # of a process that was killed
+        file.write('{"row": {"what": "to')  # of a process that was killed
     rows, details = report.read(tmp_path / "record")
     assert [row.ok for row in rows] == [True, False, False, True, False, False]
     assert details == {"why": {"kernel": 1}}
 
 
-@pytest.mark.parametrize("spans, share", [([(0, 10)], 0.0), ([(0, 4), (6, 10)], 0.2), ([(6, 10), (0, 5), (1, 2)], 0.1),
-                                          ([(0, 8), (2, 3), (7, 10)], 0.0)])
+@pytest.mark.parametrize(
+    "spans, share",
+    [([(0, 10)], 0.0), ([(0, 4), (6, 10)], 0.2), ([(6, 10), (0, 5), (1, 2)], 0.1), ([(0, 8), (2, 3), (7, 10)], 0.0)],
+)
 def test_idle_share(spans, share):
     """Oracle: gaps counted by hand; overlapping and nested kernels, in any order."""
     assert idle_share(spans) == pytest.approx(share)
@@ -200,7 +225,7 @@ def test_switches_are_read_off_the_recipe():
 def test_published_recipes_stand_without_data(name, dry):
     """Oracle: the checks of the recipes themselves, and the settings that every part asks for."""
     run = jobs.published(name, dry, ["batch.global=4"])
-    assert run.data.path == "no/data"                         # none that lies on a user's disk changes the recipe
+    assert run.data.path == "no/data"  # none that lies on a user's disk changes the recipe
     for stage in (0, 1, 2, 3):
         assert jobs.settings(run, stage, "bf16")["zero_optimization"]["stage"] == stage
 
@@ -219,8 +244,14 @@ def test_without_a_gpu(kit_says, tmp_path):
     assert code == 2 and "--dry-run" in errors and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("words, remedy", [(("--seconds", "0"), "seconds above 0"), (("--seconds", "nan"), "above 0"),
-                                           (("--out", __file__), "name another folder")])
+@pytest.mark.parametrize(
+    "words, remedy",
+    [
+        (("--seconds", "0"), "seconds above 0"),
+        (("--seconds", "nan"), "above 0"),
+        (("--out", __file__), "name another folder"),
+    ],
+)
 def test_wrong_words(kit_says, words, remedy):
     """Oracle: by hand: code 2, what was written, and the remedy."""
     code, _, errors = kit_says("--dry-run", "--only", "stall", *words)
@@ -247,9 +278,15 @@ def test_waits_are_counted():
     before = torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize
     with correct.waits() as counts:
         late._copied = pending.event = SimpleNamespace(synchronize=partial(torch.cuda.Event.synchronize, None))
-        for wait in (torch.cuda.synchronize, partial(torch.cuda.Stream.synchronize, None),
-                     partial(torch.cuda.Event.synchronize, None), late.read, late.read, pending.places):
-            with contextlib.suppress(Exception):             # counted first; then it fails without a GPU or a stream
+        for wait in (
+            torch.cuda.synchronize,
+            partial(torch.cuda.Stream.synchronize, None),
+            partial(torch.cuda.Event.synchronize, None),
+            late.read,
+            late.read,
+            pending.places,
+        ):
+            with contextlib.suppress(Exception):  # counted first; then it fails without a GPU or a stream
                 wait()
     assert before == (torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize)
     assert sum(counts.values()) == 6
@@ -260,8 +297,9 @@ def test_a_side_holds_its_moments(tmp_path):
     """Oracle: AdamW's two moments a weight, which it makes in its first step: they are held before a side is timed."""
     run = jobs.published("DiT-XL/2", True, ["batch.global=2"])
     system, settings = system_of(run), jobs.settings(run, 1, "bf16")
-    step = speed._side(report.Record(tmp_path / "record", True, tmp_path), "plain", run, settings, system,
-                       Repeated(system, 2, 1), 1)
+    step = speed._side(
+        report.Record(tmp_path / "record", True, tmp_path), "plain", run, settings, system, Repeated(system, 2, 1), 1
+    )
     network = step.__self__.networks["denoiser"]
     moments = [state[name] for state in network.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert sum(moment.numel() for moment in moments) == 2 * sum(weight.numel() for weight in network.weights)
@@ -269,7 +307,7 @@ def test_a_side_holds_its_moments(tmp_path):
 
 def test_a_refused_choice_is_left_out(tmp_path, monkeypatch):
     """Oracle: the settings' own message; what a recipe ships with must be accepted, and raises."""
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)                   # as where it is not installed
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as where it is not installed
     record = report.Record(tmp_path / "record", True, tmp_path)
     speed.beside(record, "DiT-XL/2", 256, ("dstrain",), overrides=("optimizer.name=adamw8bit",))
     rows, details = report.read(tmp_path / "record")
@@ -278,8 +316,13 @@ def test_a_refused_choice_is_left_out(tmp_path, monkeypatch):
         speed.beside(record, "DiT-XL/2", 256, ("dstrain",), zero={"offload_param": {"device": "cpu"}})
 
 
-@pytest.mark.parametrize("words, problem", [(("--batch", "0"), "--batch: '0' is not a whole number above 0"),
-                                            (("dit-small", "dit-smal"), "RECIPE dit-smal: there is no such name")])
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (("--batch", "0"), "--batch: '0' is not a whole number above 0"),
+        (("dit-small", "dit-smal"), "RECIPE dit-smal: there is no such name"),
+    ],
+)
 def test_wrong_words_for_recomputation(words, problem, monkeypatch, capsys):
     """Oracle: exit code 2 and the argument's own name, before the table begins."""
     code, output, errors = here("bench_recompute.py", words, monkeypatch, capsys)

@@ -29,8 +29,7 @@ STEPS = 30
 def history(folder, step=STEPS):
     """The timestep sampler that a checkpoint holds."""
     with safe_open(folder / "checkpoints" / f"step_{step:08d}" / COMMON, "pt") as file:
-        state = {name.removeprefix("system/"): file.get_tensor(name) for name in file.keys()
-                 if name.startswith("system/")}
+        state = {name.removeprefix("system/"): file.get_tensor(name) for name in file if name.startswith("system/")}
     sampler = LossSecondMomentSampler(10, 3)
     sampler.load_state_dict(state)
     return sampler, state
@@ -50,7 +49,7 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("stage", [1, 2])        # 3: test_resume.py
+@pytest.mark.parametrize("stage", [1, 2])  # 3: test_resume.py
 def test_kill_minus_nine(undisturbed, stage):
     """Oracle: the undisturbed run, bit for bit, with loss-aware timesteps, dropout and two averages.
 
@@ -58,7 +57,7 @@ def test_kill_minus_nine(undisturbed, stage):
     """
     folder = undisturbed(stage)
     sampler, state = history(folder, 10)
-    assert int(state["seen"].min()) >= 3 and float(sampler.probabilities().std()) > 1e-3      # warm, and not uniform
+    assert int(state["seen"].min()) >= 3 and float(sampler.probabilities().std()) > 1e-3  # warm, and not uniform
     killed = folder.parent / "killed"
     command_again = partial(train, killed, stage, recipe=RECIPE, launcher=stage == 2)
     kill_in_the_middle(command_again(), killed, 10)
@@ -142,11 +141,24 @@ def test_bits_per_dim(undisturbed, tmp_path, monkeypatch, capsys):
 def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
     """Oracle: the base's own pictures and labels handed to the upsampler's system, with other noise than theirs."""
     upsampler = tmp_path / "upsampler"
-    finish(train(upsampler, 2, "model.image_size=32", "model.small_size=16", "data.image_size=32", "steps=10",
-                 "model.channel_mult=[1,1]", "model.attention_resolutions=[16]", "samples.labels=null",
-                 "samples.num=20", "every.metrics=0", recipe=RECIPE))
+    finish(
+        train(
+            upsampler,
+            2,
+            "model.image_size=32",
+            "model.small_size=16",
+            "data.image_size=32",
+            "steps=10",
+            "model.channel_mult=[1,1]",
+            "model.attention_resolutions=[16]",
+            "samples.labels=null",
+            "samples.num=20",
+            "every.metrics=0",
+            recipe=RECIPE,
+        )
+    )
     grids = [Image.open(upsampler / "samples" / f"step_00000010{suffix}.png") for suffix in ("", "_low_res")]
-    assert grids[0].size == grids[1].size and grids[0].width > 10 * 32             # a class a column, in both
+    assert grids[0].size == grids[1].size and grids[0].width > 10 * 32  # a class a column, in both
     words = ["launch/generate.py", undisturbed(2), "--num-samples", "5", "--batch", "2"]
     finish(command(*words, "--out", tmp_path / "small", num=1))
     for num in (1, 2):
@@ -160,19 +172,38 @@ def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
     networks = trained.networks(system, at, trained.kinds(system, at, 0.99), torch.float32)
 
     def enlarged(labels, pictures):
-        request = Request(rng.keys_of_seeds(torch.arange(5)), {"label": torch.tensor(labels)}
-                          | system.conditions_from(pictures), 3, "ddpm")
+        request = Request(
+            rng.keys_of_seeds(torch.arange(5)),
+            {"label": torch.tensor(labels)} | system.conditions_from(pictures),
+            3,
+            "ddpm",
+        )
         return draw_all(system, networks, request, 2)[:, 0].numpy()
 
     small = read_pictures(tmp_path / "small", 1)
-    assert np.array_equal(enlarged([7, 3, 7, 3, 7], small), large[0][..., 0])                # the recipe's labels
+    assert np.array_equal(enlarged([7, 3, 7, 3, 7], small), large[0][..., 0])  # the recipe's labels
     assert not np.array_equal(enlarged([0, 1, 2, 3, 4], small), large[0][..., 0])
     assert not np.array_equal(enlarged([7, 3, 7, 3, 7], 255 - small), large[0][..., 0])
 
-    finish(command("launch/generate.py", upsampler, "--low-res", tmp_path / "small", "--num-samples", "5",
-                   "--batch", "2", "--labels", "7,3", "--out", tmp_path / "again", num=1))
+    finish(
+        command(
+            "launch/generate.py",
+            upsampler,
+            "--low-res",
+            tmp_path / "small",
+            "--num-samples",
+            "5",
+            "--batch",
+            "2",
+            "--labels",
+            "7,3",
+            "--out",
+            tmp_path / "again",
+            num=1,
+        )
+    )
     again = np.load(tmp_path / "again" / "samples_5x32x32x3.npz")["arr_0"]
-    assert again.shape == large[0].shape and not np.array_equal(again, large[0])         # the chain's noise is its own
+    assert again.shape == large[0].shape and not np.array_equal(again, large[0])  # the chain's noise is its own
     output = finish(command("launch/generate.py", upsampler, num=1), code=2)
     assert "--low-res" in output and "--then" in output
     output = finish(command(*words, "--then", upsampler, "--then", upsampler, num=1), code=2)

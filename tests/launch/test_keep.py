@@ -33,15 +33,32 @@ def torchrun(folder: Path, *words: str) -> list[str]:
     launcher = shutil.which("torchrun", path=environment()["PATH"])
     options = [word for word in words if word.startswith("--")]
     overrides = [word for word in words if not word.startswith("--")]
-    return [sys.executable, launcher, "--nproc_per_node", "2", "--master_port", str(free_port()), *options,
-            str(ROOT / "launch" / "train.py"), "--recipe", str(ROOT / "tests/launch/tiny.yaml"), "--ds_config",
-            str(ds_config(folder.parent, 2)), f"folder={folder}", *WORDS, *overrides]
+    return [
+        sys.executable,
+        launcher,
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(free_port()),
+        *options,
+        str(ROOT / "launch" / "train.py"),
+        "--recipe",
+        str(ROOT / "tests/launch/tiny.yaml"),
+        "--ds_config",
+        str(ds_config(folder.parent, 2)),
+        f"folder={folder}",
+        *WORDS,
+        *overrides,
+    ]
 
 
 def rank(launcher: int, number: int) -> int:
     """The process of a rank that the `deepspeed` launcher has started."""
-    return next(pid for pid in ranks_of(launcher)
-                if f"--local_rank={number}" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+    return next(
+        pid
+        for pid in ranks_of(launcher)
+        if f"--local_rank={number}" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    )
 
 
 def child(pid: int) -> int:

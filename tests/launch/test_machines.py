@@ -23,9 +23,17 @@ from tests.support.runs import RECIPE, files, finish, metrics, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(machines.missing() is not None, reason=str(machines.missing()))]
 
 STEPS = 60
-PATIENCE = 30                                     # seconds that a rank waits for others; a slow start needs some
-RUN = ("--recipe", RECIPE, "--ds_config", "ds_configs/zero3.json", f"steps={STEPS}", "every.sample=0", "every.save=10",
-       f"faults.timeout_minutes={PATIENCE / 60}")
+PATIENCE = 30  # seconds that a rank waits for others; a slow start needs some
+RUN = (
+    "--recipe",
+    RECIPE,
+    "--ds_config",
+    "ds_configs/zero3.json",
+    f"steps={STEPS}",
+    "every.sample=0",
+    "every.save=10",
+    f"faults.timeout_minutes={PATIENCE / 60}",
+)
 KEEP = (sys.executable, "launch/keep.py", "--backoff", "10", "--")
 # The ssh options of multinode.md: a connection that is silent for six seconds ends.
 ALIVE = {"PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=2 -o ServerAliveCountMax=3"}
@@ -42,11 +50,20 @@ class Driven:
 
     def __init__(self, hosts: tuple[machines.Host, machines.Host], place: Path, *words: object, before: tuple = ()):
         self.hosts, self.log = hosts, place / "output"
-        line = [*before, *machines.deepspeed("--hostfile", "hosts", f"--enable_each_rank_log={place / 'ranks'}",
-                                             "launch/train.py", *RUN, *words)]
+        line = [
+            *before,
+            *machines.deepspeed(
+                "--hostfile", "hosts", f"--enable_each_rank_log={place / 'ranks'}", "launch/train.py", *RUN, *words
+            ),
+        ]
         with open(self.log, "w") as output:
-            self.process = subprocess.Popen(hosts[0].words(*line, folder=place), env=environment(**ALIVE),
-                                            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                hosts[0].words(*line, folder=place),
+                env=environment(**ALIVE),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         self._place = place
 
     def saved(self, folder: Path, step: int) -> None:
@@ -115,7 +132,8 @@ def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path)
     assert f"stopped at step {at} (the launcher has gone" in log or f"stopped at step {at} (another rank" in log, log
     assert assert_whole(folder) == at < STEPS - 20
 
-    # The link is cut: each rank waits for faults.timeout_minutes, prints what happened, and ends. When the link is back,
+    # The link is cut: each rank waits for faults.timeout_minutes, prints what happened, and ends. When the
+    # link is back,
     # launch/keep.py on the first host starts both again.
     driven = train(f"folder={folder}", before=KEEP)
     driven.saved(folder, (at // 10 + 1) * 10)
@@ -132,8 +150,18 @@ def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path)
     assert f"complete: {STEPS} steps" in (folder / "log.txt").read_text()
 
     whole = tmp_path / "whole"
-    finish(command("launch/train.py", *RUN[:2], "--ds_config", ROOT / "ds_configs/zero3.json", *RUN[4:],
-                   f"folder={whole}", num=2, launcher=False))
+    finish(
+        command(
+            "launch/train.py",
+            *RUN[:2],
+            "--ds_config",
+            ROOT / "ds_configs/zero3.json",
+            *RUN[4:],
+            f"folder={whole}",
+            num=2,
+            launcher=False,
+        )
+    )
     assert files(folder, STEPS) == files(whole, STEPS)
     assert metrics(folder)[-1] == metrics(whole)[-1]
 
@@ -151,7 +179,9 @@ def test_a_folder_that_is_not_shared_is_refused(train, hosts, tmp_path):
     finally:
         hosts[1].run("umount", str(shared))
     output = driven.output_of_ranks()
-    assert (f"folder={shared / 'run'} is not shared: rank 1 on host-b does not see what rank 0 on host-a wrote there; "
-            "put it on a file system that all machines mount") in output[0], output[0][-3000:]
+    assert (
+        f"folder={shared / 'run'} is not shared: rank 1 on host-b does not see what rank 0 on host-a wrote there; "
+        "put it on a file system that all machines mount"
+    ) in output[0], output[0][-3000:]
     assert "not shared" not in output[1] and "Traceback" not in output[0] + output[1]
     assert listing == "" and {path.name for path in (shared / "run").iterdir()} == {"notes.txt", ".lock"}

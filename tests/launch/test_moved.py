@@ -11,8 +11,12 @@ from tests.support.runs import finish, metrics, train
 
 pytestmark = pytest.mark.slow
 RECIPE = ROOT / "tests" / "launch" / "tiny-vae.yaml"
-WORDS = ["model.kl.discriminator={start: 12, n_layers: 1, base_channels: 8}", "steps=16", "every.report=1",
-         "every.save=10"]
+WORDS = [
+    "model.kl.discriminator={start: 12, n_layers: 1, base_channels: 8}",
+    "steps=16",
+    "every.report=1",
+    "every.save=10",
+]
 
 
 def test_two_networks_move(tmp_path):

@@ -31,7 +31,9 @@ def killed_and_whole(folder, stage, *words, recipe):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A tokenizer with its adversary, its tokens, MaskGit with its critic: each run killed -9 and resumed on the way."""
+    """A tokenizer with its adversary, its tokens, MaskGit with its critic: each run killed -9 and
+    resumed on the way.
+    """
     root = tmp_path_factory.mktemp("phenaki")
     (root / "first").mkdir()
     (root / "second").mkdir()
@@ -47,7 +49,9 @@ def made(tmp_path_factory):
 def test_both_stages_resume(made):
     """Oracle: the undisturbed runs (in the fixture, to the bit); what a run of each stage must have said and shown."""
     _, tokenizer, maskgit = made
-    lines = [json.loads(line) for run in (tokenizer, maskgit) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for run in (tokenizer, maskgit) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     names = set().union(*lines)
     assert {"discriminator/loss", "held_out/psnr", "held_out/perplexity"} <= names
     assert {"maskgit/cross_entropy", "critic/accuracy", "held_out/accuracy", "held_out/critic_accuracy"} <= names
@@ -59,12 +63,19 @@ def test_both_stages_resume(made):
 
 
 def test_metrics_of_clips(made, tmp_path, monkeypatch, capsys):
-    """Oracle: the training's own last line, of 2 ranks: evaluate draws the same captions, and finds the same figures."""
+    """Oracle: the training's own last line, of 2 ranks: evaluate draws the same captions, and
+    finds the same figures.
+    """
     maskgit = made[2]
-    [trained] = [line for line in map(json.loads, (maskgit / "metrics.jsonl").read_text().splitlines())
-                 if "metrics/fd" in line]
-    code, _, err = here("evaluate.py", [maskgit, "--metrics", "fd,accuracy", "--split", "held_out", "--num-samples", "60",
-                                        "--out", tmp_path], monkeypatch, capsys)
+    [trained] = [
+        line for line in map(json.loads, (maskgit / "metrics.jsonl").read_text().splitlines()) if "metrics/fd" in line
+    ]
+    code, _, err = here(
+        "evaluate.py",
+        [maskgit, "--metrics", "fd,accuracy", "--split", "held_out", "--num-samples", "60", "--out", tmp_path],
+        monkeypatch,
+        capsys,
+    )
     assert code == 0, err
     figures = json.loads(next(tmp_path.glob("*.json")).read_text())["figures"]
     for name in ("fd", "accuracy", "accuracy_item", "accuracy_motion"):
@@ -81,43 +92,67 @@ def test_the_loss_falls(made):
 
 def test_clips_of_texts_and_scenes(made, tmp_path):
     """Oracle: one process: 2 ranks draw the same clips; files as named; scenes go on for as many frames as they add."""
-    root, _, maskgit = made
+    _root, _, maskgit = made
     (tmp_path / "texts.txt").write_text("a trouser moving right\nan ankle boot / bouncing\na bag moving up\n")
     clips = []
     for num in (1, 2):
         out = tmp_path / f"drawn{num}"
-        finish(command("launch/generate.py", maskgit, "--prompts", tmp_path / "texts.txt", "--num-samples", "3",
-                       "--batch", "2", "--out", out, num=num))
+        finish(
+            command(
+                "launch/generate.py",
+                maskgit,
+                "--prompts",
+                tmp_path / "texts.txt",
+                "--num-samples",
+                "3",
+                "--batch",
+                "2",
+                "--out",
+                out,
+                num=num,
+            )
+        )
         clips.append(np.load(next(out.glob("*.npz")))["arr_0"])
         assert len(list(out.glob("samples/*.gif"))) == len(list(out.glob("samples/*.mp4"))) == 3
         assert (out / "samples" / "000001-an-ankle-boot-bouncing.gif").exists()
     assert clips[0].shape == (3, 5, 16, 16, 3)
     np.testing.assert_array_equal(*clips)
     out = tmp_path / "story"
-    finish(command("launch/generate.py", maskgit, "--scenes", tmp_path / "texts.txt", "--num-samples", "2", "--out", out,
-                   num=1))
+    finish(
+        command(
+            "launch/generate.py", maskgit, "--scenes", tmp_path / "texts.txt", "--num-samples", "2", "--out", out, num=1
+        )
+    )
     story = np.load(next(out.glob("*.npz")))["arr_0"]
-    assert story.shape == (2, 5 + 4 + 4, 16, 16, 3)              # each scene is primed by 1 of 5 frames
-    output = finish(command("launch/generate.py", maskgit, "--prompts", tmp_path / "texts.txt", "--num-frames", "4",
-                            num=1), code=2)
+    assert story.shape == (2, 5 + 4 + 4, 16, 16, 3)  # each scene is primed by 1 of 5 frames
+    output = finish(
+        command("launch/generate.py", maskgit, "--prompts", tmp_path / "texts.txt", "--num-frames", "4", num=1), code=2
+    )
     assert "num_frames" in output or "--num-frames" in output
 
 
-@pytest.mark.parametrize("words, message", [
-    (["model.codebook_size=32"], "64"), (["data.num_frames=6"], "num_frames"), (["samples.sampler=ddim"], "sampler"),
-    (["data.flip=true"], "data.flip"), (["model.tokenizer.path=/nowhere"], "/nowhere"),
-    (["data.path=builtin:moving-fashion", "data.held_out=0", "data.num_frames=4"], "temporal"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["model.codebook_size=32"], "64"),
+        (["data.num_frames=6"], "num_frames"),
+        (["samples.sampler=ddim"], "sampler"),
+        (["data.flip=true"], "data.flip"),
+        (["model.tokenizer.path=/nowhere"], "/nowhere"),
+        (["data.path=builtin:moving-fashion", "data.held_out=0", "data.num_frames=4"], "temporal"),
+    ],
+)
 def test_bad_input_is_refused(made, tmp_path, words, message):
     """Oracle: exit code 2 and one message that names the key; no traceback, no run."""
-    root, _, maskgit = made
+    root, _, _maskgit = made
     overrides = [f"data.path={root / 'tokens'}", f"model.tokenizer.path={root / 'export'}", *words]
     output = finish(train(tmp_path / "run", 2, *overrides, recipe=MASKGIT, num=1), code=2)
     assert message in output and "Traceback" not in output and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["phenaki-tokenizer-small", "phenaki-tokenizer", "phenaki-tokenizer-readme",
-                                  "phenaki-tokenizer-images"])
+@pytest.mark.parametrize(
+    "name", ["phenaki-tokenizer-small", "phenaki-tokenizer", "phenaki-tokenizer-readme", "phenaki-tokenizer-images"]
+)
 def test_recipes(name, tmp_path):
     """Oracle: the launcher's own checks of what a recipe says; only data and published weights may be missing."""
     recipe = ROOT / "launch" / "recipes" / f"{name}.yaml"

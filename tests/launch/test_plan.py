@@ -13,18 +13,23 @@ SIZES = "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_pa
 TINY = "--recipe", ROOT / "tests/launch/tiny.yaml"
 
 
-@pytest.mark.parametrize("words, names", [
-    (["--gpu", "h300"], ["--gpu h300", "h200, h100, a100, 4090"]),
-    (["--world", "3"], ["batch.global=8", "3 ranks"]),
-    (["--world", "0"], ["--world"]),
-    (["--world", "100000"], ["--world 100000", "give --world 4096 or fewer"]),
-    (["--ds_config", "{file}"], ["wrong.json", '"zero_optimization.stage" is 7: write one of 0, 1, 2, 3\n']),
-    (["model.depth=none"], ["model.depth"]),
-    (["--search", "--calibrate"], ["--search", "--calibrate"]),
-    (["model.first_stage={{path: nowhere}}", "data.image_size=128", "model.image_size=128"],
-     ["nowhere", "without it: model.first_stage=null model.image_size=16 data.image_size=16"]),
-    (["launch/recipes/dit-small.yaml"], ["or --recipe before the name of a recipe"]),
-])
+@pytest.mark.parametrize(
+    "words, names",
+    [
+        (["--gpu", "h300"], ["--gpu h300", "h200, h100, a100, 4090"]),
+        (["--world", "3"], ["batch.global=8", "3 ranks"]),
+        (["--world", "0"], ["--world"]),
+        (["--world", "100000"], ["--world 100000", "give --world 4096 or fewer"]),
+        (["--ds_config", "{file}"], ["wrong.json", '"zero_optimization.stage" is 7: write one of 0, 1, 2, 3\n']),
+        (["model.depth=none"], ["model.depth"]),
+        (["--search", "--calibrate"], ["--search", "--calibrate"]),
+        (
+            ["model.first_stage={{path: nowhere}}", "data.image_size=128", "model.image_size=128"],
+            ["nowhere", "without it: model.first_stage=null model.image_size=16 data.image_size=16"],
+        ),
+        (["launch/recipes/dit-small.yaml"], ["or --recipe before the name of a recipe"]),
+    ],
+)
 def test_wrong_input(words, names, tmp_path, monkeypatch, capsys):
     """Oracle: exit code 2 and one message that names the entry, before anything is counted."""
     wrong = tmp_path / "wrong.json"
@@ -37,8 +42,14 @@ def test_a_search_that_is_stopped():
     """Oracle: rows come while it counts; after SIGTERM the process table holds no child, and the last words are the
     command's own: none of semaphores that it left.
     """
-    with subprocess.Popen([sys.executable, ROOT / "launch" / "plan.py", *TINY, "--search"], cwd=ROOT, env=environment(),
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+    with subprocess.Popen(
+        [sys.executable, ROOT / "launch" / "plan.py", *TINY, "--search"],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
         row = next(line for line in command.stderr if line.split()[:1] == ["1"])
         assert len(row.split()) == 8
         children = psutil.Process(command.pid).children(recursive=True)
@@ -52,34 +63,58 @@ def test_a_search_that_is_stopped():
 def test_calibration():
     """Oracle: the two steps that were timed are what the fit gives for them; more samples and blocks take longer."""
     # In a process of its own: what DeepSpeed begins would stand in those of later tests.
-    done = subprocess.run([sys.executable, ROOT / "launch" / "plan.py", *TINY, "--calibrate", "--json"], cwd=ROOT,
-                          env=environment(), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch" / "plan.py", *TINY, "--calibrate", "--json"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
-    values = json.loads(done.stdout[done.stdout.index("{"):])
+    values = json.loads(done.stdout[done.stdout.index("{") :])
     rows = {(row["depth"], row["micro"]): row["seconds"] for row in values["predicted"]}
     assert rows[2, 8] == pytest.approx(values["measured"]["8"]) and set(values["measured"]) == {"8", "2"}
     assert rows[2, 8] < rows[2, 16] < rows[4, 16] and rows[1, 8] < rows[2, 8]
 
 
-@pytest.mark.parametrize("stage, world, words, change", [
-    (0, 4, ["batch.global=4", "model.recompute=all"], {"zero_optimization.stage": 2}),
-    (3, 4, ["batch.global=4", "model.recompute=all"], {"zero_optimization.offload_optimizer": "cpu"}),
-    (3, 2, ["batch.global=8", "batch.micro=1", "model.recompute=all", "optimizer.name=lion"], {"world": 4}),
-])
+@pytest.mark.parametrize(
+    "stage, world, words, change",
+    [
+        (0, 4, ["batch.global=4", "model.recompute=all"], {"zero_optimization.stage": 2}),
+        (3, 4, ["batch.global=4", "model.recompute=all"], {"zero_optimization.offload_optimizer": "cpu"}),
+        (3, 2, ["batch.global=8", "batch.micro=1", "model.recompute=all", "optimizer.name=lion"], {"world": 4}),
+    ],
+)
 def test_what_makes_it_fit(stage, world, words, change, tmp_path, monkeypatch, capsys):
     """Oracle: GPUs of exactly the bytes that the changed run takes: what the command names changes this choice alone,
     and with what it names the same command says that it fits. Weights too large for the stage, and so large that only
     offload, or more GPUs where the optimizer has none, helps; smaller micro-batches: tests/planning/test_advice.py.
     """
+
     def planned(change, gpu):
-        zero = {"stage": change.get("zero_optimization.stage", stage), "reduce_bucket_size": 10 ** 6}
+        zero = {"stage": change.get("zero_optimization.stage", stage), "reduce_bucket_size": 10**6}
         if device := change.get("zero_optimization.offload_optimizer"):
             zero["offload_optimizer"] = {"device": device, "pin_memory": True}
         file = tmp_path / "ds_config.json"
         file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
-        code, out, err = here("plan.py", [
-            *map(str, TINY), "--json", "--ds_config", str(file), "--world", str(change.get("world", world)), "--gpu",
-            str(gpu), "model.hidden_size=1024", *words], monkeypatch, capsys)
+        code, out, err = here(
+            "plan.py",
+            [
+                *map(str, TINY),
+                "--json",
+                "--ds_config",
+                str(file),
+                "--world",
+                str(change.get("world", world)),
+                "--gpu",
+                str(gpu),
+                "model.hidden_size=1024",
+                *words,
+            ],
+            monkeypatch,
+            capsys,
+        )
         values = json.loads(out)
         assert code == (0 if values["fits"] else 1), err
         return values

@@ -31,9 +31,12 @@ def same(a: Path, b: Path) -> None:
 def encoded(pairs: Path) -> list[str]:
     """Pairs with the encodings of one to three text tokens, and the overrides that train on them."""
     draw = np.random.default_rng(0)
-    arrays = {"img_emb": draw.standard_normal((200, 12)), "text_emb": draw.standard_normal((200, 12)),
-              "text_encodings": draw.standard_normal((200, 3, 5)),
-              "text_mask": np.arange(3) < draw.integers(1, 4, (200, 1))}
+    arrays = {
+        "img_emb": draw.standard_normal((200, 12)),
+        "text_emb": draw.standard_normal((200, 12)),
+        "text_encodings": draw.standard_normal((200, 3, 5)),
+        "text_mask": np.arange(3) < draw.integers(1, 4, (200, 1)),
+    }
     for folder, array in arrays.items():
         (pairs / folder).mkdir(parents=True)
         np.save(pairs / folder / f"{folder}_0.npy", array if array.dtype == bool else array.astype(np.float32))
@@ -47,7 +50,7 @@ def test_kill_minus_nine(tmp_path, stage):
     At stage 2 only the killed one writes report.html, which changes nothing.
     """
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    words = encoded(tmp_path / "pairs") if stage == 3 else []            # text tokens, and a null text for them
+    words = encoded(tmp_path / "pairs") if stage == 3 else []  # text tokens, and a null text for them
     assert "complete: 60 steps" in finish(train(whole, stage, *words, recipe=RECIPE))
     words += ["every.report_page=20"] if stage == 2 else []
     command_again = partial(train, killed, stage, *words, recipe=RECIPE)
@@ -71,26 +74,53 @@ def test_one_rank_trains_the_same_curve(tmp_path):
 def test_embeddings_for_prompts(tmp_path):
     """Oracle: one process: 2 ranks write the same embeddings for the same prompts, of unit length where asked."""
     towers.sentences(tmp_path / "words")
-    words = ["model.image_embed_dim=12", f"model.text_encoder={tmp_path / 'words'}",
-             "model.sampling_final_clamp_l2norm=true"]
+    words = [
+        "model.image_embed_dim=12",
+        f"model.text_encoder={tmp_path / 'words'}",
+        "model.sampling_final_clamp_l2norm=true",
+    ]
     pairs = tmp_path / "pairs"
     for folder in ("img_emb", "text_emb"):
         (pairs / folder).mkdir(parents=True)
         np.save(pairs / folder / "0.npy", np.random.default_rng(0).standard_normal((40, 12)).astype(np.float32))
     run = tmp_path / "run"
-    finish(train(run, 2, *words, f"data.path={pairs}", "data.splits=[0.7,0.2,0.1]", "steps=10", "data.workers=0",
-                 "every.save=10", recipe=RECIPE))
+    finish(
+        train(
+            run,
+            2,
+            *words,
+            f"data.path={pairs}",
+            "data.splits=[0.7,0.2,0.1]",
+            "steps=10",
+            "data.workers=0",
+            "every.save=10",
+            recipe=RECIPE,
+        )
+    )
     (tmp_path / "prompts.txt").write_text("a red cat\nthe moon\nthe dog on the house\n")
     arrays = []
     for num in (1, 2):
         out = tmp_path / f"drawn{num}"
-        finish(command("launch/generate.py", run, "--prompts", tmp_path / "prompts.txt", "--num-samples", "5",
-                       "--batch", "2", "--out", out, num=num))
+        finish(
+            command(
+                "launch/generate.py",
+                run,
+                "--prompts",
+                tmp_path / "prompts.txt",
+                "--num-samples",
+                "5",
+                "--batch",
+                "2",
+                "--out",
+                out,
+                num=num,
+            )
+        )
         arrays.append(np.load(out / "embeddings.npy"))
     assert arrays[0].shape == (5, 12) and arrays[0].dtype == np.float32
     np.testing.assert_allclose(arrays[0], arrays[1], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(arrays[0], axis=1), 1, rtol=1e-5)
-    assert not np.allclose(arrays[0][0], arrays[0][3])             # the same prompt, another seed
+    assert not np.allclose(arrays[0][0], arrays[0][3])  # the same prompt, another seed
 
 
 def test_evaluation(tmp_path):
@@ -110,12 +140,15 @@ def test_evaluation(tmp_path):
         (held_out / folder).mkdir(parents=True)
         np.save(held_out / folder / "0.npy", np.stack([source[i][name] for i in range(len(source))]))
     launch("launch/evaluate.py", run, "--steps", "4", "--data", held_out, "--out", other, num=1)
-    table = json.loads(next(other.glob("*.json")).read_text())           # the same pairs in another order
+    table = json.loads(next(other.glob("*.json")).read_text())  # the same pairs in another order
     assert table["split"] == "all" and table["samples"] == tables[0]["samples"] == len(source)
     assert table["figures"]["similarity/text_image"] == pytest.approx(figures[0]["similarity/text_image"], abs=1e-6)
     assert "similarity/4/other_text" in table["figures"]
-    for name in ("loss", "similarity/text_image", *(f"similarity/4/{kind}" for kind in (
-            "image", "text", "other_text", "above_baseline"))):
+    for name in (
+        "loss",
+        "similarity/text_image",
+        *(f"similarity/4/{kind}" for kind in ("image", "text", "other_text", "above_baseline")),
+    ):
         assert np.isfinite(figures[0][name])
 
 
@@ -129,8 +162,15 @@ def test_another_encoder_of_captions_is_refused(tmp_path):
     captions = [f"the {towers.WORDS[1 + n % 3]} {towers.WORDS[4 + n // 3 % 3]}" for n in range(40)]
     pyarrow.parquet.write_table(pyarrow.table({"caption": captions}), pairs / "metadata" / "0.parquet")
     towers.sentences(encoder)
-    words = ["model.image_embed_dim=12", f"model.text_encoder={encoder}", f"data.path={pairs}", "every.save=10",
-             "data.splits=[0.7,0.2,0.1]", "optimizer.decay_steps=20", "every.evaluate=10"]
+    words = [
+        "model.image_embed_dim=12",
+        f"model.text_encoder={encoder}",
+        f"data.path={pairs}",
+        "every.save=10",
+        "data.splits=[0.7,0.2,0.1]",
+        "optimizer.decay_steps=20",
+        "every.evaluate=10",
+    ]
     whole, halted = tmp_path / "whole", tmp_path / "halted"
     finish(train(whole, 2, *words, "steps=20", recipe=RECIPE, num=1))
     finish(train(halted, 2, *words, "steps=10", recipe=RECIPE, num=1))
@@ -157,20 +197,33 @@ def spoiled(tmp_path: Path, how: str) -> list[str]:
     return [f"data.path={pairs}", "data.workers=0", "data.splits=[0.7,0.2,0.1]"]
 
 
-@pytest.mark.parametrize("how, overrides, message", [
-    ("", ["model.image_embed_dim=100"], "set model.image_embed_dim=384"),
-    ("nan", [], "text_emb/0.npy[17] holds NaN"), ("rows", [], "img_emb/0.npy has 40 rows and text_emb/0.npy 39"),
-    ("", ["data.splits=[0.7,0.2,0.2]"], "which sum to 1"),
-    ("", ["data.splits=[0.97,0.02,0.01]"], "leaves 1 for validation"),
-    ("", ["data.path=builtin:fashion"], "holds images, and prior learns from embedding pairs"),
-    ("", ["data.path=builtin:emojis"], "builtin:emoji-pairs"),
-    ("", ["data.held_out=0.1"], "data.splits"), ("", ["samples.sampler=euler"], "ddpm, ddim: name one"),
-])
+@pytest.mark.parametrize(
+    "how, overrides, message",
+    [
+        ("", ["model.image_embed_dim=100"], "set model.image_embed_dim=384"),
+        ("nan", [], "text_emb/0.npy[17] holds NaN"),
+        ("rows", [], "img_emb/0.npy has 40 rows and text_emb/0.npy 39"),
+        ("", ["data.splits=[0.7,0.2,0.2]"], "which sum to 1"),
+        ("", ["data.splits=[0.97,0.02,0.01]"], "leaves 1 for validation"),
+        ("", ["data.path=builtin:fashion"], "holds images, and prior learns from embedding pairs"),
+        ("", ["data.path=builtin:emojis"], "builtin:emoji-pairs"),
+        ("", ["data.held_out=0.1"], "data.splits"),
+        ("", ["samples.sampler=euler"], "ddpm, ddim: name one"),
+    ],
+)
 def test_bad_input_is_refused(tmp_path, how, overrides, message):
     """Oracle: exit code 2 on 2 ranks, and one message that names key, file or row; no traceback, no run."""
     words = spoiled(tmp_path, how)
-    done = launch("launch/train.py", "--recipe", RECIPE, f"folder={tmp_path / 'run'}", *words, *overrides, check=False,
-                  launcher=how == "nan")
+    done = launch(
+        "launch/train.py",
+        "--recipe",
+        RECIPE,
+        f"folder={tmp_path / 'run'}",
+        *words,
+        *overrides,
+        check=False,
+        launcher=how == "nan",
+    )
     assert done.returncode == 2 and message in done.stdout and "Traceback" not in done.stdout
     assert not (tmp_path / "run").exists()
 
@@ -178,8 +231,15 @@ def test_bad_input_is_refused(tmp_path, how, overrides, message):
 @pytest.mark.parametrize("name", ["prior-small", "prior-1b", "prior-laion"])
 def test_recipes(name, tmp_path):
     """Oracle: the launcher's own checks of what a recipe says; only /data/pairs may be missing."""
-    done = launch("launch/train.py", "--recipe", ROOT / "launch" / "recipes" / f"{name}.yaml", "--dry-run",
-                  f"folder={tmp_path / 'run'}", num=1, check=False)
+    done = launch(
+        "launch/train.py",
+        "--recipe",
+        ROOT / "launch" / "recipes" / f"{name}.yaml",
+        "--dry-run",
+        f"folder={tmp_path / 'run'}",
+        num=1,
+        check=False,
+    )
     problems = [line.strip() for line in done.stdout.splitlines() if line.startswith("  ")]
     missing = [line for line in problems if not line.startswith("data.path=/data/pairs does not exist")]
     assert missing == [] and (name != "prior-small" or done.returncode == 0), done.stdout

@@ -32,7 +32,7 @@ from tests.support.runs import (
 
 pytestmark = pytest.mark.slow
 TOKENIZER = ROOT / "tests" / "launch" / "tiny-phenaki-tokenizer.yaml"
-AVERAGES = {3: ("ema.profiles=[0.05,0.1]", "ema.snapshots=15")}              # by stage; saved every 20 steps
+AVERAGES = {3: ("ema.profiles=[0.05,0.1]", "ema.snapshots=15")}  # by stage; saved every 20 steps
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("stage", [3])           # the others: test_iddpm.py
+@pytest.mark.parametrize("stage", [3])  # the others: test_iddpm.py
 def test_kill_minus_nine(undisturbed, stage):
     """Oracle: the undisturbed run: after kill -9, its workers' too, the same command ends with the same bits of
     everything, snapshots of averages included.
@@ -66,7 +66,9 @@ def test_kill_minus_nine(undisturbed, stage):
 
 
 def test_sigterm_to_the_launcher(undisturbed):
-    """Oracle: the undisturbed run: ranks that lose their launcher save, end, and the same command goes on to equal bits."""
+    """Oracle: the undisturbed run: ranks that lose their launcher save, end, and the same command
+    goes on to equal bits.
+    """
     folder = undisturbed(2)
     stopped = folder.parent / "stopped"
     process = begin(train(stopped, 2, "data.workers=1", launcher=True), folder.parent / "stopped.log")
@@ -78,7 +80,7 @@ def test_sigterm_to_the_launcher(undisturbed):
     assert "stopped at step" in log and "the same command goes on" in log
     at = int((stopped / "saved").read_text())
     assert 20 <= at < STEPS and f"stopped at step {at} " in log
-    finish(train(stopped, 2))                        # by the launcher again: test_iddpm.py
+    finish(train(stopped, 2))  # by the launcher again: test_iddpm.py
     assert files(folder, STEPS) == files(stopped, STEPS)
 
 
@@ -103,8 +105,15 @@ def test_a_folder_moved_in_mid_run(undisturbed):
 def test_a_command_with_profile_goes_on(tmp_path):
     """Oracle: the first command's trace: typed again beyond the window, the command goes on, says so and leaves it."""
     folder = tmp_path / "run"
-    words = ["launch/train.py", "--recipe", "tests/launch/tiny.yaml", f"folder={folder}", "--profile", "1:2",
-             "every.sample=0"]
+    words = [
+        "launch/train.py",
+        "--recipe",
+        "tests/launch/tiny.yaml",
+        f"folder={folder}",
+        "--profile",
+        "1:2",
+        "every.sample=0",
+    ]
     launch(*words, "steps=3", num=1)
     [trace] = (folder / "profile").iterdir()
     before = trace.read_bytes()
@@ -115,7 +124,9 @@ def test_a_command_with_profile_goes_on(tmp_path):
 
 
 def test_one_rank_trains_the_same_curve(undisturbed, tmp_path):
-    """Oracle: the same run on 2 ranks: loss and gradient norm within 1e-5; weights as far as Adam lets rounding grow."""
+    """Oracle: the same run on 2 ranks: loss and gradient norm within 1e-5; weights as far as Adam
+    lets rounding grow.
+    """
     one, two = tmp_path / "one", undisturbed(2)
     finish(train(one, 2, num=1))
     assert len(metrics(one)) == STEPS // 5
@@ -130,15 +141,19 @@ def test_one_rank_trains_the_same_curve(undisturbed, tmp_path):
 
 def test_pictures_belong_to_their_seeds(undisturbed, tmp_path):
     """Oracle: one process: 2 ranks, other orders and other numbers draw the same picture for the same seed."""
+
     def pictures(out: Path, *words: str, num: int) -> dict[str, bytes]:
-        finish(command("launch/generate.py", undisturbed(2), "--out", out, "--steps", "4", "--batch", "2", *words,
-                       num=num))
+        finish(
+            command("launch/generate.py", undisturbed(2), "--out", out, "--steps", "4", "--batch", "2", *words, num=num)
+        )
         return {path.name: path.read_bytes() for path in (out / "samples").iterdir()}
 
     one = pictures(tmp_path / "one", "--num-samples", "6", "--labels", "3", num=1)
     two = pictures(tmp_path / "two", "--num-samples", "6", "--labels", "3", num=2)
     assert len(one) == 6 and one == two
-    assert pictures(tmp_path / "later", "--num-samples", "3", "--labels", "3", "--seed", "2", num=1).items() <= one.items()
+    assert (
+        pictures(tmp_path / "later", "--num-samples", "3", "--labels", "3", "--seed", "2", num=1).items() <= one.items()
+    )
     array = np.load(tmp_path / "two" / "samples_6x32x32x3.npz")["arr_0"]
     assert array.dtype == np.uint8 and array.shape == (6, 32, 32, 3)
     assert (array[5, :, :, 0] == np.asarray(Image.open(tmp_path / "two" / "samples" / "000005.png").convert("L"))).all()
@@ -168,14 +183,22 @@ def test_signal_to_a_rank(tmp_path):
     at = int((folder / "saved").read_text())
     log = (folder / "log.txt").read_text()
     assert f"stopped at step {at} " in log
-    appears(folder / "report.html")                  # it may be written beside the end
+    appears(folder / "report.html")  # it may be written beside the end
     assert f"step {at} is saved" in (folder / "report.html").read_text()
     output = (tmp_path / "log").read_text()
-    beginning = (f"dstrain {__version__}: rank 0 of 2", "tiny: dit, 100,000 steps of 8 samples", "data: builtin:fashion",
-                 "weights: denoiser ", "begins at step 1 of 100000", "memory: rank 0 holds", "first step: ", "step 5/")
+    beginning = (
+        f"dstrain {__version__}: rank 0 of 2",
+        "tiny: dit, 100,000 steps of 8 samples",
+        "data: builtin:fashion",
+        "weights: denoiser ",
+        "begins at step 1 of 100000",
+        "memory: rank 0 holds",
+        "first step: ",
+        "step 5/",
+    )
     places = [output.find(f"\n{line}") for line in beginning]
     assert -1 not in places and places == sorted(places), output[:3000]
-    assert all(output.count(f"\n{line}") == 1 for line in beginning[:-1])     # by rank 0 alone
+    assert all(output.count(f"\n{line}") == 1 for line in beginning[:-1])  # by rank 0 alone
     assert [line for line in beginning[:-1] if line not in log] == [] and "untested" not in output
     assert (folder / "checkpoints" / f"step_{at:08d}" / "manifest.json").exists()
     assert torch.isfinite(read_weights(folder / "checkpoints" / f"step_{at:08d}", "denoiser")["pos_embed"]).all()
@@ -189,9 +212,20 @@ def test_buckets(tmp_path):
         path = tmp_path / "data" / "ab"[number % 2] / f"{number:02d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         pictures.picture(number, *((40, 40), (90, 30), (30, 90))[number % 3]).save(path)
-    entries = ["data.buckets=[[32,32],[48,16],[16,48]]", "data.crop=random", "data.size_conditions=true", "steps=12",
-               "data.channels=3", "model.in_channels=3", "model.num_classes=2", f"data.path={tmp_path / 'data'}",
-               "every.save=6", "every.sample=12", "every.report=1", "samples.size=[48,16]"]
+    entries = [
+        "data.buckets=[[32,32],[48,16],[16,48]]",
+        "data.crop=random",
+        "data.size_conditions=true",
+        "steps=12",
+        "data.channels=3",
+        "model.in_channels=3",
+        "model.num_classes=2",
+        f"data.path={tmp_path / 'data'}",
+        "every.save=6",
+        "every.sample=12",
+        "every.report=1",
+        "samples.size=[48,16]",
+    ]
     whole, again = tmp_path / "whole", tmp_path / "again"
     assert "in 3 of 3 buckets of 8" in finish(train(whole, 3, *entries))
     shutil.copytree(whole, again)
@@ -200,13 +234,13 @@ def test_buckets(tmp_path):
     assert files(whole, 12) == files(again, 12)
     one, other = ({line["step"]: line["loss"] for line in metrics(run) if "loss" in line} for run in (whole, again))
     assert one == other and len(one) == 12
-    with Image.open(whole / "samples" / "step_00000012.png") as image:      # 2 x 3 of 48 x 16, 4 times as large
+    with Image.open(whole / "samples" / "step_00000012.png") as image:  # 2 x 3 of 48 x 16, 4 times as large
         assert image.size == (2 * 192 + 6, 3 * 64 + 8)
 
 
 def test_durations(tmp_path):
-    """Oracle: the run that nothing has disturbed: from its step 3 on, the same command ends with the same bits, in clips
-    of three lengths and images.
+    """Oracle: the run that nothing has disturbed: from its step 3 on, the same command ends with the same bits, in
+    clips of three lengths and images.
     """
     for number in range(24):
         path = tmp_path / "data" / f"{number:02d}.webp"
@@ -215,9 +249,19 @@ def test_durations(tmp_path):
     (tmp_path / "images").mkdir()
     for number in range(4):
         pictures.picture(number, 16, 16).save(tmp_path / "images" / f"{number}.png")
-    entries = ["data.buckets=[3,5,9]", "data.num_frames=9", f"data.path={tmp_path / 'data'}", "data.held_out=0.3",
-               f"data.images={tmp_path / 'images'}", "steps=6", "every.save=3", "every.evaluate=6", "every.sample=6",
-               "every.report=1", "model.discriminator.start=2"]
+    entries = [
+        "data.buckets=[3,5,9]",
+        "data.num_frames=9",
+        f"data.path={tmp_path / 'data'}",
+        "data.held_out=0.3",
+        f"data.images={tmp_path / 'images'}",
+        "steps=6",
+        "every.save=3",
+        "every.evaluate=6",
+        "every.sample=6",
+        "every.report=1",
+        "model.discriminator.start=2",
+    ]
     whole, again = tmp_path / "whole", tmp_path / "again"
     assert "of 3 buckets of" in finish(train(whole, 2, *entries, recipe=TOKENIZER))
     shutil.copytree(whole, again)
@@ -226,4 +270,4 @@ def test_durations(tmp_path):
     assert files(whole, 6) == files(again, 6)
     assert metrics(whole) == metrics(again)
     with Image.open(whole / "samples" / "step_00000006_reconstruction.gif") as shown:
-        assert shown.n_frames == 9                     # the first bucket is the longest
+        assert shown.n_frames == 9  # the first bucket is the longest

@@ -1,4 +1,6 @@
-"""Wrong recipes, overrides, files and paths end before DeepSpeed starts: named, with the remedy, exit code 2, no traceback."""
+"""Wrong recipes, overrides, files and paths end before DeepSpeed starts: named, with the remedy,
+exit code 2, no traceback.
+"""
 
 import json
 import os
@@ -19,18 +21,35 @@ SCRIPT = ROOT / "launch" / "train.py"
 def folder(tmp_path, monkeypatch):
     """A working folder with right and wrong files in it."""
     files = {
-        "twice.yaml": "steps: 3\nsteps: 4\n", "tab.yaml": "steps: 3\n\tseed: 1\n", "open.yaml": "model: [1\n",
-        "list.yaml": "- steps\n", "typo.yaml": "name: x\noptimiser:\n  lr: 1\n", "latin.yaml": b"name: \xe9\n",
-        "number.yaml": "1: 2\n", "good.yaml": "steps: 3\n", "bad.json": '{"bf16": {"enabled": true},}',
-        "twice.json": '{"bf16": {}, "bf16": {}}', "list.json": "[]", "auto.json": '{"fp16": {"enabled": "auto"}}',
-        "clip.json": '{"gradient_clipping": 1.0}', "batch.json": '{"train_batch_size": 63}',
-        "lr.json": '{"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}', "sched.json": '{"scheduler": {"type": "WarmupLR"}}',
-        "fp16.json": '{"fp16": {"enabled": true}}', "both.json": '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}',
-        "typo.json": '{"zero_optimisation": {"stage": 2}}', "zero.json": '{"zero_optimization": {"stage": 2, "bukets": 1}}',
-        "stage.json": '{"zero_optimization": {"stage": 4}}', "amp.json": '{"amp": {"enabled": true}}',
-        "nvme.json": '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/no/disk"}}}',
-        "elastic.json": '{"elasticity": {"enabled": true}}', "afile": "", "mixed/notes.txt": "no image",
-        "stranger/thesis.tex": "", "lost/run.yaml": "name: lost\n", "lost/saved": "500\n",
+        "twice.yaml": "steps: 3\nsteps: 4\n",
+        "tab.yaml": "steps: 3\n\tseed: 1\n",
+        "open.yaml": "model: [1\n",
+        "list.yaml": "- steps\n",
+        "typo.yaml": "name: x\noptimiser:\n  lr: 1\n",
+        "latin.yaml": b"name: \xe9\n",
+        "number.yaml": "1: 2\n",
+        "good.yaml": "steps: 3\n",
+        "bad.json": '{"bf16": {"enabled": true},}',
+        "twice.json": '{"bf16": {}, "bf16": {}}',
+        "list.json": "[]",
+        "auto.json": '{"fp16": {"enabled": "auto"}}',
+        "clip.json": '{"gradient_clipping": 1.0}',
+        "batch.json": '{"train_batch_size": 63}',
+        "lr.json": '{"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}',
+        "sched.json": '{"scheduler": {"type": "WarmupLR"}}',
+        "fp16.json": '{"fp16": {"enabled": true}}',
+        "both.json": '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}',
+        "typo.json": '{"zero_optimisation": {"stage": 2}}',
+        "zero.json": '{"zero_optimization": {"stage": 2, "bukets": 1}}',
+        "stage.json": '{"zero_optimization": {"stage": 4}}',
+        "amp.json": '{"amp": {"enabled": true}}',
+        "nvme.json": '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nodisk"}}}',
+        "elastic.json": '{"elasticity": {"enabled": true}}',
+        "afile": "",
+        "mixed/notes.txt": "no image",
+        "stranger/thesis.tex": "",
+        "lost/run.yaml": "name: lost\n",
+        "lost/saved": "500\n",
     }
     for name, content in files.items():
         path = tmp_path / name
@@ -120,14 +139,23 @@ WRONG = {
     "not UTF-8": (["--recipe", "latin.yaml"], "latin.yaml"),
     "number as key": (["--recipe", "number.yaml"], "put it into quotes"),
     "no data": (["data.path=/no/images"], "data.path=/no/images does not exist"),
-    "no such address": (["data.path=ftp://x/a.tar"], "data.path=ftp://x/a.tar: an address begins with s3://, gs://, hf://"),
-    "no data in a mixture": (["data.mixture=[{path: classes}, {path: /no/b}]"], "data.mixture[1].path=/no/b does not exist"),
+    "no such address": (
+        ["data.path=ftp://x/a.tar"],
+        "data.path=ftp://x/a.tar: an address begins with s3://, gs://, hf://",
+    ),
+    "no data in a mixture": (
+        ["data.mixture=[{path: classes}, {path: /no/b}]"],
+        "data.mixture[1].path=/no/b does not exist",
+    ),
     "no space": (["data.columns={label:kind}"], "{label:kind} lacks a space after the colon: write {label: kind}"),
     "empty data": (["data.path=empty"], "data.path=empty is an empty folder"),
     "no image": (["data.path=mixed"], "data.path=mixed"),
     "empty class": (["data.path=classes"], "class folders without images: b"),
     "data is a file": (["data.path=afile"], "data.path=afile"),
-    "videos for images": (["data.path=builtin:moving-fashion"], "dit learns from images or cached latents: give a folder of images"),
+    "videos for images": (
+        ["data.path=builtin:moving-fashion"],
+        "dit learns from images or cached latents: give a folder of images",
+    ),
     "unknown built-in": (["data.path=builtin:mnist"], "builtin:fashion"),
     "nothing to start from": (["init_from=/no/weights"], "init_from=/no/weights does not exist"),
     "folder is a file": (["folder=afile"], "name another folder"),
@@ -153,15 +181,24 @@ WRONG = {
     "amp": (["--ds_config", "amp.json"], "does not support"),
     "elasticity": (["--ds_config", "elastic.json"], "does not support"),
     "NVMe": (["--ds_config", "nvme.json"], 'write "cpu"'),
-    "whole weights": (["--recipe", "tests/launch/tiny-phenaki-tokenizer.yaml", "--ds_config", "ds_configs/zero3.json",
-                       "model.discriminator.penalty.form=exact"],
-                      "model.discriminator.penalty.form=exact needs whole weights, ZeRO stage 3 scatters them"),
+    "whole weights": (
+        [
+            "--recipe",
+            "tests/launch/tiny-phenaki-tokenizer.yaml",
+            "--ds_config",
+            "ds_configs/zero3.json",
+            "model.discriminator.penalty.form=exact",
+        ],
+        "model.discriminator.penalty.form=exact needs whole weights, ZeRO stage 3 scatters them",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_input_is_named_with_its_remedy(folder, monkeypatch, capsys, case):
-    """Oracle: the fault put in; exit code 2, the message on stderr, after the first line alone, and nothing left behind."""
+    """Oracle: the fault put in; exit code 2, the message on stderr, after the first line alone,
+    and nothing left behind.
+    """
     arguments, expected = WRONG[case]
     if case == "fp16 on CPU":
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -182,13 +219,20 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
     """Oracle: the recipe written into the run's folder."""
     from dstrain import recipe
     from dstrain.commands import cli
+
     job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
     (folder / "run").mkdir()
     (folder / "run" / "run.yaml").write_text(recipe.dump(job.run))
     (folder / "run" / "saved").write_text("300")
     (folder / "run" / "checkpoints" / "step_00000300").mkdir(parents=True)
     code, _, err = launch(["folder=run", "seed=7", "model.depth=7", "steps=2000"], monkeypatch, capsys)
-    assert code == 2 and "seed was 0" in err and "model.depth was 6" in err and "--allow-change" in err and "steps" not in err
+    assert (
+        code == 2
+        and "seed was 0" in err
+        and "model.depth was 6" in err
+        and "--allow-change" in err
+        and "steps" not in err
+    )
     assert cli.prepare(cli.train_arguments(ROOT, ["folder=run", "seed=7", "--allow-change"])).run.seed == 7
     assert cli.prepare(cli.train_arguments(ROOT, ["folder=run", "seed=7", "--from-scratch"])).run.seed == 7
 
@@ -198,9 +242,13 @@ def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     from dstrain.commands import cli
     from dstrain.engine import cpu, settings
     from dstrain.runs import folders
+
     monkeypatch.setattr(cpu, "multiplies_bf16", lambda: True)
-    words = ["folder=run", "--allow-change"]                              # the data are not asked about
-    precision = lambda *more: settings.precision(cli.prepare(cli.train_arguments(ROOT, [*words, *more])).settings)
+    words = ["folder=run", "--allow-change"]  # the data are not asked about
+
+    def precision(*more):
+        return settings.precision(cli.prepare(cli.train_arguments(ROOT, [*words, *more])).settings)
+
     job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
     folders.write_down(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")
     assert precision() == "bf16", "nothing is saved: there is no run to go on with"
@@ -213,8 +261,18 @@ def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
 
 def test_several_faults_come_together(folder, monkeypatch, capsys):
     """Oracle: the list of faults put in, across model section, paths and JSON."""
-    code, _, err = launch(["model.size=DiT-Q/2", "data.path=/no/images", "init_from=/no/weights", "--ds_config", "batch.json",
-                           "folder=afile"], monkeypatch, capsys)
+    code, _, err = launch(
+        [
+            "model.size=DiT-Q/2",
+            "data.path=/no/images",
+            "init_from=/no/weights",
+            "--ds_config",
+            "batch.json",
+            "folder=afile",
+        ],
+        monkeypatch,
+        capsys,
+    )
     assert code == 2 and err.startswith("train.py: 5 things are wrong:") and len(err.splitlines()) == 6
 
 
@@ -243,6 +301,7 @@ def test_what_only_a_run_takes(words, monkeypatch, capsys):
 def test_a_librarys_value_error_keeps_its_traceback():
     """Oracle: float("x") raises a ValueError that is no user's fault."""
     from dstrain.commands import cli
+
     with pytest.raises(ValueError, match="could not convert"):
         cli.run_main(lambda: float("x"))
 
@@ -251,20 +310,37 @@ def test_help_fits_one_screen(monkeypatch, capsys):
     """Oracle: a screen of 40 lines and 100 columns; every option that is parsed stands in it."""
     code, out, err = launch(["--help"], monkeypatch, capsys)
     assert code == 0 and not err and 24 <= len(out.splitlines()) <= 40 and max(map(len, out.splitlines())) <= 100
-    for option in ("--recipe", "--ds_config", "--deepspeed_config", "--dry-run", "--print-config", "--from-scratch",
-                   "--allow-change", "--step", "--profile", "--trust-pickle", "--deepspeed,", "--local_rank", "--help"):
+    for option in (
+        "--recipe",
+        "--ds_config",
+        "--deepspeed_config",
+        "--dry-run",
+        "--print-config",
+        "--from-scratch",
+        "--allow-change",
+        "--step",
+        "--profile",
+        "--trust-pickle",
+        "--deepspeed,",
+        "--local_rank",
+        "--help",
+    ):
         assert option in out
 
 
 def run(command, cwd, timeout=120):
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     environment["PYTHONPATH"] = str(ROOT)
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
     return done, time.perf_counter() - begin
 
 
-@pytest.mark.parametrize("arguments", [["lr=1"], ["--ds_config", "fp16.json"], ["data.path=/no/images", "samples.labels=[10]"]])
+@pytest.mark.parametrize(
+    "arguments", [["lr=1"], ["--ds_config", "fp16.json"], ["data.path=/no/images", "samples.labels=[10]"]]
+)
 def test_a_real_process(folder, arguments):
     """Oracle: the exit code and the streams of `python launch/train.py`."""
     if "fp16.json" in arguments and __import__("torch").cuda.is_available():
@@ -277,7 +353,10 @@ def test_a_real_process(folder, arguments):
 def test_dry_run_and_print_config_of_a_real_process(folder):
     """Oracle: the same recipe read from what was printed."""
     from dstrain import recipe
-    done, _ = run([sys.executable, str(SCRIPT), "--print-config", "steps=7", "--deepspeed", "--local_rank=0", "seed=3"], folder)
+
+    done, _ = run(
+        [sys.executable, str(SCRIPT), "--print-config", "steps=7", "--deepspeed", "--local_rank=0", "seed=3"], folder
+    )
     first, second = done.stdout.split("# DeepSpeed settings\n")
     (folder / "printed.yaml").write_text(first)
     assert recipe.load(folder / "printed.yaml").steps == 7 and json.loads(second)["train_batch_size"] == 64
@@ -288,8 +367,17 @@ def test_dry_run_and_print_config_of_a_real_process(folder):
 @pytest.mark.slow
 def test_the_deepspeed_launcher(folder):
     """Oracle: the exit code of the real launcher on two ranks, and one message, not two."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(SCRIPT), "lr=1", "--ds_config",
-               "fp16.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        "2",
+        str(SCRIPT),
+        "lr=1",
+        "--ds_config",
+        "fp16.json",
+    ]
     done, _ = run(command, folder)
     output = done.stdout + done.stderr
     assert done.returncode and "Traceback" not in output, output

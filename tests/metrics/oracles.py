@@ -29,8 +29,9 @@ def seeded_inception(path: Path) -> Path:
 
 def noise(count: int, height: int = 40, width: int = 64, channels: int = 3) -> Tensor:
     """Images uint8 (count, channels, height, width)."""
-    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8,
-                         generator=torch.Generator().manual_seed(count))
+    return torch.randint(
+        0, 256, (count, channels, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(count)
+    )
 
 
 class Detector(nn.Module):
@@ -44,8 +45,7 @@ class Detector(nn.Module):
 class VideoDetector(nn.Module):
     """As the I3D of StyleGAN-V is called: float clips (N, 3, T, H, W) of 0 to 255; means of channels and frames."""
 
-    def forward(self, x: Tensor, rescale: bool = False, resize: bool = False,
-                return_features: bool = False) -> Tensor:
+    def forward(self, x: Tensor, rescale: bool = False, resize: bool = False, return_features: bool = False) -> Tensor:
         assert rescale and resize and return_features
         return torch.cat((x.mean((2, 3, 4)), x.mean((1, 3, 4))), 1)
 
@@ -76,13 +76,17 @@ def arrays(path: Path, pixels: Tensor, **others: np.ndarray) -> Path:
 
 def two_sets(folder: Path) -> tuple[Path, Path]:
     """Files of 103 images with labels, and of 90."""
-    return (arrays(folder / "a.npz", noise(103, 6, 5), arr_1=np.arange(103) % 7),
-            arrays(folder / "b.npz", noise(90, 6, 5).clamp(30, 220)))
+    return (
+        arrays(folder / "a.npz", noise(103, 6, 5), arr_1=np.arange(103) % 7),
+        arrays(folder / "b.npz", noise(90, 6, 5).clamp(30, 220)),
+    )
 
 
 def measured(first: Path, second: Path, size: int, keep: int = 10_000) -> dict[str, float]:
     """Figures of two files in batches of a size."""
     networks = dict.fromkeys(("fid", "kid", "pr", "dc", "is", "accuracy"), Projected())
-    sides = [table.collect(images.open_set(path, "--images"), networks, size, keep, compared)
-             for path, compared in ((first, False), (second, True))]
+    sides = [
+        table.collect(images.open_set(path, "--images"), networks, size, keep, compared)
+        for path, compared in ((first, False), (second, True))
+    ]
     return {name: value for name, (value, _) in table.figures(networks, *sides).items()}

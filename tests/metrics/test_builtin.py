@@ -11,7 +11,7 @@ from dstrain.metrics.builtin import BUILTIN, FILE
 from dstrain.metrics.features import open_features
 from dstrain.recipe import ConfigError
 
-WEIGHTS = 1_000_000                               # bytes, the most that the package may carry
+WEIGHTS = 1_000_000  # bytes, the most that the package may carry
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def test_sizes_and_colours_do_not_matter(network):
 
 def test_distances_tell_pictures_apart(network):
     """Oracle: the order by construction: unseen images, blurred ones, three classes, and noise against the data."""
+
     def moments(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         features = network(images)[0].double()
         return features.mean(0), features.T.cov()

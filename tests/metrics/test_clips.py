@@ -15,8 +15,10 @@ def clips(source: MovingFashion, step: int) -> tuple[torch.Tensor, list[str]]:
     return torch.stack([source[number]["video"] for number in numbers]), [source.caption(number) for number in numbers]
 
 
-@pytest.mark.parametrize("frames, height, width, channels, split", [
-    (9, 24, 24, 1, "train"), (5, 24, 24, 3, "held_out"), (9, 24, 32, 1, "train"), (17, 40, 32, 1, "held_out")])
+@pytest.mark.parametrize(
+    "frames, height, width, channels, split",
+    [(9, 24, 24, 1, "train"), (5, 24, 24, 3, "held_out"), (9, 24, 32, 1, "train"), (17, 40, 32, 1, "held_out")],
+)
 def test_motions_of_true_clips(frames, height, width, channels, split):
     """Oracle: the captions of the clips, which say how they were made, bouncing included; all are right."""
     source = MovingFashion(frames, height, width, channels, split)
@@ -30,8 +32,9 @@ def test_captions_are_those_of_the_clips():
     assert {source.caption(number) for number in range(len(source))} == set(captions())
     for number in range(0, len(source), 97):
         item, motion = captions()[source.caption(number)]
-        assert item == source[number]["label"] and source.caption(number).endswith(f"{FASHION[item]} "
-                                                                                 f"{list(MOTIONS)[motion]}")
+        assert item == source[number]["label"] and source.caption(number).endswith(
+            f"{FASHION[item]} {list(MOTIONS)[motion]}"
+        )
 
 
 def test_what_does_not_move():
@@ -46,19 +49,26 @@ def test_what_does_not_move():
 @pytest.mark.parametrize("height, width", [(48, 48), (42, 60)])
 def test_items_are_cut_out(height, width):
     """Oracle: a square of known place, cut out by hand: the item's inner 28/32, found wherever it lies."""
-    side = 2 * min(height, width) // 3                                # 32 and 28
+    side = 2 * min(height, width) // 3  # 32 and 28
     item = torch.zeros(side, side)
     item[4:-4, 2:-2] = torch.rand(side - 8, side - 4, generator=torch.Generator().manual_seed(1)) / 2 + 0.5
     frames = torch.zeros(3, height, width)
     places = [(0, 0), (5, 3), (height - side, width - side)]
     for frame, (top, left) in zip(frames, places):
-        frame[top:top + side, left:left + side] = item
+        frame[top : top + side, left : left + side] = item
     border = side / 16
-    inner = F.grid_sample(item[None, None], torch.stack(torch.meshgrid(*[
-        (2 * (border + (torch.arange(28) + 0.5) * (side - 2 * border) / 28) / side - 1)] * 2, indexing="ij")[::-1],
-        -1)[None], align_corners=False)[0]
+    inner = F.grid_sample(
+        item[None, None],
+        torch.stack(
+            torch.meshgrid(
+                *[(2 * (border + (torch.arange(28) + 0.5) * (side - 2 * border) / 28) / side - 1)] * 2, indexing="ij"
+            )[::-1],
+            -1,
+        )[None],
+        align_corners=False,
+    )[0]
     found = items(frames)
     assert found.shape == (3, 1, 28, 28)
-    assert (found - inner).abs().mean() < 0.05                        # edges of brightness are not quite the square's
-    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)     # and the place does not matter
+    assert (found - inner).abs().mean() < 0.05  # edges of brightness are not quite the square's
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)  # and the place does not matter
     torch.testing.assert_close(found[0], found[2], atol=1e-4, rtol=0)

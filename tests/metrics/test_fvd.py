@@ -30,16 +30,24 @@ def test_fvd(tmp_path, kind):
         rows = [torch.cat((part.float().mean((1, 3, 4)), part.float().mean((2, 3, 4))), 1) for part in clips]
     else:
         torch.manual_seed(0)
-        small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_frames=4)
+        small = {
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+            "num_frames": 4,
+        }
         model = VideoMAEModel(VideoMAEConfig(**small)).eval()
         model.save_pretrained(tmp_path / "video")
         words = f"videomae:{tmp_path / 'video'}"
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((.485, .456, .406), (.229, .224, .225)))
-        frames = [F.interpolate(part.flatten(0, 1).float(), (224, 224), mode="bicubic", antialias=True)
-                  for part in clips]
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+        frames = [
+            F.interpolate(part.flatten(0, 1).float(), (224, 224), mode="bicubic", antialias=True) for part in clips
+        ]
         with torch.no_grad():
-            rows = [model(((part / 255 - mean) / std).view(-1, 4, 3, 224, 224)).last_hidden_state.mean(1)
-                    for part in frames]
+            rows = [
+                model(((part / 255 - mean) / std).view(-1, 4, 3, 224, 224)).last_hidden_state.mean(1) for part in frames
+            ]
     expected = distance(*(part.double().numpy() for part in rows))
     alone = work(0, words, *paths)
     assert np.isfinite(expected) and alone == pytest.approx(expected, rel=1e-4)

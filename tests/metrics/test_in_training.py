@@ -45,8 +45,12 @@ class Copies(System):
 
 def run_in(folder: Path, **sections) -> Run:
     samples = {"metrics": ["fd", "accuracy"], "metrics_samples": NUM, "seed": 3} | sections.pop("samples", {})
-    return Run(folder=folder, data={"path": "builtin:fashion", "image_size": 28, "channels": 1}, samples=samples,
-               **{"every": {"metrics": 5}} | sections)
+    return Run(
+        folder=folder,
+        data={"path": "builtin:fashion", "image_size": 28, "channels": 1},
+        samples=samples,
+        **{"every": {"metrics": 5}} | sections,
+    )
 
 
 def measured(rank: int, *folders: str) -> list[tuple[dict[str, float], int, list[str]]]:
@@ -63,14 +67,15 @@ def test_figures_on_one_rank_and_two(tmp_path):
     """Oracle: Frechet's formula in numpy and the classifier's own labels, over images 3 to 132 of the train split."""
     features, logits = open_features("builtin")(Fashion(28, 1).images[:, None])
     labels = logits.argmax(1).numpy()
-    rows, drawn = features.double().numpy(), features.double().numpy()[3:3 + NUM]
+    rows, drawn = features.double().numpy(), features.double().numpy()[3 : 3 + NUM]
     cross = np.linalg.eigvals(np.cov(drawn.T) @ np.cov(rows.T)).real.clip(0) ** 0.5
-    distance = (np.square(drawn.mean(0) - rows.mean(0)).sum() + np.trace(np.cov(drawn.T) + np.cov(rows.T))
-                - 2 * cross.sum())
-    shown = (labels[3:3 + NUM] == np.arange(NUM) % 10).mean()          # seeds begin at 3, labels at 0
+    distance = (
+        np.square(drawn.mean(0) - rows.mean(0)).sum() + np.trace(np.cov(drawn.T) + np.cov(rows.T)) - 2 * cross.sum()
+    )
+    shown = (labels[3 : 3 + NUM] == np.arange(NUM) % 10).mean()  # seeds begin at 3, labels at 0
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     alone = measured(0, one)
-    two = gloo.run(tmp_path, measured, one, other)                    # the first reads what one rank has written
+    two = gloo.run(tmp_path, measured, one, other)  # the first reads what one rank has written
     for (figures, calls, files), expected_calls in zip((*alone, *two[0], *two[1]), (9, 5, 5, 5, 5)):
         assert figures == pytest.approx({"fd": distance, "accuracy": shown}, rel=1e-6)
         assert calls == expected_calls and files == alone[0][2] and len(files) == 1
@@ -95,8 +100,15 @@ def test_features_of_the_data_are_kept(tmp_path, monkeypatch):
     assert opened() == 1 and opened() == 0 and sorted(path.iterdir()) == files
 
 
-@pytest.mark.parametrize("best, figures, score", [("fd", {"fd": 2.5}, 2.5), ("accuracy", {"accuracy": 0.75}, -0.75),
-                                                  (True, {"fd": 2.5}, None), (False, {"fd": 2.5}, None)])
+@pytest.mark.parametrize(
+    "best, figures, score",
+    [
+        ("fd", {"fd": 2.5}, 2.5),
+        ("accuracy", {"accuracy": 0.75}, -0.75),
+        (True, {"fd": 2.5}, None),
+        (False, {"fd": 2.5}, None),
+    ],
+)
 def test_the_lowest_score_is_the_best(tmp_path, best, figures, score):
     """Oracle: by hand: a distance counts as it is, an accuracy as its negative; the held-out loss is no metric."""
     quality = checked_quality(run_in(tmp_path, save={"best": best}), Copies(), Fashion(28, 1), None)
@@ -111,15 +123,31 @@ class Enlarging(Copies):
     starts_from_data = True
 
 
-@pytest.mark.parametrize("system, sections, message", [
-    (Still, {}, "every.metrics=5: dit draws no pictures while it trains: write every.metrics=0"),
-    (Enlarging, {}, "every.metrics=5: dit draws from given pictures"),
-    (Copies, {"samples": {"metrics": ["fid"]}}, "samples.metrics: fid needs a network: samples.features: inception"),
-    (Copies, {"samples": {"metrics": ["beauty"]}}, "samples.metrics: beauty: known are fid"),
-    (Copies, {"samples": {"features": ["dinov2:nowhere"], "metrics": ["fd_dinov2"]}}, "samples.features: dinov2:nowh"),
-    (Copies, {"samples": {"metrics_split": "held_out"}, "data": {"path": "."}}, "the built-in classifier is for the"),
-    (Copies, {"samples": {"metrics": ["pr"]}, "save": {"best": "pr"}}, "save.best=pr: it may be one of fd, fid"),
-    (counting.Counting, {}, "accuracy needs labels or captions")])
+@pytest.mark.parametrize(
+    "system, sections, message",
+    [
+        (Still, {}, "every.metrics=5: dit draws no pictures while it trains: write every.metrics=0"),
+        (Enlarging, {}, "every.metrics=5: dit draws from given pictures"),
+        (
+            Copies,
+            {"samples": {"metrics": ["fid"]}},
+            "samples.metrics: fid needs a network: samples.features: inception",
+        ),
+        (Copies, {"samples": {"metrics": ["beauty"]}}, "samples.metrics: beauty: known are fid"),
+        (
+            Copies,
+            {"samples": {"features": ["dinov2:nowhere"], "metrics": ["fd_dinov2"]}},
+            "samples.features: dinov2:nowh",
+        ),
+        (
+            Copies,
+            {"samples": {"metrics_split": "held_out"}, "data": {"path": "."}},
+            "the built-in classifier is for the",
+        ),
+        (Copies, {"samples": {"metrics": ["pr"]}, "save": {"best": "pr"}}, "save.best=pr: it may be one of fd, fid"),
+        (counting.Counting, {}, "accuracy needs labels or captions"),
+    ],
+)
 def test_what_cannot_be_measured_is_refused(tmp_path, system, sections, message):
     """Oracle: the beginning of the line that a user reads before anything is trained."""
     run = run_in(tmp_path, **{name: values for name, values in sections.items() if name != "data"})
@@ -135,9 +163,16 @@ class Unlabelled(Copies):
         return {}
 
 
-@pytest.mark.parametrize("system, data, steps, metrics", [
-    (Copies, "builtin:fashion", 5, {"fd", "accuracy"}), (Unlabelled, "builtin:fashion", 5, {"fd"}),
-    (Copies, ".", 5, None), (Still, "builtin:fashion", 5, None), (Copies, "builtin:fashion", 0, None)])
+@pytest.mark.parametrize(
+    "system, data, steps, metrics",
+    [
+        (Copies, "builtin:fashion", 5, {"fd", "accuracy"}),
+        (Unlabelled, "builtin:fashion", 5, {"fd"}),
+        (Copies, ".", 5, None),
+        (Still, "builtin:fashion", 5, None),
+        (Copies, "builtin:fashion", 0, None),
+    ],
+)
 def test_metrics_by_default(tmp_path, system, data, steps, metrics):
     """Oracle: by hand: what the built-in data and the model allow, where the recipe names none; nothing elsewhere."""
     run = run_in(tmp_path, samples={"metrics": None}, every={"metrics": steps})
@@ -146,10 +181,17 @@ def test_metrics_by_default(tmp_path, system, data, steps, metrics):
     assert quality is None if metrics is None else set(quality.metrics) == metrics
 
 
-@pytest.mark.parametrize("system, best, message", [
-    (Copies, "fd", None), (Copies, "accuracy", None), (Still, "fd", "save.best=fd needs that metric, and"),
-    (Unlabelled, "accuracy", "this model have fd by default: name it in samples.metrics"),
-    (Copies, "xyz", "save.best=xyz: it may be one of fd, fid"), (Still, "xyz", "save.best=xyz: it may be one of")])
+@pytest.mark.parametrize(
+    "system, best, message",
+    [
+        (Copies, "fd", None),
+        (Copies, "accuracy", None),
+        (Still, "fd", "save.best=fd needs that metric, and"),
+        (Unlabelled, "accuracy", "this model have fd by default: name it in samples.metrics"),
+        (Copies, "xyz", "save.best=xyz: it may be one of fd, fid"),
+        (Still, "xyz", "save.best=xyz: it may be one of"),
+    ],
+)
 def test_the_best_by_a_metric_of_the_default(tmp_path, system, best, message):
     """Oracle: by hand: what is measured where the recipe names no metrics may be chosen by, and nothing else."""
     run = run_in(tmp_path, samples={"metrics": None}, save={"best": best})
@@ -190,15 +232,30 @@ def test_every_average_is_measured(tmp_path):
         expected |= {f"{prefix}{key}": value for key, value in quality.measure(masters, 16).items()}
     with Watchdog(tmp_path, 0, 0, 600) as watchdog:
         tracker = SimpleNamespace(scores=lambda done, scores, kind: reports.append((done, scores, kind)))
-        train.measure(SimpleNamespace(run=run, system=system, ema=ema, quality=quality, watchdog=watchdog, micro=16,
-                                      engines=SimpleNamespace(modules=masters), tracker=tracker), 5)
+        train.measure(
+            SimpleNamespace(
+                run=run,
+                system=system,
+                ema=ema,
+                quality=quality,
+                watchdog=watchdog,
+                micro=16,
+                engines=SimpleNamespace(modules=masters),
+                tracker=tracker,
+            ),
+            5,
+        )
     assert reports == [(5, expected, "metrics")] and expected["fd"] != expected["ema_0.1/fd"]
 
 
-@pytest.mark.parametrize("sections, message", [
-    ({"save": {"best": "fd"}, "every": {"metrics": 0}}, "save.best=fd needs that metric: set every.metrics"),
-    ({"save": {"best": "fd"}, "samples": {"metrics": ["accuracy"]}}, "save.best=fd needs that metric"),
-    ({"samples": {"metrics": []}}, "every.metrics=5: samples.metrics names none")])
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        ({"save": {"best": "fd"}, "every": {"metrics": 0}}, "save.best=fd needs that metric: set every.metrics"),
+        ({"save": {"best": "fd"}, "samples": {"metrics": ["accuracy"]}}, "save.best=fd needs that metric"),
+        ({"samples": {"metrics": []}}, "every.metrics=5: samples.metrics names none"),
+    ],
+)
 def test_sections_that_disagree(tmp_path, sections, message):
     """Oracle: the line that names both entries and the remedy."""
     with pytest.raises(ValueError, match=message):

@@ -23,8 +23,13 @@ def test_blocks_of_torchvision(weights):
     network.load_state_dict(torch.load(weights, weights_only=True))
     ours = open_features(f"inception:{weights}")._network
     x = torch.rand(1, 3, 107, 123, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    y = network.maxpool2(network.Conv2d_4a_3x3(network.Conv2d_3b_1x1(network.maxpool1(network.Conv2d_2b_3x3(
-        network.Conv2d_2a_3x3(network.Conv2d_1a_3x3(x)))))))
+    y = network.maxpool2(
+        network.Conv2d_4a_3x3(
+            network.Conv2d_3b_1x1(
+                network.maxpool1(network.Conv2d_2b_3x3(network.Conv2d_2a_3x3(network.Conv2d_1a_3x3(x))))
+            )
+        )
+    )
     assert torch.equal(ours(x, until="Mixed_5b"), y)
     for name in ours.blocks[:-1]:
         inner = slice(None) if name in ("Mixed_6a", "Mixed_7a") else slice(1, -1)
@@ -39,8 +44,9 @@ def test_blocks_of_torchvision(weights):
 def test_torch_fidelity(weights):
     """Oracle: torch-fidelity's features and logits without bias, of images that are reduced and enlarged."""
     reference = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
-    extractor = reference.FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"],
-                                                      feature_extractor_weights_path=str(weights))
+    extractor = reference.FeatureExtractorInceptionV3(
+        "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(weights)
+    )
     images = noise(2, 28, 320)
     for ours, theirs in zip(open_features(f"inception:{weights}")(images), extractor(images)):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -68,13 +74,15 @@ def test_tensorflow_resize():
     """Oracle: bilinear by its definition, in numpy: source place = place * size / 299, the last pixel repeated."""
     image = noise(1, 40, 310)[0, 0].double().numpy()
     places = [np.arange(299) * size / 299 for size in image.shape]
-    rows, columns = (np.minimum(np.stack((np.floor(place), np.floor(place) + 1)), size - 1).astype(int)
-                     for place, size in zip(places, image.shape))
+    rows, columns = (
+        np.minimum(np.stack((np.floor(place), np.floor(place) + 1)), size - 1).astype(int)
+        for place, size in zip(places, image.shape)
+    )
     down, right = (place - np.floor(place) for place in places)
     above, below = (image[row][:, columns[0]] * (1 - right) + image[row][:, columns[1]] * right for row in rows)
     expected = above * (1 - down[:, None]) + below * down[:, None]
     resized = as_tensorflow(torch.from_numpy(image).float()[None, None])[0, 0]
-    assert np.abs(resized.numpy() - expected).max() < 0.01                    # places are float32, as in TensorFlow
+    assert np.abs(resized.numpy() - expected).max() < 0.01  # places are float32, as in TensorFlow
 
 
 def test_spatial_features_and_grey(weights):
@@ -88,10 +96,16 @@ def test_spatial_features_and_grey(weights):
     assert torch.equal(spatial.view(17, 17, 7), seen[0][0, :7].permute(1, 2, 0)) and spatial.shape == (1, 2023)
 
 
-@pytest.mark.parametrize("words, message", [
-    ("inception:absent.pth", "there is no such file; get pt_inception"), ("resnet:x", "known are builtin"),
-    ("dinov2:absent", "there is no such folder; get a folder made by"), ("inception:{damaged}", "no weights of FID's"),
-    ("torchscript:{damaged}", "is no TorchScript file")])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("inception:absent.pth", "there is no such file; get pt_inception"),
+        ("resnet:x", "known are builtin"),
+        ("dinov2:absent", "there is no such folder; get a folder made by"),
+        ("inception:{damaged}", "no weights of FID's"),
+        ("torchscript:{damaged}", "is no TorchScript file"),
+    ],
+)
 def test_refused(tmp_path, words, message):
     """Oracle: the message names the option and the remedy."""
     (tmp_path / "damaged").write_bytes(b"no weights")

@@ -7,7 +7,7 @@ import pytest
 from tests.metrics.oracles import measured, two_sets
 from tests.support import gloo
 
-SIZES = (5, 16, 48)                               # batches
+SIZES = (5, 16, 48)  # batches
 
 
 def work(rank: int, first: Path, second: Path) -> list[dict[str, float]]:

@@ -16,7 +16,7 @@ from dstrain.metrics.stories import SCENES, compared, figures, story
 from tests.support import checkpoints, gloo, tokenizer
 from tests.support.launch import here
 
-NUM, SIDE, SIZE = 60, 24, 16                      # stories; pixels of a clip and of its item
+NUM, SIDE, SIZE = 60, 24, 16  # stories; pixels of a clip and of its item
 FREE = SIDE - SIZE
 ENDS = [9, 17, 25, 33]
 
@@ -40,7 +40,7 @@ def true_story(item: torch.Tensor, motions: list[int]) -> torch.Tensor:
         path = [float(place)]
         for direction in directions:
             time = torch.linspace(0, 1, 9)[1:]
-            if all(direction):                    # to the other side and back
+            if all(direction):  # to the other side and back
                 path += (abs(place - FREE * (1 - (2 * time - 1).abs()))).tolist()
             else:
                 path += (place + FREE * direction[axis] * time).tolist()
@@ -56,8 +56,9 @@ def test_true_stories(network):
     items, motions = story(torch.arange(NUM))
     images = Fashion(SIZE, 1, "held_out")
     numbers = [np.flatnonzero(images.labels == item)[turn // 10] for turn, item in enumerate(items.tolist())]
-    videos = torch.stack([true_story(images[number]["image"][0], asked)
-                          for number, asked in zip(numbers, motions.tolist())])
+    videos = torch.stack(
+        [true_story(images[number]["image"][0], asked) for number, asked in zip(numbers, motions.tolist())]
+    )
     shown = {name: value for name, (value, _) in figures(compared(network, videos, ENDS, items, motions)).items()}
     assert shown["scenes_motion"] == 1 and shown["scenes_kept"] > 0.95 and shown["scenes_item"] > 0.8
     assert shown["scenes_seam"] == pytest.approx(1, abs=0.1)
@@ -90,12 +91,30 @@ def run(tmp_path_factory) -> Path:
     """A token model of random weights with its tokenizer, of clips of 8 x 12 pixels and 5 frames."""
     folder = tmp_path_factory.mktemp("stories")
     tokenizer.save(folder / "tokenizer")
-    run = recipe.Run.model_validate({
-        "name": "tiny", "system": "phenaki", "samples": {"num_steps": 2, "guidance_scale": 2.0},
-        "model": {"tokenizer": {"path": str(folder / "tokenizer")}, "dim": 16, "depth": 1, "heads": 2, "dim_head": 8,
-                  "num_words": 50, "max_text_len": 8},
-        "data": {"path": "builtin:moving-fashion", "image_size": 12, "height": 8, "num_frames": 5, "channels": 1,
-                 "flip": False}})
+    run = recipe.Run.model_validate(
+        {
+            "name": "tiny",
+            "system": "phenaki",
+            "samples": {"num_steps": 2, "guidance_scale": 2.0},
+            "model": {
+                "tokenizer": {"path": str(folder / "tokenizer")},
+                "dim": 16,
+                "depth": 1,
+                "heads": 2,
+                "dim_head": 8,
+                "num_words": 50,
+                "max_text_len": 8,
+            },
+            "data": {
+                "path": "builtin:moving-fashion",
+                "image_size": 12,
+                "height": 8,
+                "num_frames": 5,
+                "channels": 1,
+                "flip": False,
+            },
+        }
+    )
     run = recipe.check(run, systems.config_class("phenaki"))
     torch.manual_seed(0)
     networks = systems.build("phenaki", run.model).networks()
@@ -117,26 +136,35 @@ def test_a_run_tells_stories(run, network, tmp_path):
     videos = []
     for number, (item, asked) in enumerate(zip(items.tolist(), motions.tolist())):
         texts = tuple(caption_of(FASHION[item], list(MOTIONS)[motion]) for motion in asked)
-        out = generate(GenerateOptions(run, num=1, seed=3 + number, prime_frames=1, pngs=False, scenes=texts,
-                                       out=tmp_path / f"{number}"))
+        out = generate(
+            GenerateOptions(
+                run, num=1, seed=3 + number, prime_frames=1, pngs=False, scenes=texts, out=tmp_path / f"{number}"
+            )
+        )
         with np.load(next(out.glob("*.npz"))) as file:
             videos.append(torch.from_numpy(file["arr_0"][0, ..., :1]).permute(0, 3, 1, 2))
     ends = [5, 9, 13, 17]
-    expected = {name: value for name, (value, _) in figures(
-        compared(network, torch.stack(videos), ends, items, motions)).items()}
+    expected = {
+        name: value
+        for name, (value, _) in figures(compared(network, torch.stack(videos), ends, items, motions)).items()
+    }
     figures_of_one = measured(0, run, tmp_path / "one")
     assert figures_of_one == pytest.approx(expected, rel=1e-5) and len(expected) == 4 + 4 + 3 + 4 + 3
     for result in gloo.run(tmp_path, measured, run, tmp_path / "two"):
         assert result == pytest.approx(figures_of_one, rel=1e-5)
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--metrics", "scenes,fd"], "ask for it alone"),
-    (["--metrics", "fd", "--prime-frames", "3"], "is of --metrics scenes"),
-    (["--metrics", "scenes", "--prompts", __file__], "--prompts changes nothing beside --metrics scenes"),
-    (["--metrics", "scenes", "--features", "builtin"], "--features changes nothing beside --metrics scenes"),
-    (["--metrics", "scenes", "--prime-frames", "2"], "--prime-frames 2: give 1 + m * 2 of the 5 frames"),
-    (["--prime-frames", "2"], "--prime-frames is for metrics")])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--metrics", "scenes,fd"], "ask for it alone"),
+        (["--metrics", "fd", "--prime-frames", "3"], "is of --metrics scenes"),
+        (["--metrics", "scenes", "--prompts", __file__], "--prompts changes nothing beside --metrics scenes"),
+        (["--metrics", "scenes", "--features", "builtin"], "--features changes nothing beside --metrics scenes"),
+        (["--metrics", "scenes", "--prime-frames", "2"], "--prime-frames 2: give 1 + m * 2 of the 5 frames"),
+        (["--prime-frames", "2"], "--prime-frames is for metrics"),
+    ],
+)
 def test_command_line(run, words, message, monkeypatch, capsys):
     """Oracle: exit code 2 and a line that names the option."""
     code, _, error = here("evaluate.py", [str(run), *words], monkeypatch, capsys)

@@ -32,14 +32,14 @@ def test_of_all_features_at_once(sets):
     expected = {"fid": distances.frechet(*first, *second), "kid": distances.kid(x, y)[0], **distances.manifold(x, y)}
     p = logits.double().softmax(1).numpy()[np.random.RandomState(2020).permutation(103)]
     scores = []
-    for split in (p[103 * i // 10:103 * (i + 1) // 10] for i in range(10)):
+    for split in (p[103 * i // 10 : 103 * (i + 1) // 10] for i in range(10)):
         scores.append(np.exp((split * np.log(split / split.mean(0))).sum(1).mean()))
     expected["inception_score"] = np.mean(scores)
     right = logits.argmax(1).numpy() == np.arange(103) % 7
     expected |= {"accuracy": right.mean()}
     expected |= {f"accuracy/{name}": right[i::7].mean() for i, name in enumerate("abcdefg")}
     assert values == pytest.approx(expected, rel=1e-6)
-    assert 0 < expected["precision"] and 0 < right.mean() < 1
+    assert expected["precision"] > 0 and 0 < right.mean() < 1
 
 
 def test_inception_score_of_torch_fidelity(sets):
@@ -68,15 +68,19 @@ def test_folder_zip_and_npz(tmp_path):
         (tmp_path / name).write_bytes(content) if content else (tmp_path / name).mkdir()
         with pytest.raises(ConfigError, match=f"--against .*{name}"):
             images.open_set(tmp_path / name, "--against")
-    with pytest.raises(ConfigError, match="^--against .*empty holds no images"):          # and nothing before it
+    with pytest.raises(ConfigError, match="^--against .*empty holds no images"):  # and nothing before it
         images.open_set(tmp_path / "empty", "--against")
-    for others, message in (({"arr_1": np.arange(4)}, "arr_1 has 4 entries, and arr_0 5 images"),
-                            ({"arr_1": np.arange(5) / 2}, "arr_1 is float64, and labels are whole numbers"),
-                            ({"prompts": np.array(["a"])}, "prompts has 1 entries")):
+    for others, message in (
+        ({"arr_1": np.arange(4)}, "arr_1 has 4 entries, and arr_0 5 images"),
+        ({"arr_1": np.arange(5) / 2}, "arr_1 is float64, and labels are whole numbers"),
+        ({"prompts": np.array(["a"])}, "prompts has 1 entries"),
+    ):
         with pytest.raises(ConfigError, match=f"--images .*b.npz.*{message}"):
             images.open_set(arrays(tmp_path / "b.npz", pixels, **others), "--images")
-    for unfit, message in ((pixels[:1], "holds 1 image, and metrics compare sets"),
-                           (pixels[:, :, :0], "cannot be read .*arr_0 is uint8 .5, 0, 5, 3.")):
+    for unfit, message in (
+        (pixels[:1], "holds 1 image, and metrics compare sets"),
+        (pixels[:, :, :0], "cannot be read .*arr_0 is uint8 .5, 0, 5, 3."),
+    ):
         with pytest.raises(ConfigError, match=f"--against .*c.npz {message}"):
             images.open_set(arrays(tmp_path / "c.npz", unfit), "--against")
 
@@ -88,8 +92,11 @@ def test_sets_that_are_none(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.yaml").write_text("name: x")
     np.savez(tmp_path / "turned.npz", arr_0=np.asfortranarray(noise(5).permute(0, 2, 3, 1).numpy()))
-    for name, message in (("nowhere", "there is no such file or folder"), ("run", "is a run's folder"),
-                          ("turned.npz", "cannot be read .*Fortran's order")):
+    for name, message in (
+        ("nowhere", "there is no such file or folder"),
+        ("run", "is a run's folder"),
+        ("turned.npz", "cannot be read .*Fortran's order"),
+    ):
         with pytest.raises(ConfigError, match=f"--images .*{name}:? {message}"):
             images.open_set(tmp_path / name, "--images")
     content = bytearray(arrays(tmp_path / "flipped.npz", noise(5)).read_bytes())
@@ -99,15 +106,23 @@ def test_sets_that_are_none(tmp_path):
         [*images.open_set(tmp_path / "flipped.npz", "--images").batches(5)]
 
 
-@pytest.mark.parametrize("content, message", [
-    ({"mu": np.zeros(24), "sigma": np.ones(24)}, r"sigma is float64 of shape \(24,\), and numbers of shape \(D, D\)"),
-    ({"mu": np.zeros(24), "sigma": np.ones((2, 24))}, r"sigma is float64 of shape \(2, 24\)"),
-    ({"mu": np.float64(3), "sigma": np.eye(24)}, r"mu is float64 of shape \(\), and numbers of shape \(D,\)"),
-    ({"mu": np.array("x" * 24), "sigma": np.eye(24)}, "mu is <U24"), ({"feats": np.zeros(24)}, "kept or feats is"),
-    ({"mu": np.zeros(24), "sigma": -np.eye(24)}, "sigma is no covariance"),
-    ({"mu": np.zeros(24), "sigma": np.tri(24)}, "sigma is no covariance"),
-    ({"mu": np.full(24, np.nan), "sigma": np.eye(24)}, "mu holds values that are not finite"),
-    ({"mu": np.zeros(24), "sigma": np.full((24, 24), np.inf)}, "sigma holds values that are not finite")])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (
+            {"mu": np.zeros(24), "sigma": np.ones(24)},
+            r"sigma is float64 of shape \(24,\), and numbers of shape \(D, D\)",
+        ),
+        ({"mu": np.zeros(24), "sigma": np.ones((2, 24))}, r"sigma is float64 of shape \(2, 24\)"),
+        ({"mu": np.float64(3), "sigma": np.eye(24)}, r"mu is float64 of shape \(\), and numbers of shape \(D,\)"),
+        ({"mu": np.array("x" * 24), "sigma": np.eye(24)}, "mu is <U24"),
+        ({"feats": np.zeros(24)}, "kept or feats is"),
+        ({"mu": np.zeros(24), "sigma": -np.eye(24)}, "sigma is no covariance"),
+        ({"mu": np.zeros(24), "sigma": np.tri(24)}, "sigma is no covariance"),
+        ({"mu": np.full(24, np.nan), "sigma": np.eye(24)}, "mu holds values that are not finite"),
+        ({"mu": np.zeros(24), "sigma": np.full((24, 24), np.inf)}, "sigma holds values that are not finite"),
+    ],
+)
 def test_statistics_of_other_shapes(tmp_path, content, message):
     """Oracle: the line that names the file, the array and what it should be."""
     np.savez(tmp_path / "f.npz", **content)
@@ -135,7 +150,7 @@ def test_files_of_statistics(tmp_path):
     for name in ("kid.npz", "ours.npz"):
         found = reference.read(tmp_path / name, [network], device)["inception"]
         assert np.array_equal(found.kept, rows.astype(np.float32))
-    with np.load(tmp_path / "ours.npz") as file:                              # other tools know these names
+    with np.load(tmp_path / "ours.npz") as file:  # other tools know these names
         assert np.array_equal(file["mu"], mu) and np.array_equal(file["sigma"], sigma)
     assert [reference.has_images(tmp_path / name) for name in ("adm.npz", "clean.npz")] == [True, False]
     network.fingerprint = "other"
@@ -151,12 +166,12 @@ def test_files_of_statistics(tmp_path):
 
 def test_towers(tmp_path):
     """Oracle: transformers' models on pixels that were resized and normalized by hand; cosines of CLIP by hand."""
-    small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     torch.manual_seed(0)
     dino, video = Dinov2Model(Dinov2Config(**small)).eval(), VideoMAEModel(VideoMAEConfig(**small, num_frames=4)).eval()
     dino.save_pretrained(tmp_path / "dino")
     video.save_pretrained(tmp_path / "video")
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((.485, .456, .406), (.229, .224, .225)))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     batch = noise(2, 30, 30)
     pixels = (F.interpolate(batch.float(), (224, 224), mode="bicubic", antialias=True) / 255 - mean) / std
     with torch.no_grad():
@@ -184,9 +199,12 @@ def test_networks_are_chosen(tmp_path):
     words = f"torchscript:{detector(tmp_path / 'detector.pt')}"
     networks = table.chosen_networks(("fid", "pr"), [words])
     assert networks["fid"] is networks["pr"] and networks["fid"].size == 96
-    for metrics, paths, message in ((("is",), (words,), "is needs a network: --features inception:PATH"),
-                                    (("fid",), (words, "clip:x"), "--features clip:x: no metric of --metrics fid"),
-                                    (("fix",), (), "known are fid"), (("fd_dinov2",), (), "hf download")):
+    for metrics, paths, message in (
+        (("is",), (words,), "is needs a network: --features inception:PATH"),
+        (("fid",), (words, "clip:x"), "--features clip:x: no metric of --metrics fid"),
+        (("fix",), (), "known are fid"),
+        (("fd_dinov2",), (), "hf download"),
+    ):
         with pytest.raises(ConfigError, match=message):
             table.chosen_networks(metrics, paths)
 
@@ -211,8 +229,10 @@ def test_fvd_of_clips(tmp_path):
     networks = table.chosen_networks(("fvd",), [words])
     paths = [arrays(tmp_path / f"{number}.npz", part) for number, part in enumerate((clips[0], clips[1] // 2))]
     sides = [table.collect(images.open_set(path, "--images"), networks, 4) for path in paths]
-    rows = [np.concatenate((part.mean((1, 3, 4)), part.mean((2, 3, 4))), 1)
-            for part in (clips[0].double().numpy(), (clips[1] // 2).double().numpy())]
+    rows = [
+        np.concatenate((part.mean((1, 3, 4)), part.mean((2, 3, 4))), 1)
+        for part in (clips[0].double().numpy(), (clips[1] // 2).double().numpy())
+    ]
     first, second = ((torch.from_numpy(part.mean(0)), torch.from_numpy(np.cov(part.T))) for part in rows)
     assert table.figures(networks, *sides)["fvd"][0] == pytest.approx(distances.frechet(*first, *second), rel=1e-5)
     with pytest.raises(ConfigError, match="i3d .*: it takes clips, and these are images"):
@@ -222,9 +242,11 @@ def test_fvd_of_clips(tmp_path):
 def test_labels_are_needed(tmp_path):
     """Oracle: accuracy without labels is refused with the first batch, and so is a label that is no class."""
     networks = {"accuracy": Projected()}
-    for name, others, message in (("x", {}, "accuracy needs labels"),
-                                  ("y", {"arr_1": np.arange(9) % 8}, "a label is 7, and inception knows 7 classes"),
-                                  ("z", {"arr_1": np.arange(9) % 8 - 1}, "a label is -1, and inception knows 7")):
+    for name, others, message in (
+        ("x", {}, "accuracy needs labels"),
+        ("y", {"arr_1": np.arange(9) % 8}, "a label is 7, and inception knows 7 classes"),
+        ("z", {"arr_1": np.arange(9) % 8 - 1}, "a label is -1, and inception knows 7"),
+    ):
         path = arrays(tmp_path / f"{name}.npz", noise(9), **others)
         with pytest.raises(ConfigError, match=message):
             table.collect(images.open_set(path, "--images"), networks, 9)

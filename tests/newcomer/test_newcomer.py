@@ -17,9 +17,15 @@ from tests.support.launch import ROOT, here, launch
 pytestmark = pytest.mark.slow
 
 NEWCOMER = ROOT / "tests" / "newcomer"
-RUN = {"steps": 4, "batch": {"global": 8}, "optimizer": {"lr": 1e-3}, "ema": {"decays": [0.9]},
-       "samples": {"num": 4, "num_steps": 4}, "track": {"wandb": "disabled"},
-       "every": {"report": 1, "report_page": 0, "sample": 4, "evaluate": 4, "evaluate_samples": 16, "save": 2}}
+RUN = {
+    "steps": 4,
+    "batch": {"global": 8},
+    "optimizer": {"lr": 1e-3},
+    "ema": {"decays": [0.9]},
+    "samples": {"num": 4, "num_steps": 4},
+    "track": {"wandb": "disabled"},
+    "every": {"report": 1, "report_page": 0, "sample": 4, "evaluate": 4, "evaluate_samples": 16, "save": 2},
+}
 IMAGES = {"path": "builtin:fashion", "image_size": 16, "channels": 1, "workers": 0}
 VAE = {"discrete": {"num_tokens": 32, "codebook_dim": 8, "num_layers": 2, "hidden_dim": 8}}
 
@@ -63,7 +69,9 @@ def first_loss(folder):
     system = systems.build(run.system, recipe.check(run, systems.config_class(run.system)).model)
     torch.manual_seed(run.seed)
     nets = system.networks()
-    with Batches(open_sources(run.data)[0], global_batch=8, micro_batch=8, seed=run.seed, flip=run.data.flip) as batches:
+    with Batches(
+        open_sources(run.data)[0], global_batch=8, micro_batch=8, seed=run.seed, flip=run.data.flip
+    ) as batches:
         batch = next(batches.at(0))
     return system.loss(next(iter(system.parts)), nets, system.encode(batch))["loss"].item()
 
@@ -79,8 +87,9 @@ def trained(folder, stages, path):
     """
     env = {"PYTHONPATH": os.pathsep.join(map(str, path))}
     run = f"folder={folder / 'run'}"
-    launch("launch/train.py", *words(folder, stages[0]), run, "steps=2", "every.sample=2", launcher=stages[0] == 2,
-           **env)
+    launch(
+        "launch/train.py", *words(folder, stages[0]), run, "steps=2", "every.sample=2", launcher=stages[0] == 2, **env
+    )
     launch("launch/train.py", *words(folder, stages[1]), run, **env)
     return metrics(folder / "run")
 
@@ -91,8 +100,10 @@ def test_every_command(tmp_path, monkeypatch, capsys, request, entry_point, name
     model, data = {"width": 8}, IMAGES
     if name == "token-model":
         root = request.getfixturevalue("tokens")
-        model, data = {"dim": 16, "first_stage": str(root / "first_stage")}, {
-            **IMAGES, "path": str(root / "codes"), "held_out": 0.1, "flip": False}
+        model, data = (
+            {"dim": 16, "first_stage": str(root / "first_stage")},
+            {**IMAGES, "path": str(root / "codes"), "held_out": 0.1, "flip": False},
+        )
     for folder in (entry_point, NEWCOMER):
         monkeypatch.syspath_prepend(str(folder))
     write(tmp_path, {**RUN, "name": "new", "system": name, "model": model, "data": data})
@@ -103,8 +114,9 @@ def test_every_command(tmp_path, monkeypatch, capsys, request, entry_point, name
     run = tmp_path / "run"
     assert (run / "samples" / "step_00000004.png").is_file()
 
-    code, stdout, stderr = here("generate.py", [run, "--num-samples", 3, "--out", tmp_path / "drawn"], monkeypatch,
-                                capsys)
+    code, stdout, stderr = here(
+        "generate.py", [run, "--num-samples", 3, "--out", tmp_path / "drawn"], monkeypatch, capsys
+    )
     assert code == 0, stdout + stderr
     with np.load(next((tmp_path / "drawn").glob("*.npz"))) as drawn:
         assert drawn["arr_0"].shape[:3] == (3, 16, 16)
@@ -113,8 +125,9 @@ def test_every_command(tmp_path, monkeypatch, capsys, request, entry_point, name
     measured = json.loads(next((run / "evaluation").glob("*.json")).read_text())["figures"]["loss"]
     held_out = [line["held_out/loss"] for line in lines if "held_out/loss" in line]
     assert measured == pytest.approx(held_out[-1], rel=1e-5)
-    code, stdout, stderr = here("export.py", [run, "--format", "safetensors", "--out", tmp_path / "out"], monkeypatch,
-                                capsys)
+    code, stdout, stderr = here(
+        "export.py", [run, "--format", "safetensors", "--out", tmp_path / "out"], monkeypatch, capsys
+    )
     assert code == 0, stdout + stderr
     system = systems.build(name, recipe.load(run / "run.yaml").model)
     part, network = next(iter(system.networks().items()))
@@ -128,7 +141,15 @@ def test_resumed_is_uninterrupted(tmp_path):
     env = {"PYTHONPATH": os.pathsep.join((str(NEWCOMER), str(ROOT)))}
     for folder, steps in (("whole", [4]), ("broken", [2, 4])):
         for count in steps:
-            launch("launch/train.py", *words(tmp_path, 3), f"folder={tmp_path / folder}", f"steps={count}",
-                   "every.evaluate=0", "every.sample=0", num=2, **env)
+            launch(
+                "launch/train.py",
+                *words(tmp_path, 3),
+                f"folder={tmp_path / folder}",
+                f"steps={count}",
+                "every.evaluate=0",
+                "every.sample=0",
+                num=2,
+                **env,
+            )
     whole, broken = ([line["loss"] for line in metrics(tmp_path / folder)] for folder in ("whole", "broken"))
     assert whole == broken and len(whole) == 4

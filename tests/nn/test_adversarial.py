@@ -36,7 +36,7 @@ def test_least_size(n_layers):
     side = least_size(n_layers)
     assert network(torch.zeros(1, 1, side, side)).shape == (1, 1, 1, 1)
     with pytest.raises(RuntimeError):
-        network(torch.zeros(1, 1, side - 2 ** n_layers, side - 2 ** n_layers))
+        network(torch.zeros(1, 1, side - 2**n_layers, side - 2**n_layers))
 
 
 def test_a_sample_is_judged_alone():
@@ -59,11 +59,11 @@ def test_balance():
     one[:, 0, 0], other[:, 0, 1, 0] = 3.0, torch.tensor([1.5, 0.0, 1e-6])
     one[0, 0, 0, 1] = 4.0
     factor, share = balance(one, other)
-    torch.testing.assert_close(factor, torch.tensor([5 / 1.5, 18 ** 0.5 / 5e-4, 18 ** 0.5 / 5e-4]))
+    torch.testing.assert_close(factor, torch.tensor([5 / 1.5, 18**0.5 / 5e-4, 18**0.5 / 5e-4]))
     torch.testing.assert_close(share, torch.tensor([1.0, 0.0, 1e-6 / 5e-4]))
     factor, share = balance(one, other, most=7e3)
     torch.testing.assert_close(factor, torch.tensor([5 / 1.5001, 7e3, 7e3]), rtol=1e-5, atol=0)
-    torch.testing.assert_close(share, torch.tensor([1.5 / 1.5001, 0.0, 7e-3 / 18 ** 0.5]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(share, torch.tensor([1.5 / 1.5001, 0.0, 7e-3 / 18**0.5]), rtol=1e-5, atol=0)
     assert balance(0 * one, other)[1].tolist() == [0, 0, 0]
 
 
@@ -99,8 +99,10 @@ def test_gradient_of_filters(side):
     layer(x)
     assert len(entered) == 1 and not entered[0].requires_grad and torch.equal(entered[0], x)
     of_output = torch.randn_like(before)
-    each = [torch.autograd.grad((layer(x[number: number + 1]) * of_output[number]).sum(), layer.weight)[0]
-            for number in range(3)]
+    each = [
+        torch.autograd.grad((layer(x[number : number + 1]) * of_output[number]).sum(), layer.weight)[0]
+        for number in range(3)
+    ]
     torch.testing.assert_close(of_filters(entered[0], of_output, side), torch.stack(each))
     torch.testing.assert_close(out.detach(), before)
 
@@ -115,7 +117,7 @@ def test_slope():
     """Oracle: autograd from outside, its gradient in a weight by finite differences, and logits as without it."""
     torch.manual_seed(0)
     network, x = PatchDiscriminator(1, 16, 1).double(), torch.randn(3, 1, 12, 12, dtype=torch.float64)
-    network._logits = network.main                # in float64 throughout
+    network._logits = network.main  # in float64 throughout
     logits, slope = network(x, 2)
     assert torch.equal(logits, network(x)) and slope.shape == (2,)
     at = x[:2].clone().requires_grad_()
@@ -146,8 +148,8 @@ def test_slope_between():
 
 @pytest.mark.parametrize("penalized", [False, True])
 def test_the_last_bias_is_pulled_by_whole_patches(penalized):
-    """Oracle: by hand: within the hinge loss's margins the gradient of the last bias is 0, and a slope has none. In fp32
-    it is rounding, of which Adam makes whole steps that differ with the number of ranks.
+    """Oracle: by hand: within the hinge loss's margins the gradient of the last bias is 0, and a slope has none. In
+    fp32 it is rounding, of which Adam makes whole steps that differ with the number of ranks.
     """
     torch.manual_seed(0)
     network, pictures = PatchDiscriminator(3, 16, 2), torch.randn(15, 3, 26, 26)

@@ -5,8 +5,13 @@ import torch
 
 from dstrain.nn.attention import attend
 
-FORMS = {"plain": {}, "causal": {"causal": True}, "scaled": {"scale": 8.0}, "added": {"added": True},
-         "seen": {"added": "bool"}}
+FORMS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scaled": {"scale": 8.0},
+    "added": {"added": True},
+    "seen": {"added": "bool"},
+}
 
 
 def inputs(form, dtype=torch.float64):
@@ -26,7 +31,7 @@ def inputs(form, dtype=torch.float64):
 def test_formula(form):
     """Oracle: the softmax and the two products written out, in float64, and their gradients."""
     query, key, value, more = inputs(form)
-    scores = query @ key.mT * more.get("scale", 8 ** -0.5)
+    scores = query @ key.mT * more.get("scale", 8**-0.5)
     added = more.get("added")
     if added is not None:
         scores = scores.masked_fill(~added, -torch.inf) if added.dtype == torch.bool else scores + added
@@ -35,8 +40,9 @@ def test_formula(form):
     expected, found = scores.softmax(-1) @ value, attend(query, key, value, **more)
     torch.testing.assert_close(found, expected)
     leaves = [x for x in (query, key, value, added) if x is not None and x.requires_grad]
-    for one, other in zip(torch.autograd.grad(found.sin().sum(), leaves),
-                          torch.autograd.grad(expected.sin().sum(), leaves)):
+    for one, other in zip(
+        torch.autograd.grad(found.sin().sum(), leaves), torch.autograd.grad(expected.sin().sum(), leaves)
+    ):
         torch.testing.assert_close(one, other)
 
 

@@ -28,7 +28,9 @@ def test_bound(levels):
     far = torch.full((1, len(levels)), 30.0)
     low, high, middle = (bounded(z, levels) for z in (-far, far, 0 * far))
     sizes = torch.tensor(levels)
-    assert torch.equal(low.round()[0], -(sizes // 2).float()) and torch.equal(high.round()[0], ((sizes - 1) // 2).float())
+    assert torch.equal(low.round()[0], -(sizes // 2).float()) and torch.equal(
+        high.round()[0], ((sizes - 1) // 2).float()
+    )
     torch.testing.assert_close(middle, 0 * far, rtol=0, atol=1e-6)
     assert tokens_of(high, levels).tolist() == [math.prod(levels) - 1] and tokens_of(low, levels).tolist() == [0]
     # Between two levels, where the bound is half-way: atanh of that share of its range.
@@ -52,9 +54,15 @@ def test_encode_decode_and_gradient():
     assert half.x.dtype == torch.bfloat16 and half.commitment.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("levels, words", [((8, 2), "give 3 to 1000 levels"), ((), "give 3 to 1000 levels"),
-                                           ((1001,), "give 3 to 1000 levels"),
-                                           ((8, 6, 5), "make 240 tokens and num_tokens is 256: write num_tokens=240")])
+@pytest.mark.parametrize(
+    "levels, words",
+    [
+        ((8, 2), "give 3 to 1000 levels"),
+        ((), "give 3 to 1000 levels"),
+        ((1001,), "give 3 to 1000 levels"),
+        ((8, 6, 5), "make 240 tokens and num_tokens is 256: write num_tokens=240"),
+    ],
+)
 def test_levels_that_do_not_fit(levels, words):
     """Oracle: a ValueError with both numbers and the remedy."""
     with pytest.raises(ValueError, match=words):

@@ -14,8 +14,14 @@ def test_attention():
     """Oracle: torch's own multi-head attention with the same weights."""
     torch.manual_seed(0)
     ours, theirs = SelfAttention(16, 4), nn.MultiheadAttention(16, 4, batch_first=True)
-    theirs.load_state_dict({"in_proj_weight": ours.qkv.weight, "in_proj_bias": ours.qkv.bias,
-                            "out_proj.weight": ours.proj.weight, "out_proj.bias": ours.proj.bias})
+    theirs.load_state_dict(
+        {
+            "in_proj_weight": ours.qkv.weight,
+            "in_proj_bias": ours.qkv.bias,
+            "out_proj.weight": ours.proj.weight,
+            "out_proj.bias": ours.proj.bias,
+        }
+    )
     x = torch.randn(2, 7, 16)
     torch.testing.assert_close(ours(x), theirs(x, x, x, need_weights=False)[0], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="num_heads: 3 does not divide hidden_size 16"):
@@ -33,8 +39,9 @@ def test_timestep_features(shift):
         expected = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
         torch.testing.assert_close(row, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-4)
     from diffusers.models.embeddings import get_timestep_embedding
+
     theirs = get_timestep_embedding(t, 8, flip_sin_to_cos=True, downscale_freq_shift=shift)
-    torch.testing.assert_close(features, theirs, rtol=0, atol=1e-4)       # its exp is in float32: as good as the CPU's
+    torch.testing.assert_close(features, theirs, rtol=0, atol=1e-4)  # its exp is in float32: as good as the CPU's
     assert timestep_features(t, 7).shape == (4, 7)
 
 
@@ -51,7 +58,7 @@ def test_positions():
     """Oracle: the formula at one place of a grid that is not square; all rows differ."""
     table = sincos_positions(8, 2, 3)
     assert table.shape == (6, 8) and table.dtype == torch.float32 and len(table.unique(dim=0)) == 6
-    halves = [f(x * w) for x in (2, 1) for f in (math.sin, math.cos) for w in (1.0, 0.01)]        # row 1, column 2
+    halves = [f(x * w) for x in (2, 1) for f in (math.sin, math.cos) for w in (1.0, 0.01)]  # row 1, column 2
     torch.testing.assert_close(table[5].double(), torch.tensor(halves, dtype=torch.float64), rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="multiple of 4"):
         sincos_positions(6, 2, 2)

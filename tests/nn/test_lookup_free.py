@@ -24,9 +24,9 @@ def posterior(z, inv_temperature):
 @pytest.mark.parametrize("bits", [1, 3, 6])
 def test_tokens_are_the_binary_code_of_signs(bits):
     """Oracle: all codes in the order of the binary numbers, and back."""
-    every = torch.arange(2 ** bits)
+    every = torch.arange(2**bits)
     assert torch.equal(tokens_of(signs_of(bits)), every) and torch.equal(code_of(every, bits), signs_of(bits))
-    assert tokens_of(torch.tensor([[-0.1, 3.0, 0.0]])).tolist() == [2]           # 0 counts as below
+    assert tokens_of(torch.tensor([[-0.1, 3.0, 0.0]])).tolist() == [2]  # 0 counts as below
 
 
 def test_encode_and_decode():
@@ -158,8 +158,9 @@ def test_precision():
     for quantizer in (LookupFree(16, 64).bfloat16(), CosineQuantizer(16, 50, 8).bfloat16()):
         found = quantizer(torch.randn(2, 5, 16).bfloat16(), torch.ones(2, 5))
         assert found.x.dtype == torch.bfloat16
-        assert all(getattr(found, name).dtype == torch.float32
-                   for name in ("commitment", "codebook", "entropy", "shares"))
+        assert all(
+            getattr(found, name).dtype == torch.float32 for name in ("commitment", "codebook", "entropy", "shares")
+        )
 
 
 @pytest.mark.parametrize(("size", "remedy"), [(1000, "take 512 or 1024"), (3, "take 2 or 4"), (1, "take 2 or 4")])

@@ -25,19 +25,25 @@ def test_psnr():
 def by_hand(a, b):
     """SSIM of one channel, window by window, in Python floats."""
     height, width = len(a), len(a[0])
-    window = [math.exp(-(i - 5) ** 2 / 4.5) for i in range(11)]
+    window = [math.exp(-((i - 5) ** 2) / 4.5) for i in range(11)]
     total = sum(window) ** 2
     values = []
     for top in range(height - 10):
         for left in range(width - 10):
-            cells = [(window[i] * window[j] / total, a[top + i][left + j], b[top + i][left + j])
-                     for i in range(11) for j in range(11)]
+            cells = [
+                (window[i] * window[j] / total, a[top + i][left + j], b[top + i][left + j])
+                for i in range(11)
+                for j in range(11)
+            ]
             mean_a, mean_b = sum(w * x for w, x, _ in cells), sum(w * y for w, _, y in cells)
             var_a = sum(w * (x - mean_a) ** 2 for w, x, _ in cells)
             var_b = sum(w * (y - mean_b) ** 2 for w, _, y in cells)
             both = sum(w * (x - mean_a) * (y - mean_b) for w, x, y in cells)
-            values.append((2 * mean_a * mean_b + 1e-4) * (2 * both + 9e-4)
-                          / ((mean_a ** 2 + mean_b ** 2 + 1e-4) * (var_a + var_b + 9e-4)))
+            values.append(
+                (2 * mean_a * mean_b + 1e-4)
+                * (2 * both + 9e-4)
+                / ((mean_a**2 + mean_b**2 + 1e-4) * (var_a + var_b + 9e-4))
+            )
     return sum(values) / len(values)
 
 
@@ -75,9 +81,15 @@ def test_usage_does_not_depend_on_the_batch():
     torch.testing.assert_close(histogram(tokens, 6).mean(0), whole)
 
 
-@pytest.mark.parametrize("shares, perplexity, dead", [
-    ([0.25, 0.25, 0.25, 0.25], 4, 0), ([1, 0, 0, 0], 1, 0.75), ([0.5, 0.5, 0, 0], 2, 0.5),
-    ([2, 1, 1], math.exp(0.5 * math.log(2) + 0.5 * math.log(4)), 0)])
+@pytest.mark.parametrize(
+    "shares, perplexity, dead",
+    [
+        ([0.25, 0.25, 0.25, 0.25], 4, 0),
+        ([1, 0, 0, 0], 1, 0.75),
+        ([0.5, 0.5, 0, 0], 2, 0.5),
+        ([2, 1, 1], math.exp(0.5 * math.log(2) + 0.5 * math.log(4)), 0),
+    ],
+)
 def test_codebook_usage(shares, perplexity, dead):
     """Oracle: exp of the entropy, by hand; counts do as well as shares."""
     found = codebook_usage(torch.tensor(shares, dtype=torch.float32))

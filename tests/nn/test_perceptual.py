@@ -95,9 +95,16 @@ def test_distance_of_the_packaged_classifier():
     assert bool((distance(truth, truth) == 0).all())
 
 
-@pytest.mark.parametrize("damage, words", [
-    ("absent", "no weights are there"), ("empty", "no weights are there"), ("heads", "heads.0 is absent"),
-    ("noise", "cannot be read"), ("shape", r"features.0.weight is \(1,\)")])
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        ("absent", "no weights are there"),
+        ("empty", "no weights are there"),
+        ("heads", "heads.0 is absent"),
+        ("noise", "cannot be read"),
+        ("shape", r"features.0.weight is \(1,\)"),
+    ],
+)
 def test_what_is_refused(files, tmp_path, damage, words):
     """Oracle: a ValueError that names the path, the fault and the remedy."""
     path = tmp_path / "weights"

@@ -20,7 +20,7 @@ def test_gumbel():
     """Oracle: mean (Euler's constant) and variance (pi^2 / 6) of the distribution; all are finite."""
     noise = gumbel(torch.arange(500), "gumbel", (400,)).double()
     assert float(noise.mean()) == pytest.approx(0.5772156649, abs=0.01)
-    assert float(noise.var()) == pytest.approx(math.pi ** 2 / 6, rel=0.01)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.01)
     assert bool(noise.isfinite().all()) and noise.shape == (500, 400)
 
 
@@ -47,8 +47,8 @@ def test_soft_is_torchs():
     expected = torch.stack([((logits[0] + noise[0]) / 0.5).softmax(0), ((logits[1] + noise[1]) / 2.0).softmax(0)])
     torch.testing.assert_close(found, expected)
     value = torch.randn_like(found)
-    ours, = torch.autograd.grad((found * value).sum(), logits, retain_graph=True)
-    theirs, = torch.autograd.grad((expected * value).sum(), logits)
+    (ours,) = torch.autograd.grad((found * value).sum(), logits, retain_graph=True)
+    (theirs,) = torch.autograd.grad((expected * value).sum(), logits)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -59,7 +59,7 @@ def test_straight_through_gradient(temperature):
     logits = LOGITS[None].clone().requires_grad_()
     value = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
     drawn = relax(logits, noise, torch.tensor([temperature]), "straight_through")
-    found, = torch.autograd.grad((drawn * value).sum(), logits)
+    (found,) = torch.autograd.grad((drawn * value).sum(), logits)
     soft = ((LOGITS + noise[0]) / temperature).softmax(0)
     torch.testing.assert_close(found[0], jacobian_softmax(soft) @ value[0] / temperature)
     assert torch.equal(drawn.detach(), F.one_hot((LOGITS + noise[0]).argmax(), 3)[None].double())
@@ -73,7 +73,7 @@ def test_reinmax_gradient(temperature):
         logits = LOGITS[None].clone().requires_grad_()
         noise = 50 * F.one_hot(torch.tensor([token]), 3).double()
         drawn = relax(logits, noise, torch.tensor([temperature]), "reinmax")
-        found, = torch.autograd.grad((drawn * value).sum(), logits)
+        (found,) = torch.autograd.grad((drawn * value).sum(), logits)
         hard = F.one_hot(torch.tensor(token), 3).double()
         halfway = ((LOGITS / temperature).softmax(0) + hard) / 2
         expected = (2 * jacobian_softmax(halfway) - jacobian_softmax(LOGITS.softmax(0)) / 2) @ value[0]
@@ -92,14 +92,14 @@ def test_reinmax_is_of_second_order():
 
     logits = LOGITS.clone().requires_grad_()
     tokens = torch.eye(3, dtype=torch.float64)
-    exact, = torch.autograd.grad((logits.softmax(0) * torch.stack([loss(token) for token in tokens])).sum(), logits)
+    (exact,) = torch.autograd.grad((logits.softmax(0) * torch.stack([loss(token) for token in tokens])).sum(), logits)
     pi, means = LOGITS.softmax(0), {"reinmax": 0, "straight_through": 0}
     for token in range(3):
         for sampling in means:
             theta = LOGITS[None].clone().requires_grad_()
             if sampling == "reinmax":
                 drawn = relax(theta, 50 * tokens[token][None], torch.ones(1), sampling)
-            else:                                 # without noise in its Jacobian, as the estimator is analysed
+            else:  # without noise in its Jacobian, as the estimator is analysed
                 drawn = tokens[token] + theta.softmax(1) - theta.softmax(1).detach()
             means[sampling] = means[sampling] + pi[token] * torch.autograd.grad(loss(drawn[0]), theta)[0][0]
     torch.testing.assert_close(means["reinmax"], exact, rtol=1e-9, atol=1e-9)
@@ -125,8 +125,9 @@ def test_divergence():
     entropy = torch.distributions.Categorical(logits=logits.permute(0, 2, 3, 1)).entropy()
     torch.testing.assert_close(kl_to_uniform(logits), (math.log(7) - entropy).sum((1, 2)))
     assert float(kl_to_uniform(torch.ones(1, 7, 1))) == pytest.approx(0, abs=1e-6)
-    assert float(kl_to_uniform(1e4 * F.one_hot(torch.tensor([[2]]), 7).permute(0, 2, 1).double())) \
-        == pytest.approx(math.log(7))
+    assert float(kl_to_uniform(1e4 * F.one_hot(torch.tensor([[2]]), 7).permute(0, 2, 1).double())) == pytest.approx(
+        math.log(7)
+    )
 
 
 def test_codebook():
@@ -140,7 +141,7 @@ def test_codebook():
     halves = torch.zeros(1, 5, 1, 1)
     halves[0, 1:3] = 0.5
     torch.testing.assert_close(codebook(halves)[0, :, 0, 0], codebook.weight[1:3].mean(0))
-    assert codebook(weights.double()).dtype == torch.float32                # the table's own precision
+    assert codebook(weights.double()).dtype == torch.float32  # the table's own precision
 
 
 def test_wide():

@@ -28,22 +28,43 @@ from tests.support.live import Live
 BUCKET = 20_000
 VAE = ("tiny-vae", "model.kl.discriminator={start: 0, n_layers: 1, base_channels: 8}")
 DIT = ("tiny", "batch.micro=1", "model.recompute=all", "ema.profiles=[0.1]")
-CASES = {"dit summed": DIT, "dit fp32": ("tiny", "model.recompute=all"), "vae": VAE,
-         "iddpm": ("tiny-iddpm", "batch.micro=4"),
-         "phenaki": ("tiny-phenaki", "data.path=builtin:moving-fashion", "data.held_out=0"), "prior": ("tiny-prior",),
-         "tokenizer": ("tiny-phenaki-tokenizer",),
-         "muon": ("tiny", "optimizer.name=muon", "batch.micro=2"),
-         "8 bits": ("tiny", "model.hidden_size=64", "optimizer.name=adamw8bit"),
-         "offloaded summed": ("tiny", "batch.micro=2"), "all offloaded": ("tiny",),
-         "secondary": ("tiny", "model.hidden_size=64", "batch.micro=1")}
+CASES = {
+    "dit summed": DIT,
+    "dit fp32": ("tiny", "model.recompute=all"),
+    "vae": VAE,
+    "iddpm": ("tiny-iddpm", "batch.micro=4"),
+    "phenaki": ("tiny-phenaki", "data.path=builtin:moving-fashion", "data.held_out=0"),
+    "prior": ("tiny-prior",),
+    "tokenizer": ("tiny-phenaki-tokenizer",),
+    "muon": ("tiny", "optimizer.name=muon", "batch.micro=2"),
+    "8 bits": ("tiny", "model.hidden_size=64", "optimizer.name=adamw8bit"),
+    "offloaded summed": ("tiny", "batch.micro=2"),
+    "all offloaded": ("tiny",),
+    "secondary": ("tiny", "model.hidden_size=64", "batch.micro=1"),
+}
 ON_HOST = {"device": "cpu", "pin_memory": True}
-ZERO = {"offloaded summed": {"offload_optimizer": ON_HOST},
-        "all offloaded": {"offload_optimizer": ON_HOST, "offload_param": ON_HOST},
-        "secondary": {"zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 1000}}
-STAGES = {1: {"dit summed": (3,), "vae": (0,), "phenaki": (2,)},
-          2: {"dit summed": range(4), "dit fp32": (2,), "vae": (2, 3), "phenaki": (0, 1), "iddpm": (2,), "prior": (2,),
-              "tokenizer": (1,), "muon": (2, 3), "8 bits": (3,), "offloaded summed": (2,), "all offloaded": (3,)},
-          4: {"dit summed": (2, 3), "vae": (1,), "phenaki": (3,), "muon": (1,), "secondary": (3,)}}
+ZERO = {
+    "offloaded summed": {"offload_optimizer": ON_HOST},
+    "all offloaded": {"offload_optimizer": ON_HOST, "offload_param": ON_HOST},
+    "secondary": {"zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 1000},
+}
+STAGES = {
+    1: {"dit summed": (3,), "vae": (0,), "phenaki": (2,)},
+    2: {
+        "dit summed": range(4),
+        "dit fp32": (2,),
+        "vae": (2, 3),
+        "phenaki": (0, 1),
+        "iddpm": (2,),
+        "prior": (2,),
+        "tokenizer": (1,),
+        "muon": (2, 3),
+        "8 bits": (3,),
+        "offloaded summed": (2,),
+        "all offloaded": (3,),
+    },
+    4: {"dit summed": (2, 3), "vae": (1,), "phenaki": (3,), "muon": (1,), "secondary": (3,)},
+}
 EVERY = {world: dict.fromkeys(("dit summed", "vae", "phenaki"), range(4)) for world in STAGES}
 
 
@@ -63,15 +84,21 @@ def configurations(stages: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def prepared(folder: Path, case: str, stage: int, world: int, *more: str) -> tuple[Run, dict[str, Any]]:
-    gc.collect()                  # what earlier ones left is no part of the peak, whenever else it would be collected
+    gc.collect()  # what earlier ones left is no part of the peak, whenever else it would be collected
     name, *words = CASES[case]
     words += more
     words += [f"model.tokenizer.path={folder / 'tokens'}"] * (name == "tiny-phenaki")
-    words += [f"batch.global={2 * world}"] * (case in ("dit summed", "vae"))     # two micro-batches, or two samples
+    words += [f"batch.global={2 * world}"] * (case in ("dit summed", "vae"))  # two micro-batches, or two samples
     run, problems = checked(recipe.load(ROOT / "tests" / "launch" / f"{name}.yaml", words))
     assert not problems
-    zero = {"stage": stage, "reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": BUCKET,
-            "stage3_param_persistence_threshold": 1000, "stage3_max_live_parameters": BUCKET, **ZERO.get(case, {})}
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": BUCKET,
+        "stage3_prefetch_bucket_size": BUCKET,
+        "stage3_param_persistence_threshold": 1000,
+        "stage3_max_live_parameters": BUCKET,
+        **ZERO.get(case, {}),
+    }
     return run, resolve({"zero_optimization": zero, "bf16": {"enabled": case != "dit fp32"}}, run, world, "cpu")
 
 
@@ -93,7 +120,7 @@ def real(folder: Path, world: int, stages: dict[str, Any]) -> None:
         system = systems.build(run.system, run.model)
         with Live() if watches else nullcontext() as live:
             measured, engines, ema = step.measure(run, settings, system, Engines)
-        group.barrier()               # a thread of gloo may hold the tensor of the last exchange a moment longer
+        group.barrier()  # a thread of gloo may hold the tensor of the last exchange a moment longer
         gc.collect()
         own = asdict(measured) | ({"live": live.peak, "still": live.now} if live else {})
         if stage in (1, 3):
@@ -119,7 +146,9 @@ def counted(folder: Path, stages: dict[int, dict[str, Any]]) -> None:
             system = systems.build(run.system, run.model)
             measured = asdict(rank.pretended(run, settings, system, world, "cpu")[0])
             figures[f"{world} {case} {stage}"] = measured | {
-                "checkpoint": states.whole(run, system)[1], "states": states.states(run, system, settings, world)}
+                "checkpoint": states.whole(run, system)[1],
+                "states": states.states(run, system, settings, world),
+            }
     (folder / "counted.json").write_text(json.dumps(figures))
 
 
@@ -128,7 +157,7 @@ def many(folder: Path) -> None:
     without_values()
     figures = {}
     for stage in (1, 2, 3):
-        run, settings = prepared(folder, "dit summed", stage, 2, "model.depth=1")      # what repeats is the micro-batch
+        run, settings = prepared(folder, "dit summed", stage, 2, "model.depth=1")  # what repeats is the micro-batch
         settings, figures[stage] = rank._accumulating(settings, 5), []
         for rank._MICRO_BATCHES in (5, 3):
             system = systems.build(run.system, run.model)

@@ -86,8 +86,11 @@ def test_what_computes_least(case):
 def test_several_changes(case):
     """Oracle: all pairs of choices, each counted anew, where no single one fits."""
     singles = [takes(case.changed(**way).estimate()) for way in neighbours()]
-    pairs = [takes(case.changed(**one, **other).estimate())
-             for one, other in itertools.combinations(neighbours(), 2) if not set(one) & set(other)]
+    pairs = [
+        takes(case.changed(**one, **other).estimate())
+        for one, other in itertools.combinations(neighbours(), 2)
+        if not set(one) & set(other)
+    ]
     assert min(pairs) < min(singles)
     tight = on(case, min(singles) - 1)
     change = advice.advice(tight.estimate(), tight)
@@ -96,7 +99,7 @@ def test_several_changes(case):
 
 def test_no_change_fits():
     """Oracle: a run whose choices all take the least memory already."""
-    least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=all"), 2 ** 30)
+    least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=all"), 2**30)
     assert advice.advice(least.estimate(), least) is None
     assert "take larger GPUs" in plan.plan(least)[0]
 
@@ -116,7 +119,7 @@ def test_the_host_is_full(case):
     """Oracle: an offload that puts more into the host's memory than it has is no advice."""
     offloaded = case.changed(offload=("offload_optimizer",)).estimate()
     assert offloaded.host > 0
-    full = replace(case, chip=Chip(2 ** 40, host=offloaded.host))
+    full = replace(case, chip=Chip(2**40, host=offloaded.host))
     assert case.estimate().host < 0.9 * offloaded.host
     assert full.estimate().fits and not full.changed(offload=("offload_optimizer",)).estimate().fits
 
@@ -129,8 +132,12 @@ def test_search(case):
     fast = replace(case, chip=CHIPS["h200"])
     counted = []
     estimates = advice.search(fast, counted.append)
-    every = [fast.changed(stage=stage, micro=micro, recompute=choice).estimate()
-             for stage in (1, 2, 3) for micro in (1, 2) for choice in advice.RECOMPUTE]
+    every = [
+        fast.changed(stage=stage, micro=micro, recompute=choice).estimate()
+        for stage in (1, 2, 3)
+        for micro in (1, 2)
+        for choice in advice.RECOMPUTE
+    ]
     assert len(estimates) == len(counted) == len(every) == 18
     assert [estimate.time.total for estimate in estimates] == sorted(estimate.time.total for estimate in every)
     text, some = plan.ways(fast)
@@ -139,7 +146,8 @@ def test_search(case):
     assert int(lines[2].split()[1]) == estimates[0].micro
     sizes = sorted(map(takes, every))
     assert sorted(map(takes, advice.search(on(fast, sizes[9]), counted.append))) == [
-        size for size in sizes if size <= sizes[9]]
+        size for size in sizes if size <= sizes[9]
+    ]
     assert any(not estimate.fits for estimate in counted)
     assert not plan.ways(on(fast, sizes[0] - 1))[1]
 
@@ -160,7 +168,7 @@ def test_the_table(case):
     states = {"weights", "masters", "moments", "gradients", "average"}
     assert states <= values["elsewhen"].keys() | values["device"].keys()
     assert all(f"  {kind:14} {'none':>10}    then" in text for kind in values["elsewhen"]) and values["elsewhen"]
-    chips = CHIPS["h200"], replace(CHIPS["h200"], bandwidth=1e6), case.chip          # some ms, minutes, none
+    chips = CHIPS["h200"], replace(CHIPS["h200"], bandwidth=1e6), case.chip  # some ms, minutes, none
     texts = [plan.plan(replace(case, chip=chip))[0] for chip in chips]
     assert ["no step is that short: below 5 ms" in text for text in texts] == [True, False, False]
     fast = json.loads(plan.plan(replace(case, chip=CHIPS["h200"]), json=True)[0])

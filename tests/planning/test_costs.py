@@ -15,12 +15,16 @@ ALL = [f"{world} {case} {stage}" for world in SOME for case, stage in configurat
 def both(on_ranks, in_fork, folder, stages):
     """Of each configuration what is real and what is counted."""
     from diffusers import AutoencoderKL  # noqa: F401  the forks need it: once for all of them
+
     for world in stages:
         on_ranks(world, check_costs.real, folder, world, stages[world])
     in_fork(check_costs.counted, folder, stages)
     counted = json.loads((folder / "counted.json").read_text())
-    real = {f"{world} {name}": found for world in stages
-            for name, found in json.loads((folder / f"real {world}.json").read_text()).items()}
+    real = {
+        f"{world} {name}": found
+        for world in stages
+        for name, found in json.loads((folder / f"real {world}.json").read_text()).items()
+    }
     assert real.keys() == counted.keys()
     return {name: (real[name], counted[name]) for name in real}
 
@@ -39,7 +43,8 @@ def test_bytes_between_steps(figures, name):
     assert {"weights", "moments", "average"} <= counted["kept"].keys()
     assert all(counted["kept"].get(kind) == real["kept"].get(kind) for kind in STATES)
     assert sum(size for kind, size in counted["kept"].items() if kind != "inputs") == pytest.approx(
-        real["still"], rel=0.002)
+        real["still"], rel=0.002
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -66,9 +71,11 @@ def test_states_without_a_count(figures, name):
     real, counted = figures[name]
     for kind in ("weights", "masters", "moments", "average"):
         assert counted["states"].get(kind, 0) == pytest.approx(real["kept"].get(kind, 0), rel=0.1)
-    waiting = [sum(kinds.get(kind, 0) for kind in ("gradients", "staging")) for kinds in
-               (counted["states"], real["kept"], real["passes"])]
-    summed = "summed" in name or name[-1] == "3"             # else a gradient ends when it is reduced
+    waiting = [
+        sum(kinds.get(kind, 0) for kind in ("gradients", "staging"))
+        for kinds in (counted["states"], real["kept"], real["passes"])
+    ]
+    summed = "summed" in name or name[-1] == "3"  # else a gradient ends when it is reduced
     assert not summed or waiting[0] == pytest.approx(max(waiting[1:]), rel=0.1)
 
 

@@ -23,8 +23,14 @@ def test_no_process_is_left_behind(number, tmp_path):
     """Oracle: the process table, after a signal to the command alone in the middle of a count."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
-    with subprocess.Popen([sys.executable, path], cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
-                          stderr=subprocess.DEVNULL, text=True) as command:
+    with subprocess.Popen(
+        [sys.executable, path],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as command:
         worker = psutil.Process(int(command.stdout.readline()))
         command.send_signal(number)
         command.wait(60)

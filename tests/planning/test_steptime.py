@@ -13,14 +13,16 @@ from dstrain.recipe import ConfigError
 from dstrain.tracking.hardware import CHIPS, GIB, chip
 from tests.support.launch import ROOT
 
-H200, WEIGHTS = CHIPS["h200"], 10 ** 9
-NOTHING = Counts({"denoiser": WEIGHTS, "frozen/first_stage": 10 ** 12}, {}, {}, {}, (), 0.0, 0.0, 12 * WEIGHTS)
+H200, WEIGHTS = CHIPS["h200"], 10**9
+NOTHING = Counts({"denoiser": WEIGHTS, "frozen/first_stage": 10**12}, {}, {}, {}, (), 0.0, 0.0, 12 * WEIGHTS)
 
 
 def seconds(counts, stage, world=8, per_node=8, accumulation=1, decays=1, **zero):
     """The model's answer for an H200 in bf16."""
-    run = recipe.load(Path(ROOT / "tests/launch/tiny.yaml"), [f"batch.global={accumulation * world}", "batch.micro=1",
-                                                              f"ema.decays={[0.9, 0.99][:decays]}"])
+    run = recipe.load(
+        Path(ROOT / "tests/launch/tiny.yaml"),
+        [f"batch.global={accumulation * world}", "batch.micro=1", f"ema.decays={[0.9, 0.99][:decays]}"],
+    )
     settings = resolve({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **zero}}, run, world, "cuda")
     return steptime.step_time(counts, run, settings, Layout(world, per_node), H200)
 
@@ -49,10 +51,12 @@ def test_update():
 @pytest.mark.parametrize("world, per_node, rate, nodes", [(8, 8, 450e9, 1), (64, 8, 400e9, 8), (8, 4, 200e9, 2)])
 def test_network(world, per_node, rate, nodes):
     """Oracle: NCCL's own formula, bytes * (n - 1) / n a ring and twice that of an all-reduce, over the slowest link."""
+
     def network(operation):
         call = Collective(operation, 10, 1e9, world)
         return seconds(replace(NOTHING, collectives=(call,)), 1, world, per_node).network - 10 * (
-            20e-6 + 5e-6 * (nodes - 1))
+            20e-6 + 5e-6 * (nodes - 1)
+        )
 
     once = 1e9 * (world - 1) / world / (0.8 * rate)
     assert network("all_reduce") == pytest.approx(2 * once)
@@ -81,7 +85,12 @@ def test_chips():
     assert chip("H200").memory == 141 * GIB and chip("h200").rate("bf16") == 989.4e12
     assert chip("a100").rate("fp32") == 19.5e12 and chip("4090").rate("fp16") == 165.2e12
     assert [chip(text).memory for text in ("96GiB", "80GB", "8e10", "80g", "24 gib")] == [
-        96 * GIB, 80 * 10 ** 9, 80 * 10 ** 9, 80 * 10 ** 9, 24 * GIB]
+        96 * GIB,
+        80 * 10**9,
+        80 * 10**9,
+        80 * 10**9,
+        24 * GIB,
+    ]
     assert chip("96GiB").name is None
 
 
@@ -94,9 +103,18 @@ def test_unknown_chips(text):
 
 def test_calibration():
     """Oracle: a device of 3 s an exaflop and 5 s a billion weights, which two steps tell whole."""
+
     def counts(samples, depth):
-        return Counts({"denoiser": depth * 10 ** 8, "frozen/text": 1}, {}, {}, {}, (), 1e17 * samples * depth,
-                      1e16 * depth * samples, 0)
+        return Counts(
+            {"denoiser": depth * 10**8, "frozen/text": 1},
+            {},
+            {},
+            {},
+            (),
+            1e17 * samples * depth,
+            1e16 * depth * samples,
+            0,
+        )
 
     def truth(costs):
         return 3e-18 * (costs.flops + costs.recomputed) + 5e-9 * costs.weights["denoiser"]

@@ -13,19 +13,30 @@ from dstrain.recipe import ConfigError, NotRead, Run, files, problems
 from dstrain.recipe.section import MAY_CHANGE, Resume, Section, fields, filled_in, fixed, subsection
 from dstrain.systems.base import SystemConfig
 
-# Overrides that pass, and the nearest that do not; % stands between several. Bounds of numbers: test_values.py; what does
+# Overrides that pass, and the nearest that do not; % stands between several. Bounds of numbers:
+# test_values.py; what does
 # not fit something else: test_refusals.py.
 EDGES = [
-    ("data.channels=4", "data.channels=2"), ("data.channels=1", "data.channels=0"),
-    ("optimizer.betas=[0,0]", "optimizer.betas=[0]"), ("every.save=0", "every.save=null"),
-    ("every.report=0", "every.report=null"), ("every.report_page=0", "every.report_page=null"),
-    ("every.evaluate=0", "every.evaluate=null"), ("every.sample=0", "every.sample=null"),
-    ("every.metrics=0", "every.metrics=null"), ("samples.guidance_interval=null", "samples.guidance_interval=[1]"),
-    ("samples.spacing=karras", "samples.spacing=karas"), ("channels_last=true", "channels_last=1.5"),
-    ("data.flip=false", "data.flip=3"), ("name=a.b_c-1", "name=-a"), (f"name={'x' * 200}", f"name={'x' * 201}"),
-    ("name=9", "name=_"), (f"data.path={'x' * 255}", f"data.path={'x' * 256}"),
+    ("data.channels=4", "data.channels=2"),
+    ("data.channels=1", "data.channels=0"),
+    ("optimizer.betas=[0,0]", "optimizer.betas=[0]"),
+    ("every.save=0", "every.save=null"),
+    ("every.report=0", "every.report=null"),
+    ("every.report_page=0", "every.report_page=null"),
+    ("every.evaluate=0", "every.evaluate=null"),
+    ("every.sample=0", "every.sample=null"),
+    ("every.metrics=0", "every.metrics=null"),
+    ("samples.guidance_interval=null", "samples.guidance_interval=[1]"),
+    ("samples.spacing=karras", "samples.spacing=karas"),
+    ("channels_last=true", "channels_last=1.5"),
+    ("data.flip=false", "data.flip=3"),
+    ("name=a.b_c-1", "name=-a"),
+    (f"name={'x' * 200}", f"name={'x' * 201}"),
+    ("name=9", "name=_"),
+    (f"data.path={'x' * 255}", f"data.path={'x' * 256}"),
     (f"data.path={('x' * 249 + '/') * 16}", f"data.path={('x' * 249 + '/') * 16}x"),
-    ("model.recompute=1", "model.recompute=0"), ("model.recompute=attention", "model.recompute=atention"),
+    ("model.recompute=1", "model.recompute=0"),
+    ("model.recompute=attention", "model.recompute=atention"),
     ("model.recompute=true", "model.recompute=1.5"),
 ]
 
@@ -33,6 +44,7 @@ EDGES = [
 @pytest.mark.parametrize("passes, fails", EDGES, ids=[fails for _, fails in EDGES])
 def test_edges(passes, fails):
     """Oracle: by hand: the last value that means something, the first that does not, which the error names."""
+
     def load(words: str) -> Run:
         return recipe.check(recipe.load(None, words.split("%")), Even)
 
@@ -49,9 +61,12 @@ def test_keys_of_the_schema():
     assert list(keys)[:3] == ["name", "system", "folder"] and {"batch", "batch.global", "batch.micro"} <= set(keys)
     assert "batch.global_" not in keys and list(keys).index("batch") + 1 == list(keys).index("batch.global")
     assert subsection(keys["batch"]).__name__ == "BatchSize" and subsection(keys["steps"]) is None
-    assert list(dict(fields(subsection(keys["ema"]), "a.b"))) [:2] == ["a.b.decays", "a.b.warmup"]
+    assert list(dict(fields(subsection(keys["ema"]), "a.b")))[:2] == ["a.b.decays", "a.b.warmup"]
     assert [mark for mark in keys["optimizer.decay_steps"].metadata if isinstance(mark, Resume)] == [MAY_CHANGE]
-    rule = lambda key: recipe.section.resume_rule(key, Run, BaseModel)
+
+    def rule(key):
+        return recipe.section.resume_rule(key, Run, BaseModel)
+
     assert rule("optimizer.decay_steps").may_change and not rule("optimizer.betas").may_change
     assert rule("data.path").may_change and not rule("data.flip").may_change and rule("save.keep").may_change
     assert not rule("optimizer.unknown").may_change and rule("unknown.key").may_change
@@ -59,8 +74,18 @@ def test_keys_of_the_schema():
 
 def test_values_as_text():
     """Oracle: what an override would say, by hand; 60 characters stay, more are cut to 57 and three dots."""
-    for value, text in ((None, "null"), (True, "true"), (False, "false"), ("", "''"), (1, "1"), (0, "0"), (1.0, "1.0"),
-                        ("a\0b", "a\\0b"), ("a" * 60, "a" * 60), ("a" * 61, "a" * 57 + "...")):
+    for value, text in (
+        (None, "null"),
+        (True, "true"),
+        (False, "false"),
+        ("", "''"),
+        (1, "1"),
+        (0, "0"),
+        (1.0, "1.0"),
+        ("a\0b", "a\\0b"),
+        ("a" * 60, "a" * 60),
+        ("a" * 61, "a" * 57 + "..."),
+    ):
         assert problems.as_text(value) == text
 
 
@@ -85,11 +110,17 @@ def test_what_lies_nearby(tmp_path):
     assert recipe.nearby(tmp_path / "none" / "a.yaml", "*.yaml").endswith("/none/ has no *.yaml")
 
 
-@pytest.mark.parametrize("text, words", [
-    ("- 1\n- 2\n", "holds a list: a recipe is sections"), ("steps: 1\nsteps: 2\n", ":2: the key 'steps' stands twice, "
-     "first in line 1"), ("1: 2\n", ":1: the key 1 is no text"), ("a: [\n", ":2: "), ("steps: 1\n  b: 2\n", ":2: "),
-    ("data:\n  flop: 1\n", "data.flop: there is no such key .did you mean data.flip"),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("- 1\n- 2\n", "holds a list: a recipe is sections"),
+        ("steps: 1\nsteps: 2\n", ":2: the key 'steps' stands twice, first in line 1"),
+        ("1: 2\n", ":1: the key 1 is no text"),
+        ("a: [\n", ":2: "),
+        ("steps: 1\n  b: 2\n", ":2: "),
+        ("data:\n  flop: 1\n", "data.flop: there is no such key .did you mean data.flip"),
+    ],
+)
 def test_recipes_that_are_none(tmp_path, text, words):
     """Oracle: by hand: file, line and what is wrong there."""
     path = tmp_path / "r.yaml"
@@ -101,7 +132,7 @@ def test_recipes_that_are_none(tmp_path, text, words):
 
 def test_how_much_aliases_may_unfold_to():
     """Oracle: by hand: the text is a list, in it 200 lists of 98 entries, and single entries: 20,000 are taken."""
-    row = f"&r [{', '.join('0' * 98)}]"                     # 99 nodes, as often as it is named
+    row = f"&r [{', '.join('0' * 98)}]"  # 99 nodes, as often as it is named
     for single, fits in ((199, True), (200, False)):
         assert 1 + 200 * 99 + single == 20_000 + (not fits)
         text = f"[{row}{', *r' * 199}{', 0' * single}]"
@@ -110,9 +141,9 @@ def test_how_much_aliases_may_unfold_to():
         else:
             with pytest.raises(yaml.YAMLError, match="more than 20000 entries"):
                 files._parse(text)
-    with pytest.raises(yaml.YAMLError, match="it holds more than 20000 entries"):        # and without aliases
+    with pytest.raises(yaml.YAMLError, match="it holds more than 20000 entries"):  # and without aliases
         files._parse(f"[{'0, ' * 20_001}]")
-    with pytest.raises(yaml.YAMLError, match="aliases unfolded"):                        # all are read, the list is one more
+    with pytest.raises(yaml.YAMLError, match="aliases unfolded"):  # all are read, the list is one more
         files._parse(f"[{'0, ' * 20_000}]")
     assert len(files._parse(f"[{'0, ' * 19_999}]")) == 19_999
 
@@ -121,9 +152,11 @@ def test_recipes_that_cannot_be_read(tmp_path):
     """Oracle: by hand: the reason of the system, and the file; what lies nearby where there is none."""
     (tmp_path / "dir.yaml").mkdir()
     (tmp_path / "binary.yaml").write_bytes(b"steps: \xff")
-    for name, reason in (("dir", "cannot be read as a text file: it is a folder, and no file"),
-                         ("binary", "cannot be read as a text file: 'utf-8' codec can't decode"),
-                         ("none", ": there is no such file")):
+    for name, reason in (
+        ("dir", "cannot be read as a text file: it is a folder, and no file"),
+        ("binary", "cannot be read as a text file: 'utf-8' codec can't decode"),
+        ("none", ": there is no such file"),
+    ):
         with pytest.raises(ConfigError) as caught:
             recipe.load(tmp_path / f"{name}.yaml")
         assert str(caught.value).startswith(f"--recipe {tmp_path}/{name}.yaml") and reason in str(caught.value)
@@ -141,7 +174,7 @@ def test_how_deep_a_recipe_may_be():
     assert files._parse("[" * 32 + "]" * 32) and len(files._override({}, [".".join("a" * 32) + "=1"])[0]) == 1
     with pytest.raises(yaml.YAMLError, match="nested deeper than 32 levels"):
         files._parse("[" * 33 + "]" * 33)
-    row = "[" + "0, " * 50                                  # neighbours are no deeper than each other
+    row = "[" + "0, " * 50  # neighbours are no deeper than each other
     assert files._parse(row + "[" * 31 + "]" * 32)
     with pytest.raises(yaml.YAMLError, match="nested deeper than 32 levels"):
         files._parse(row + "[" * 32 + "]" * 33)
@@ -167,14 +200,18 @@ def test_where_a_problem_comes_from(tmp_path):
 def test_overrides_of_what_is_no_section():
     """Oracle: by hand: the path that is a value, and what to write."""
     for key in ("model.a.b.c", "model.a.b.c.d.e"):
-        with pytest.raises(ConfigError, match=f"^{key}: model.a.b is the value 3 and has no entries; write model.a.b=..."):
+        with pytest.raises(
+            ConfigError, match=f"^{key}: model.a.b is the value 3 and has no entries; write model.a.b=..."
+        ):
             recipe.load(None, ["model.a.b=3", f"{key}=4"])
     assert recipe.load(None, ["model.a.b=3", "model.a.c=4"]).model == {"a": {"b": 3, "c": 4}}
     for words in ("steps", "=5", " =5"):
         with pytest.raises(ConfigError, match="is no override: write key=value"):
             recipe.load(None, [words])
     for words in ("folder=", "data.path= "):
-        with pytest.raises(ConfigError, match="gives nothing, as where a variable of the shell is not set: write a value"):
+        with pytest.raises(
+            ConfigError, match="gives nothing, as where a variable of the shell is not set: write a value"
+        ):
             recipe.load(None, [words])
     assert recipe.load(None, ["folder=null"]).folder is None
     with pytest.raises(ConfigError, match=r"^steps=\[ cannot be read as a value: quote it, for example steps="):
@@ -225,18 +262,30 @@ class Even(SystemConfig):
         return self
 
 
-@pytest.mark.parametrize("model, message", [
-    ({"width": 3}, "model: width: odd"),
-    ({"width": "x"}, "model.width=x: it should be a valid integer, unable to parse string as an integer"),
-    ({"weight": 1}, "model.weight: there is no such key (did you mean model.width?)"),
-    ({"q" * 30: 1}, f"model.{'q' * 30}: there is no such key; known here: model.recompute, model.width, "
-     "model.name, model.inner"),
-    ({"inner": {"q" * 30: 1}}, f"model.inner.{'q' * 30}: there is no such key; known here: model.inner.wide, "
-     "model.inner.title"),
-    ({"inner": 3}, "model.inner=3 is a value where a section is expected; set single entries, for example "
-     "model.inner.wide=..."), ({"name": "c"}, "model.name=c: it should be 'a' or 'b'"),
-    ({"name": True}, "model.name is true, which has no meaning here: give a number or a name"),
-])
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        ({"width": 3}, "model: width: odd"),
+        ({"width": "x"}, "model.width=x: it should be a valid integer, unable to parse string as an integer"),
+        ({"weight": 1}, "model.weight: there is no such key (did you mean model.width?)"),
+        (
+            {"q" * 30: 1},
+            f"model.{'q' * 30}: there is no such key; known here: model.recompute, model.width, "
+            "model.name, model.inner",
+        ),
+        (
+            {"inner": {"q" * 30: 1}},
+            f"model.inner.{'q' * 30}: there is no such key; known here: model.inner.wide, model.inner.title",
+        ),
+        (
+            {"inner": 3},
+            "model.inner=3 is a value where a section is expected; set single entries, for example "
+            "model.inner.wide=...",
+        ),
+        ({"name": "c"}, "model.name=c: it should be 'a' or 'b'"),
+        ({"name": True}, "model.name is true, which has no meaning here: give a number or a name"),
+    ],
+)
 def test_what_is_wrong_in_a_model(model, message):
     """Oracle: by hand: one line with the dotted key, the value, and what may stand there."""
     with pytest.raises(ConfigError) as caught:
@@ -252,17 +301,29 @@ def test_a_model_that_is_right():
     assert checked.model_copy(update={"model": {}}) == run.model_copy(update={"model": {}})
 
 
-@pytest.mark.parametrize("words, message", [
-    ("optimizer=3", "optimizer=3 is a value where a section is expected; set single entries, for example "
-     "optimizer.name=... [command line]"), ("model=3", "model=3 is a value where a section is expected [command line]"),
-    ("name=a b", "name=a b: letters, digits and . _ - only, since a folder is named by it [command line]"),
-    ("data.codes={kind: latents, shape: [1], flips: 1, scaling_factor: 1}", "data.codes.first_stage is needed and not "
-     "given [command line]"), ("saev=1", "saev: there is no such key (did you mean save?) [command line]"),
-    ("report=1", "report: there is no such key (did you mean every.report?) [command line]"),
-    ("epochs=1", "epochs: there is no such key (did you mean steps?) [command line]"),
-    ("data.mixture=[]", "data.mixture=[]: name its sources, [{path: A, weight: 3}, {path: B, weight: 1}], or leave it "
-     "out"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "optimizer=3",
+            "optimizer=3 is a value where a section is expected; set single entries, for example "
+            "optimizer.name=... [command line]",
+        ),
+        ("model=3", "model=3 is a value where a section is expected [command line]"),
+        ("name=a b", "name=a b: letters, digits and . _ - only, since a folder is named by it [command line]"),
+        (
+            "data.codes={kind: latents, shape: [1], flips: 1, scaling_factor: 1}",
+            "data.codes.first_stage is needed and not given [command line]",
+        ),
+        ("saev=1", "saev: there is no such key (did you mean save?) [command line]"),
+        ("report=1", "report: there is no such key (did you mean every.report?) [command line]"),
+        ("epochs=1", "epochs: there is no such key (did you mean steps?) [command line]"),
+        (
+            "data.mixture=[]",
+            "data.mixture=[]: name its sources, [{path: A, weight: 3}, {path: B, weight: 1}], or leave it out",
+        ),
+    ],
+)
 def test_what_is_wrong_in_a_recipe(words, message):
     """Oracle: by hand."""
     with pytest.raises(ConfigError) as caught:
@@ -278,8 +339,10 @@ def test_errors_in_other_words(tmp_path):
     with pytest.raises(ConfigError, match=r"^x cannot be written \(No such file or directory\): mend it$"):
         with recipe.write_errors("x", "mend it"):
             (tmp_path / "none" / "x").write_text("")
-    with pytest.raises(ConfigError, match="run/saved is a folder where a file belongs"), \
-            recipe.write_errors("folder=run", "make room"):
+    with (
+        pytest.raises(ConfigError, match="run/saved is a folder where a file belongs"),
+        recipe.write_errors("folder=run", "make room"),
+    ):
         raise IsADirectoryError(21, "Is a directory", "run/.saved.tmp", None, "run/saved")
     with pytest.raises(NotRead, match="^altered: remove it$"), recipe.write_errors("x", "y"):
         raise NotRead("altered: remove it")
@@ -296,6 +359,7 @@ class Marked(Own):
 
 def test_what_may_change_by_its_mark():
     """Oracle: by hand: what is filled in may come but not go or change; the remedy of the mark stands in the error."""
+
     def keys(old: dict, new: dict) -> list[str]:
         return [key for key, _, _ in recipe.refused(Run(model=old), Run(model=new), Marked)]
 

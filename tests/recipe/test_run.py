@@ -18,13 +18,41 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
 
 words = st.text(st.characters(codec="ascii", exclude_categories=["Cc", "Cs"]), max_size=12)
-tricky = st.sampled_from(["on", "off", "null", "~", "1e3", "3e-4", "010", "1_000", "true", ".5", "2024-01-01", "1:30", "",
-                          " x ", "- a", "a: b", "#", "'", "\u00e9"])
+tricky = st.sampled_from(
+    [
+        "on",
+        "off",
+        "null",
+        "~",
+        "1e3",
+        "3e-4",
+        "010",
+        "1_000",
+        "true",
+        ".5",
+        "2024-01-01",
+        "1:30",
+        "",
+        " x ",
+        "- a",
+        "a: b",
+        "#",
+        "'",
+        "\u00e9",
+    ]
+)
 texts = st.one_of(words, tricky)
 rates = st.floats(1e-12, 1e3)
-leaves = st.one_of(st.none(), st.booleans(), st.integers(-10**12, 10**12), st.floats(allow_nan=False), texts)
-models = st.dictionaries(texts, st.recursive(leaves, lambda inner: st.one_of(
-    st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)), max_leaves=6), max_size=4)
+leaves = st.one_of(st.none(), st.booleans(), st.integers(-(10**12), 10**12), st.floats(allow_nan=False), texts)
+models = st.dictionaries(
+    texts,
+    st.recursive(
+        leaves,
+        lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
 
 
 @st.composite
@@ -34,18 +62,32 @@ def runs(draw) -> Run:
     micro, times = draw(st.integers(1, 64)), draw(st.integers(1, 8))
     return Run(
         name=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)),
-        folder=draw(st.none() | st.sampled_from(["runs/a", "/tmp/b c", "010"])), steps=draw(st.integers(10, 10**9)),
-        seed=draw(st.integers(0, 2**63 - 1)), init_from=draw(st.none() | st.just("/x/y.safetensors")),
-        compile=draw(st.sampled_from(["auto", "on", "off"])), model=draw(models),
-        data={"path": draw(texts.filter(lambda text: not text.startswith("~"))), "flip": draw(st.booleans()),
-              "held_out": draw(st.floats(0, 0.99))},
+        folder=draw(st.none() | st.sampled_from(["runs/a", "/tmp/b c", "010"])),
+        steps=draw(st.integers(10, 10**9)),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        init_from=draw(st.none() | st.just("/x/y.safetensors")),
+        compile=draw(st.sampled_from(["auto", "on", "off"])),
+        model=draw(models),
+        data={
+            "path": draw(texts.filter(lambda text: not text.startswith("~"))),
+            "flip": draw(st.booleans()),
+            "held_out": draw(st.floats(0, 0.99)),
+        },
         batch={"global": micro * times, "micro": draw(st.sampled_from([None, micro]))},
-        optimizer={"lr": lr, "final_lr": lr * draw(st.floats(0, 1)), "betas": (draw(st.floats(0, 0.999)), 0.95),
-                   "schedule": draw(st.sampled_from(["constant", "cosine", "linear"])),
-                   "warmup": draw(st.integers(0, 5)), "decay_steps": draw(st.none() | st.integers(6, 100))},
+        optimizer={
+            "lr": lr,
+            "final_lr": lr * draw(st.floats(0, 1)),
+            "betas": (draw(st.floats(0, 0.999)), 0.95),
+            "schedule": draw(st.sampled_from(["constant", "cosine", "linear"])),
+            "warmup": draw(st.integers(0, 5)),
+            "decay_steps": draw(st.none() | st.integers(6, 100)),
+        },
         ema={"decays": decays, "warmup": draw(st.booleans())},
-        samples={"labels": draw(st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3)),
-                 "ema": draw(st.sampled_from([None, *decays]))})
+        samples={
+            "labels": draw(st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3)),
+            "ema": draw(st.sampled_from([None, *decays])),
+        },
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,8 +123,13 @@ def stand_in(run):
     made_by = run.name.replace("phenaki", "phenaki-tokenizer")
     run_of_tokenizer = recipe.load(next(path for path in RECIPES if path.stem == made_by))
     config = recipe.check(run_of_tokenizer, config_class(run_of_tokenizer.system)).model
-    tokenizers.save(Path(run.model["tokenizer"]["path"]), **{name: config[name] for name in (
-        "image_size", "num_frames", "channels", "codebook_size", "patch_size", "temporal_patch_size")})
+    tokenizers.save(
+        Path(run.model["tokenizer"]["path"]),
+        **{
+            name: config[name]
+            for name in ("image_size", "num_frames", "channels", "codebook_size", "patch_size", "temporal_patch_size")
+        },
+    )
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -103,18 +150,35 @@ def test_published_settings_are_the_papers():
     """Oracle: Peebles & Xie 2022, sections 4 and 5, and the constants of the official train.py."""
     for name, steps, size in (("dit-xl2-imagenet256", 7_000_000, 256), ("dit-xl2-imagenet512", 3_000_000, 512)):
         run = recipe.load(ROOT / "launch" / "recipes" / f"{name}.yaml")
-        assert (run.batch.global_, run.optimizer.lr, run.optimizer.weight_decay, run.ema.decays) == (256, 1e-4, 0, (.9999,))
+        assert (run.batch.global_, run.optimizer.lr, run.optimizer.weight_decay, run.ema.decays) == (
+            256,
+            1e-4,
+            0,
+            (0.9999,),
+        )
         assert (run.steps, run.data.image_size, run.optimizer.warmup, run.optimizer.clip) == (steps, size, 0, 0)
         assert run.optimizer.betas == (0.9, 0.999) and run.optimizer.schedule == "constant"
         assert run.model["first_stage"]["scaling_factor"] == 0.18215
 
 
-@pytest.mark.parametrize("text, key, expected", [
-    ("3e-4", "optimizer.lr", 3e-4), ("1E6", "steps", 10**6), ("2_000", "steps", 2000), ("off", "compile", "off"),
-    ("on", "compile", "on"), ("yes", "data.flip", True), ("010", "data.path", "010"), ("2024", "name", "2024"),
-    ("1e-8", "model.eps", 1e-8), ("null", "folder", None), ("a=b", "data.path", "a=b"), ("[.9, .95]", "ema.decays", (.9, .95)),
-    ("~/images", "data.path", str(Path("~/images").expanduser())),
-])
+@pytest.mark.parametrize(
+    "text, key, expected",
+    [
+        ("3e-4", "optimizer.lr", 3e-4),
+        ("1E6", "steps", 10**6),
+        ("2_000", "steps", 2000),
+        ("off", "compile", "off"),
+        ("on", "compile", "on"),
+        ("yes", "data.flip", True),
+        ("010", "data.path", "010"),
+        ("2024", "name", "2024"),
+        ("1e-8", "model.eps", 1e-8),
+        ("null", "folder", None),
+        ("a=b", "data.path", "a=b"),
+        ("[.9, .95]", "ema.decays", (0.9, 0.95)),
+        ("~/images", "data.path", str(Path("~/images").expanduser())),
+    ],
+)
 def test_values_that_yaml_libraries_misread(text, key, expected):
     """Oracle: YAML 1.2's core schema for plain scalars, and what a user means."""
     value = recipe.load(None, [f"{key}={text}"]).model_dump(by_alias=True)
@@ -154,12 +218,24 @@ def test_all_faults_are_named_at_once():
         assert part in text
 
 
-@pytest.mark.parametrize("typed, meant", [
-    ("lr", "optimizer.lr"), ("learning_rate", "optimizer.lr"), ("batch_size", "batch.global"), ("optimiser.lr", "optimizer"),
-    ("optimizer.LR", "optimizer.lr"), ("sampels.num", "samples"), ("every.smaple", "every.sample"), ("micro", "batch.micro"),
-    ("data.flop", "data.flip"), ("weight-decay", "optimizer.weight_decay"), ("max_steps", "steps"),
-    ("guidence_scal", "samples.guidance_scale"), ("save.best_one_of_all", "save.best"),
-])
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("lr", "optimizer.lr"),
+        ("learning_rate", "optimizer.lr"),
+        ("batch_size", "batch.global"),
+        ("optimiser.lr", "optimizer"),
+        ("optimizer.LR", "optimizer.lr"),
+        ("sampels.num", "samples"),
+        ("every.smaple", "every.sample"),
+        ("micro", "batch.micro"),
+        ("data.flop", "data.flip"),
+        ("weight-decay", "optimizer.weight_decay"),
+        ("max_steps", "steps"),
+        ("guidence_scal", "samples.guidance_scale"),
+        ("save.best_one_of_all", "save.best"),
+    ],
+)
 def test_did_you_mean(typed, meant):
     """Oracle: the key that a reader would have meant."""
     with pytest.raises(ConfigError, match=rf"\(did you mean {re.escape(meant)}\?\)"):
@@ -175,14 +251,40 @@ def test_differences_and_what_a_resumed_run_may_change():
         return [key for key, _, _ in recipe.differences(old, new)], [key for key, _, _ in recipe.refused(old, new, DIT)]
 
     assert keys() == ([], [])
-    free = {"steps": 2000, "every.save": 3, "save.keep": 5, "batch.micro": 32, "track.project": "x", "samples.num": 4,
-            "data.workers": 0, "folder": "/tmp/x", "name": "other", "compile": "off", "faults.max_skipped": 1,
-            "data.path": "/x", "init_from": "/x", "model.recompute": "true"}
+    free = {
+        "steps": 2000,
+        "every.save": 3,
+        "save.keep": 5,
+        "batch.micro": 32,
+        "track.project": "x",
+        "samples.num": 4,
+        "data.workers": 0,
+        "folder": "/tmp/x",
+        "name": "other",
+        "compile": "off",
+        "faults.max_skipped": 1,
+        "data.path": "/x",
+        "init_from": "/x",
+        "model.recompute": "true",
+    }
     for key, value in free.items():
         assert keys(f"{key}={value}") == ([key], [])
-    fixed = {"model.depth": 3, "model.width": 1, "data.image_size": 64, "data.channels": 1, "seed": 1,
-             "data.flip": "false", "data.held_out": 0.5, "data.draft": "true", "batch.global": 128, "optimizer.lr": 1,
-             "optimizer.warmup": 5, "ema.decays": "[0.5]", "ema.warmup": "true", "system": "iddpm"}
+    fixed = {
+        "model.depth": 3,
+        "model.width": 1,
+        "data.image_size": 64,
+        "data.channels": 1,
+        "seed": 1,
+        "data.flip": "false",
+        "data.held_out": 0.5,
+        "data.draft": "true",
+        "batch.global": 128,
+        "optimizer.lr": 1,
+        "optimizer.warmup": 5,
+        "ema.decays": "[0.5]",
+        "ema.warmup": "true",
+        "system": "iddpm",
+    }
     for key, value in fixed.items():
         assert keys(f"{key}={value}") == ([key], [key])
     text = str(recipe.refusals(recipe.refused(old, recipe.load(None, ["seed=1"]), DIT), Path("runs/x"), DIT))
@@ -192,15 +294,19 @@ def test_differences_and_what_a_resumed_run_may_change():
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_an_open_horizon_may_not_move(schedule):
     """Oracle: Optimizer.lr_at: a change is refused if it changes the learning rate of a past step."""
+
     def run(*overrides):
         return recipe.load(None, [f"optimizer.schedule={schedule}", *overrides])
 
     def changes_the_past(old, new):
         return any(old.optimizer.lr_at(step, old.steps) != new.optimizer.lr_at(step, new.steps) for step in range(500))
 
-    for old, new in ((run("steps=500"), run("steps=900")), (run("steps=500"), run("steps=900", "optimizer.decay_steps=500")),
-                     (run("steps=500", "optimizer.decay_steps=400"), run("steps=900", "optimizer.decay_steps=400")),
-                     (run("steps=500", "optimizer.decay_steps=500"), run("steps=500"))):
+    for old, new in (
+        (run("steps=500"), run("steps=900")),
+        (run("steps=500"), run("steps=900", "optimizer.decay_steps=500")),
+        (run("steps=500", "optimizer.decay_steps=400"), run("steps=900", "optimizer.decay_steps=400")),
+        (run("steps=500", "optimizer.decay_steps=500"), run("steps=500")),
+    ):
         assert bool(recipe.refused(old, new, DIT)) == changes_the_past(old, new)
     text = str(recipe.refusals(recipe.refused(run("steps=500"), run("steps=900"), DIT), Path("runs/x"), DIT))
     assert "optimizer.decay_steps=500" in text and "--allow-change" in text

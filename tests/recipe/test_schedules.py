@@ -35,11 +35,11 @@ def test_learning_rate(schedule, warmup, decay_steps, final):
     found = rates(schedule=schedule, warmup=warmup, decay_steps=decay_steps, final_lr=final)
     end = decay_steps or STEPS
     assert found == pytest.approx(decaying(SHAPES[schedule], warmup, end, final), abs=1e-12)
-    assert found[warmup] == LR and (not warmup or found[warmup - 1] == LR and found[0] == LR / warmup)
+    assert found[warmup] == LR and (not warmup or (found[warmup - 1] == LR and found[0] == LR / warmup))
     if schedule != "constant":
         assert found[(warmup + end) // 2] == pytest.approx((LR + final) / 2, abs=LR / (end - warmup))
         assert found[end:] == pytest.approx([final] * (70 - end), abs=1e-12)
-        assert all(later < sooner for sooner, later in zip(found[warmup:end], found[warmup + 1:end]))
+        assert all(later < sooner for sooner, later in zip(found[warmup:end], found[warmup + 1 : end]))
 
 
 def test_learning_rate_is_pytorchs():
@@ -74,7 +74,8 @@ def test_decay_of_the_average():
     """Oracle: min(decay, (1 + s) / (10 + s)) by hand: 1/10, 2/11, ... up to the decay; without warm-up the decay."""
     warm, plain = Ema(decays=(0.5, 0.999), warmup=True), Ema(decays=(0.5, 0.999))
     assert [warm.decay_at(0.5, step) for step in range(10)] == pytest.approx(
-        [1 / 10, 2 / 11, 3 / 12, 4 / 13, 5 / 14, 6 / 15, 7 / 16, 8 / 17, 0.5, 0.5])
+        [1 / 10, 2 / 11, 3 / 12, 4 / 13, 5 / 14, 6 / 15, 7 / 16, 8 / 17, 0.5, 0.5]
+    )
     assert warm.decay_at(0.999, 8980) == pytest.approx(8981 / 8990) and warm.decay_at(0.999, 8990) == 0.999
     for decay in (0.5, 0.999):
-        assert [plain.decay_at(decay, step) for step in (0, 7, 10 ** 6)] == [decay] * 3
+        assert [plain.decay_at(decay, step) for step in (0, 7, 10**6)] == [decay] * 3

@@ -60,7 +60,7 @@ def begun(tmp_path) -> Path:
 def test_a_fresh_folder(tmp_path):
     """Oracle: the run, settings and fingerprint that were handed over, read back from what was written."""
     wanted = run(tmp_path / "runs" / "a", "seed=3")
-    for there in (False, True):                                  # not there, and there but empty
+    for there in (False, True):  # not there, and there but empty
         check(wanted)
         assert list(tmp_path.iterdir()) == [] or there
         wanted.directory.mkdir(parents=True, exist_ok=True)
@@ -90,8 +90,11 @@ def test_a_foreign_folder(tmp_path):
         assert "thesis.tex" in text and "--from-scratch" in text and "another folder" in text
     check(run(tmp_path), from_scratch=True)
     prepare(run(tmp_path), from_scratch=True)
-    assert {name.removeprefix("earlier_1/"): text for name, text in contents(tmp_path).items()
-            if name.startswith("earlier_1/")} == before
+    assert {
+        name.removeprefix("earlier_1/"): text
+        for name, text in contents(tmp_path).items()
+        if name.startswith("earlier_1/")
+    } == before
 
 
 def test_hidden_files_make_no_foreign_folder(tmp_path):
@@ -101,9 +104,17 @@ def test_hidden_files_make_no_foreign_folder(tmp_path):
     check(run(tmp_path))
 
 
-@pytest.mark.parametrize("key, old, new", [("seed", "0", "7"), ("model.depth", "2", "3"), ("batch.global", "64", "128"),
-                                           ("optimizer.lr", "0.0001", "0.5"), ("data.flip", "true", "false"),
-                                           ("ema.decays", "[0.9999]", "[0.5]")])
+@pytest.mark.parametrize(
+    "key, old, new",
+    [
+        ("seed", "0", "7"),
+        ("model.depth", "2", "3"),
+        ("batch.global", "64", "128"),
+        ("optimizer.lr", "0.0001", "0.5"),
+        ("data.flip", "true", "false"),
+        ("ema.decays", "[0.9999]", "[0.5]"),
+    ],
+)
 def test_a_change_of_what_the_run_is(begun, key, old, new):
     """Oracle: the key, the value in run.yaml and the one typed; --allow-change and --from-scratch let it pass."""
     wanted = run(begun, f"{key}={new}")
@@ -113,7 +124,7 @@ def test_a_change_of_what_the_run_is(begun, key, old, new):
     check(wanted, allow_change=True)
     check(wanted, from_scratch=True)
     prepare(wanted)
-    check(wanted)                                                # what was accepted is the run from now on
+    check(wanted)  # what was accepted is the run from now on
     assert f"{key} was" in refusal(run(begun))
 
 
@@ -123,8 +134,19 @@ def test_all_changes_are_named_together(begun):
     assert [line.split(" was ")[0] for line in text.splitlines()] == ["seed", "model.depth"]
 
 
-@pytest.mark.parametrize("free", ["steps=100000", "every.save=3", "save.keep=9", "batch.micro=8", "samples.num=4",
-                                  "data.workers=0", "track.wandb=disabled", "faults.orphan_check=false"])
+@pytest.mark.parametrize(
+    "free",
+    [
+        "steps=100000",
+        "every.save=3",
+        "save.keep=9",
+        "batch.micro=8",
+        "samples.num=4",
+        "data.workers=0",
+        "track.wandb=disabled",
+        "faults.orphan_check=false",
+    ],
+)
 def test_steps_and_what_only_reports_may_change(begun, free):
     """Oracle: design section 2: none of these determines the numbers of a step."""
     check(run(begun, free))
@@ -135,7 +157,7 @@ def test_other_data(begun):
     text = refusal(run(begun), "images: 61")
     assert "'images: 61' now" in text and "'images: 60' before" in text and "--allow-change" in text
     check(run(begun), "images: 61", allow_change=True)
-    check(run(begun), "images: 60 bytes=7")       # an earlier version said less
+    check(run(begun), "images: 60 bytes=7")  # an earlier version said less
     refusal(run(begun), "images: 600")
     for damage in (lambda path: path.write_bytes(b"\xff\xfe"), Path.unlink):
         damage(begun / "data.txt")
@@ -200,8 +222,10 @@ def lose(folder: Path, case: str) -> None:
 
 
 LOST = {
-    "gone checkpoints": "saved step 100", "emptied checkpoints": "saved step 100",
-    "empty checkpoints": "a file checkpoints", "linked checkpoints": "nowhere is not there",
+    "gone checkpoints": "saved step 100",
+    "emptied checkpoints": "saved step 100",
+    "empty checkpoints": "a file checkpoints",
+    "linked checkpoints": "nowhere is not there",
     "emptied checkpoints; put checkpoints/step_00000200.tmp": "saved step 100",
     "emptied checkpoints; put checkpoints/newest:step_00000100": "saved step 100",
     "gone checkpoints; gone saved": "neither a checkpoint nor the file `saved`",
@@ -210,8 +234,10 @@ LOST = {
     "emptied checkpoints; gone saved; put checkpoints/step_00000200.tmp": "neither a checkpoint nor the file `saved`",
     **{f"gone checkpoints; put saved:{text}": "`saved`, which names the last one, is damaged" for text in GARBAGE},
     "gone checkpoints; put saved:999999999999": "saved step 999999999999",
-    "gone run.yaml": "no run.yaml", "gone run.yaml; gone checkpoints; gone saved": "no run.yaml",
-    "empty run.yaml": "run.yaml is empty", "emptied run.yaml": "run.yaml cannot be read",
+    "gone run.yaml": "no run.yaml",
+    "gone run.yaml; gone checkpoints; gone saved": "no run.yaml",
+    "empty run.yaml": "run.yaml is empty",
+    "emptied run.yaml": "run.yaml cannot be read",
     "put run.yaml:\0\0\0": "run.yaml",
 }
 
@@ -266,8 +292,11 @@ def test_from_scratch_loses_nothing(begun):
         now = contents(begun)
         fresh = {name for name in now if name not in kept and not name.startswith("earlier_")}
         assert fresh == {"run.yaml", "ds_config.json", "data.txt", "saved"} and folders.last_saved(begun) == 0
-        moved = {name.partition("/")[2]: text for name, text in now.items()
-                 if name.startswith("earlier_") and name not in kept}
+        moved = {
+            name.partition("/")[2]: text
+            for name, text in now.items()
+            if name.startswith("earlier_") and name not in kept
+        }
         assert moved == before
         assert all(now[name] == text for name, text in kept.items())
         kept = {name: text for name, text in now.items() if name.startswith("earlier_")}
@@ -283,13 +312,22 @@ def test_from_scratch_where_nothing_stands(tmp_path):
 
 
 def test_later_steps_are_moved_aside(begun):
-    """Oracle: the folder before: checkpoints and averages of later steps are in earlier_1, at their places; earlier ones,
-    half-written ones and what lies beside them stay.
+    """Oracle: the folder before: checkpoints and averages of later steps are in earlier_1, at their places; earlier
+    ones, half-written ones and what lies beside them stay.
     """
-    later = ["checkpoints/step_00000100", "averages/step_00000080.aside", "averages/step_00000060",
-             "reconstructed/0.1/step_00000060"]
-    kept = ["checkpoints/step_00000050", "averages/step_00000050", "reconstructed/0.1/step_00000050",
-            "averages/step_00000070.tmp", "reconstructed/0.1/newest"]
+    later = [
+        "checkpoints/step_00000100",
+        "averages/step_00000080.aside",
+        "averages/step_00000060",
+        "reconstructed/0.1/step_00000060",
+    ]
+    kept = [
+        "checkpoints/step_00000050",
+        "averages/step_00000050",
+        "reconstructed/0.1/step_00000050",
+        "averages/step_00000070.tmp",
+        "reconstructed/0.1/newest",
+    ]
     for name in later + kept:
         (begun / name).mkdir(parents=True, exist_ok=True)
     folders.set_newer_aside(begun, 50)
@@ -314,8 +352,10 @@ def test_going_on_keeps_what_is_there(begun):
 def test_one_run_in_a_folder(tmp_path):
     """Oracle: a real process that holds the folder until it is killed; the name of the remedy in the meantime."""
     folder = tmp_path / "runs" / "a"
-    program = "import sys, time; from dstrain.runs import folders; from pathlib import Path\n" \
-              "lock = folders.claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    program = (
+        "import sys, time; from dstrain.runs import folders; from pathlib import Path\n"
+        "lock = folders.claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    )
     holder = subprocess.Popen([sys.executable, "-c", program, str(folder)], env=environment(), stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"held\n"
@@ -325,13 +365,13 @@ def test_one_run_in_a_folder(tmp_path):
         holder.kill()
         holder.communicate()
     with folders.claim(folder, patience=0):
-        check(run(folder))                                       # the lock makes no foreign folder
+        check(run(folder))  # the lock makes no foreign folder
         with pytest.raises(ConfigError):
             folders.claim(folder, patience=0)
         prepare(run(folder), from_scratch=True)
         prepare(run(folder), from_scratch=True)
         with pytest.raises(ConfigError):
-            folders.claim(folder, patience=0)                    # nor is it moved aside
+            folders.claim(folder, patience=0)  # nor is it moved aside
     folders.claim(folder, patience=0).close()
 
 
@@ -375,8 +415,9 @@ def events(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda number: (seen.append(("sync", os.fstat(number).st_ino)), fsync(number)))
     for name in ("replace", "rename"):
         move = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda old, new, move=move: (move(old, new),
-                                                                  seen.append(("rename", Path(new).name))))
+        monkeypatch.setattr(
+            os, name, lambda old, new, move=move: (move(old, new), seen.append(("rename", Path(new).name)))
+        )
     return seen
 
 
@@ -390,10 +431,16 @@ def test_state_reaches_the_disk(tmp_path, events):
         folders.note_saved(tmp_path / "a", 3)
         names = [name for kind, name in events if kind == "rename"]
         assert names == [*["saved"] * new, "run.yaml", "data.txt", "ds_config.json", "saved"]
-        names = names[new:]                              # the first `saved`, of no step, is replaced by the second
-        expected = [[("sync", (tmp_path / "a" / name).stat().st_ino), ("rename", name),
-                     ("sync", (tmp_path / "a").stat().st_ino)] for name in names]
-        assert events[3 * new:] == sum(expected, [])
+        names = names[new:]  # the first `saved`, of no step, is replaced by the second
+        expected = [
+            [
+                ("sync", (tmp_path / "a" / name).stat().st_ino),
+                ("rename", name),
+                ("sync", (tmp_path / "a").stat().st_ino),
+            ]
+            for name in names
+        ]
+        assert events[3 * new :] == sum(expected, [])
         assert {path.name for path in (tmp_path / "a").iterdir()} == set(names)
 
 
@@ -417,8 +464,9 @@ def test_a_new_folder_reaches_the_disk(tmp_path, events):
 @pytest.mark.parametrize("critic, labels", [("token", "replaced"), (None, "masked")])
 def test_a_run_of_an_older_dstrain_keeps_its_ways(tmp_path, critic, labels):
     """Oracle: what Phenaki did before it had these entries, which a run.yaml of that time lacks."""
-    (tmp_path / "run.yaml").write_text(recipe.dump(Run(system="phenaki", model={
-        "critic": critic, "decoding": {"sample_temperature": 0.9}})))
+    (tmp_path / "run.yaml").write_text(
+        recipe.dump(Run(system="phenaki", model={"critic": critic, "decoding": {"sample_temperature": 0.9}}))
+    )
     model = folders.recipe_of(tmp_path).model
     assert model["critic_labels"] == labels
     assert model["decoding"] == {"sample_temperature": 0.9, "sample_temperature_schedule": "decay"}

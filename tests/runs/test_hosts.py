@@ -14,9 +14,11 @@ from dstrain.runs import hosts
 from tests.support import gloo
 
 SETTINGS = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
-CODES = ({"dstrain": "aaa", "torch": "2.11", "deepspeed": "0.19.8"},
-         {"dstrain": "bbb", "torch": "2.11", "deepspeed": "1"})
-RUN = Path("root/run")                               # a mount is this: one name for all, and perhaps other folders
+CODES = (
+    {"dstrain": "aaa", "torch": "2.11", "deepspeed": "0.19.8"},
+    {"dstrain": "bbb", "torch": "2.11", "deepspeed": "1"},
+)
+RUN = Path("root/run")  # a mount is this: one name for all, and perhaps other folders
 
 # What differs, by the name of the case; all else is the same.
 CASES = {
@@ -35,8 +37,19 @@ def checked(rank: int, folder: Path) -> dict[str, tuple]:
     return {name: _checked(rank, folder / name, **case) for name, case in CASES.items()}
 
 
-def _checked(rank: int, folder: Path, *, roots=("one", "one"), words=({}, {}), settings=(SETTINGS, SETTINGS),
-             codes=None, names=None, patience=20.0, late=0.0, held=()) -> tuple:
+def _checked(
+    rank: int,
+    folder: Path,
+    *,
+    roots=("one", "one"),
+    words=({}, {}),
+    settings=(SETTINGS, SETTINGS),
+    codes=None,
+    names=None,
+    patience=20.0,
+    late=0.0,
+    held=(),
+) -> tuple:
     for root in roots:
         (folder / root).mkdir(parents=True, exist_ok=True)
     os.chdir(folder / roots[rank])
@@ -95,7 +108,7 @@ def test_one_process_looks_at_nothing(tmp_path):
 @pytest.mark.parametrize("case", ["own", "own, held"])
 def test_a_folder_for_each_machine(two, case):
     """Oracle: the folders: rank 1's is not made, rank 0's is as before, and gone where only the claim had made it."""
-    problem, = refusal(two, case)
+    (problem,) = refusal(two, case)
     assert "folder=root/run is not shared: rank 1 on " in problem and "put it on a file system" in problem
     assert not held(two[0] / case / "another")
     if "held" in case:
@@ -113,7 +126,7 @@ def test_a_folder_that_is_seen_late(two):
 
 def test_another_recipe(two):
     """Oracle: the two entries that differ, each with both values; one in the recipe, one in the DeepSpeed settings."""
-    problem, = refusal(two, "recipe")
+    (problem,) = refusal(two, "recipe")
     assert problem.startswith("rank 1 on ") and "seed=4 (not 3)" in problem
     assert "bf16={'enabled': False} (not {'enabled': True})" in problem
 
@@ -121,8 +134,10 @@ def test_another_recipe(two):
 def test_another_code(two):
     """Oracle: the versions given to each rank; those that agree are not named, nor is one machine's file in editing."""
     same = "install the same on all machines"
-    assert refusal(two, "code") == [f"rank 1 on b has dstrain bbb, rank 0 on a has aaa: {same}",
-                                    f"rank 1 on b has deepspeed 1, rank 0 on a has 0.19.8: {same}"]
+    assert refusal(two, "code") == [
+        f"rank 1 on b has dstrain bbb, rank 0 on a has aaa: {same}",
+        f"rank 1 on b has deepspeed 1, rank 0 on a has 0.19.8: {same}",
+    ]
     assert two[1]["code, here"][0] == two[2]["code, here"][0] == "in order"
 
 

@@ -12,7 +12,7 @@ from dstrain.runs import folders
 from tests.support.launch import ROOT, command, environment
 
 RECIPE = ROOT / "tests" / "launch" / "tiny.yaml"
-SECONDS = 300                                     # on a loaded machine
+SECONDS = 300  # on a loaded machine
 
 
 def holds(pid: int, path: Path) -> bool:
@@ -27,13 +27,23 @@ def holds(pid: int, path: Path) -> bool:
 def test_a_waiting_command_checks_again(tmp_path):
     """Oracle: the run that was written while the second command waited: its seed, its rate, and not a byte changed."""
     folder, log = tmp_path / "run", tmp_path / "log"
-    arguments = ["--recipe", str(RECIPE), "--ds_config", str(ROOT / "ds_configs" / "zero2_fp32.json"),
-                 f"folder={folder}"]
+    arguments = [
+        "--recipe",
+        str(RECIPE),
+        "--ds_config",
+        str(ROOT / "ds_configs" / "zero2_fp32.json"),
+        f"folder={folder}",
+    ]
     job = cli.prepare(cli.train_arguments(ROOT, arguments))
     with folders.claim(folder):
         with open(log, "wb") as output:
-            second = subprocess.Popen(command("launch/train.py", *arguments, "seed=7", "optimizer.lr=0.5", num=1),
-                                      env=environment(), stdout=output, stderr=output, cwd=tmp_path)
+            second = subprocess.Popen(
+                command("launch/train.py", *arguments, "seed=7", "optimizer.lr=0.5", num=1),
+                env=environment(),
+                stdout=output,
+                stderr=output,
+                cwd=tmp_path,
+            )
         try:
             end = time.monotonic() + SECONDS
             while not holds(second.pid, folder / ".lock"):

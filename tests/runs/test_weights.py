@@ -23,8 +23,15 @@ from dstrain.runs.weights import checkpoint_kind, fitted, read, write_parts
 from dstrain.systems.base import System
 from tests.support.launch import ROOT, environment, here
 
-MODEL = {"patch_size": 8, "hidden_size": 32, "depth": 2, "num_heads": 2, "image_size": 32, "in_channels": 1,
-         "num_classes": 10}
+MODEL = {
+    "patch_size": 8,
+    "hidden_size": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "image_size": 32,
+    "in_channels": 1,
+    "num_classes": 10,
+}
 CLASSES = "y_embedder.embedding_table.weight"
 RECIPE = ROOT / "tests" / "launch" / "tiny.yaml"
 
@@ -74,16 +81,40 @@ def runs(tmp_path_factory) -> tuple[Path, Path, str]:
     """
     folder = tmp_path_factory.mktemp("runs")
     (folder / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    common = ["--recipe", str(RECIPE), "--ds_config", str(folder / "zero2.json"), "data.workers=0", "every.sample=0",
-              "optimizer.warmup=0"]
+    common = [
+        "--recipe",
+        str(RECIPE),
+        "--ds_config",
+        str(folder / "zero2.json"),
+        "data.workers=0",
+        "every.sample=0",
+        "optimizer.warmup=0",
+    ]
     trained, begun = folder / "trained", folder / "begun"
-    arguments = [[*common, f"folder={trained}", "steps=4", "every.save=2", "optimizer.lr=0.01"],
-                 [*common, f"folder={begun}", "steps=1", "every.save=1", f"init_from={trained}", "optimizer.lr=0",
-                  "optimizer.weight_decay=0", "model.class_dropout_prob=0", "samples.guidance_scale=1"]]
+    arguments = [
+        [*common, f"folder={trained}", "steps=4", "every.save=2", "optimizer.lr=0.01"],
+        [
+            *common,
+            f"folder={begun}",
+            "steps=1",
+            "every.save=1",
+            f"init_from={trained}",
+            "optimizer.lr=0",
+            "optimizer.weight_decay=0",
+            "model.class_dropout_prob=0",
+            "samples.guidance_scale=1",
+        ],
+    ]
     arguments.insert(1, [word.replace("begun", "dry") for word in arguments[1]] + ["--dry-run"])
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(ROOT / "launch" / "train.py"), json.dumps(arguments)],
-                          env=environment(), text=True, timeout=300, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(ROOT / "launch" / "train.py"), json.dumps(arguments)],
+        env=environment(),
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     return trained, begun, done.stdout
 
@@ -102,7 +133,9 @@ def copy(trained, tmp_path) -> Path:
 
 
 def test_parts_of_a_checkpoint(trained, tmp_path):
-    """Oracle: read_weights of the same checkpoint, by the library's reader; an average that is not there is not taken."""
+    """Oracle: read_weights of the same checkpoint, by the library's reader; an average that is not
+    there is not taken.
+    """
     at = trained / "checkpoints" / "step_00000004"
     for number, (ema, kind) in enumerate(((None, "ema.0.9"), (0.99, "ema.0.99"), (0.5, "ema.0.9"))):
         write_parts(at, ["denoiser"], ema, tmp_path / str(number))
@@ -114,7 +147,7 @@ def test_a_bare_safetensors_file(tmp_path):
     """Oracle: the tensors that were written."""
     state = weights()
     save_file(state, tmp_path / "weights.safetensors")
-    (values, notes), = fitted(tmp_path / "weights.safetensors", dit()).values()
+    ((values, notes),) = fitted(tmp_path / "weights.safetensors", dit()).values()
     assert same(values, state) and notes == [told(tmp_path / "weights.safetensors")]
 
 
@@ -123,7 +156,7 @@ def test_a_folder_of_safetensors_files(tmp_path):
     state = weights()
     for number, names in enumerate((list(state)[:9], list(state)[9:])):
         save_file({f"module._orig_mod.{name}": state[name] for name in names}, tmp_path / f"part{number}.safetensors")
-    (values, notes), = fitted(tmp_path, dit()).values()
+    ((values, notes),) = fitted(tmp_path, dit()).values()
     assert same(values, state) and notes == [told(tmp_path)]
 
 
@@ -134,19 +167,26 @@ def test_a_file_of_dits_train_py(tmp_path, layout):
     """
     state, other = weights(), {name: value + 1 for name, value in weights().items()}
     moments = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 1e-4, "params": [0]}]}
-    content = {"train.py": {"model": other, "ema": state, "opt": moments,
-                            "args": argparse.Namespace(data_path="/data", model="DiT-XL/2", epochs=1400)},
-               "no ema": {"model": state, "args": argparse.Namespace(model="DiT-XL/2")}, "bare": state,
-               "data parallel": {"model": {f"module.{name}": value for name, value in state.items()}}}
+    content = {
+        "train.py": {
+            "model": other,
+            "ema": state,
+            "opt": moments,
+            "args": argparse.Namespace(data_path="/data", model="DiT-XL/2", epochs=1400),
+        },
+        "no ema": {"model": state, "args": argparse.Namespace(model="DiT-XL/2")},
+        "bare": state,
+        "data parallel": {"model": {f"module.{name}": value for name, value in state.items()}},
+    }
     content = content.get(layout, state)
     legacy = layout == "of torch < 1.6"
     torch.save(content, tmp_path / "0400000.pt", _use_new_zipfile_serialization=not legacy)
-    if packed := layout == "packed":                                     # by a zip program, which compresses
+    if packed := layout == "packed":  # by a zip program, which compresses
         (tmp_path / "0400000.pt").rename(tmp_path / "plain.pt")
         with ZipFile(tmp_path / "plain.pt") as plain, ZipFile(tmp_path / "0400000.pt", "w", ZIP_DEFLATED) as other:
             for member in plain.namelist():
                 other.writestr(member, plain.read(member))
-    (values, notes), = fitted(tmp_path / "0400000.pt", dit()).values()
+    ((values, notes),) = fitted(tmp_path / "0400000.pt", dit()).values()
     assert same(values, state) and notes == [told(tmp_path / "0400000.pt")]
     assert (str(tmp_path / "0400000.pt") in Path("/proc/self/maps").read_text()) != (legacy or packed)
 
@@ -155,7 +195,7 @@ def test_other_sizes_are_told(tmp_path):
     """Oracle: bicubic interpolation by torch of positions from 4 x 4 to 8 x 8; three class rows and "no label"."""
     state = weights()
     save_file(state, tmp_path / "w.safetensors")
-    (values, notes), = fitted(tmp_path / "w.safetensors", dit(image_size=64, num_classes=3)).values()
+    ((values, notes),) = fitted(tmp_path / "w.safetensors", dit(image_size=64, num_classes=3)).values()
     grid = state["pos_embed"].view(1, 4, 4, 32).permute(0, 3, 1, 2)
     grid = torch.nn.functional.interpolate(grid, size=(8, 8), mode="bicubic", align_corners=False)
     torch.testing.assert_close(values["pos_embed"], grid.permute(0, 2, 3, 1).reshape(1, 64, 32))
@@ -172,7 +212,7 @@ def test_a_run_and_its_checkpoints(trained):
     assert not same(newest, older) and not same(newest, read_weights(checkpoint(trained, 4), "denoiser", "ema.0.99"))
     assert not same(newest, read_weights(checkpoint(trained, 4), "denoiser"))
     for path, expected in ((trained, newest), (checkpoint(trained, 4), newest), (checkpoint(trained, 2), older)):
-        (values, notes), = fitted(path, dit()).values()
+        ((values, notes),) = fitted(path, dit()).values()
         assert same(values, expected)
         assert notes == [told(path if path.parent.name == "checkpoints" else checkpoint(path, 4))]
         dit().networks()["denoiser"].load_state_dict(values)
@@ -195,7 +235,7 @@ def test_a_damaged_checkpoint_is_passed_over(copy, capsys):
         content[-100] ^= 1
         shard.write_bytes(content)
         if step == 4:
-            (values, _), = fitted(copy, dit()).values()
+            ((values, _),) = fitted(copy, dit()).values()
             assert same(values, older) and "step_00000004 is damaged" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"init_from=.*copy: the run has no whole checkpoint; train it first"):
         fitted(copy, dit())
@@ -225,8 +265,10 @@ REFUSED = {
     "a wider network": ("wide.safetensors", "(384,) in the file and (192,) in the network; set depth and hidden_size"),
     "a deeper network": ("deep.safetensors", "(192,) in the file and absent in the network; set depth and hidden_size"),
     "a shallower network": ("flat.safetensors", "absent in the file and (192,) in the network; set depth and"),
-    "fixed variances": ("fixed.safetensors", "final_layer.linear.bias is (64,) in the file and (128,) in the network; "
-                        "set learn_sigma"),
+    "fixed variances": (
+        "fixed.safetensors",
+        "final_layer.linear.bias is (64,) in the file and (128,) in the network; set learn_sigma",
+    ),
 }
 
 
@@ -234,13 +276,19 @@ REFUSED = {
 def wrong(tmp_path_factory) -> Path:
     """A folder with weights that are none, or of other networks."""
     folder = tmp_path_factory.mktemp("wrong")
-    for name, changes in (("rgb", {"in_channels": 3}), ("wide", {"hidden_size": 64}), ("deep", {"depth": 3}),
-                          ("flat", {"depth": 1}), ("fixed", {"learn_sigma": False}), ("whole", {})):
+    for name, changes in (
+        ("rgb", {"in_channels": 3}),
+        ("wide", {"hidden_size": 64}),
+        ("deep", {"depth": 3}),
+        ("flat", {"depth": 1}),
+        ("fixed", {"learn_sigma": False}),
+        ("whole", {}),
+    ):
         save_file(weights(**changes), folder / f"{name}.safetensors")
     torch.save(weights(), folder / "half.pt")
     for name, whole in (("half.pt", "half.pt"), ("half.safetensors", "whole.safetensors")):
         content = (folder / whole).read_bytes()
-        (folder / name).write_bytes(content[:len(content) // 2])
+        (folder / name).write_bytes(content[: len(content) // 2])
     (folder / "text.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 12345\n")
     (folder / "page.pt").write_text("<html>404</html>")
     torch.save({"model": weights(), "extra": Evil()}, folder / "evil.pt")
@@ -300,8 +348,8 @@ def test_init_from_a_run(runs):
     """Oracle: the EMA of the run that was named, after one step of rate 0, which changes nothing; fresh class rows."""
     trained, folder, said = runs
     source = read_weights(checkpoint(trained, 4), "denoiser", "ema.0.9")
-    (expected, notes), = fitted(trained, dit(class_dropout_prob=0)).values()
-    assert len(notes) == 2 and all(said.count(f"init_from: {note}\n") == 2 for note in notes)      # a dry run, a run
+    ((expected, notes),) = fitted(trained, dit(class_dropout_prob=0)).values()
+    assert len(notes) == 2 and all(said.count(f"init_from: {note}\n") == 2 for note in notes)  # a dry run, a run
     assert notes[0] == told(checkpoint(trained, 4), replaced=1) and "complete: 1 steps" in said
     assert {name for name in source if not torch.equal(source[name], expected[name])} == {CLASSES}
     for kind in ("master", "ema.0.9", "ema.0.99"):
@@ -319,8 +367,10 @@ WRONG = {
     "not a run": (["{strange}"], "is not a run's folder"),
     "not there": (["{strange}/x"], "is not a run's folder"),
     "no checkpoint": (["{young}"], "holds no whole checkpoint yet: train first"),
-    "unknown checkpoint": (["{run}", "--checkpoint", "3"],
-                           "--checkpoint 3: {run} holds no checkpoint of that step; it holds 2, 4"),
+    "unknown checkpoint": (
+        ["{run}", "--checkpoint", "3"],
+        "--checkpoint 3: {run} holds no checkpoint of that step; it holds 2, 4",
+    ),
     "unknown sampler": (["{run}", "--sampler", "dpm"], "ddpm, ddim: name one of them"),
     "sampler of another objective": (["{run}", "--sampler", "euler"], "ddpm, ddim: name one of them"),
     "too many steps": (["{run}", "--steps", "1001"], "between 1 and the 1000 timesteps"),
@@ -333,8 +383,10 @@ WRONG = {
     "half a picture": (["{run}", "--num-samples", "1.5"], "'1.5' is not a whole number above 0"),
     "empty batch": (["{run}", "--batch", "0"], "'0' is not a whole number above 0"),
     "negative seed": (["{run}", "--seed=-1"], "'-1' is not a whole number from 0 on"),
-    "guidance untrained": (["{begun}", "--guidance-scale", "4"],
-                           "sample with guidance_scale 1, or train with class_dropout_prob above 0"),
+    "guidance untrained": (
+        ["{begun}", "--guidance-scale", "4"],
+        "sample with guidance_scale 1, or train with class_dropout_prob above 0",
+    ),
     "unknown option": (["{run}", "--guidance", "4"], "--help shows what there is"),
     "a file for a folder": (["{run}", "--out", "{run}/run.yaml"], "name a folder that can be written"),
     "two runs": (["{run}", "{begun}"], "--help shows what there is"),
@@ -358,9 +410,11 @@ def test_generate_refuses(runs, tmp_path, monkeypatch, capsys, case):
 
 def test_generate_takes_what_it_is_told(trained, tmp_path, monkeypatch, capsys):
     """Oracle: numpy and Pillow on the files: .npz, PNGs and grid say the same; weights and seeds make a difference."""
+
     def made(name: str, *words: object) -> np.ndarray:
-        code, out, err = here("generate.py", [trained, "--num", 5, "--steps", 2, "--out", tmp_path / name, *words],
-                              monkeypatch, capsys)
+        code, out, err = here(
+            "generate.py", [trained, "--num", 5, "--steps", 2, "--out", tmp_path / name, *words], monkeypatch, capsys
+        )
         assert code == 0 and out == f"5 samples in {tmp_path / name}\n", err
         return np.load(tmp_path / name / "samples_5x32x32x3.npz")["arr_0"]
 
@@ -368,20 +422,32 @@ def test_generate_takes_what_it_is_told(trained, tmp_path, monkeypatch, capsys):
     files = sorted((tmp_path / "plain" / "samples").iterdir())
     assert [path.name for path in files] == [f"{number:06d}.png" for number in range(5)]
     assert all((np.asarray(Image.open(path).convert("RGB")) == array).all() for path, array in zip(files, plain))
-    assert (made("again", "--batch", 2, "--no-pngs") == plain).mean() > 0.999       # batched products round differently
+    assert (made("again", "--batch", 2, "--no-pngs") == plain).mean() > 0.999  # batched products round differently
     assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["grid.png", "samples_5x32x32x3.npz"]
-    others = {"raw": ("--raw",), "ema": ("--ema", 0.99), "old": ("--checkpoint", 2), "ddim": ("--sampler", "ddim"),
-              "seed": ("--seed", 7), "labels": ("--labels", "3,3,5"), "scale": ("--guidance-scale", 9)}
+    others = {
+        "raw": ("--raw",),
+        "ema": ("--ema", 0.99),
+        "old": ("--checkpoint", 2),
+        "ddim": ("--sampler", "ddim"),
+        "seed": ("--seed", 7),
+        "labels": ("--labels", "3,3,5"),
+        "scale": ("--guidance-scale", 9),
+    }
     for name, words in others.items():
         assert (made(name, "--no-pngs", *words) != plain).any(), name
     assert (made("first", "--ema", 0.9, "--checkpoint", 4, "--guidance-scale", 2.0, "--sampler", "ddpm") == plain).all()
-    assert not list(trained.rglob("*.png"))                      # --out is where all of it went
+    assert not list(trained.rglob("*.png"))  # --out is where all of it went
 
 
 def test_read_is_what_was_written(tmp_path):
     """Oracle: values of every precision that published weights come in, bit for bit."""
-    state = {"a.weight": torch.randn(3, 2), "b": torch.randn(5).bfloat16(), "c": torch.randn(2).half(),
-             "d": torch.tensor(7), "e": torch.randn(2, dtype=torch.float64)}
+    state = {
+        "a.weight": torch.randn(3, 2),
+        "b": torch.randn(5).bfloat16(),
+        "c": torch.randn(2).half(),
+        "d": torch.tensor(7),
+        "e": torch.randn(2, dtype=torch.float64),
+    }
     save_file(state, tmp_path / "w.safetensors")
     torch.save(state, tmp_path / "w.pt")
     for name in ("w.safetensors", "w.pt"):

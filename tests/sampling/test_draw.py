@@ -15,8 +15,8 @@ from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
 from tests.support import gloo
 from tests.support.sources import Numbers
 
-SIZES = (1, 2, 7, 8, 13)                  # of held-out sets
-REQUESTS = ((1, 1), (5, 2), (6, 3), (7, 1), (4, 16), (12, 5))             # (samples, chunk)
+SIZES = (1, 2, 7, 8, 13)  # of held-out sets
+REQUESTS = ((1, 1), (5, 2), (6, 3), (7, 1), (4, 16), (12, 5))  # (samples, chunk)
 
 
 class Sums(System):
@@ -39,8 +39,13 @@ class Sums(System):
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         self.calls += 1
         tripled = nets["net"](example["x_start"])[:, 0]
-        return {"loss": tripled, "odd": example["x_start"][:, 0] % 2, "noise": (example["key"] % 97).float(),
-                "quartile": torch.zeros(len(tripled), dtype=torch.int64), "scalar": tripled.sum()}
+        return {
+            "loss": tripled,
+            "odd": example["x_start"][:, 0] % 2,
+            "noise": (example["key"] % 97).float(),
+            "quartile": torch.zeros(len(tripled), dtype=torch.int64),
+            "scalar": tripled.sum(),
+        }
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """(N, 1, 2, 2): a function of each sample's seed and label and of the request's choices."""
@@ -71,8 +76,10 @@ def pictures(num: int, seed: int = 100) -> Tensor:
 
 def uneven(rank: int) -> list[Batch]:
     """Batches of different sizes on each rank, padded where they are told: 5 samples of data in all."""
+
     def batch(labels: list[int], valid: list[bool]) -> Batch:
         return {"label": torch.tensor(labels), "key": torch.tensor(labels), "valid": torch.tensor(valid)}
+
     if rank == 0:
         return [batch([1, 2, 99], [True, True, False]), batch([3], [True]), batch([50, 60], [False, False])]
     return [batch([4, 77, 5, 88], [True, False, True, False])]
@@ -81,15 +88,21 @@ def uneven(rank: int) -> list[Batch]:
 def together(rank: int) -> dict:
     """What one of two ranks draws and scores."""
     system, nets = Sums(), Sums().networks()
-    result = {"scores": {size: score(system, nets, held_out(Numbers(size), 2, rank, 2, seed=7)) for size in SIZES},
-              "uneven": score(system, nets, uneven(rank)), "draws": {},
-              "pictures": {size: picture_on_first(system, nets, system.synthetic(size), 3) for size in SIZES},
-              "on first": {sizes: draw_on_first(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS}}
+    result = {
+        "scores": {size: score(system, nets, held_out(Numbers(size), 2, rank, 2, seed=7)) for size in SIZES},
+        "uneven": score(system, nets, uneven(rank)),
+        "draws": {},
+        "pictures": {size: picture_on_first(system, nets, system.synthetic(size), 3) for size in SIZES},
+        "on first": {sizes: draw_on_first(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS},
+    }
     for num, chunk in REQUESTS:
         system.calls = 0
         rounds = list(draw(system, nets, request(num), chunk))
-        result["draws"][num, chunk] = ([numbers.tolist() for numbers, _ in rounds], torch.cat([im for _, im in rounds]),
-                                       system.calls)
+        result["draws"][num, chunk] = (
+            [numbers.tolist() for numbers, _ in rounds],
+            torch.cat([im for _, im in rounds]),
+            system.calls,
+        )
     return result
 
 
@@ -112,6 +125,7 @@ def test_scores_of_two_ranks(two, size):
 
 def test_curves_of_scores():
     """Oracle: numpy's mean of each column over what is valid; without a place for them they are left out."""
+
     class Columns(Sums):
         def evaluate(self, nets: Nets, example: Example) -> Terms:
             return {"loss": example["x_start"][:, 0], "usage": example["x_start"] * torch.tensor([1.0, 10.0, 100.0])}
@@ -144,16 +158,23 @@ def test_scores_of_uneven_ranks(two):
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.lists(st.tuples(st.integers(0, 9999), st.booleans()), min_size=1, max_size=6), min_size=1,
-                max_size=5))
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 9999), st.booleans()), min_size=1, max_size=6), min_size=1, max_size=5)
+)
 def test_scores_of_padded_batches(batches):
     """Oracle: numpy's mean over what is valid."""
     valid = np.array([label for batch in batches for label, there in batch if there], dtype=np.float64)
     assume(len(valid))
-    given = [{"label": torch.tensor([label for label, _ in batch]), "key": torch.tensor([label for label, _ in batch]),
-              "valid": torch.tensor([there for _, there in batch])} for batch in batches]
+    given = [
+        {
+            "label": torch.tensor([label for label, _ in batch]),
+            "key": torch.tensor([label for label, _ in batch]),
+            "valid": torch.tensor([there for _, there in batch]),
+        }
+        for batch in batches
+    ]
     found = score(Sums(), Sums().networks(), given)
-    assert set(found) == {"loss", "odd", "noise"}                # no quartile, and no mean over a batch
+    assert set(found) == {"loss", "odd", "noise"}  # no quartile, and no mean over a batch
     assert found["loss"] == pytest.approx(3 * valid.mean(), rel=1e-12)
     assert found["odd"] == pytest.approx((valid % 2).mean(), rel=1e-12)
     assert found["noise"] == pytest.approx((valid % 97).mean(), rel=1e-12)
@@ -161,12 +182,14 @@ def test_scores_of_padded_batches(batches):
 
 def test_filling_may_be_anything():
     """Oracle: the mean of the valid ones, though the filling gives NaN; a NaN of the data is told."""
+
     class Roots(Sums):
         def evaluate(self, nets: Nets, example: Example) -> Terms:
             return {"loss": example["x_start"][:, 0].sqrt()}
 
     def batch(*labels: int) -> Batch:
         return {"label": torch.tensor(labels), "key": torch.tensor(labels), "valid": torch.tensor([True, True, False])}
+
     assert score(Roots(), {}, [batch(4, 16, -1)]) == {"loss": 3.0}
     broken = score(Roots(), {}, [batch(4, -16, 1), batch(-1, -16, 1)])
     assert np.isnan(broken["loss"]) and broken["nonfinite_samples"] == 3
@@ -176,8 +199,9 @@ def test_many_samples_lose_no_digits():
     """Oracle: the exact sum of integers: in float32 a million values around 3e7 would lose their last digits."""
     size = 1 << 17
     labels = 10_000_000 + torch.arange(size) % 3
-    batches = [{"label": part, "key": part, "valid": torch.ones(len(part), dtype=torch.bool)}
-               for part in labels.split(4096)]
+    batches = [
+        {"label": part, "key": part, "valid": torch.ones(len(part), dtype=torch.bool)} for part in labels.split(4096)
+    ]
     exact = (3 * labels).float().double().mean().item()
     assert score(Sums(), Sums().networks(), batches)["loss"] == pytest.approx(exact, rel=1e-14)
 
@@ -196,7 +220,7 @@ def test_draws_of_two_ranks(two, num, chunk):
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 10 ** 6))
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 10**6))
 def test_draws_in_chunks(num, chunk, seed):
     """Oracle: numpy, sample by sample: numbers are complete and in order, the filling of the last chunk is dropped."""
     system, nets = Sums(), Sums().networks()
@@ -225,12 +249,23 @@ def test_drawing_and_scoring_need_no_gradient():
     assert seen == [False] * 5
 
 
-@pytest.mark.parametrize("labels, num, expected", [
-    ((0, 1, 2), 6, 3), ((0, 1, 2), 7, 3), ((7, 3), 40, 2), (tuple(range(10)), 40, 10), (tuple(range(20)), 21, 20),
-    (tuple(range(21)), 42, None),                                # too wide to look at
-    ((5,), 8, None), ((0, 1, 2), 3, None), ((0, 1, 2), 2, None),          # one class, or no second row
-    ((3, 5, 5), 9, None), ((1, 1, 2), 12, None), ((1, 2, 1, 3), 12, None),        # a class twice: columns would mix
-])
+@pytest.mark.parametrize(
+    "labels, num, expected",
+    [
+        ((0, 1, 2), 6, 3),
+        ((0, 1, 2), 7, 3),
+        ((7, 3), 40, 2),
+        (tuple(range(10)), 40, 10),
+        (tuple(range(20)), 21, 20),
+        (tuple(range(21)), 42, None),  # too wide to look at
+        ((5,), 8, None),
+        ((0, 1, 2), 3, None),
+        ((0, 1, 2), 2, None),  # one class, or no second row
+        ((3, 5, 5), 9, None),
+        ((1, 1, 2), 12, None),
+        ((1, 2, 1, 3), 12, None),  # a class twice: columns would mix
+    ],
+)
 def test_class_columns(labels, num, expected):
     """Oracle: the columns of a grid of that width, each of which must hold one class and no two the same."""
     label = torch.tensor(labels).repeat(-(-num // len(labels)))[:num]

@@ -64,13 +64,14 @@ def test_files_of_videos(run):
     assert {path.name for path in out.iterdir()} == beside | {"samples"}
     assert {path.name for path in (out / "samples").iterdir()} == films
     for stem, clip in zip(stems, clips):
-        assert np.array_equal(frames_of(out / "samples" / f"{stem}.gif"), clip)      # grey is kept exactly
+        assert np.array_equal(frames_of(out / "samples" / f"{stem}.gif"), clip)  # grey is kept exactly
         film = frames_of(out / "samples" / f"{stem}.mp4")
         assert film.shape == (5, 6, 6, 3) and abs(film[:, 3, 3].astype(int) - clip[:, 3, 3]).max() <= 8
     lines = [json.loads(line) for line in (out / "captions.jsonl").read_text().splitlines()]
     texts = [PROMPTS[i % 3] for i in range(4)]
-    assert lines == [{"file": f"{stem}.gif", "caption": text, "seed": 7 + i}
-                     for i, (stem, text) in enumerate(zip(stems, texts))]
+    assert lines == [
+        {"file": f"{stem}.gif", "caption": text, "seed": 7 + i} for i, (stem, text) in enumerate(zip(stems, texts))
+    ]
     assert (out / "prompts.txt").read_text(encoding="utf-8").splitlines() == texts
     with np.load(out / "samples_4x5x5x6x3.npz") as file:
         assert file["prompts"].tolist() == texts and "arr_1" not in file
@@ -82,8 +83,9 @@ def test_a_generated_folder_is_data(run, tmp_path):
     clips = arrays(out)
     with pytest.raises(ConfigError, match=f"write data.path={out / 'samples'}"):
         open_videos(str(out), Cut(5, *counting.SIZE, channels=1), split="train")
-    source = open_videos(str(out / "samples"), Cut(5, *counting.SIZE, channels=1), split="train",
-                         captions=str(out / "captions.jsonl"))
+    source = open_videos(
+        str(out / "samples"), Cut(5, *counting.SIZE, channels=1), split="train", captions=str(out / "captions.jsonl")
+    )
     assert len(source) == 3
     for index in range(3):
         item = source[index]
@@ -100,7 +102,12 @@ def test_formats_and_one_frame(run):
         assert container.streams.video[0].average_rate == 25
     out = generate(GenerateOptions(run, num=2, num_frames=1, prompts=("a hat",)))
     assert out.name == "generated_2" and sorted(path.name for path in out.iterdir()) == [
-        "captions.jsonl", "grid.png", "prompts.txt", "samples", "samples_2x5x6x3.npz"]
+        "captions.jsonl",
+        "grid.png",
+        "prompts.txt",
+        "samples",
+        "samples_2x5x6x3.npz",
+    ]
     assert sorted(path.name for path in (out / "samples").iterdir()) == ["000000-a-hat.png", "000001-a-hat.png"]
     out = generate(GenerateOptions(run, num=2, pngs=False, prompts=("a hat",)))
     first = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
@@ -112,7 +119,9 @@ def test_the_recipes_own_prompts(tmp_path, monkeypatch):
     counting.register(monkeypatch)
     run = counting.folder(tmp_path / "run", {"prompts": ["ab", "abc"], "num_frames": 3})
     assert arrays(generate(GenerateOptions(run, num=3)))[..., 0, 0, 0].tolist() == [[2] * 3, [3] * 3, [2] * 3]
-    assert arrays(generate(GenerateOptions(run, num=1, prompts=("x",), num_frames=5)))[..., 0, 0, 0].tolist() == [[1] * 5]
+    assert arrays(generate(GenerateOptions(run, num=1, prompts=("x",), num_frames=5)))[..., 0, 0, 0].tolist() == [
+        [1] * 5
+    ]
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -125,7 +134,8 @@ def test_files_of_pictures(tmp_path, channels):
     keep.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["grid.png", "samples", "samples_5x7x6x3.npz"]
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
-        f"{number:06d}.png" for number in range(2, 7)]
+        f"{number:06d}.png" for number in range(2, 7)
+    ]
     for number, picture in enumerate(pictures, 2):
         found = np.asarray(Image.open(tmp_path / "samples" / f"{number:06d}.png")).reshape(7, 6, channels)
         assert np.array_equal(found, picture.permute(1, 2, 0).numpy())
@@ -164,9 +174,15 @@ def test_scenes_go_on(run, kept, expected):
     stem = "000004-one-then-two-and-at-last-three"
     assert np.array_equal(frames_of(out / "samples" / f"{stem}.gif"), clips[0])
     line = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
-    assert line == {"file": f"{stem}.gif", "caption": "one; then two; and at last three", "seed": 4, "scenes": [
-        {"caption": text, "first": begin, "frames": end - begin}
-        for text, begin, end in zip(texts, [0, *expected], expected)]}
+    assert line == {
+        "file": f"{stem}.gif",
+        "caption": "one; then two; and at last three",
+        "seed": 4,
+        "scenes": [
+            {"caption": text, "first": begin, "frames": end - begin}
+            for text, begin, end in zip(texts, [0, *expected], expected)
+        ],
+    }
     assert (out / "prompts.txt").read_text().splitlines() == list(texts)
 
 
@@ -200,16 +216,18 @@ def written(folder: Path, values: list[int], name: str = "a.gif") -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize("values, asked, given", [([10, 20, 30, 40], None, [20, 30, 40]), ([10, 20], None, [20]),
-                                                  ([10, 20, 30, 40], 1, [40]), ([77], None, [77])])
+@pytest.mark.parametrize(
+    "values, asked, given",
+    [([10, 20, 30, 40], None, [20, 30, 40]), ([10, 20], None, [20]), ([10, 20, 30, 40], 1, [40]), ([77], None, [77])],
+)
 def test_given_frames_are_kept(run, tmp_path, values, asked, given):
     """Oracle: the last frames of the file, exactly, and those that count on from them."""
     path = written(tmp_path / "clips", values)
     clips = arrays(generate(GenerateOptions(run, num=2, prime=path, prime_frames=asked)))
     wanted = given + [given[-1] + 1 + i for i in range(5 - len(given))]
     assert brightness(clips).tolist() == [wanted, wanted]
-    assert (clips[:, :len(given)] == np.array(given)[None, :, None, None, None]).all()
-    assert (clips[0, len(given):, 0, 1] != clips[1, len(given):, 0, 1]).any()                # two seeds
+    assert (clips[:, : len(given)] == np.array(given)[None, :, None, None, None]).all()
+    assert (clips[0, len(given) :, 0, 1] != clips[1, len(given) :, 0, 1]).any()  # two seeds
 
 
 def test_given_frames_of_a_folder(run, tmp_path):
@@ -260,23 +278,26 @@ def upsampler(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("make, words, message", [
-    (None, {"num_frames": 4}, "--num-frames 4: clips of this model have 1 + k * 2 frames: ask for 3 or 5"),
-    (None, {"num_frames": 7}, "--num-frames 7: clips of this model have 5 at most"),
-    (None, {"scenes": ("a",), "prime_frames": 2}, "--prime-frames 2: give 1 + m * 2 of the 5 frames, and not all"),
-    (None, {"scenes": ("a",), "prime_frames": 5}, "and not all"),
-    (None, {"scenes": ("a",), "num_frames": 1}, "raise --num-frames"),
-    (None, {"prime_frames": 3}, "give one of them, or leave it out"),
-    (None, {"scenes": ("a",), "prompts": ("b",)}, "leave out --prompts and --labels"),
-    (None, {"prime": Path("/no/where.mp4")}, "--prime /no/where.mp4 cannot be read"),
-    (broken, {}, "a.mp4 cannot be read"),
-    (lambda folder: folder.mkdir() or folder, {}, "holds no video and no picture"),
-    (lambda folder: written(folder, [1, 2]), {"prime_frames": 3}, "there are 2 frames, and --prime-frames 3"),
-    (an_npz, {}, "goes on from uint8 (N, T, 5, 6, 3)"),
-    (cut_off, {}, "samples_1x3x8x8x3.npz is no folder of pictures, nor a .npz with arr_0"),
-    (counting.folder, {"then": True}, "begins from noise"),
-    (upsampler, {"then": True}, "goes on from pictures, and "),
-])
+@pytest.mark.parametrize(
+    "make, words, message",
+    [
+        (None, {"num_frames": 4}, "--num-frames 4: clips of this model have 1 + k * 2 frames: ask for 3 or 5"),
+        (None, {"num_frames": 7}, "--num-frames 7: clips of this model have 5 at most"),
+        (None, {"scenes": ("a",), "prime_frames": 2}, "--prime-frames 2: give 1 + m * 2 of the 5 frames, and not all"),
+        (None, {"scenes": ("a",), "prime_frames": 5}, "and not all"),
+        (None, {"scenes": ("a",), "num_frames": 1}, "raise --num-frames"),
+        (None, {"prime_frames": 3}, "give one of them, or leave it out"),
+        (None, {"scenes": ("a",), "prompts": ("b",)}, "leave out --prompts and --labels"),
+        (None, {"prime": Path("/no/where.mp4")}, "--prime /no/where.mp4 cannot be read"),
+        (broken, {}, "a.mp4 cannot be read"),
+        (lambda folder: folder.mkdir() or folder, {}, "holds no video and no picture"),
+        (lambda folder: written(folder, [1, 2]), {"prime_frames": 3}, "there are 2 frames, and --prime-frames 3"),
+        (an_npz, {}, "goes on from uint8 (N, T, 5, 6, 3)"),
+        (cut_off, {}, "samples_1x3x8x8x3.npz is no folder of pictures, nor a .npz with arr_0"),
+        (counting.folder, {"then": True}, "begins from noise"),
+        (upsampler, {"then": True}, "goes on from pictures, and "),
+    ],
+)
 def test_wrong_options(run, tmp_path, make, words, message):
     """Oracle: one line that names the option or file and the remedy; no folder is made."""
     made = make(tmp_path / "made") if make else None
@@ -294,22 +315,30 @@ def test_a_sampler_that_is_not_there(tmp_path):
         generate(GenerateOptions(run, sampler="euler"))
 
 
-@pytest.mark.parametrize("words, message", [({"scenes": ("a", "b")}, "--scenes: "),
-                                            ({"prime": Path("x")}, "--prime: ")])
+@pytest.mark.parametrize(
+    "words, message", [({"scenes": ("a", "b")}, "--scenes: "), ({"prime": Path("x")}, "--prime: ")]
+)
 def test_a_system_without_priming(tmp_path, monkeypatch, words, message):
     """Oracle: a line that names the option and the system."""
     counting.register(monkeypatch)
     run = counting.folder(tmp_path / "run", goes_on=False)
-    with pytest.raises(ConfigError, match="trains tests.support.counting, which cannot go on from given frames") as refused:
+    with pytest.raises(
+        ConfigError, match="trains tests.support.counting, which cannot go on from given frames"
+    ) as refused:
         generate(GenerateOptions(run, **words))
     assert str(refused.value).startswith(message)
 
 
-@pytest.mark.parametrize("words, message", [(["--scenes", "empty.txt"], "holds no line of text"),
-                                            (["--scenes", "none.txt"], "cannot be read as a text file"),
-                                            (["--prompts", "bytes.txt"], "cannot be read as a text file"),
-                                            (["--format", "avi"], "is not of gif, mp4"),
-                                            (["--num-frames", "0"], "is not a whole number above 0")])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--scenes", "empty.txt"], "holds no line of text"),
+        (["--scenes", "none.txt"], "cannot be read as a text file"),
+        (["--prompts", "bytes.txt"], "cannot be read as a text file"),
+        (["--format", "avi"], "is not of gif, mp4"),
+        (["--num-frames", "0"], "is not a whole number above 0"),
+    ],
+)
 def test_wrong_words(tmp_path, monkeypatch, words, message):
     """Oracle: the parser's own complaint, which names the file or the word."""
     (tmp_path / "empty.txt").write_text(" \n\n")
@@ -322,7 +351,32 @@ def test_wrong_words(tmp_path, monkeypatch, words, message):
 def test_words_of_videos(tmp_path):
     """Oracle: the options written by hand."""
     (tmp_path / "story.txt").write_text("one\n\n two \n")
-    found = _options(["run", "--scenes", str(tmp_path / "story.txt"), "--prime", "a.gif", "--prime-frames", "3",
-                    "--num-frames", "9", "--format", "mp4,gif", "--fps", "8", "--num-samples", "2"])
-    assert found == GenerateOptions(Path("run"), num=2, scenes=("one", "two"), prime=Path("a.gif"), prime_frames=3,
-                                    num_frames=9, formats=("mp4", "gif"), fps=8)
+    found = _options(
+        [
+            "run",
+            "--scenes",
+            str(tmp_path / "story.txt"),
+            "--prime",
+            "a.gif",
+            "--prime-frames",
+            "3",
+            "--num-frames",
+            "9",
+            "--format",
+            "mp4,gif",
+            "--fps",
+            "8",
+            "--num-samples",
+            "2",
+        ]
+    )
+    assert found == GenerateOptions(
+        Path("run"),
+        num=2,
+        scenes=("one", "two"),
+        prime=Path("a.gif"),
+        prime_frames=3,
+        num_frames=9,
+        formats=("mp4", "gif"),
+        fps=8,
+    )

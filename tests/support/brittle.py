@@ -48,7 +48,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(SIDE ** 2, 24), nn.Tanh(), nn.Linear(24, SIDE ** 2))
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(SIDE**2, 24), nn.Tanh(), nn.Linear(24, SIDE**2))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x.to(self.layers[1].weight.dtype)).float().view(x.shape)
@@ -107,8 +107,11 @@ class Brittle(System):
 
     def synthetic(self, batch_size: int) -> Batch:
         key = rng.keys(0, 0, torch.arange(batch_size))
-        return {"key": key, "position": torch.arange(batch_size),
-                "image": rng.integers(key, "image", 256, (1, SIDE, SIDE)).to(torch.uint8)}
+        return {
+            "key": key,
+            "position": torch.arange(batch_size),
+            "image": rng.integers(key, "image", 256, (1, SIDE, SIDE)).to(torch.uint8),
+        }
 
 
 def build(config: Config) -> Brittle:
@@ -118,8 +121,11 @@ def build(config: Config) -> Brittle:
 def prepare(folder: Path, white: Iterable[int], black: Iterable[int] = (), count: int = 320) -> Path:
     """Writes images, of which one in each of these batches of the data's stream is marked; returns the recipe."""
     order, noise = Order(count, SEED), np.random.default_rng(0)
-    marked = {int(order.index_at(torch.tensor([batch * BATCH + batch % BATCH]))): value
-              for batches, value in ((white, 255), (black, 0)) for batch in batches}
+    marked = {
+        int(order.index_at(torch.tensor([batch * BATCH + batch % BATCH]))): value
+        for batches, value in ((white, 255), (black, 0))
+        for batch in batches
+    }
     (folder / "images").mkdir()
     for index in range(count):
         row, column = np.mgrid[:SIDE, :SIDE]

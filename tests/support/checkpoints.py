@@ -23,15 +23,23 @@ def write(folder: Path, run: Run, nets: Mapping[str, nn.Module], step: int = 7, 
     (folder / "data.txt").write_text(data + "\n", encoding="utf-8")
     common = {"system/history": torch.zeros(2)}
     for part, network in nets.items():
-        entries = [(kind, Fragment(name, tuple(value.shape), 0, value.numel()), value.detach().flatten())
-                   for kind in ("master", "ema.0.9") for name, value in network.named_parameters()]
+        entries = [
+            (kind, Fragment(name, tuple(value.shape), 0, value.numel()), value.detach().flatten())
+            for kind in ("master", "ema.0.9")
+            for name, value in network.named_parameters()
+        ]
         write_shard(step_folder / shard_name(part, 0, 1), entries, {"part": part})
         persistent = network.state_dict().keys()
         common |= {f"buffer/{part}/{name}": value for name, value in network.named_buffers() if name in persistent}
     save_file(common, step_folder / "common.safetensors", {"counters": "{}"})
     names = sorted(path.name for path in step_folder.iterdir())
-    body = {"files": hash_files(step_folder, names), "step": step, "world": 1,
-            "extra": {"score": None}, "versions": {"dstrain": "0.0", "torch": "2.99"}}
+    body = {
+        "files": hash_files(step_folder, names),
+        "step": step,
+        "world": 1,
+        "extra": {"score": None},
+        "versions": {"dstrain": "0.0", "torch": "2.99"},
+    }
     (step_folder / NAME).write_bytes(render(body))
     return folder
 

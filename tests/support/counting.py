@@ -13,7 +13,7 @@ from dstrain import recipe, rng
 from dstrain.recipe import Run
 from dstrain.systems.base import Batch, Nets, Request, System, SystemConfig, Terms
 
-SIZE = (5, 6)                                     # height and width
+SIZE = (5, 6)  # height and width
 
 
 class Config(SystemConfig):
@@ -41,7 +41,7 @@ class Counting(System):
     def difference(self, nets: Nets, example: dict[str, Tensor]) -> Terms:
         """How much brighter the middle becomes from the first frame to the last real one."""
         video, last = example["video"].float(), example["frames"] - 1
-        middle = video[:, :, 0, video.shape[3] // 2, video.shape[4] // 2]                         # (N, T)
+        middle = video[:, :, 0, video.shape[3] // 2, video.shape[4] // 2]  # (N, T)
         each = nets["net"](middle[torch.arange(len(last)), last][:, None])[:, 0] - middle[:, 0]
         return {"loss": each.mean(), "loss_each": each}
 
@@ -56,8 +56,11 @@ class Counting(System):
 
     def synthetic(self, batch_size: int) -> Batch:
         key = torch.arange(batch_size)
-        return {"video": torch.zeros(batch_size, self.num_frames, self.config.channels, *SIZE, dtype=torch.uint8),
-                "frames": torch.full_like(key, self.num_frames), "key": key}
+        return {
+            "video": torch.zeros(batch_size, self.num_frames, self.config.channels, *SIZE, dtype=torch.uint8),
+            "frames": torch.full_like(key, self.num_frames),
+            "key": key,
+        }
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
         frames, count = request.num_frames or self.num_frames, len(request.seeds)
@@ -65,9 +68,9 @@ class Counting(System):
         known = 0 if prime is None else prime.shape[1]
         assert (frames - 1) % self.temporal_patch_size == 0 and known < frames
         start = 3 * request.seeds if prime is None else prime[:, -1, 0, -1, -1].long() + 1 - known
-        video = (start[:, None] + torch.arange(frames)) % 200                                     # (N, T)
+        video = (start[:, None] + torch.arange(frames)) % 200  # (N, T)
         video = nets["net"](video.float()[..., None])[..., None, None]
-        video = video.expand(-1, -1, self.config.channels, *SIZE).clone()                         # (N, T, C, H, W)
+        video = video.expand(-1, -1, self.config.channels, *SIZE).clone()  # (N, T, C, H, W)
         text = request.conditions.get("words", torch.zeros(count, 1))
         video[..., 0, 0], video[..., 0, 1] = text[:, :1, None], noise_of(request.seeds)[:, None, None]
         video = video.to(torch.uint8)
@@ -98,9 +101,20 @@ def build(config: Config) -> System:
 def folder(path: Path, samples: dict | None = None, **model) -> Path:
     """A run's folder of the system tests.support.counting that holds only the recipe."""
     path.mkdir()
-    run = Run(name="counting", system="tests.support.counting", folder=path, model=Config(**model).model_dump(),
-              data={"num_frames": model.get("num_frames", 5), "height": SIZE[0], "image_size": SIZE[1],
-                    "channels": model.get("channels", 1), "flip": False}, samples=samples or {})
+    run = Run(
+        name="counting",
+        system="tests.support.counting",
+        folder=path,
+        model=Config(**model).model_dump(),
+        data={
+            "num_frames": model.get("num_frames", 5),
+            "height": SIZE[0],
+            "image_size": SIZE[1],
+            "channels": model.get("channels", 1),
+            "flip": False,
+        },
+        samples=samples or {},
+    )
     (path / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
     return path
 

@@ -12,8 +12,8 @@ from tests.support.forks import Server
 from tests.support.launch import ROOT, command, environment, start
 from tests.support.runs import RECIPE, files, members, metrics, wait_for_end
 
-PATIENCE = 300                                    # seconds until something that does not happen is a hang
-SHORT = ("steps=40", "every.sample=10")           # for tests that compare with the fixture `whole`
+PATIENCE = 300  # seconds until something that does not happen is a hang
+SHORT = ("steps=40", "every.sample=10")  # for tests that compare with the fixture `whole`
 # Each step is reported and every fourth saved; a start costs a second.
 QUICK = ("every.report=1", "every.save=4", "every.sample=0", "data.workers=0")
 
@@ -24,20 +24,38 @@ _lives: list["Life"] = []
 class Life:
     """One start of a training command, in a session of its own."""
 
-    def __init__(self, folder: Path, log: Path, settings: dict, *overrides: str, num: int = 2,
-                 forks: Server | None = None, **env: str):
+    def __init__(
+        self,
+        folder: Path,
+        log: Path,
+        settings: dict,
+        *overrides: str,
+        num: int = 2,
+        forks: Server | None = None,
+        **env: str,
+    ):
         """settings: the DeepSpeed JSON. forks: forks the ranks, if not the usual process, with the variables `env`."""
         self.log, ds_config = log, log.with_suffix(".json")
         ds_config.write_text(json.dumps(settings))
         with open(log, "w") as file:
-            words = command("launch/train.py", "--recipe", RECIPE, "--ds_config", ds_config, f"folder={folder}", *QUICK,
-                            *overrides, num=num)
+            words = command(
+                "launch/train.py",
+                "--recipe",
+                RECIPE,
+                "--ds_config",
+                ds_config,
+                f"folder={folder}",
+                *QUICK,
+                *overrides,
+                num=num,
+            )
             if forks is None:
                 self.process = start(words, file)
             else:
                 ranks, port = (num, words[3]) if num > 1 else (1, None)
-                self.process = forks.fork(words[words.index(str(ROOT / "launch/train.py")):], ranks, port,
-                                          environment(**env), file.fileno())
+                self.process = forks.fork(
+                    words[words.index(str(ROOT / "launch/train.py")) :], ranks, port, environment(**env), file.fileno()
+                )
         _lives.append(self)
 
     def text(self) -> str:
@@ -137,8 +155,11 @@ def differences(whole: Path, disturbed: Path, step: int) -> list[str]:
 def crashes(text: str) -> list[str]:
     """The errors at the ends of tracebacks, but for those of ranks that have lost another one."""
     errors = re.findall(r"^((?:\w+\.)*\w*(?:Error|Exception)): (.*)", text, re.M) if "Traceback" in text else []
-    return [f"{kind}: {message[:200]}" for kind, message in errors if "closed by peer" not in message
-            and "reset by peer" not in message and "pair closure" not in message]
+    return [
+        f"{kind}: {message[:200]}"
+        for kind, message in errors
+        if "closed by peer" not in message and "reset by peer" not in message and "pair closure" not in message
+    ]
 
 
 def torn_lines(path: Path) -> list[str]:

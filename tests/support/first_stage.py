@@ -10,8 +10,17 @@ def save(folder: Path, seed: int = 0, channels: int = 1, depth: int = 3, **chang
     from diffusers import AutoencoderKL
 
     torch.manual_seed(seed)
-    arguments = dict(in_channels=channels, out_channels=channels, block_out_channels=(4,) * depth,
-                     down_block_types=("DownEncoderBlock2D",) * depth, up_block_types=("UpDecoderBlock2D",) * depth,
-                     latent_channels=3, norm_num_groups=2, layers_per_block=1, sample_size=28, scaling_factor=0.5)
+    arguments = {
+        "in_channels": channels,
+        "out_channels": channels,
+        "block_out_channels": (4,) * depth,
+        "down_block_types": ("DownEncoderBlock2D",) * depth,
+        "up_block_types": ("UpDecoderBlock2D",) * depth,
+        "latent_channels": 3,
+        "norm_num_groups": 2,
+        "layers_per_block": 1,
+        "sample_size": 28,
+        "scaling_factor": 0.5,
+    }
     AutoencoderKL(**arguments | changes).save_pretrained(folder)
     return folder

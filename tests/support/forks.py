@@ -32,7 +32,7 @@ from typing import NoReturn
 from tests.support import spawn
 from tests.support.preload import preload
 
-LARGEST = 1 << 17                                 # bytes of one order; a socket accepts about 200 kB
+LARGEST = 1 << 17  # bytes of one order; a socket accepts about 200 kB
 
 
 class Forked:
@@ -78,9 +78,14 @@ class Server:
     def __init__(self, environment: dict[str, str]):
         self._orders, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
-            self._process = subprocess.Popen([sys.executable, "-m", "tests.support.forks", str(server_end.fileno())],
-                                             env=environment, pass_fds=[server_end.fileno()], stdin=subprocess.DEVNULL,
-                                             stdout=subprocess.DEVNULL, start_new_session=True)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.forks", str(server_end.fileno())],
+                env=environment,
+                pass_fds=[server_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         atexit.register(self.close)
         assert self._orders.recv(1), "tests/support/forks.py has ended before it could fork"
 
@@ -90,9 +95,15 @@ class Server:
 
     def fork(self, words: list[str], num: int, port: str | None, environment: dict[str, str], log: int) -> Forked:
         """`num` ranks of a script with its arguments, which write to the file `log`."""
-        os.umask(mask := os.umask(0))                     # there is no other way to ask for it
-        order = {"words": words, "num": num, "port": port, "environment": environment, "folder": os.getcwd(),
-                 "umask": mask}
+        os.umask(mask := os.umask(0))  # there is no other way to ask for it
+        order = {
+            "words": words,
+            "num": num,
+            "port": port,
+            "environment": environment,
+            "folder": os.getcwd(),
+            "umask": mask,
+        }
         return Forked(self._orders, order, log)
 
 
@@ -105,6 +116,7 @@ def load() -> None:
 
     from dstrain import train  # noqa: F401
     from dstrain.commands import cli  # noqa: F401
+
     preload()
 
 
@@ -112,7 +124,7 @@ def serve(orders: socket.socket) -> None:
     """Forks a guardian for each order until the socket closes; a fork never returns from here."""
     while True:
         message, files, _, _ = socket.recv_fds(orders, LARGEST, 2)
-        with contextlib.suppress(ChildProcessError):                      # earlier guardians
+        with contextlib.suppress(ChildProcessError):  # earlier guardians
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if not message:
@@ -128,7 +140,7 @@ def guard(order: dict, log: int, news: int) -> NoReturn:
     leader = os.fork()
     if leader:
         code = os.waitstatus_to_exitcode(os.waitpid(leader, 0)[1])
-        with contextlib.suppress(BrokenPipeError):                        # nobody waits for the exit code
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for the exit code
             os.write(news, f"{code}\n".encode())
         os._exit(0)
     os.setsid()
@@ -186,6 +198,7 @@ def child(words: list[str], environment: dict[str, str], log: Path) -> "Child | 
     parent; it writes to the end of `log`. A fresh process where torch sees a GPU.
     """
     import torch
+
     if torch.cuda.is_available():
         with open(log, "ab") as file:
             return subprocess.Popen([sys.executable, *words], env=environment, stdout=file, stderr=subprocess.STDOUT)
@@ -193,16 +206,16 @@ def child(words: list[str], environment: dict[str, str], log: Path) -> "Child | 
     if pid:
         return Child(pid)
     try:
-        atexit._clear()                                     # what this process does at its end is not the child's to do
+        atexit._clear()  # what this process does at its end is not the child's to do
         with open(log, "ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
         os.environ.clear()
         os.environ.update(environment)
-        tempfile.tempdir = None                             # is read from the environment again
+        tempfile.tempdir = None  # is read from the environment again
         for name in [name for name in sys.modules if name.partition(".")[0] == "dstrain"]:
-            del sys.modules[name]                           # modules that hold what belongs to one process
+            del sys.modules[name]  # modules that hold what belongs to one process
         become(words)
     finally:
         os._exit(1)
@@ -232,6 +245,6 @@ def become(words: list[str]) -> NoReturn:
 if __name__ == "__main__":
     orders = socket.socket(fileno=int(sys.argv[1]))
     load()
-    orders.send(b"!")                              # ready
+    orders.send(b"!")  # ready
     serve(orders)
     os._exit(0)

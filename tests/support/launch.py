@@ -21,13 +21,15 @@ from tests.support.forks import Forked, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 SPAWN = str(ROOT / "tests" / "support" / "spawn.py")
-PORTS = range(10000, 32000)                       # below the ports that Linux gives to outgoing connections
+PORTS = range(10000, 32000)  # below the ports that Linux gives to outgoing connections
 
 
 def free_port() -> int:
     """A port that nobody listens on. Each worker of pytest-xdist has its own share, so two never get the same port."""
-    worker, count = (int(os.environ.get(f"PYTEST_XDIST_WORKER{name}", value).removeprefix("gw"))
-                     for name, value in (("", "gw0"), ("_COUNT", "1")))
+    worker, count = (
+        int(os.environ.get(f"PYTEST_XDIST_WORKER{name}", value).removeprefix("gw"))
+        for name, value in (("", "gw0"), ("_COUNT", "1"))
+    )
     while True:
         port = random.SystemRandom().choice(PORTS[worker::count])
         with socket.socket() as probe:
@@ -60,8 +62,17 @@ def command(script: str, *arguments: str, num: int = 2, launcher: bool = False) 
         return [sys.executable, *([SPAWN, str(num), str(free_port())] * (num > 1)), *words]
     launcher_path = shutil.which("deepspeed", path=environment()["PATH"])
     assert launcher_path, "the `deepspeed` launcher is not installed beside this Python"
-    return [sys.executable, launcher_path, "--hostfile", "none", "--num_gpus", str(num),
-            "--master_port", str(free_port()), *words]
+    return [
+        sys.executable,
+        launcher_path,
+        "--hostfile",
+        "none",
+        "--num_gpus",
+        str(num),
+        "--master_port",
+        str(free_port()),
+        *words,
+    ]
 
 
 def start(words: list[str], log: IO, **env: str) -> subprocess.Popen | Forked:
@@ -71,11 +82,17 @@ def start(words: list[str], log: IO, **env: str) -> subprocess.Popen | Forked:
     time of a short run. They are fresh processes where torch sees a GPU, or the environment differs by more than
     PYTHONPATH.
     """
-    server = None if torch.cuda.is_available() else _server()    # first: it compiles the operator for all
+    server = None if torch.cuda.is_available() else _server()  # first: it compiles the operator for all
     script = 4 if words[1] == SPAWN else 1
     if server is None or words[0] != sys.executable or not words[script].endswith(".py") or env.keys() - {"PYTHONPATH"}:
-        return subprocess.Popen(words, env=environment(**env), stdout=log, stderr=subprocess.STDOUT,
-                                stdin=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(
+            words,
+            env=environment(**env),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     num, port = (int(words[2]), words[3]) if script == 4 else (1, None)
     return server.fork(words[script:], num, port, environment(**env), log.fileno())
 
@@ -93,8 +110,15 @@ def run(words: list[str], timeout: float = 300, **env: str) -> subprocess.Comple
         return subprocess.CompletedProcess(words, process.returncode, log.read())
 
 
-def launch(script: str, *arguments: str, num: int = 2, timeout: float = 300, check: bool = True,
-           launcher: bool = False, **env: str) -> subprocess.CompletedProcess:
+def launch(
+    script: str,
+    *arguments: str,
+    num: int = 2,
+    timeout: float = 300,
+    check: bool = True,
+    launcher: bool = False,
+    **env: str,
+) -> subprocess.CompletedProcess:
     """Runs a script on `num` ranks to its end; a failure shows its output."""
     done = run(command(script, *arguments, num=num, launcher=launcher), timeout, **env)
     assert not check or done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}"

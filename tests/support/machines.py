@@ -18,10 +18,19 @@ from pathlib import Path
 
 from tests.support.launch import ROOT, environment
 
-TOOLS = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client",
-         "pdsh": "pdsh", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux", "mount": "mount"}
+TOOLS = {
+    "ip": "iproute2",
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "pdsh": "pdsh",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "mount": "mount",
+}
 NAMES = ("host-a", "host-b")
-TIED = ("setpriv", "--pdeathsig", "KILL")            # ends when the process that started it ends
+TIED = ("setpriv", "--pdeathsig", "KILL")  # ends when the process that started it ends
 APART = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 SSHD = """\
@@ -79,8 +88,12 @@ class Host:
     def __init__(self, name: str, folder: Path):
         self.name = name
         with open(folder / f"{name}.log", "w") as log:
-            self._outer = subprocess.Popen([*TIED, *APART, "sh", "-c", BOOT, "sh", name, str(folder), _tool("sshd")],
-                                           stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            self._outer = subprocess.Popen(
+                [*TIED, *APART, "sh", "-c", BOOT, "sh", name, str(folder), _tool("sshd")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         try:
             self._first = self._child(folder / f"{name}.log")
         except BaseException:
@@ -94,19 +107,33 @@ class Host:
         while time.monotonic() < end:
             assert self._outer.poll() is None, f"{self.name} did not start:\n{log.read_text()}"
             words = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children").read_text().split()
-            if words and ":0016 00000000:0000 0A" in Path(f"/proc/{words[0]}/net/tcp").read_text():     # port 22, open
+            if words and ":0016 00000000:0000 0A" in Path(f"/proc/{words[0]}/net/tcp").read_text():  # port 22, open
                 return int(words[0])
             time.sleep(0.02)
         raise AssertionError(f"{self.name} has no sshd:\n{log.read_text()}")
 
     def words(self, *words: str, folder: Path = Path("/")) -> list[str]:
         """A command line that runs `words` on this host, in a folder."""
-        return ["nsenter", f"--target={self._first}", "--net", "--uts", "--pid", "--mount", "--", "sh", "-c",
-                'cd "$1" && shift && exec "$@"', "sh", str(folder), *map(str, words)]
+        return [
+            "nsenter",
+            f"--target={self._first}",
+            "--net",
+            "--uts",
+            "--pid",
+            "--mount",
+            "--",
+            "sh",
+            "-c",
+            'cd "$1" && shift && exec "$@"',
+            "sh",
+            str(folder),
+            *map(str, words),
+        ]
 
     def run(self, *words: str) -> str:
-        done = subprocess.run(self.words(*words), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              timeout=60)
+        done = subprocess.run(
+            self.words(*words), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+        )
         assert done.returncode == 0, done.stdout
         return done.stdout
 
@@ -117,9 +144,9 @@ class Host:
             try:
                 if entry.name.isdigit() and os.readlink(entry / "ns/pid") == self._id:
                     words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-                    if words and "sshd" not in words[0]:                   # no words: a zombie
+                    if words and "sshd" not in words[0]:  # no words: a zombie
                         commands[int(entry.name)] = words
-            except OSError:                                                # it has just ended
+            except OSError:  # it has just ended
                 continue
         return commands
 
@@ -130,15 +157,17 @@ class Host:
     def plug(self, number: int, switch: int) -> None:
         """Connects the host to the switch, which is a process in a network of its own."""
         inside = ["nsenter", f"--target={switch}", "--net", "ip", "link"]
-        for words in (["add", "name", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", self._first],
-                      ["set", f"port{number}", "master", "bridge", "up"]):
+        for words in (
+            ["add", "name", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", self._first],
+            ["set", f"port{number}", "master", "bridge", "up"],
+        ):
             subprocess.run([*inside, *map(str, words)], check=True)
         self.run("ip", "address", "add", f"10.77.0.{number}/24", "dev", "eth0")
         for link in ("lo", "eth0"):
             self.run("ip", "link", "set", link, "up")
 
     def end(self) -> None:
-        self._outer.kill()                                   # --kill-child ends sshd too, and sshd's end ends the rest
+        self._outer.kill()  # --kill-child ends sshd too, and sshd's end ends the rest
         self._outer.wait()
         end = time.monotonic() + 10
         while self.processes() and time.monotonic() < end:
@@ -152,11 +181,21 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
     (folder / "sshd_config").write_text(SSHD.format(folder=folder))
     (folder / "ssh_config").write_text(SSH.format(folder=folder))
-    (folder / "hosts.txt").write_text("127.0.0.1 localhost\n" + "".join(
-        f"10.77.0.{number} {name}\n" for number, name in enumerate(NAMES, 1)))
+    (folder / "hosts.txt").write_text(
+        "127.0.0.1 localhost\n" + "".join(f"10.77.0.{number} {name}\n" for number, name in enumerate(NAMES, 1))
+    )
     hosts: list[Host] = []
-    switch = subprocess.Popen([*TIED, "unshare", "--net", "sh", "-c", "ip link add name bridge type bridge && "
-                               "ip link set bridge up && echo ready && exec sleep infinity"], stdout=subprocess.PIPE)
+    switch = subprocess.Popen(
+        [
+            *TIED,
+            "unshare",
+            "--net",
+            "sh",
+            "-c",
+            "ip link add name bridge type bridge && ip link set bridge up && echo ready && exec sleep infinity",
+        ],
+        stdout=subprocess.PIPE,
+    )
     try:
         assert switch.stdout.readline() == b"ready\n", "there is no switch"
         for number, name in enumerate(NAMES, 1):
@@ -178,8 +217,14 @@ def workplace(folder: Path, **variables: str) -> Path:
         (folder / name).symlink_to(ROOT / name)
     (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in NAMES))
     inherited = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}
-    settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-                "CUDA_VISIBLE_DEVICES": "", **inherited, **variables}
+    settings = {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        **inherited,
+        **variables,
+    }
     (folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     return folder
 

@@ -28,12 +28,15 @@ def folder(root: Path, classes: int = 2, each: int = 10) -> Path:
 
 def bomb(width: int = 60000, height: int = 60000) -> bytes:
     """A PNG of a few bytes whose header promises width x height pixels."""
+
     def chunk(kind: bytes, data: bytes) -> bytes:
         check = zlib.crc32(kind + data)
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", check)
+
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
-            + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b""))
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    )
 
 
 def break_file(path: Path, how: str) -> None:
@@ -42,8 +45,9 @@ def break_file(path: Path, how: str) -> None:
     if how == "missing":
         path.unlink()
         return
-    path.write_bytes({"truncated": sound[:len(sound) // 2], "empty": b"",
-                      "text": b"not an image\n" * 50, "bomb": bomb()}[how])
+    path.write_bytes(
+        {"truncated": sound[: len(sound) // 2], "empty": b"", "text": b"not an image\n" * 50, "bomb": bomb()}[how]
+    )
 
 
 BROKEN = ("truncated", "empty", "text", "bomb", "missing")

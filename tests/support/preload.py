@@ -11,6 +11,7 @@ def preload() -> None:
     """
     from dstrain import systems
     from dstrain.engine.start import import_deepspeed
+
     deepspeed = import_deepspeed()
     # torch's optimizers import the second. The third is imported when an engine is collected: should that fall into
     # another import, Python 3.11 raises a KeyError there (gh-106176).

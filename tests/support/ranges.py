@@ -58,7 +58,7 @@ def serving(folder: Path) -> Iterator[Server]:
             data, version = path.read_bytes(), {"ETag": f'"{path.stat().st_mtime_ns}"'}
             wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")) if server.ranges else None
             first, last = (int(wanted[1]), min(int(wanted[2]), len(data) - 1)) if wanted else (0, len(data) - 1)
-            body, status = data[first:last + 1], 206 if wanted else 200
+            body, status = data[first : last + 1], 206 if wanted else 200
             if wanted:
                 version["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             if content and self._fault(path.name, first, body, status, version):
@@ -81,11 +81,12 @@ def serving(folder: Path) -> Iterator[Server]:
             if server.fault == "503":
                 self._end(503)
             elif server.fault == "cut":
-                self._end(status, body[:len(body) // 2], headers, len(body))
+                self._end(status, body[: len(body) // 2], headers, len(body))
             return True
 
-        def _end(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None,
-                 size: int | None = None) -> None:
+        def _end(
+            self, status: int, body: bytes = b"", headers: dict[str, str] | None = None, size: int | None = None
+        ) -> None:
             self.send_response(status)
             for name, value in (headers or {}).items():
                 self.send_header(name, value)

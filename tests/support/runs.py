@@ -12,7 +12,7 @@ from tests.support.forks import Forked
 from tests.support.launch import ROOT, command, run, start
 
 RECIPE = ROOT / "tests" / "launch" / "tiny.yaml"
-STEPS = 60                                        # of tiny.yaml
+STEPS = 60  # of tiny.yaml
 
 
 def ds_config(folder: Path, stage: int) -> Path:
@@ -21,11 +21,21 @@ def ds_config(folder: Path, stage: int) -> Path:
     return path
 
 
-def train(folder: Path, stage: int, *overrides: str, num: int = 2, recipe: Path = RECIPE,
-          launcher: bool = False) -> list[str]:
+def train(
+    folder: Path, stage: int, *overrides: str, num: int = 2, recipe: Path = RECIPE, launcher: bool = False
+) -> list[str]:
     """The command that trains into `folder`."""
-    return command("launch/train.py", "--recipe", recipe, "--ds_config", ds_config(folder.parent, stage),
-                   f"folder={folder}", *overrides, num=num, launcher=launcher)
+    return command(
+        "launch/train.py",
+        "--recipe",
+        recipe,
+        "--ds_config",
+        ds_config(folder.parent, stage),
+        f"folder={folder}",
+        *overrides,
+        num=num,
+        launcher=launcher,
+    )
 
 
 def finish(words: list[str], code: int = 0) -> str:
@@ -62,9 +72,13 @@ def members(group: int) -> list[int]:
 
 
 def ranks_of(group: int) -> list[int]:
-    return [pid for pid in members(group) if b"--local_rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            and b"deepspeed.launcher" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-            and b"launch/train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        pid
+        for pid in members(group)
+        if b"--local_rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and b"deepspeed.launcher" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and b"launch/train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def wait_for_end(group: int, seconds: float = 40) -> None:
@@ -97,4 +111,4 @@ def kill_in_the_middle(words: list[str], folder: Path, saved: int) -> None:
     wait_for(folder / "checkpoints" / f"step_{saved:08d}", process, folder.parent / f"{folder.name}.log")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for_end(process.pid)                    # also what the launcher put elsewhere: loader processes
+    wait_for_end(process.pid)  # also what the launcher put elsewhere: loader processes

@@ -11,8 +11,8 @@ from dstrain.recipe import NotRead
 
 
 class Numbers(Source):
-    """Sample i is an image whose first pixel row encodes i, with label i; those in `bad` cannot be read, and at those in
-    `failing` the storage fails.
+    """Sample i is an image whose first pixel row encodes i, with label i; those in `bad` cannot be read, and at those
+    in `failing` the storage fails.
     """
 
     light = True
@@ -57,11 +57,12 @@ class Slow(Numbers):
 
 def global_batches(source, steps, world=1, micro_batch=2, num_workers=0, **options):
     """The global batches of `steps`, put together from all ranks in order of position."""
-    settings = dict(global_batch=24, seed=3) | options
+    settings = {"global_batch": 24, "seed": 3} | options
     parts = {step: [] for step in steps}
     for rank in range(world):
-        with Batches(source, micro_batch=micro_batch, rank=rank, world=world, num_workers=num_workers,
-                     **settings) as batches:
+        with Batches(
+            source, micro_batch=micro_batch, rank=rank, world=world, num_workers=num_workers, **settings
+        ) as batches:
             for step in steps:
                 parts[step] += batches.at(step)
     whole = []
@@ -75,5 +76,5 @@ def global_batches(source, steps, world=1, micro_batch=2, num_workers=0, **optio
 def same(one, other):
     """Whether two lists of batches hold the same names and the same bits."""
     return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        for a, b in zip(one, other))
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(one, other)
+    )

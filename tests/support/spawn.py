@@ -14,16 +14,22 @@ from typing import Any
 
 def place(rank: int, num: int, port: str) -> dict[str, str]:
     """The environment variables that a launcher sets for a rank on this machine."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num),
+        "LOCAL_WORLD_SIZE": str(num),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
 
 
 def watch(ranks: Sequence[Any]) -> int:
     """Waits for ranks, which are like Popen: the exit code of the first that failed, else 0."""
-    while None in [rank.poll() for rank in ranks]:    # all are polled: a rank may wait for one that has ended
+    while None in [rank.poll() for rank in ranks]:  # all are polled: a rank may wait for one that has ended
         failed = [rank.returncode for rank in ranks if rank.returncode]
         if failed:
-            time.sleep(2)                         # let the others print their message, too
+            time.sleep(2)  # let the others print their message, too
             for rank in ranks:
                 rank.kill()
             return failed[0]
@@ -33,8 +39,12 @@ def watch(ranks: Sequence[Any]) -> int:
 
 def main(num: int, port: str, words: list[str]) -> int:
     """The exit code of the first rank that failed, else 0."""
-    return watch([subprocess.Popen([sys.executable, "-u", *words], env={**os.environ, **place(rank, num, port)})
-                  for rank in range(num)])
+    return watch(
+        [
+            subprocess.Popen([sys.executable, "-u", *words], env={**os.environ, **place(rank, num, port)})
+            for rank in range(num)
+        ]
+    )
 
 
 if __name__ == "__main__":

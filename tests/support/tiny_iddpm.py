@@ -4,8 +4,17 @@ import torch
 
 from dstrain import systems
 
-TINY = {"image_size": 8, "in_channels": 1, "num_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 1],
-        "attention_resolutions": [4], "num_heads": 2, "diffusion_steps": 20, "noise_schedule": "cosine"}
+TINY = {
+    "image_size": 8,
+    "in_channels": 1,
+    "num_channels": 32,
+    "num_res_blocks": 1,
+    "channel_mult": [1, 1],
+    "attention_resolutions": [4],
+    "num_heads": 2,
+    "diffusion_steps": 20,
+    "noise_schedule": "cosine",
+}
 AWARE = {"schedule_sampler": "loss-second-moment", "history_per_term": 3, "uniform_prob": 0.01}
 LABELS = {"class_cond": True, "num_classes": 10}
 

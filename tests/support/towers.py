@@ -21,9 +21,10 @@ WORDS = ("a", "red", "green", "blue", "cat", "dog", "house", "on", "the", "moon"
 def clip(folder: Path, seed: int = 0) -> CLIPModel:
     """CLIP with 12 projected dimensions over 8 text tokens and 16 pixels."""
     torch.manual_seed(seed)
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    text = CLIPTextConfig(**sizes, vocab_size=20, max_position_embeddings=8, eos_token_id=2, bos_token_id=1,
-                          pad_token_id=0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = CLIPTextConfig(
+        **sizes, vocab_size=20, max_position_embeddings=8, eos_token_id=2, bos_token_id=1, pad_token_id=0
+    )
     vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
     model = CLIPModel(CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=12)).eval()
     model.save_pretrained(folder)
@@ -34,8 +35,16 @@ def clip(folder: Path, seed: int = 0) -> CLIPModel:
 def sentences(folder: Path, seed: int = 0) -> BertModel:
     """A BERT of 12 dimensions over 10 tokens, without heads: what sentence encoders are made of."""
     torch.manual_seed(seed)
-    model = BertModel(BertConfig(vocab_size=20, hidden_size=12, num_hidden_layers=2, num_attention_heads=2,
-                                 intermediate_size=24, max_position_embeddings=10)).eval()
+    model = BertModel(
+        BertConfig(
+            vocab_size=20,
+            hidden_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            max_position_embeddings=10,
+        )
+    ).eval()
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     return model
@@ -43,8 +52,12 @@ def sentences(folder: Path, seed: int = 0) -> BertModel:
 
 def preprocessing(folder: Path) -> CLIPImageProcessor:
     """A preprocessor_config.json with another mean and deviation than CLIP's."""
-    processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16},
-                                   image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6])
+    processor = CLIPImageProcessor(
+        size={"shortest_edge": 16},
+        crop_size={"height": 16, "width": 16},
+        image_mean=[0.1, 0.2, 0.3],
+        image_std=[0.4, 0.5, 0.6],
+    )
     processor.save_pretrained(folder)
     return processor
 
@@ -54,7 +67,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing("[BOS] $A [EOS]",
-                                                             special_tokens=[("[BOS]", 1), ("[EOS]", 2)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]",
-                                   unk_token="[UNK]")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "[BOS] $A [EOS]", special_tokens=[("[BOS]", 1), ("[EOS]", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]", unk_token="[UNK]"
+    )

@@ -30,7 +30,7 @@ def served() -> Iterator[tuple[str, dict[str, list[dict]]]]:
                 files = json.loads(body).get("files") or {}
                 if part := files.get("wandb-history.jsonl"):
                     lines = histories.setdefault(stream[1], [])
-                    lines[part["offset"]:] = map(json.loads, part["content"])
+                    lines[part["offset"] :] = map(json.loads, part["content"])
                 self._answer({"exitcode": None, "limits": {}})
             else:
                 self._answer({})
@@ -60,17 +60,34 @@ def _data(request: dict[str, Any], histories: dict[str, list[dict]]) -> dict[str
     project = {"id": "project", "name": "dstrain", "entity": {"id": "entity", "name": "me"}}
     if "viewer" in query:
         versions = {"cliVersionInfo": {"max_cli_version": "99.0.0"}, "latestLocalVersionInfo": None}
-        return {"viewer": {"id": "me", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}},
-                "serverInfo": versions}
+        return {
+            "viewer": {"id": "me", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}},
+            "serverInfo": versions,
+        }
     count = len(histories.get(name, []))
-    bucket = {"id": "run", "name": name, "displayName": name, "description": "", "config": "{}", "sweepName": None,
-              "project": project, "historyLineCount": count}
+    bucket = {
+        "id": "run",
+        "name": name,
+        "displayName": name,
+        "description": "",
+        "config": "{}",
+        "sweepName": None,
+        "project": project,
+        "historyLineCount": count,
+    }
     if "upsertBucket" in query:
         return {"upsertBucket": {"bucket": bucket, "inserted": name not in histories}}
-    if "historyLineCount" in query:                          # whether the run is there, and how far
+    if "historyLineCount" in query:  # whether the run is there, and how far
         last = [json.dumps({"_step": count - 1, "_runtime": 1})]
-        known = bucket | {"summaryMetrics": "{}", "logLineCount": 0, "eventsLineCount": 0, "eventsTail": "[]",
-                          "historyTail": json.dumps(last), "tags": [], "wandbConfig": "{}"}
+        known = bucket | {
+            "summaryMetrics": "{}",
+            "logLineCount": 0,
+            "eventsLineCount": 0,
+            "eventsTail": "[]",
+            "historyTail": json.dumps(last),
+            "tags": [],
+            "wandbConfig": "{}",
+        }
         return {"model": project | {"bucket": known if count else None}}
     if "createRunFiles" in query:
         return {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": []}}

@@ -1,4 +1,6 @@
-"""Our own first stages, frozen: tiny networks with random weights, exported by dstrain.commands.export and read back."""
+"""Our own first stages, frozen: tiny networks with random weights, exported by
+dstrain.commands.export and read back.
+"""
 
 import re
 
@@ -18,16 +20,51 @@ from dstrain.systems.vae import to_diffusers
 from tests.support import checkpoints
 
 SECTIONS = {
-    "discrete": ("vae", {"image_size": 8, "channels": 3, "discrete": {
-        "num_tokens": 16, "codebook_dim": 8, "num_layers": 2, "hidden_dim": 8, "reconstruction": "logit_laplace"}}),
-    "kl": ("vae", {"image_size": 8, "channels": 1, "kl": {
-        "block_out_channels": [4, 4], "norm_num_groups": 2, "layers_per_block": 1, "latent_channels": 3,
-        "discriminator": {"n_layers": 1, "base_channels": 4}}}),
-    "tokenizer": ("phenaki.tokenizer", {
-        "image_size": [16, 24], "num_frames": 5, "channels": 1, "dim": 16, "codebook_size": 64, "spatial_depth": 1,
-        "temporal_depth": 1, "dim_head": 8, "heads": 2, "dropout": 0.5}),
+    "discrete": (
+        "vae",
+        {
+            "image_size": 8,
+            "channels": 3,
+            "discrete": {
+                "num_tokens": 16,
+                "codebook_dim": 8,
+                "num_layers": 2,
+                "hidden_dim": 8,
+                "reconstruction": "logit_laplace",
+            },
+        },
+    ),
+    "kl": (
+        "vae",
+        {
+            "image_size": 8,
+            "channels": 1,
+            "kl": {
+                "block_out_channels": [4, 4],
+                "norm_num_groups": 2,
+                "layers_per_block": 1,
+                "latent_channels": 3,
+                "discriminator": {"n_layers": 1, "base_channels": 4},
+            },
+        },
+    ),
+    "tokenizer": (
+        "phenaki.tokenizer",
+        {
+            "image_size": [16, 24],
+            "num_frames": 5,
+            "channels": 1,
+            "dim": 16,
+            "codebook_size": 64,
+            "spatial_depth": 1,
+            "temporal_depth": 1,
+            "dim_head": 8,
+            "heads": 2,
+            "dropout": 0.5,
+        },
+    ),
 }
-FACTS = {                                         # kind, of_videos, codebook_size, temporal_patch_size, shape, codes_shape
+FACTS = {  # kind, of_videos, codebook_size, temporal_patch_size, shape, codes_shape
     "discrete": ("tokens", False, 16, 1, (3, 8, 8), (2, 2)),
     "kl": ("latents", False, None, 1, (1, 8, 8), (3, 4, 4)),
     "tokenizer": ("tokens", True, 64, 2, (1, 16, 24), (3, 2, 3)),
@@ -91,7 +128,14 @@ def test_what_is_known_of_it(exported):
     """Oracle: the recipe's own numbers, the shapes of real codes, and the fingerprint of the trained network."""
     kind, system, nets, folder = exported
     codec = Codec.load(str(folder), "tokenizer.path")
-    facts = (codec.kind, codec.of_videos, codec.codebook_size, codec.temporal_patch_size, codec.shape, codec.codes_shape)
+    facts = (
+        codec.kind,
+        codec.of_videos,
+        codec.codebook_size,
+        codec.temporal_patch_size,
+        codec.shape,
+        codec.codes_shape,
+    )
     assert facts == FACTS[kind] and codec.channels == codec.shape[0]
     example = system.encode(system.synthetic(2))
     assert next(iter(system.codes(nets, example).values())).shape[1:] == codec.codes_shape
@@ -117,7 +161,7 @@ def test_it_stays_frozen(exported):
 def test_a_consolidated_run(tmp_path):
     """Oracle: the export of the same run: its fingerprint, with both parts, with one, and in several files."""
     system, nets = trained(tmp_path / "run", "kl")
-    for name, part, size in (("both", None, 10 ** 9), ("one", "autoencoder", 10 ** 9), ("files", "autoencoder", 2000)):
+    for name, part, size in (("both", None, 10**9), ("one", "autoencoder", 10**9), ("files", "autoencoder", 2000)):
         consolidate(Consolidation(tmp_path / "run", tmp_path / name, part=part, shard_size=size))
         assert Codec.load(tmp_path / name).fingerprint == fingerprint(*system.identity(nets))
     assert len(list((tmp_path / "files").glob("*.safetensors"))) > 1
@@ -155,7 +199,9 @@ def test_pixels_and_codes_that_do_not_fit(exported):
     with pytest.raises(ConfigError, match=rf"data: .* are \(2, 4, 4\) .* {place} takes {shape}; set data.channels"):
         codec.encode(torch.zeros(1, 2, 4, 4))
     if kind == "tokenizer":
-        with pytest.raises(ConfigError, match=f"data.num_frames: 4 frames do not fit the temporal patch of 2 in {place}"):
+        with pytest.raises(
+            ConfigError, match=f"data.num_frames: 4 frames do not fit the temporal patch of 2 in {place}"
+        ):
             codec.encode(torch.zeros(1, 4, *codec.shape))
     else:
         with pytest.raises(ConfigError, match=f"model.codec.path: .* {place} encodes images, .* give videos; name"):
@@ -203,8 +249,12 @@ def test_folders_that_hold_none(tmp_path):
     refused(tmp_path / "out", ".* does not hold the weights of autoencoder .*; export the run once more")
     weights.unlink()
     refused(tmp_path / "out", ".*there is no autoencoder.safetensors.*; export the run once more")
-    for damaged in ("- 3\n", "system: [\n", text.replace("system: vae", "system: vea"),
-                    text.replace("norm_num_groups: 2", "norm_num_groups: 3")):
+    for damaged in (
+        "- 3\n",
+        "system: [\n",
+        text.replace("system: vae", "system: vea"),
+        text.replace("norm_num_groups: 2", "norm_num_groups: 3"),
+    ):
         (tmp_path / "out" / "recipe.yaml").write_text(damaged)
         refused(tmp_path / "out", ".*recipe.yaml is no recipe of a run .*; export the run once more")
 
@@ -215,7 +265,9 @@ def test_a_system_without_codes(tmp_path):
     run = Run.model_validate({"name": "tiny", "system": "dit", "model": section})
     checkpoints.write(tmp_path / "run", run, systems.build("dit", section).networks())
     export(ExportOptions(tmp_path / "run", tmp_path / "out", "safetensors"))
-    with pytest.raises(ConfigError, match="k: .*out is of the system dit, which encodes nothing .* name one of an auto"):
+    with pytest.raises(
+        ConfigError, match="k: .*out is of the system dit, which encodes nothing .* name one of an auto"
+    ):
         Codec.load(tmp_path / "out", "k")
     for name in ("run", "out"):
         with pytest.raises(ConfigError, match=f"RUN: .*{name} is of the system dit, which encodes nothing"):

@@ -13,8 +13,10 @@ from tests.support.cases import CASES, modules
 from tests.support.cases import request as request_of
 
 
-@pytest.fixture(params=[(name, index) for name, cases in CASES.items() for index in range(len(cases))],
-                ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(
+    params=[(name, index) for name, cases in CASES.items() for index in range(len(cases))],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
 def case(request, tmp_path):
     name, index = request.param
     completed = getattr(modules()[name], "completed", lambda config, folder: config)
@@ -104,7 +106,7 @@ def test_every_owner_resets_all_it_owns(system):
             for key in owned:
                 assert torch.equal(found[0][key], found[1][key]), f"{name}.{key}"
                 if owned[key].numel() < 64 and len(before[key].unique()) > 1:
-                    continue                      # random, and too few to have a scale
+                    continue  # random, and too few to have a scale
                 # The constructor's values, in distribution: same shape, same scale.
                 scale = before[key].float().square().mean().sqrt()
                 torch.testing.assert_close(found[0][key].float().square().mean().sqrt(), scale, rtol=0.5, atol=1e-6)
@@ -148,16 +150,20 @@ def test_randomness_belongs_to_the_sample(system):
     batch = system.synthetic(6)
     example = system.encode(batch)
     whole = [system.evaluate(nets, example)] + [
-        {k: v for k, v in system.loss(p, nets, example).items() if len(v.shape) and len(v) == 6} for p in system.parts]
-    torch.manual_seed(2)                          # a draw from global state would show
+        {k: v for k, v in system.loss(p, nets, example).items() if len(v.shape) and len(v) == 6} for p in system.parts
+    ]
+    torch.manual_seed(2)  # a draw from global state would show
     for index in (torch.arange(6), torch.tensor([5, 0, 3, 1, 4, 2]), torch.tensor([2]), torch.tensor([1, 4])):
         example = system.encode(take(batch, index))
         again = [system.evaluate(nets, example)] + [system.loss(p, nets, example) for p in system.parts]
         for terms, expected in zip(again, whole):
             for name in expected:
                 torch.testing.assert_close(terms[name], expected[name][index], rtol=1e-5, atol=1e-6)
-    parts = [system.loss(part, nets, system.encode(take(batch, slice(3 * half, 3 * half + 3))))["loss"]
-             for part in list(system.parts)[:1] for half in range(2)]
+    parts = [
+        system.loss(part, nets, system.encode(take(batch, slice(3 * half, 3 * half + 3))))["loss"]
+        for part in list(system.parts)[:1]
+        for half in range(2)
+    ]
     part = next(iter(system.parts))
     expected = system.loss(part, nets, system.encode(batch))["loss"]
     torch.testing.assert_close(sum(parts) / 2, expected, rtol=1e-5, atol=1e-6)
@@ -196,7 +202,10 @@ def test_sample(case, system):
         with pytest.raises(ValueError, match="draws no samples"):
             system.sample(nets, Request(torch.arange(1)))
         return
-    drawn = lambda seeds: system.sample(nets, request_of(case[0], system, seeds))
+
+    def drawn(seeds):
+        return system.sample(nets, request_of(case[0], system, seeds))
+
     torch.manual_seed(1)
     whole = drawn([3, 1, 4, 15])
     torch.manual_seed(2)

@@ -32,6 +32,7 @@ def test_the_published_size():
 
 def test_recomputation_is_not_useful():
     """Oracle: the same network without it; torch's checkpoint runs each block's forward pass once more, backward."""
+
     class Again(DiTSystem):
         def networks(self):
             networks = super().networks()
@@ -45,8 +46,9 @@ def test_recomputation_is_not_useful():
 
 def test_tokens_that_are_masked_by_chance():
     """Oracle: twice the vocabulary adds six operations for each channel, new id and token that is masked on average."""
-    small, large = (step_flops(systems.build("phenaki", TOKEN_CLIPS | {"codebook_size": size}), 1)
-                    for size in (6400, 12800))
+    small, large = (
+        step_flops(systems.build("phenaki", TOKEN_CLIPS | {"codebook_size": size}), 1) for size in (6400, 12800)
+    )
     tokens, width = math.prod(TOKEN_CLIPS["token_shape"]), TOKEN_CLIPS["dim"]
     assert large - small == pytest.approx(6 * width * 6400 * MEAN_RATIO * tokens, rel=0.03)
 
@@ -83,10 +85,19 @@ def test_frozen_networks_count_for_nothing_and_stay(tmp_path):
 
 def test_rates_of_chips():
     """Oracle: the makers' data sheets; a part of a GPU and an unknown one are not listed, and are measured."""
-    names = {"NVIDIA H200": 989.4, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756, "NVIDIA H20": 148,
-             "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA L4": 121,
-             "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None, "NVIDIA L40": None,
-             "NVIDIA GeForce RTX 4090 Laptop GPU": None}
+    names = {
+        "NVIDIA H200": 989.4,
+        "NVIDIA H100 80GB HBM3": 989.4,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H20": 148,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA A100 80GB PCIe": 312,
+        "NVIDIA L4": 121,
+        "NVIDIA GeForce RTX 4090": 165.2,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+        "NVIDIA L40": None,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    }
     for name, peak in names.items():
         assert known_rate(name, torch.bfloat16) == (peak and peak * 1e12), name
     assert known_rate("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12

@@ -19,18 +19,18 @@ def git(folder, *words: str) -> str:
 def test_the_commit_of_the_code_that_runs(tmp_path):
     """Oracle: git rev-parse, and what was done to the files: nothing, a change, a file that git ignores, a new one."""
     package, runs = tmp_path / "dstrain", tmp_path / "runs"
-    assert machine.commit(package) == {}                     # no repository
+    assert machine.commit(package) == {}  # no repository
     git(tmp_path, "init", "-q")
     for path in (package, runs):
         path.mkdir()
         (path / "__init__.py").write_text("")
-    assert machine.commit(package) == {}                     # one that does not have the package, such as site-packages
+    assert machine.commit(package) == {}  # one that does not have the package, such as site-packages
     (tmp_path / ".gitignore").write_text("*.pyc\n")
     git(tmp_path, "add", "dstrain", ".gitignore")
     git(tmp_path, "commit", "-qm", "one")
     head = git(tmp_path, "rev-parse", "HEAD").strip()
     (package / "a.pyc").write_text("ignored")
-    assert machine.commit(package) == {"commit": head, "dirty": False}       # runs/ is no code
+    assert machine.commit(package) == {"commit": head, "dirty": False}  # runs/ is no code
     (package / "new.py").write_text("")
     assert machine.commit(package) == {"commit": head, "dirty": True}
     (package / "new.py").unlink()

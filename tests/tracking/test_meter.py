@@ -22,7 +22,7 @@ def batch(seed: int, size: int, bad: float = 0.0) -> dict[str, torch.Tensor]:
         "loss": torch.tensor(draw.normal(), dtype=torch.float32),
         "mse": torch.from_numpy(mse),
         "loss_each": torch.from_numpy(each),
-        "quartile": torch.from_numpy(draw.integers(0, 4, size))
+        "quartile": torch.from_numpy(draw.integers(0, 4, size)),
     }
 
 
@@ -31,30 +31,34 @@ def expected(batches: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         values = values[np.isfinite(values)]
         return values.mean() if len(values) else math.nan
 
-    joined = {name: np.concatenate([b[name].numpy() for b in batches]).astype(np.float64)
-              for name in ("mse", "loss_each", "quartile")}
-    sizes = [len(b["mse"]) for b in batches]
-    means = {
-        "loss": np.average([b["loss"].item() for b in batches], weights=sizes),
-        "mse": mean(joined["mse"])
+    joined = {
+        name: np.concatenate([b[name].numpy() for b in batches]).astype(np.float64)
+        for name in ("mse", "loss_each", "quartile")
     }
+    sizes = [len(b["mse"]) for b in batches]
+    means = {"loss": np.average([b["loss"].item() for b in batches], weights=sizes), "mse": mean(joined["mse"])}
     for q in range(4):
         chosen = joined["quartile"] == q
         means[f"mse_q{q}"] = mean(joined["mse"][chosen])
         means[f"loss_q{q}"] = mean(joined["loss_each"][chosen])
     bad = sum((~np.isfinite(joined[name])).sum() for name in ("mse", "loss_each"))
     return {name: float(value) for name, value in means.items() if not math.isnan(value)} | (
-        {"nonfinite": float(bad)} if bad else {})
+        {"nonfinite": float(bad)} if bad else {}
+    )
 
 
 def same(means: dict[str, float], reference: dict[str, float]) -> bool:
     return means.keys() == reference.keys() and all(
-        math.isclose(means[name], reference[name], rel_tol=1e-12, abs_tol=1e-13) for name in reference)
+        math.isclose(means[name], reference[name], rel_tol=1e-12, abs_tol=1e-13) for name in reference
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 999),
-       bad=st.sampled_from([0.0, 0.0, 0.3, 1.0]))
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    seed=st.integers(0, 999),
+    bad=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+)
 def test_means_over_uneven_batches(sizes, seed, bad):
     """Oracle: numpy's means over the joined batches, not finite ones left out; nothing once they were taken."""
     batches = [batch(seed + i, size, bad) for i, size in enumerate(sizes)]
@@ -87,10 +91,7 @@ def test_a_term_that_is_never_finite_is_counted_alone():
 def test_half_precision_and_gradients_are_taken():
     """Oracle: the values handed in, which bfloat16 holds exactly."""
     meter = Meter(["net"])
-    meter.add("net", {
-        "loss": torch.tensor(1.5, dtype=torch.bfloat16),
-        "mse": torch.ones(2, requires_grad=True)
-    })
+    meter.add("net", {"loss": torch.tensor(1.5, dtype=torch.bfloat16), "mse": torch.ones(2, requires_grad=True)})
     assert meter.means() == {"loss": 1.5, "mse": 1.0}
 
 
@@ -102,15 +103,14 @@ def test_a_long_interval_loses_nothing():
     assert meter.means()["loss"] == (1e8 + 1000) / 1001
 
 
-@pytest.mark.parametrize("terms", [{
-    "mse": torch.ones(2, 3)
-}, {
-    "mse": torch.ones(2),
-    "kl": torch.ones(3)
-}, {
-    "mse": torch.ones(2),
-    "quartile": torch.zeros(3, dtype=torch.int64)
-}])
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"mse": torch.ones(2, 3)},
+        {"mse": torch.ones(2), "kl": torch.ones(3)},
+        {"mse": torch.ones(2), "quartile": torch.zeros(3, dtype=torch.int64)},
+    ],
+)
 def test_other_shapes_are_refused(terms):
     """Oracle: the contract, scalars or one value a sample, of one batch size."""
     with pytest.raises(ValueError, match="scalars or one value a sample"):
@@ -122,8 +122,7 @@ class NoWait(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        indexed = name == "index" and any(
-            i is not None and i.dtype == torch.bool for i in args[1])
+        indexed = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
         assert not indexed and name not in ("_local_scalar_dense", "nonzero", "masked_select")
         return func(*args, **(kwargs or {}))
 

@@ -31,19 +31,21 @@ def test_small_pictures_are_enlarged(size, factor):
     assert np.array_equal(grid(image)[2:-2, 2:-2, 0], expected)
 
 
-@pytest.mark.parametrize("num, columns", [(1, 1), (2, 2), (3, 2), (4, 2), (7, 3), (12, 4), (16, 4),
-                                          (40, 8), (64, 8)])
+@pytest.mark.parametrize("num, columns", [(1, 1), (2, 2), (3, 2), (4, 2), (7, 3), (12, 4), (16, 4), (40, 8), (64, 8)])
 def test_near_square(num, columns):
     """Oracle: numbers of columns written out by hand."""
     assert near_square(num) == columns
 
 
-@pytest.mark.parametrize("images", [
-    torch.zeros(1, 3, 4, 4),
-    torch.zeros(1, 2, 4, 4, dtype=torch.uint8),
-    torch.zeros(3, 4, 4, dtype=torch.uint8),
-    torch.zeros(0, 3, 4, 4, dtype=torch.uint8)
-])
+@pytest.mark.parametrize(
+    "images",
+    [
+        torch.zeros(1, 3, 4, 4),
+        torch.zeros(1, 2, 4, 4, dtype=torch.uint8),
+        torch.zeros(3, 4, 4, dtype=torch.uint8),
+        torch.zeros(0, 3, 4, 4, dtype=torch.uint8),
+    ],
+)
 def test_what_is_no_picture_is_refused(images):
     """Oracle: the contract, uint8 (N, 1, 3 or 4, H, W) with N > 0."""
     with pytest.raises(ValueError, match="a grid needs uint8"):

@@ -14,7 +14,10 @@ from dstrain.tracking.throughput import Throughput
 
 @pytest.fixture
 def steps(tmp_path):
-    """Takes the steps of a run from `first` on, in which step n multiplies matrices of n rows; the files, and the log."""
+    """Takes the steps of a run from `first` on, in which step n multiplies matrices of n rows; the
+    files, and the log.
+    """
+
     def take(window, first=0, count=6, end=True):
         run, lines = recipe.load(None, [f"folder={tmp_path}"]), []
         made = Throughput(run, first, lambda: 0.0, window=window, note=lines.append)
@@ -24,6 +27,7 @@ def steps(tmp_path):
         if end:
             made.close()
         return sorted(path.name for path in (tmp_path / "profile").glob("*")), lines
+
     return take
 
 
@@ -34,8 +38,10 @@ def rows(path) -> list[int]:
     return [event["args"]["Input Dims"][0][0] for event in sorted(found, key=lambda event: event["ts"])]
 
 
-@pytest.mark.parametrize("window, first, expected", [
-    ((2, 4, 1), 0, [3, 4]), ((0, 1, 1), 0, [1]), ((3, 5, 1), 3, [4, 5]), ((4, 20, 1), 0, [5, 6])])
+@pytest.mark.parametrize(
+    "window, first, expected",
+    [((2, 4, 1), 0, [3, 4]), ((0, 1, 1), 0, [1]), ((3, 5, 1), 3, [4, 5]), ((4, 20, 1), 0, [5, 6])],
+)
 def test_the_steps_of_the_window_are_recorded(steps, tmp_path, window, first, expected):
     """Oracle: the shapes of the products in the trace: B - A steps after step A, also from the first step on, where the
     run went on, and where it ended early.
@@ -48,7 +54,8 @@ def test_the_steps_of_the_window_are_recorded(steps, tmp_path, window, first, ex
 
 @pytest.mark.parametrize("window, first", [((2, 4, 1), 3), ((2, 4, 1), 4), ((2, 4, 1), 60)])
 def test_a_window_that_has_begun_is_left_out(steps, window, first):
-    """Oracle: the same command again, from within the window, its end and far behind it: no file, one line, and no end.
+    """Oracle: the same command again, from within the window, its end and far behind it: no file,
+    one line, and no end.
     """
     files, lines = steps(window, first)
     assert files == [] and lines == [f"--profile: steps 3 to 4 are not recorded: the run goes on from step {first}"]

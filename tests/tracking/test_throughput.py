@@ -80,7 +80,7 @@ def test_the_time_left(hands):
         hands.now += 15
     hands.now += 5
     assert made.figures(20)["seconds_left"] == 2 * (steps - 20)
-    made.begin(15)                                           # the run went back
+    made.begin(15)  # the run went back
     hands.now += 15
     assert made.figures(20)["seconds_left"] == 3 * (steps - 20)
     assert made.figures(steps)["seconds_left"] == 0
@@ -98,6 +98,7 @@ def test_the_first_step_is_told(hands):
 
 def test_the_end_of_compiling_is_told():
     """Oracle: this test's clock around a compiler that takes 0.3 s: the line names what compiling took of the step."""
+
     def compiler(graph, _):
         time.sleep(0.3)
         return graph.forward

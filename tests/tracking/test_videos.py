@@ -29,9 +29,14 @@ def gradients(frames: int = 6, height: int = 28, width: int = 30) -> np.ndarray:
     return (255 * np.stack((x * (1 - t), y * x, t * y), -1)).round().astype(np.uint8)
 
 
-FILMS = {"grey": gradients()[..., :1], "grey in colours": gradients()[..., :1].repeat(3, 3),
-         "few colours": gradients() // 64 * 64, "still": gradients()[:1, ..., :1].repeat(4, 0),
-         "one frame": gradients()[:1] // 64 * 64, "two colours": (gradients()[..., :1] > 99) * np.uint8([9, 200, 77])}
+FILMS = {
+    "grey": gradients()[..., :1],
+    "grey in colours": gradients()[..., :1].repeat(3, 3),
+    "few colours": gradients() // 64 * 64,
+    "still": gradients()[:1, ..., :1].repeat(4, 0),
+    "one frame": gradients()[:1] // 64 * 64,
+    "two colours": (gradients()[..., :1] > 99) * np.uint8([9, 200, 77]),
+}
 
 
 @pytest.mark.parametrize("name", FILMS)
@@ -55,9 +60,9 @@ def test_a_gif_of_many_colours(tmp_path):
     assert decoded.shape == frames.shape and info["duration"] == 40
     error = decoded.astype(float) - frames
     blocks = error[:, :28, :28].reshape(6, 7, 4, 7, 4, 3).mean((2, 4))
-    assert np.abs(error).mean() < 8 and np.sqrt((blocks ** 2).mean()) < 4
+    assert np.abs(error).mean() < 8 and np.sqrt((blocks**2).mean()) < 4
     save_gif(tmp_path / "b.gif", frames[..., ::-1])
-    assert np.abs(gif(tmp_path / "b.gif")[0].astype(float) - frames).mean() > 20                # a test that can fail
+    assert np.abs(gif(tmp_path / "b.gif")[0].astype(float) - frames).mean() > 20  # a test that can fail
 
 
 def test_a_sample_of_pixels_may_miss_colours(tmp_path):
@@ -69,8 +74,9 @@ def test_a_sample_of_pixels_may_miss_colours(tmp_path):
     assert decoded.shape == frames.shape and np.abs(decoded[1:].astype(int) - frames[1:]).max() <= 4
 
 
-@pytest.mark.parametrize("name, height, width", [("few colours", 28, 30), ("grey", 7, 5), ("grey", 1, 1),
-                                                 ("still", 9, 8)])
+@pytest.mark.parametrize(
+    "name, height, width", [("few colours", 28, 30), ("grey", 7, 5), ("grey", 1, 1), ("still", 9, 8)]
+)
 def test_mp4(tmp_path, name, height, width):
     """Oracle: the film within H.264's loss, even sides; FFmpeg's words for codec, pixels and rate."""
     frames = FILMS[name][:, :height, :width]
@@ -83,7 +89,7 @@ def test_mp4(tmp_path, name, height, width):
     assert decoded.shape == (len(frames), height + height % 2, width + width % 2, 3)
     error = np.abs(decoded[:, :height, :width].astype(int) - frames)
     assert error.mean() < (6 if "colours" in name else 2)
-    assert np.abs(decoded[:, -1, -1].astype(int) - frames[:, -1, -1]).max() <= 24                # the doubled line
+    assert np.abs(decoded[:, -1, -1].astype(int) - frames[:, -1, -1]).max() <= 24  # the doubled line
     assert [path.name for path in tmp_path.iterdir()] == ["a.mp4"]
 
 
@@ -103,7 +109,7 @@ def test_a_failed_write_leaves_the_older_film(tmp_path, monkeypatch):
         patch.setattr(Path, "write_bytes", half)
         save_gif(paths[0], FILMS["still"])
     with pytest.raises(ValueError):
-        save_mp4(paths[1], FILMS["still"].astype(np.float64))                # refused once the file is begun
+        save_mp4(paths[1], FILMS["still"].astype(np.float64))  # refused once the file is begun
     assert [path.read_bytes() for path in paths] == before and sorted(tmp_path.iterdir()) == paths
 
 
@@ -124,14 +130,20 @@ def test_a_strip():
     whole = strip(clips[:, :, None, None, None].expand(-1, -1, 1, 64, 64))
     assert whole.shape == (2 * (68 + 2) + 2, 9 * 66 + 2 + 4, 1)
     for row, column in np.ndindex(2, 9):
-        picture = whole[4 + 70 * row:][:64, 4 + 66 * column:][:, :64]
+        picture = whole[4 + 70 * row :][:64, 4 + 66 * column :][:, :64]
         assert (picture == 2 * column + 100 * row).all()
     assert strip(torch.zeros(40, 1, 3, 64, 64, dtype=torch.uint8)).shape == (16 * 70 + 2, 68 + 4, 3)
 
 
-@pytest.mark.parametrize("clips", [torch.zeros(1, 2, 3, 4, 4), torch.zeros(1, 2, 2, 4, 4, dtype=torch.uint8),
-                                   torch.zeros(2, 3, 4, 4, dtype=torch.uint8),
-                                   torch.zeros(1, 0, 3, 4, 4, dtype=torch.uint8)])
+@pytest.mark.parametrize(
+    "clips",
+    [
+        torch.zeros(1, 2, 3, 4, 4),
+        torch.zeros(1, 2, 2, 4, 4, dtype=torch.uint8),
+        torch.zeros(2, 3, 4, 4, dtype=torch.uint8),
+        torch.zeros(1, 0, 3, 4, 4, dtype=torch.uint8),
+    ],
+)
 def test_what_is_no_clip_is_refused(clips):
     """Oracle: the contract, uint8 (N, T, 1, 3 or 4, H, W) with N, T > 0."""
     for draw in (film_grid, strip):
@@ -154,7 +166,7 @@ def test_captions_stand_below():
     images = torch.randint(0, 256, (3, 1, 32, 32), dtype=torch.uint8)
     texts = ["a sneaker moving left and then, after a while, right", "", "hat"]
     pictures, bars = enlarged(images, 128), lettering(texts, 128, 1)
-    assert pictures.shape[1:3] == (128, 128) and bars.shape == (3, 26, 128, 1)            # two lines of 12, and 2
+    assert pictures.shape[1:3] == (128, 128) and bars.shape == (3, 26, 128, 1)  # two lines of 12, and 2
     assert (bars[0, 15:] > 128).any() and not bars[1].any()
     assert (bars[2, :12] > 128).any() and not bars[2, 15:].any()
     assert np.array_equal(grid(images, 2, texts), tiled(np.concatenate((pictures, bars), 1), 2))
@@ -175,9 +187,17 @@ def test_safe_names(text):
     assert re.fullmatch("([a-z0-9]+(-[a-z0-9]+)*)?", name) and len(name) <= 60 and safe_name(name) == name
 
 
-@pytest.mark.parametrize("text, name", [
-    ("a sneaker moving left", "a-sneaker-moving-left"), ("../../etc/passwd", "etc-passwd"), ("\u6f22\u5b57", ""),
-    ("A T-shirt, \u00e0 l'\u00e9t\u00e9!", "a-t-shirt-a-l-ete"), ("x" * 59 + " y z", "x" * 59), ("a\0b\nc", "a-b-c")])
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("a sneaker moving left", "a-sneaker-moving-left"),
+        ("../../etc/passwd", "etc-passwd"),
+        ("\u6f22\u5b57", ""),
+        ("A T-shirt, \u00e0 l'\u00e9t\u00e9!", "a-t-shirt-a-l-ete"),
+        ("x" * 59 + " y z", "x" * 59),
+        ("a\0b\nc", "a-b-c"),
+    ],
+)
 def test_names_by_hand(text, name):
     """Oracle: names written out by hand."""
     assert safe_name(text) == name

@@ -22,13 +22,19 @@ from tests.support.launch import ROOT
 from tests.support.wandb_server import served
 
 KEY = "0123456789" * 4
-PATIENCE = 300.0            # seconds, for what is only slow where the machine is loaded
+PATIENCE = 300.0  # seconds, for what is only slow where the machine is loaded
 
 
 @pytest.fixture(autouse=True)
 def no_account(monkeypatch, tmp_path):
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE",
-                 "WANDB_CONFIG_DIR", "NETRC"):
+    for name in (
+        "WANDB_MODE",
+        "WANDB_API_KEY",
+        "WANDB_BASE_URL",
+        "WANDB_IDENTITY_TOKEN_FILE",
+        "WANDB_CONFIG_DIR",
+        "NETRC",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -49,8 +55,9 @@ class Fake:
         self.ids.append(arguments["id"])
         if self._init:
             self._init(mode)
-        return SimpleNamespace(define_metric=lambda *a, **k: None, log=self.log, step=0,
-                               finish=lambda: self.calls.append("finish"))
+        return SimpleNamespace(
+            define_metric=lambda *a, **k: None, log=self.log, step=0, finish=lambda: self.calls.append("finish")
+        )
 
     def log(self, values, step, commit):
         if self._log:
@@ -64,8 +71,7 @@ class Fake:
 def sink(folder, monkeypatch, fake, setting="offline") -> tuple[WandbSink, list[str]]:
     notes: list[str] = []
     monkeypatch.setattr(wandb_sink.importlib, "import_module", lambda name: fake)
-    return WandbSink(folder, setting, name="a", project="p", entity=None, config={},
-                     note=notes.append), notes
+    return WandbSink(folder, setting, name="a", project="p", entity=None, config={}, note=notes.append), notes
 
 
 def run_of(tmp_path, setting: str = "auto") -> Tracker:
@@ -95,11 +101,23 @@ assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT,
 
 
 def really(folder, wanted="auto", **more) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB__SERVICE_WAIT": f"{PATIENCE:g}",
-           **more}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "WANDB__SERVICE_WAIT": f"{PATIENCE:g}",
+        **more,
+    }
     env.pop("WANDB_SILENT")
-    return subprocess.run([sys.executable, "-c", REAL, str(folder), wanted, str(PATIENCE)], env=env, cwd=folder.parent,
-                          text=True, timeout=2 * PATIENCE, stdin=subprocess.DEVNULL, capture_output=True)
+    return subprocess.run(
+        [sys.executable, "-c", REAL, str(folder), wanted, str(PATIENCE)],
+        env=env,
+        cwd=folder.parent,
+        text=True,
+        timeout=2 * PATIENCE,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+    )
 
 
 def records(data: bytes) -> Iterator[bytes]:
@@ -109,10 +127,10 @@ def records(data: bytes) -> Iterator[bytes]:
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
-        length, kind = int.from_bytes(data[at + 4:at + 6], "little"), data[at + 6]
-        record += data[at + 7:at + 7 + length]
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):                                   # whole, or the last of several
+        if kind in (1, 4):  # whole, or the last of several
             yield record
             record = b""
 
@@ -120,28 +138,33 @@ def records(data: bytes) -> Iterator[bytes]:
 def recorded(folder) -> list[dict]:
     """What wandb's files in the folder hold: name -> value as JSON text, an entry for each log."""
     from wandb.proto import wandb_internal_pb2
+
     entries = []
     for path in sorted((folder / "wandb").glob("*run-*/*.wandb")):
         for data in records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "history":
-                entries.append({"/".join(item.nested_key) or item.key: item.value_json
-                                for item in record.history.item})
+                entries.append({"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
     return entries
 
 
 def described(folder) -> tuple[list[str], str, str, dict]:
     """Tags, group, notes and config of the first of wandb's runs in a folder."""
     from wandb.proto import wandb_internal_pb2
+
     path = min((folder / "wandb").glob("*run-*/*.wandb"))
     for data in records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "run":
             run = record.run
-            return list(run.tags), run.run_group, run.notes, {item.key: json.loads(item.value_json)
-                                                              for item in run.config.update}
+            return (
+                list(run.tags),
+                run.run_group,
+                run.notes,
+                {item.key: json.loads(item.value_json) for item in run.config.update},
+            )
     raise AssertionError("no run is described")
 
 
@@ -151,7 +174,7 @@ def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
     for _ in range(2):
         done = really(folder)
         assert done.returncode == 0, done.stderr
-        assert done.stderr == "" and "no API key" not in done.stdout     # it was not asked for
+        assert done.stderr == "" and "no API key" not in done.stdout  # it was not asked for
     known = (folder / "wandb_id").read_text().split()[0]
     runs = [path.name for path in (folder / "wandb").glob("offline-run-*")]
     assert runs and all(name.endswith(known) for name in runs)
@@ -159,7 +182,7 @@ def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
     tags, group, notes, config = described(folder)
     assert (tags, group, notes) == (["a", "b"], "sweep", "a first try")
     assert config["steps"] == 20 and config["deepspeed"] == {"zero_optimization": {"stage": 2}}
-    assert {name: config["machine"].get(name) for name in machine.commit()} == machine.commit()     # git's, where it is
+    assert {name: config["machine"].get(name) for name in machine.commit()} == machine.commit()  # git's, where it is
     assert config["machine"]["world"] == 1 and config["machine"]["weights"] == {"denoiser": 7}
     assert config["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0] and config["machine"]["device"]
     train = next(entry for entry in entries if "train/loss" in entry)
@@ -207,13 +230,20 @@ track.close()
 @pytest.mark.slow
 def test_a_resumed_run_is_one_history_and_a_killed_service_ends_nothing(tmp_path):
     """Oracle: the steps reported: each once in wandb's own files, under one id, but those after the kill -9 of its
-    service; metrics.jsonl holds all. Then wandb's own command sends these files to a server as one history, without a gap.
+    service; metrics.jsonl holds all. Then wandb's own command sends these files to a server as one history,
+    without a gap.
     """
     folder, out = tmp_path / "run", []
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB__SERVICE_WAIT": f"{PATIENCE:g}"}
     for first, last, kill in ((0, 3, 0), (3, 6, 4), (6, 9, 0)):
-        done = subprocess.run([sys.executable, "-c", KILLED, folder, *map(str, (first, last, kill, PATIENCE))], env=env,
-                              cwd=tmp_path, text=True, timeout=2 * PATIENCE, capture_output=True)
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, folder, *map(str, (first, last, kill, PATIENCE))],
+            env=env,
+            cwd=tmp_path,
+            text=True,
+            timeout=2 * PATIENCE,
+            capture_output=True,
+        )
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         out.append(done.stdout)
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(1, 10))
@@ -223,16 +253,21 @@ def test_a_resumed_run_is_one_history_and_a_killed_service_ends_nothing(tmp_path
     assert "not logged" not in out[0] + out[2]
     known = (folder / "wandb_id").read_text().split()[0]
     names = sorted(path.name for path in (folder / "wandb").glob("offline-run-*"))
-    empty = list((folder / "wandb").glob("empty-run-*"))     # where the killed service had written nothing yet
+    empty = list((folder / "wandb").glob("empty-run-*"))  # where the killed service had written nothing yet
     assert len(names) + len(empty) == 3 and all(name.endswith(known) for name in names)
     with served() as (address, histories):
-        done = subprocess.run([sys.executable, "-m", "wandb", "sync", "--yes", *(f"run/wandb/{name}" for name in names)],
-                              env=env | {"WANDB_SILENT": "false", "WANDB_BASE_URL": address, "WANDB_API_KEY": KEY},
-                              cwd=tmp_path, text=True, timeout=2 * PATIENCE, capture_output=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", "--yes", *(f"run/wandb/{name}" for name in names)],
+            env=env | {"WANDB_SILENT": "false", "WANDB_BASE_URL": address, "WANDB_API_KEY": KEY},
+            cwd=tmp_path,
+            text=True,
+            timeout=2 * PATIENCE,
+            capture_output=True,
+        )
     assert done.returncode == 0, done
     assert list(histories) == [known], done
     assert [line["train/step"] for line in histories[known]] == steps
-    numbers = [line["_step"] for line in histories[known]]       # by which wandb tells its lines apart
+    numbers = [line["_step"] for line in histories[known]]  # by which wandb tells its lines apart
     assert numbers == sorted(set(numbers)) and numbers[:3] == [0, 1, 2]
 
 
@@ -244,7 +279,7 @@ def closed_port() -> int:
 
 def test_a_model_becomes_an_artifact(tmp_path, monkeypatch):
     """Oracle: wandb's own record of the offline run: the artifact's name, type and file; none where nothing asks."""
-    for limit in ("_INIT_SECONDS", "_FINISH_SECONDS"):       # a loaded machine may need longer than a run would wait
+    for limit in ("_INIT_SECONDS", "_FINISH_SECONDS"):  # a loaded machine may need longer than a run would wait
         monkeypatch.setattr(wandb_sink, limit, PATIENCE)
     monkeypatch.setenv("WANDB__SERVICE_WAIT", f"{PATIENCE:g}")
 
@@ -286,23 +321,25 @@ def test_a_server_that_never_answers_delays_no_step(tmp_path, monkeypatch):
         begun = time.monotonic()
         sent, notes = sink(tmp_path, monkeypatch, fake, "auto")
         sent.log({"a": 1.0}, 5)
-        assert time.monotonic() - begun < 2                   # the probe alone waits 3 s
+        assert time.monotonic() - begun < 2  # the probe alone waits 3 s
         sent.close()
         assert fake.calls == ["teardown", "offline", {"train/step": 5, "a": 1.0}, "finish", "teardown"]
         assert "offline, since online failed: TimeoutError" in notes[0] or "timed out" in notes[0]
 
 
 def test_an_init_that_hangs_delays_no_step(tmp_path, monkeypatch):
-    """Oracle: the 500 entries, of which 10 fit and wait in vain; lines by hand; a wait for the held init would never end."""
+    """Oracle: the 500 entries, of which 10 fit and wait in vain; lines by hand; a wait for the
+    held init would never end.
+    """
     held = threading.Event()
     monkeypatch.setattr(wandb_sink, "_CAPACITY", 10)
     sent, notes = sink(tmp_path, monkeypatch, Fake(init=lambda mode: held.wait()))
     begun = time.monotonic()
     for step in range(500):
         sent.log({"a": 1.0}, step)
-    assert time.monotonic() - begun < 5                       # 10 ms each would be a step's worth
+    assert time.monotonic() - begun < 5  # 10 ms each would be a step's worth
     sent.close(0.3)
-    assert time.monotonic() - begun < 30                      # the held init would never end
+    assert time.monotonic() - begun < 30  # the held init would never end
     assert sent.dropped == 500
     assert "not finished after 0.3 s" in notes[0] and "500 entries were not logged" in notes[1]
     held.set()
@@ -318,8 +355,10 @@ def test_a_wandb_that_raises_ends_nothing(tmp_path, monkeypatch, kind):
     sent, notes = sink(tmp_path, monkeypatch, Fake(init=fail))
     sent.log({"a": 1.0}, 1)
     sent.close()
-    assert notes == [f"wandb: could not start: {kind.__name__}: broken",
-                    "wandb: 1 entries were not logged; metrics.jsonl holds all"]
+    assert notes == [
+        f"wandb: could not start: {kind.__name__}: broken",
+        "wandb: 1 entries were not logged; metrics.jsonl holds all",
+    ]
     sent.log({"a": 1.0}, 2)
 
     sent, notes = sink(tmp_path, monkeypatch, Fake(log=fail))
@@ -370,19 +409,24 @@ def test_disabled_leaves_no_trace(tmp_path, monkeypatch):
     track.report(1, {"lr": 1.0})
     track.close()
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "events.jsonl", "log.txt"}
-    assert "wandb" not in (tmp_path / "log.txt").read_text()          # it was not even tried
+    assert "wandb" not in (tmp_path / "log.txt").read_text()  # it was not even tried
 
 
-@pytest.mark.parametrize("setting, spoken, key, mode", [("auto", "", False, "offline"),
-                                                        ("auto", "", True, "online"),
-                                                        ("offline", "", True, "offline"),
-                                                        ("auto", "disabled", True, "disabled"),
-                                                        ("offline", "online", True, "offline"),
-                                                        ("online", "offline", True, "offline"),
-                                                        ("disabled", "online", True, "disabled"),
-                                                        ("auto", "dryrun", True, "offline"),
-                                                        ("auto", "nonsense", False, "offline"),
-                                                        ("disabled", "", True, "disabled")])
+@pytest.mark.parametrize(
+    "setting, spoken, key, mode",
+    [
+        ("auto", "", False, "offline"),
+        ("auto", "", True, "online"),
+        ("offline", "", True, "offline"),
+        ("auto", "disabled", True, "disabled"),
+        ("offline", "online", True, "offline"),
+        ("online", "offline", True, "offline"),
+        ("disabled", "online", True, "disabled"),
+        ("auto", "dryrun", True, "offline"),
+        ("auto", "nonsense", False, "offline"),
+        ("disabled", "", True, "disabled"),
+    ],
+)
 def test_which_mode(monkeypatch, setting, spoken, key, mode):
     """Oracle: a table by hand: the quieter of the recipe's word and WANDB_MODE's; auto goes by the key."""
     monkeypatch.setenv("WANDB_MODE", spoken)
@@ -399,8 +443,7 @@ def test_a_key_is_found_where_wandb_writes_it(tmp_path, monkeypatch):
     (home / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
     (home / ".netrc").chmod(0o600)
     assert has_key()
-    (home / ".config" / "wandb" /
-     "settings").write_text("[default]\nbase_url = https://wandb.example.org\n")
+    (home / ".config" / "wandb" / "settings").write_text("[default]\nbase_url = https://wandb.example.org\n")
     assert base_url() == "https://wandb.example.org" and not has_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
     assert has_key()
@@ -411,7 +454,6 @@ def test_a_key_is_found_where_wandb_writes_it(tmp_path, monkeypatch):
 def test_handlers_of_signals_are_ours(tmp_path, monkeypatch):
     """Oracle: SIGTERM's handler before, under an init that tries to set its own."""
     before = signal.getsignal(signal.SIGTERM)
-    sent, _ = sink(tmp_path, monkeypatch,
-                   Fake(init=lambda mode: signal.signal(signal.SIGTERM, signal.SIG_IGN)))
+    sent, _ = sink(tmp_path, monkeypatch, Fake(init=lambda mode: signal.signal(signal.SIGTERM, signal.SIG_IGN)))
     sent.close()
     assert signal.getsignal(signal.SIGTERM) is before  # Python allows it in the main thread only

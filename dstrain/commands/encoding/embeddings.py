@@ -39,16 +39,16 @@ from dstrain.runs.folders import same_data
 class EmbedOptions:
     """What to embed, and with what."""
 
-    out: Path                                  # folder of the pairs
-    data: str                                  # folder of X.png and X.txt, or of tar shards of such pairs
-    image_encoder: str                         # a CLIP model: folder, or name on the hub
-    text_encoder: str                          # a CLIP model or sentence encoder
-    text_encodings: bool = False               # keep the vector of each text token, too
-    max_text_len: int | None = None            # text tokens; None: what the encoder takes
-    batch: int = 64                            # pairs of one call of the encoders
-    shard_size: int = 16384                    # pairs
-    dtype: str = "float16"                     # of embeddings on the disk: float16 or float32
-    max_bad_fraction: float = 0.01             # of the pairs, replaced where unreadable
+    out: Path  # folder of the pairs
+    data: str  # folder of X.png and X.txt, or of tar shards of such pairs
+    image_encoder: str  # a CLIP model: folder, or name on the hub
+    text_encoder: str  # a CLIP model or sentence encoder
+    text_encodings: bool = False  # keep the vector of each text token, too
+    max_text_len: int | None = None  # text tokens; None: what the encoder takes
+    batch: int = 64  # pairs of one call of the encoders
+    shard_size: int = 16384  # pairs
+    dtype: str = "float16"  # of embeddings on the disk: float16 or float32
+    max_bad_fraction: float = 0.01  # of the pairs, replaced where unreadable
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,28 @@ def embed(options: EmbedOptions) -> dict[str, Any]:
 
     ConfigError: what is asked for cannot be, too many pairs are unreadable, or the folder holds others.
     """
-    with reworded(options={"image_encoder:": "--image-encoder:", "text_encoder:": "--text-encoder:",
-                           "max_text_len:": "--max-text-len:"}):
-        encoders = Encoders(ImageEncoder(options.image_encoder).to(group.device()),
-                            TextEncoder(options.text_encoder, options.max_text_len).to(group.device()))
+    with reworded(
+        options={
+            "image_encoder:": "--image-encoder:",
+            "text_encoder:": "--text-encoder:",
+            "max_text_len:": "--max-text-len:",
+        }
+    ):
+        encoders = Encoders(
+            ImageEncoder(options.image_encoder).to(group.device()),
+            TextEncoder(options.text_encoder, options.max_text_len).to(group.device()),
+        )
     source = open_captioned(options.data, encoders.image.image_size)
     if group.rank() == 0:
         print(f"data: {options.data}: {source.describe()}", flush=True)
     plan = _plan(options, encoders, source)
     count = -(-plan["pairs"] // options.shard_size)
     with claimed(options.out, "embeds", lambda: _prepare(options, plan)):
-        notes = {number: note for number in range(group.rank(), count, group.world())
-                 if (note := _whole(options.out, number))}
+        notes = {
+            number: note
+            for number in range(group.rank(), count, group.world())
+            if (note := _whole(options.out, number))
+        }
         whole = set(of_all_ranks(notes))
         notes |= _make(options, encoders, source, [number for number in range(count) if number not in whole])
         bad = set(of_all_ranks(tuple(entry) for note in notes.values() for entry in note["unreadable"]))
@@ -90,12 +100,21 @@ def _plan(options: EmbedOptions, encoders: Encoders, source: Source) -> dict[str
     """All that the bytes depend on."""
     image, text = encoders.image, encoders.text
     weights = image.state_dict() | dict(image.named_buffers())
-    return {"text_encodings": options.text_encodings, "batch": options.batch, "shard_size": options.shard_size,
-            "dtype": options.dtype, "pairs": len(source), "image_embed_dim": image.embed_dim,
-            "text_embed_dim": text.embed_dim, "max_text_len": text.max_length,
-            "text_encodings_dim": text.encodings_dim, "text_encoder": text.fingerprint(), "complete": False,
-            "image_encoder": fingerprint({"class": type(image.model).__name__}, weights),
-            "data": group.from_first(source.fingerprint() if group.rank() == 0 else None)}
+    return {
+        "text_encodings": options.text_encodings,
+        "batch": options.batch,
+        "shard_size": options.shard_size,
+        "dtype": options.dtype,
+        "pairs": len(source),
+        "image_embed_dim": image.embed_dim,
+        "text_embed_dim": text.embed_dim,
+        "max_text_len": text.max_length,
+        "text_encodings_dim": text.encodings_dim,
+        "text_encoder": text.fingerprint(),
+        "complete": False,
+        "image_encoder": fingerprint({"class": type(image.model).__name__}, weights),
+        "data": group.from_first(source.fingerprint() if group.rank() == 0 else None),
+    }
 
 
 def _prepare(options: EmbedOptions, plan: dict[str, Any]) -> str | None:
@@ -104,9 +123,13 @@ def _prepare(options: EmbedOptions, plan: dict[str, Any]) -> str | None:
     if path.exists():
         try:
             earlier = json.loads(path.read_text(encoding="utf-8"))
-            changes = [f"{key} {earlier.get(key)} there, {value} here" for key, value in plan.items()
-                       if key != "complete" and earlier.get(key) != value
-                       and not (key == "data" and same_data(str(earlier.get(key)), value))]
+            changes = [
+                f"{key} {earlier.get(key)} there, {value} here"
+                for key, value in plan.items()
+                if key != "complete"
+                and earlier.get(key) != value
+                and not (key == "data" and same_data(str(earlier.get(key)), value))
+            ]
         except (OSError, ValueError, AttributeError):
             return f"--out {path} is damaged: delete it if {out} is of the same embeddings, or name another folder"
         if changes:
@@ -143,7 +166,7 @@ def _digest(data: bytes) -> str:
 def _make(options: EmbedOptions, encoders: Encoders, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
     """Embeds this rank's share of the missing shards; the note of each."""
     notes, num_bad = {}, 0
-    mine, total = missing[group.rank()::group.world()], len(source)
+    mine, total = missing[group.rank() :: group.world()], len(source)
     pairs = sum(min(options.shard_size, total - number * options.shard_size) for number in mine)
     with Bar("encoding", total=pairs, unit="pair") as bar:
         for number in mine:
@@ -170,15 +193,18 @@ def _embedded(options: EmbedOptions, encoders: Encoders, items: list[dict[str, T
     captions = captions_of(torch.stack([item["caption"] for item in full]))
     texts = encoders.text.encode(captions)
     embedded = {"image_embed": encoders.image.encode(torch.stack([item["image"] for item in full]).to(group.device()))}
-    embedded |= {name: texts[name] for name in ("text_embed", "text_encodings", "text_mask")
-                 if options.text_encodings or name == "text_embed"}
+    embedded |= {
+        name: texts[name]
+        for name in ("text_embed", "text_encodings", "text_mask")
+        if options.text_encodings or name == "text_embed"
+    }
     arrays: dict[str, Any] = {}
     for name, values in embedded.items():
         with np.errstate(over="ignore"):
-            arrays[name] = values[:len(items)].cpu().numpy().astype(bool if name == "text_mask" else options.dtype)
+            arrays[name] = values[: len(items)].cpu().numpy().astype(bool if name == "text_mask" else options.dtype)
         if name != "text_mask" and not np.isfinite(arrays[name]).all():
             raise ConfigError(f"{name} is not finite in {options.dtype}: take --dtype float32, or other encoders")
-    return arrays | {"captions": captions[:len(items)]}
+    return arrays | {"captions": captions[: len(items)]}
 
 
 def _write(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> dict[str, Any]:

@@ -41,8 +41,10 @@ def planned(options: EncodeOptions) -> Plan:
         raise ConfigError("--crops is for images, and videos are cut at their centre: leave it out")
     for name in () if _of_videos(stage) else ("clips", "captions"):
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} is for videos, and {stage.name} encodes images: leave it out, or name a run "
-                              "that learned from videos")
+            raise ConfigError(
+                f"--{name} is for videos, and {stage.name} encodes images: leave it out, or name a run "
+                "that learned from videos"
+            )
     if _of_videos(stage) and options.num_captions is not None:
         raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
     texts = _texts(options)
@@ -67,32 +69,52 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
     source, size = _source(options, stage)
     (first,), _ = read_items(source, [0])
     if texts is not None and "caption" not in first:
-        raise ConfigError(f"--text-encoder {options.text_encoder}: the videos have no captions to encode; write X.txt "
-                          "beside each X.mp4, name a --captions file, or leave it out")
+        raise ConfigError(
+            f"--text-encoder {options.text_encoder}: the videos have no captions to encode; write X.txt "
+            "beside each X.mp4, name a --captions file, or leave it out"
+        )
     row = {name: torch.as_tensor(first[name]) for name in ("image", "video", "frames") if name in first}
     probe = stage.codes({name: torch.stack([value] * options.batch).to(group.device()) for name, value in row.items()})
     tokens = probe.dtype.kind == "i"
     encoding = {
-        "kind": "tokens" if tokens else "latents", "shape": list(probe.shape[1:] if tokens else probe.shape[2:]),
-        "dtype": "int32" if tokens else options.dtype, "number": len(source),
-        "flips": 2 if options.flip and not _of_videos(stage) else 1, "image_size": size, "channels": stage.channels,
-        "shard_size": options.shard_size, "batch": options.batch, "first_stage": stage.fingerprint,
+        "kind": "tokens" if tokens else "latents",
+        "shape": list(probe.shape[1:] if tokens else probe.shape[2:]),
+        "dtype": "int32" if tokens else options.dtype,
+        "number": len(source),
+        "flips": 2 if options.flip and not _of_videos(stage) else 1,
+        "image_size": size,
+        "channels": stage.channels,
+        "shard_size": options.shard_size,
+        "batch": options.batch,
+        "first_stage": stage.fingerprint,
         # All files will be read: their sizes cost little and tell of a changed one.
-        "data": group.from_first(source.contents() if group.rank() == 0 else None)}
-    if options.precision != "fp32":                      # of which earlier folders say nothing
+        "data": group.from_first(source.contents() if group.rank() == 0 else None),
+    }
+    if options.precision != "fp32":  # of which earlier folders say nothing
         encoding["precision"] = options.precision
     if options.crops is not None:
         encoding |= {"crops": options.crops, "crop": options.crop}
     if tokens:
         encoding["codebook_size"] = stage.codebook_size
-    text = texts and {"encoder": texts.fingerprint(), "shape": [texts.max_length, texts.encodings_dim],
-                      "dtype": options.dtype}
+    text = texts and {
+        "encoder": texts.fingerprint(),
+        "shape": [texts.max_length, texts.encodings_dim],
+        "dtype": options.dtype,
+    }
     if _of_videos(stage):
-        encoding |= {"num_frames": stage.data.num_frames, "frame_stride": stage.data.frame_stride,
-                     "height": stage.data.height or size, "captions": "caption" in first, "text": text}
+        encoding |= {
+            "num_frames": stage.data.num_frames,
+            "frame_stride": stage.data.frame_stride,
+            "height": stage.data.height or size,
+            "captions": "caption" in first,
+            "text": text,
+        }
     elif "caption" in first:
-        encoding |= {"captions": True, "text": text,
-                     "num_captions": min(source.index.most_captions, options.num_captions or 1)}
+        encoding |= {
+            "captions": True,
+            "text": text,
+            "num_captions": min(source.index.most_captions, options.num_captions or 1),
+        }
     return source, encoding
 
 
@@ -102,8 +124,10 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
     if (run_data := stage.data) is not None:
         size = size or run_data.image_size
         if path is None and run_data.mixture:
-            raise ConfigError("the run learned from a mixture: name one of its sources with --data, and encode each "
-                              "into a folder of its own; data.mixture=[{path: ...}, ...] then mixes the codes")
+            raise ConfigError(
+                "the run learned from a mixture: name one of its sources with --data, and encode each "
+                "into a folder of its own; data.mixture=[{path: ...}, ...] then mixes the codes"
+            )
         if path is None:
             path, held_out_path = run_data.path, run_data.held_out_path
             share = run_data.held_out if options.held_out is None else options.held_out
@@ -113,32 +137,55 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
         raise ConfigError(f"--held-out {options.held_out}: {path} holds out images itself: leave it out")
     if is_encoded(path):
         raise ConfigError(f"--data {path} holds cached codes already: name a folder of images")
-    with reworded(options={", and for evaluation data.held_out_path=": " or --data ", "data.path=": "--data ",
-                           "data.held_out": "--held-out", "data.captions=": "--captions ", "data.crop=": "--crop "}):
+    with reworded(
+        options={
+            ", and for evaluation data.held_out_path=": " or --data ",
+            "data.path=": "--data ",
+            "data.held_out": "--held-out",
+            "data.captions=": "--captions ",
+            "data.crop=": "--crop ",
+        }
+    ):
         if _of_videos(stage):
             return _clips(options, run_data, path, share, held_out_path), size
         return _images(options, stage, path, size, share, held_out_path), size
 
 
-def _images(options: EncodeOptions, stage: FirstStage, path: str, size: int, share: float,
-            held_out_path: str | None) -> Source:
+def _images(
+    options: EncodeOptions, stage: FirstStage, path: str, size: int, share: float, held_out_path: str | None
+) -> Source:
     own = options.data is None and stage.data is not None
     captions = options.num_captions is not None or options.text_encoder is not None
     request = replace(request_of(stage.data) if own else Request(SUFFIXES), captions=captions)
-    images = open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
-                         held_out_path=held_out_path, request=request,
-                         crop=Crop() if options.crops is None else Crop(options.crop))
+    images = open_images(
+        path,
+        size,
+        channels=stage.channels,
+        split=options.split,
+        held_out=share,
+        held_out_path=held_out_path,
+        request=request,
+        crop=Crop() if options.crops is None else Crop(options.crop),
+    )
     if captions and not images.captioned:
         option = "--num-captions" if options.num_captions else "--text-encoder"
-        raise ConfigError(f"{option}: the images of {path} have no captions: write X.txt beside each X.png, or leave "
-                          "it out")
+        raise ConfigError(
+            f"{option}: the images of {path} have no captions: write X.txt beside each X.png, or leave it out"
+        )
     return images
 
 
 def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:
     """Videos, cut as a run has cut its own; with the images that are mixed into them, where these are the run's own."""
-    changes = {"path": path, "mixture": None, "held_out": share, "held_out_path": held_out_path, "flip": False,
-               "codes": None, "buckets": None}         # codes have one shape: shorter clips are filled up
+    changes = {
+        "path": path,
+        "mixture": None,
+        "held_out": share,
+        "held_out_path": held_out_path,
+        "flip": False,
+        "codes": None,
+        "buckets": None,
+    }  # codes have one shape: shorter clips are filled up
     if options.data is not None:
         changes |= {"images": None, "captions": None}
     changes |= {name: value for name in ("image_size", "captions") if (value := getattr(options, name)) is not None}

@@ -17,19 +17,35 @@ from dstrain.recipe import ConfigError, reworded
 from dstrain.runs.first_stage import FirstStage
 
 _NAMED = "name:"
-_OF_THESE = {"out", "from_latents", "first_stage", "latent_scale", "normalize", "image_size", "batch", "shard_size",
-             "dtype", "flip", "part", "max_bad_fraction"}
+_OF_THESE = {
+    "out",
+    "from_latents",
+    "first_stage",
+    "latent_scale",
+    "normalize",
+    "image_size",
+    "batch",
+    "shard_size",
+    "dtype",
+    "flip",
+    "part",
+    "max_bad_fraction",
+}
 
 
 def taken_over(options: EncodeOptions) -> Plan:
     """The same on all ranks. ConfigError: what is asked for cannot be."""
     for option in fields(options):
         if option.name not in _OF_THESE and getattr(options, option.name) != option.default:
-            raise ConfigError(f"--{option.name.replace('_', '-')} is for encoding, and --from-latents takes codes as "
-                              "they are: leave it out")
+            raise ConfigError(
+                f"--{option.name.replace('_', '-')} is for encoding, and --from-latents takes codes as "
+                "they are: leave it out"
+            )
     if options.first_stage is None:
-        raise ConfigError(f"--from-latents {options.from_latents}: name what encoded them: --first-stage PATH, or "
-                          f"--first-stage {_NAMED}NAME for an encoder that is not at hand")
+        raise ConfigError(
+            f"--from-latents {options.from_latents}: name what encoded them: --first-stage PATH, or "
+            f"--first-stage {_NAMED}NAME for an encoder that is not at hand"
+        )
     if is_encoded(options.from_latents):
         raise ConfigError(f"--from-latents {options.from_latents} holds our own codes: give it as data.path")
     if options.latent_scale is not None and not 0 < options.latent_scale < math.inf:
@@ -43,10 +59,20 @@ def taken_over(options: EncodeOptions) -> Plan:
         source.normalize()
     stage, image_size = _stage(options, source)
     encoding: dict[str, Any] = {
-        "kind": "latents", "shape": source.shape, "dtype": options.dtype, "number": len(source), "flips": source.flips,
-        "image_size": image_size, "channels": stage.channels, "shard_size": options.shard_size, "batch": options.batch,
-        "first_stage": stage.fingerprint, "moments": source.moments, "latent_scale": source.scale,
-        "data": group.from_first(source.contents() if group.rank() == 0 else None)}
+        "kind": "latents",
+        "shape": source.shape,
+        "dtype": options.dtype,
+        "number": len(source),
+        "flips": source.flips,
+        "image_size": image_size,
+        "channels": stage.channels,
+        "shard_size": options.shard_size,
+        "batch": options.batch,
+        "first_stage": stage.fingerprint,
+        "moments": source.moments,
+        "latent_scale": source.scale,
+        "data": group.from_first(source.contents() if group.rank() == 0 else None),
+    }
     return Plan(stage, None, source, encoding)
 
 
@@ -62,11 +88,15 @@ def _stage(options: EncodeOptions, source: Foreign) -> tuple[FirstStage, int]:
         with reworded(options={"first_stage.path:": f"--first-stage {name}:"}):
             vae = autoencoder.Autoencoder(name)
         if vae.channels != channels:
-            raise ConfigError(f"--first-stage {name} makes latents of {vae.channels} channels, those in "
-                              f"{options.from_latents} have {channels}: name the one that encoded them")
+            raise ConfigError(
+                f"--first-stage {name} makes latents of {vae.channels} channels, those in "
+                f"{options.from_latents} have {channels}: name the one that encoded them"
+            )
         if image_size not in (None, side * vae.factor):
-            raise ConfigError(f"--image-size {image_size}: {side} latents of {name} stand for {side * vae.factor} "
-                              "pixels: leave it out")
+            raise ConfigError(
+                f"--image-size {image_size}: {side} latents of {name} stand for {side * vae.factor} "
+                "pixels: leave it out"
+            )
         image_size = side * vae.factor
         stage = FirstStage(name, vae.fingerprint(), vae.image_channels, None)
     if source.stats is not None:

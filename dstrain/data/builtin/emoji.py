@@ -15,8 +15,8 @@ from dstrain.data.order import Order
 from dstrain.data.source import Item, Source
 
 EMOJI = "builtin:emoji"
-_SIDE = 32                                     # pixels
-_TRAIN = 0.8                                   # share of the pairs, in their permuted order
+_SIDE = 32  # pixels
+_TRAIN = 0.8  # share of the pairs, in their permuted order
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Emoji(Source):
         cut, end = round(_TRAIN * len(pictures)), len(pictures)
         begin, end = {"train": (0, cut), "held_out": (cut, end), "all": (0, end)}[self.split]
         self.rows = Order(len(pictures)).index_at(np.arange(begin, end))
-        self.pictures = pictures[self.rows]                                  # (N, 32, 32, 3)
+        self.pictures = pictures[self.rows]  # (N, 32, 32, 3)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -20,9 +20,14 @@ from dstrain.data.sources.images import FASHION, Fashion
 from dstrain.recipe import ConfigError
 
 MOVING = "builtin:moving-fashion"
-MOTIONS = {"moving left": (-1, 0), "moving right": (1, 0), "moving up": (0, -1), "moving down": (0, 1),
-           "bouncing": (1, 1)}                    # direction along x and y, which grows downwards
-_VERSION = 1                                      # of the clips, for the fingerprint
+MOTIONS = {
+    "moving left": (-1, 0),
+    "moving right": (1, 0),
+    "moving up": (0, -1),
+    "moving down": (0, 1),
+    "bouncing": (1, 1),
+}  # direction along x and y, which grows downwards
+_VERSION = 1  # of the clips, for the fingerprint
 
 
 @dataclass
@@ -56,9 +61,13 @@ class MovingFashion(Source):
     def __getitem__(self, index: int) -> Item:
         item = self.items[self._parts(index)[0]]
         x, y = self._positions(index)
-        video = _pasted(item["image"][0], x, y, self.height, self.width)                          # (T, H, W)
-        return {"video": video[:, None].expand(-1, self.channels, -1, -1), "frames": self.num_frames,
-                "caption": packed(self.caption(index)), "label": item["label"]}
+        video = _pasted(item["image"][0], x, y, self.height, self.width)  # (T, H, W)
+        return {
+            "video": video[:, None].expand(-1, self.channels, -1, -1),
+            "frames": self.num_frames,
+            "caption": packed(self.caption(index)),
+            "label": item["label"],
+        }
 
     def caption(self, index: int) -> str:
         """A sentence on what the clip shows."""
@@ -75,16 +84,16 @@ class MovingFashion(Source):
     def _positions(self, index: int) -> tuple[Tensor, Tensor]:
         """The x and y of the item's upper left corner in each frame, pixels: float32 (T,) each."""
         key = rng.keys_of_seeds(torch.tensor([int(self.permutation[index])]))
-        speed, start, across, quadrant = rng.uniform(key, "motion", (4,))[0].tolist()      # all in [0, 1)
+        speed, start, across, quadrant = rng.uniform(key, "motion", (4,))[0].tolist()  # all in [0, 1)
         side = self.items.image_size
-        lengths = self.width - side, self.height - side                  # the largest x and y
+        lengths = self.width - side, self.height - side  # the largest x and y
         time = torch.linspace(0, 1, self.num_frames) if self.num_frames > 1 else torch.full((1,), 0.5)
         directions, positions = MOTIONS[self._parts(index)[1]], []
         for axis, (length, direction) in enumerate(zip(lengths, directions)):
-            if all(directions):                                          # bouncing, with one speed along both axes
+            if all(directions):  # bouncing, with one speed along both axes
                 distance = (1.2 + speed) * max(lengths)
                 direction = 1 if int(quadrant * 4) >> axis & 1 else -1
-                period = 2 * length                                      # to the other side and back
+                period = 2 * length  # to the other side and back
                 position = ((start, across)[axis] * period + direction * distance * time) % period
                 positions.append(length - (position - length).abs())
             elif direction:
@@ -111,19 +120,22 @@ def caption_of(name: str, motion: str) -> str:
 
 def captions() -> dict[str, tuple[int, int]]:
     """Every caption of the built-in clips, the items in turn: (index into FASHION, index into MOTIONS)."""
-    return {caption_of(name, motion): (item, number)
-            for number, motion in enumerate(MOTIONS) for item, name in enumerate(FASHION)}
+    return {
+        caption_of(name, motion): (item, number)
+        for number, motion in enumerate(MOTIONS)
+        for item, name in enumerate(FASHION)
+    }
 
 
 def _pasted(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
     """An item uint8 (S, S) on a black canvas, with its corner at x, y float32 (T,) each: uint8 (T, height, width)."""
     side, frames = len(item), torch.zeros(len(x), height + 1, width + 1)
-    near = F.pad(item.float(), (1, 1, 1, 1))                                                      # (S + 2, S + 2)
+    near = F.pad(item.float(), (1, 1, 1, 1))  # (S + 2, S + 2)
     columns, tops = x.long(), y.long()
     right, down = (x - columns)[:, None, None], (y - tops)[:, None, None]
     # Shifted by a fraction of a pixel, pixel s shows a blend of the pixels s - 1 and s of the item.
-    rows = (1 - down) * near[1:] + down * near[:-1]                                               # (T, S + 1, S + 2)
-    shifted = (1 - right) * rows[:, :, 1:] + right * rows[:, :, :-1]                              # (T, S + 1, S + 1)
+    rows = (1 - down) * near[1:] + down * near[:-1]  # (T, S + 1, S + 2)
+    shifted = (1 - right) * rows[:, :, 1:] + right * rows[:, :, :-1]  # (T, S + 1, S + 1)
     for frame, patch, left, top in zip(frames, shifted, columns.tolist(), tops.tolist()):
-        frame[top:top + side + 1, left:left + side + 1] = patch
+        frame[top : top + side + 1, left : left + side + 1] = patch
     return frames[:, :height, :width].round().byte()

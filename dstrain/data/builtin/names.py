@@ -14,7 +14,7 @@ def name_of(data: Data) -> str:
     if data.mixture:
         return "a mixture"
     if is_encoded(data.path):
-        return Latents(data.path).encoding["data"].split()[0]         # a fingerprint, which begins with the name
+        return Latents(data.path).encoding["data"].split()[0]  # a fingerprint, which begins with the name
     return data.path
 
 

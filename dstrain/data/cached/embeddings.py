@@ -36,10 +36,10 @@ from dstrain.recipe import ConfigError
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin:emoji-pairs"
 _FILE = Path(__file__).parents[1] / "builtin" / "emoji-pairs.npz"
-PLAN = "pairs.json"                               # of launch/encode.py: what it makes, and whether it is complete
-_SCANNED = 1 << 26                                # bytes of arrays up to which opening looks through all rows
-_COMPARED = 256                                   # rows of a larger table that enter the fingerprint
-_LISTED = 1 << 22                                 # rows of a split up to which their order is kept as a list
+PLAN = "pairs.json"  # of launch/encode.py: what it makes, and whether it is complete
+_SCANNED = 1 << 26  # bytes of arrays up to which opening looks through all rows
+_COMPARED = 256  # rows of a larger table that enter the fingerprint
+_LISTED = 1 << 22  # rows of a split up to which their order is kept as a list
 
 
 def is_embeddings(path: str | Path) -> bool:
@@ -80,7 +80,7 @@ class Pairs(Source):
 
     def __init__(self, stored: "Stored", split: str, begin: int, end: int) -> None:
         self.stored, self.split, self.begin, self.count = stored, split, begin, end - begin
-        self.light = stored.size < 1 << 30            # small tables: workers only cost
+        self.light = stored.size < 1 << 30  # small tables: workers only cost
         self.permutation = Order(len(stored))
         self.rows = self.permutation.index_at(np.arange(begin, end)) if self.count <= _LISTED else None
 
@@ -100,8 +100,9 @@ class Pairs(Source):
         return self.stored.tables["image_embed"].name(self._row(index))
 
     def fingerprint(self) -> str:
-        return (f"embeddings {self.split} n={len(self)} of {len(self.stored)} from {self.begin} "
-                f"{self.stored.fingerprint()}")
+        return (
+            f"embeddings {self.split} n={len(self)} of {len(self.stored)} from {self.begin} {self.stored.fingerprint()}"
+        )
 
     def describe(self) -> str:
         names = [*self.stored.tables, *(["caption"] if self.stored.captions is not None else [])]
@@ -116,7 +117,7 @@ class Stored:
 
     def __init__(self, tables: dict[str, Table], captions: Captions | None = None) -> None:
         self.tables, self.captions = tables, captions
-        self.size = sum(table.size for table in tables.values())         # bytes
+        self.size = sum(table.size for table in tables.values())  # bytes
         if self.size <= _SCANNED:
             for table in tables.values():
                 table.scan()
@@ -133,7 +134,7 @@ class Stored:
             except BadSample:
                 if "text_embed" not in self.tables:
                     raise
-                item["caption"] = packed("")      # with a text embedding the pair is of use without a caption
+                item["caption"] = packed("")  # with a text embedding the pair is of use without a caption
         return item
 
     def values(self, name: str, row: int) -> Tensor:
@@ -156,11 +157,15 @@ class Stored:
 
 def _folder(root: Path) -> Stored:
     if not is_embeddings(root):
-        raise ConfigError(f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
-                          f".npy files (clip-retrieval's layout), or {BUILTIN}")
-    if (root / PLAN).is_file() and not (_plan(root / PLAN) or {}).get("complete"):     # other tools write no plan
-        raise ConfigError(f"data.path={root} is not embedded to the end: give the command of launch/encode.py that "
-                          "began it once more, and it goes on where it stopped")
+        raise ConfigError(
+            f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
+            f".npy files (clip-retrieval's layout), or {BUILTIN}"
+        )
+    if (root / PLAN).is_file() and not (_plan(root / PLAN) or {}).get("complete"):  # other tools write no plan
+        raise ConfigError(
+            f"data.path={root} is not embedded to the end: give the command of launch/encode.py that "
+            "began it once more, and it goes on where it stopped"
+        )
     tables = {}
     for key, folder in FOLDERS.items():
         names = _names(root, folder, ".npy")
@@ -172,15 +177,20 @@ def _folder(root: Path) -> Stored:
     if "text_embed" not in tables and not names:
         raise ConfigError(f"data.path={root} has neither text_emb/*.npy nor captions in metadata/*.parquet: add one")
     # Beside text embeddings, only models that read text tokens use captions, which may be missing.
-    needed = "text_embed" not in tables or "text_encodings" not in tables and names and Captions.exist(root, names)
+    needed = "text_embed" not in tables or ("text_encodings" not in tables and names and Captions.exist(root, names))
     captions = Captions(root, names) if needed else None
     first = tables["image_embed"]
     for other in (*list(tables.values())[1:], *([captions] if captions else [])):
         _match(first, other)
-    if "text_mask" in tables and "text_encodings" in tables and \
-            tables["text_mask"].shape != tables["text_encodings"].shape[:1]:
-        raise ConfigError(f"data.path={root}: text_mask/ has {tables['text_mask'].shape[0]} tokens a row, "
-                          f"text_encodings/ {tables['text_encodings'].shape[0]}")
+    if (
+        "text_mask" in tables
+        and "text_encodings" in tables
+        and tables["text_mask"].shape != tables["text_encodings"].shape[:1]
+    ):
+        raise ConfigError(
+            f"data.path={root}: text_mask/ has {tables['text_mask'].shape[0]} tokens a row, "
+            f"text_encodings/ {tables['text_encodings'].shape[0]}"
+        )
     return Stored(tables, captions)
 
 
@@ -198,16 +208,22 @@ def _match(first: Table, other: Any) -> None:
     ends, others = ([_end(name) for name in names] for names in (first.names, other.names))
     for a, b, x, y in zip(first.names, other.names, ends, others):
         # Words may name the content (part_images, part_texts), unless both folders use the same words.
-        if x != y and (x.isdigit() and y.isdigit() or set(ends) & set(others)):
-            raise ConfigError(f"data.path: {a} and {b} would be pairs, and their names say otherwise: each file needs "
-                              "its counterpart of the same number")
+        if x != y and ((x.isdigit() and y.isdigit()) or set(ends) & set(others)):
+            raise ConfigError(
+                f"data.path: {a} and {b} would be pairs, and their names say otherwise: each file needs "
+                "its counterpart of the same number"
+            )
     for a, b, rows, other_rows in zip(first.names, other.names, first.lengths, other.lengths):
         if rows != other_rows:
-            raise ConfigError(f"data.path: {a} has {rows} rows and {b} {other_rows}: rows of one number are one pair; "
-                              "make the files anew from one list of pairs")
+            raise ConfigError(
+                f"data.path: {a} has {rows} rows and {b} {other_rows}: rows of one number are one pair; "
+                "make the files anew from one list of pairs"
+            )
     if len(first.names) != len(other.names):
-        raise ConfigError(f"data.path: {len(first.names)} files like {first.names[0]} and {len(other.names)} like "
-                          f"{other.names[0]}: each needs its counterpart")
+        raise ConfigError(
+            f"data.path: {len(first.names)} files like {first.names[0]} and {len(other.names)} like "
+            f"{other.names[0]}: each needs its counterpart"
+        )
 
 
 def _names(root: Path, folder: str, suffix: str) -> list[str]:
@@ -215,7 +231,10 @@ def _names(root: Path, folder: str, suffix: str) -> list[str]:
     if not (root / folder).is_dir():
         return []
     names = [path.name for path in (root / folder).iterdir() if path.suffix == suffix and path.name[0] != "."]
-    key = lambda name: [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+    def key(name):
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
     return [f"{folder}/{name}" for name in sorted(names, key=key)]
 
 
@@ -248,14 +267,14 @@ def _bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int
     """First and past-the-end place of each split: rounded cumulative fractions, in exact arithmetic."""
     shares = json.dumps(list(splits))
     parts = [Fraction(str(fraction)) for fraction in splits]
-    if len(parts) != len(SPLITS) or min(parts) < 0 or abs(sum(parts) - 1) > Fraction(1, 10 ** 6):
+    if len(parts) != len(SPLITS) or min(parts) < 0 or abs(sum(parts) - 1) > Fraction(1, 10**6):
         raise ConfigError(f"data.splits={shares}: give the shares of {', '.join(SPLITS)}, 0 or more, which sum to 1")
-    ends = [int(count * sum(parts[:k + 1]) / sum(parts) + Fraction(1, 2)) for k in range(len(parts))]
+    ends = [int(count * sum(parts[: k + 1]) / sum(parts) + Fraction(1, 2)) for k in range(len(parts))]
     bounds = list(zip([0, *ends[:-1]], ends))
     for split, fraction, (begin, end) in zip(SPLITS, parts, bounds):
         if (fraction or split == "train") and end - begin < world:
-            raise ConfigError(f"data.splits={shares} of {count} pairs leaves {end - begin} for {split}, fewer than the "
-                              f"{world} ranks: give more pairs, a larger share, or 0 to leave {split} out")
+            raise ConfigError(
+                f"data.splits={shares} of {count} pairs leaves {end - begin} for {split}, fewer than the "
+                f"{world} ranks: give more pairs, a larger share, or 0 to leave {split} out"
+            )
     return bounds
-
-

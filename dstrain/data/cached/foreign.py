@@ -27,9 +27,9 @@ from dstrain.data.files.zipped import ZippedArrays
 from dstrain.data.source import BadSample, Item, Source, reading
 from dstrain.recipe import ConfigError, reworded
 
-_MAX_STATS = 1 << 20                      # bytes of latents_stats.pt
-_MAX_JSON = 1 << 31                       # bytes of dataset.json; ImageNet's has 60 MB
-_HASHED = 64                              # samples, evenly spaced, whose values enter the fingerprint
+_MAX_STATS = 1 << 20  # bytes of latents_stats.pt
+_MAX_JSON = 1 << 31  # bytes of dataset.json; ImageNet's has 60 MB
+_HASHED = 64  # samples, evenly spaced, whose values enter the fingerprint
 
 
 class Stats(NamedTuple):
@@ -42,7 +42,7 @@ class Stats(NamedTuple):
 def open_foreign(path: str | Path) -> "Foreign":
     """The latents in a folder. ConfigError: it holds none of a known layout, or its files do not fit each other."""
     root = Path(path)
-    if (root / "vae-sd" / "dataset.json").is_file():                  # REPA's folder, which has the images beside
+    if (root / "vae-sd" / "dataset.json").is_file():  # REPA's folder, which has the images beside
         root /= "vae-sd"
     if root.suffix == ".zip" and root.is_file():
         return Edm2Zip(root)
@@ -51,9 +51,11 @@ def open_foreign(path: str | Path) -> "Foreign":
     for layout in (Edm2, LightningDiT, FastDiT):
         if layout.recognises(root):
             return layout(root)
-    raise ConfigError(f"--from-latents {path} holds no latents of a known layout: name a folder with X_features/ and "
-                      "X_labels/ (fast-DiT), with *.safetensors of latents and labels (LightningDiT), or with "
-                      "dataset.json and its .npy files (EDM2, REPA)")
+    raise ConfigError(
+        f"--from-latents {path} holds no latents of a known layout: name a folder with X_features/ and "
+        "X_labels/ (fast-DiT), with *.safetensors of latents and labels (LightningDiT), or with "
+        "dataset.json and its .npy files (EDM2, REPA)"
+    )
 
 
 class Foreign(Source):
@@ -62,13 +64,13 @@ class Foreign(Source):
     """
 
     noun = "latents"
-    trainer = ""                          # who writes this layout
+    trainer = ""  # who writes this layout
     scale = 1.0
     flips = 1
     labelled = True
 
     def __init__(self, root: Path) -> None:
-        self.root, self.stats = root, None                       # stats: by which items are normalized; None: not
+        self.root, self.stats = root, None  # stats: by which items are normalized; None: not
         self._list()
         if not len(self):
             raise ConfigError(f"--from-latents {root} is empty")
@@ -107,7 +109,7 @@ class Foreign(Source):
         return blake2b(b"".join(part.tobytes() for part in self.stats), digest_size=8).hexdigest()
 
     def __getitem__(self, index: int) -> Item:
-        codes = self._codes(index)[:self.flips].astype(np.float32) / np.float32(self.scale)
+        codes = self._codes(index)[: self.flips].astype(np.float32) / np.float32(self.scale)
         if codes.shape[1:] != (self.moments, *self.shape):
             raise BadSample(self.name(index), f"{codes.shape[1:]} instead of {(self.moments, *self.shape)}")
         if self.stats is not None:
@@ -155,8 +157,10 @@ class FastDiT(Foreign):
         self.numbers = np.sort(np.array(names, np.int64))
         labels = sum(1 for _ in self.label_files.glob("*.npy"))
         if labels != len(names):
-            raise ConfigError(f"--from-latents {self.root}: {len(names)} files in {self.features.name} and {labels} in "
-                              f"{self.label_files.name}: each needs its label; extract the features again")
+            raise ConfigError(
+                f"--from-latents {self.root}: {len(names)} files in {self.features.name} and {labels} in "
+                f"{self.label_files.name}: each needs its label; extract the features again"
+            )
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -168,7 +172,7 @@ class FastDiT(Foreign):
         array = _array(self.root, self.name(index), 4)
         if len(array) != 1:
             raise BadSample(self.name(index), f"{array.shape} is no (1, C, h, w)")
-        return array[None]                                                                     # (1, 1, C, h, w)
+        return array[None]  # (1, 1, C, h, w)
 
     def _label(self, index: int) -> int:
         return int(_array(self.root, f"{self.label_files.name}/{self.numbers[index]}.npy", None).reshape(-1)[0])
@@ -191,13 +195,18 @@ class Edm2(Foreign):
             self.labelled = bool(entries) and entries[0][1] is not None
             self.labels = np.array([label if self.labelled else 0 for _, label in entries], np.int64)
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, zlib.error) as error:
-            raise ConfigError(f"--from-latents {path} lists no files with labels ({type(error).__name__}: {error}): "
-                              "EDM2's dataset_tool.py encode writes it") from None
-        outside = [name for name, _ in entries
-                   if not name.endswith(".npy") or name[0] == "/" or ".." in Path(name).parts]
+            raise ConfigError(
+                f"--from-latents {path} lists no files with labels ({type(error).__name__}: {error}): "
+                "EDM2's dataset_tool.py encode writes it"
+            ) from None
+        outside = [
+            name for name, _ in entries if not name.endswith(".npy") or name[0] == "/" or ".." in Path(name).parts
+        ]
         if outside:
-            raise ConfigError(f"--from-latents {path} lists {outside[0]}, and no .npy below this folder: give it to "
-                              "--data where these are images, else encode them by EDM2's dataset_tool.py")
+            raise ConfigError(
+                f"--from-latents {path} lists {outside[0]}, and no .npy below this folder: give it to "
+                "--data where these are images, else encode them by EDM2's dataset_tool.py"
+            )
 
     def __len__(self) -> int:
         return len(self.names)
@@ -210,7 +219,7 @@ class Edm2(Foreign):
             raise ConfigError(f"is larger than {_MAX_JSON} bytes")
         return (self.root / "dataset.json").read_bytes()
 
-    def _array(self, index: int) -> np.ndarray:                                              # (2C, h, w)
+    def _array(self, index: int) -> np.ndarray:  # (2C, h, w)
         return _array(self.root, self.name(index), 3)
 
     def _codes(self, index: int) -> np.ndarray:
@@ -267,10 +276,12 @@ class LightningDiT(Foreign):
         try:
             require_regular(self.root / name)
             with safe_open(self.root / name, "pt") as file:
-                return {key: file.get_slice(key).get_shape() for key in file.keys()}
+                return {key: file.get_slice(key).get_shape() for key in file}
         except (SafetensorError, OSError, ConfigError) as error:
-            raise ConfigError(f"--from-latents {self.root / name} is no whole safetensors file ({error}): copy it "
-                              "again, or take it away") from None
+            raise ConfigError(
+                f"--from-latents {self.root / name} is no whole safetensors file ({error}): copy it "
+                "again, or take it away"
+            ) from None
 
     def __len__(self) -> int:
         return int(self.file_ends[-1])
@@ -286,11 +297,11 @@ class LightningDiT(Foreign):
     def _row(self, index: int, key: str) -> Tensor:
         name, row = self._place(index)
         with reading(self.name(index), self.root / name), safe_open(self.root / name, "pt") as file:
-            return file.get_slice(key)[row:row + 1]
+            return file.get_slice(key)[row : row + 1]
 
     def _codes(self, index: int) -> np.ndarray:
-        keys = ("latents", "latents_flip")[:self.flips]
-        return torch.stack([self._row(index, key) for key in keys]).float().numpy()            # (flips, 1, C, h, w)
+        keys = ("latents", "latents_flip")[: self.flips]
+        return torch.stack([self._row(index, key) for key in keys]).float().numpy()  # (flips, 1, C, h, w)
 
     def _label(self, index: int) -> int:
         return int(self._row(index, "labels"))
@@ -303,13 +314,14 @@ def stats(root: Path, channels: int) -> Stats:
         require_regular(path)
         if path.stat().st_size > _MAX_STATS:
             raise ConfigError(f"it has more than {_MAX_STATS} bytes")
-        content = torch.load(path, map_location="cpu", weights_only=True)           # tensors alone, and no code
+        content = torch.load(path, map_location="cpu", weights_only=True)  # tensors alone, and no code
         both = Stats(*(content[name].float().reshape(channels, 1, 1).numpy() for name in ("mean", "std")))
     except FileNotFoundError:
         raise ConfigError(f"--normalize: {path} is missing: LightningDiT's extract_features.py writes it") from None
-    except Exception as error:                               # whatever a damaged or hostile file makes torch raise
-        raise ConfigError(f"--normalize: {path} holds no mean and std of {channels} channels "
-                          f"({type(error).__name__})") from None
+    except Exception as error:  # whatever a damaged or hostile file makes torch raise
+        raise ConfigError(
+            f"--normalize: {path} holds no mean and std of {channels} channels ({type(error).__name__})"
+        ) from None
     if not (np.isfinite(both.mean).all() and (both.std > 0).all() and np.isfinite(both.std).all()):
         raise ConfigError(f"--normalize: {path} has a standard deviation that is not above 0")
     return both

@@ -31,10 +31,10 @@ from dstrain.data.index.held_out import Members
 from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
 
-_MAPPED = 4096                # shards that a process keeps mapped: each map holds a descriptor
-_COUNTED = 1024               # shards whose labels are counted when a command starts; one takes some 0.1 ms
+_MAPPED = 4096  # shards that a process keeps mapped: each map holds a descriptor
+_COUNTED = 1024  # shards whose labels are counted when a command starts; one takes some 0.1 ms
 _TEXTS = ("caption", "text_encodings", "text_mask")
-_VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts; takes some seconds
+_VERIFIED = 4 << 30  # bytes whose hashes are compared before a run starts; takes some seconds
 _REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
 
 
@@ -63,10 +63,10 @@ class Latents(Source):
         self.index = {name: entry for name, entry in index.items() if name not in ("shards", "bad_files")}
         self.encoding: dict[str, Any] = index["encoding"]
         self.classes = tuple(index["classes"])
-        self.extras = _extras(self.encoding)                         # shapes of what an item has beside its codes
+        self.extras = _extras(self.encoding)  # shapes of what an item has beside its codes
         self.crops, self.num_captions = self.encoding.get("crops", 1), self.encoding.get("num_captions", 1)
         self.captioned = "caption" in self.extras
-        if max(self.crops, self.num_captions) > 1:                   # a number for the crop, and one for the caption
+        if max(self.crops, self.num_captions) > 1:  # a number for the crop, and one for the caption
             self.chance_name, self.chance_count = "variant", 2
         self.sizes = np.array([shard["size"] for shard in index["shards"]], np.int64)
         self.hash = hashlib.blake2b("".join(shard["hash"] for shard in index["shards"]).encode(), digest_size=8)
@@ -81,19 +81,23 @@ class Latents(Source):
             if path.stat().st_size != size:
                 raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {size}; {_REMEDY}")
         self.members = None if self.split == "all" or not self.held_out else self._members()
-        self.noun = (f"cached {'clips' if 'num_frames' in self.encoding else 'images'} "
-                     f"({self.encoding['kind']} {' x '.join(map(str, self.encoding['shape']))}"
-                     f"{f', {self.crops} crops each' if self.crops > 1 else ''})")
+        self.noun = (
+            f"cached {'clips' if 'num_frames' in self.encoding else 'images'} "
+            f"({self.encoding['kind']} {' x '.join(map(str, self.encoding['shape']))}"
+            f"{f', {self.crops} crops each' if self.crops > 1 else ''})"
+        )
         # shard -> codes (rows * crops * flips, numbers), label (rows,) and extras, in the order of their last use
         self._open: dict[int, Arrays] = {}
-        self._layouts: dict[int, Layout] = {}                        # of shards with so many rows
+        self._layouts: dict[int, Layout] = {}  # of shards with so many rows
 
     def _members(self) -> Members:
         members = Members(self.encoding["number"], self.held_out, self.split)
         if not len(members):
-            raise ConfigError(f"data.held_out={self.held_out} leaves none of the {members.number} samples of "
-                              f"{self.path} for the {self.split} split: choose another fraction or give "
-                              "data.held_out_path")
+            raise ConfigError(
+                f"data.held_out={self.held_out} leaves none of the {members.number} samples of "
+                f"{self.path} for the {self.split} split: choose another fraction or give "
+                "data.held_out_path"
+            )
         return members
 
     def __len__(self) -> int:
@@ -112,10 +116,14 @@ class Latents(Source):
         ConfigError: some are mirrored, and the folder has no mirrored images.
         """
         shards, rows, codes_rows = self._places(index, mirrored, chance)
-        groups = np.searchsorted(np.unique(shards), shards) // _most_mapped()                # (b,)
-        if groups.any():                                             # a large batch from more shards than may be mapped
-            parts = [self.take(*(None if values is None else values[groups == group]
-                                 for values in (index, mirrored, chance))) for group in range(groups.max() + 1)]
+        groups = np.searchsorted(np.unique(shards), shards) // _most_mapped()  # (b,)
+        if groups.any():  # a large batch from more shards than may be mapped
+            parts = [
+                self.take(
+                    *(None if values is None else values[groups == group] for values in (index, mirrored, chance))
+                )
+                for group in range(groups.max() + 1)
+            ]
             places = torch.from_numpy(np.argsort(np.argsort(groups, kind="stable")))
             return {name: torch.cat([part[name] for part in parts])[places] for name in parts[0]}
         opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
@@ -133,8 +141,9 @@ class Latents(Source):
         std = codes[:, 1] if codes.shape[1] == 2 else torch.zeros_like(codes[:, 0])
         return {"latent_mean": codes[:, 0], "latent_std": std, **rest}
 
-    def _places(self, index: Tensor, mirrored: Tensor | None,
-                chance: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _places(
+        self, index: Tensor, mirrored: Tensor | None, chance: Tensor | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each sample its shard, its row there, and the row of its codes. ConfigError as `take`."""
         number = index.numpy() if self.members is None else self.members.at(index.numpy())
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
@@ -160,9 +169,10 @@ class Latents(Source):
                 texts = self.num_captions if name in _TEXTS else 1
                 read_ahead(arrays[name].reshape(-1, texts * arrays[name][0].size), rows[here])
 
-    def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
-                   chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
-        self.expect(index, mirrored, chance)                         # the first batches, which nobody has expected
+    def read_batch(
+        self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Bad]:
+        self.expect(index, mirrored, chance)  # the first batches, which nobody has expected
         return self.take(index, mirrored, chance), []
 
     def describe(self) -> str:
@@ -234,7 +244,7 @@ class Latents(Source):
         return f"codes {self.split} n={len(self)} classes={len(self.classes)} shards={self.hash}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": {}}                 # a worker maps the files by itself
+        return self.__dict__ | {"_open": {}}  # a worker maps the files by itself
 
 
 def _most_mapped() -> int:
@@ -249,7 +259,7 @@ def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -
     first = next(iter(opened.values()))
     copy = np.empty((len(rows), *first.shape[1:]), first.dtype)
     for i, (shard, row) in enumerate(zip(shards.tolist(), rows.tolist())):
-        copy[i] = opened[shard][row]                         # row by row beats fancy indexing shard by shard (measured)
+        copy[i] = opened[shard][row]  # row by row beats fancy indexing shard by shard (measured)
     return copy
 
 

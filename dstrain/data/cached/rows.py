@@ -15,14 +15,22 @@ from dstrain.data.files.storage import require_regular
 from dstrain.data.source import BadSample
 from dstrain.recipe import ConfigError
 
-FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_encodings": "text_encodings",
-           "text_mask": "text_mask"}              # name in a batch -> folder
-_ENDS = 1 << 16                                   # bytes at either end of a file of captions, for the fingerprint
-CAPTION_BYTES = 512                               # of a caption; the rest is cut off
+FOLDERS = {
+    "image_embed": "img_emb",
+    "text_embed": "text_emb",
+    "text_encodings": "text_encodings",
+    "text_mask": "text_mask",
+}  # name in a batch -> folder
+_ENDS = 1 << 16  # bytes at either end of a file of captions, for the fingerprint
+CAPTION_BYTES = 512  # of a caption; the rest is cut off
 _COLUMNS = ("caption", "TEXT", "text")
-_MAPPED = 64                                      # files of a kind that a process keeps mapped: each is an open file
-_AXES = {"image_embed": ("n", "D"), "text_embed": ("n", "T"), "text_encodings": ("n", "L", "E"),
-         "text_mask": ("n", "L")}
+_MAPPED = 64  # files of a kind that a process keeps mapped: each is an open file
+_AXES = {
+    "image_embed": ("n", "D"),
+    "text_embed": ("n", "T"),
+    "text_encodings": ("n", "L", "E"),
+    "text_mask": ("n", "L"),
+}
 
 
 class Table:
@@ -35,17 +43,21 @@ class Table:
     def __init__(self, key: str, names: list[str], root: Path | None = None, arrays: list[np.ndarray] = ()) -> None:
         self.key, self.names, self.root = key, names, root
         self.shape, self.lengths, self.size = (), [], 0
-        self.arrays: dict[int, np.ndarray] = dict(enumerate(arrays))     # in the order of their last use
+        self.arrays: dict[int, np.ndarray] = dict(enumerate(arrays))  # in the order of their last use
         axes, kinds = _AXES[key], (np.bool_,) if key == "text_mask" else (np.float16, np.float32, np.float64)
         for number, name in enumerate(names):
             array = self.arrays[number] if root is None else mapped(root, name)
             if array.ndim != len(axes) or array.dtype not in kinds:
-                raise ConfigError(f"data.path: {name} is {array.dtype} {array.shape}: {FOLDERS[key]} holds "
-                                  f"({', '.join(axes)}) of {'bool' if key == 'text_mask' else 'float16 or float32'}; "
-                                  "reshape it, or make it anew")
+                raise ConfigError(
+                    f"data.path: {name} is {array.dtype} {array.shape}: {FOLDERS[key]} holds "
+                    f"({', '.join(axes)}) of {'bool' if key == 'text_mask' else 'float16 or float32'}; "
+                    "reshape it, or make it anew"
+                )
             if number and array.shape[1:] != self.shape:
-                raise ConfigError(f"data.path: rows of {name} are {array.shape[1:]}, those of {names[0]} {self.shape}: "
-                                  "one encoder made them all?")
+                raise ConfigError(
+                    f"data.path: rows of {name} are {array.shape[1:]}, those of {names[0]} {self.shape}: "
+                    "one encoder made them all?"
+                )
             self.shape = array.shape[1:]
             self.lengths.append(len(array))
             self.size += array.nbytes
@@ -86,8 +98,9 @@ class Table:
         for number, name in enumerate(self.names):
             fault = fault_of(as_float32(self._array(number)), self.key)
             if fault:
-                raise ConfigError(f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or "
-                                  "embed it again")
+                raise ConfigError(
+                    f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or embed it again"
+                )
 
     def add_to(self, digest: Any) -> None:
         """Adds to a hash the names, lengths and shapes, and of each file the first and the last row."""
@@ -115,13 +128,15 @@ def mapped(root: Path, name: str) -> np.ndarray:
         array = np.load(root / name, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, ArithmeticError, zipfile.BadZipFile) as error:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            raise ConfigError(f"data.path: {name} cannot be opened, since too many files are open: raise the limit "
-                              "(ulimit -n), or set a smaller data.workers") from None
+            raise ConfigError(
+                f"data.path: {name} cannot be opened, since too many files are open: raise the limit "
+                "(ulimit -n), or set a smaller data.workers"
+            ) from None
         reason = " ".join(str(error).split())[:150]
-        if "pickle" in reason:                                 # numpy's remedy would execute what the file says
+        if "pickle" in reason:  # numpy's remedy would execute what the file says
             reason = "it is of another kind, or holds Python objects"
         raise ConfigError(f"data.path: {name} is no readable .npy file ({reason}): write it with numpy.save") from None
-    if not isinstance(array, np.ndarray):                      # np.load reads a zip of arrays under any name
+    if not isinstance(array, np.ndarray):  # np.load reads a zip of arrays under any name
         raise ConfigError(f"data.path: {name} is a zip file (.npz, or torch's): save each array as .npy")
     if not array.ndim or not len(array):
         raise ConfigError(f"data.path: {name} holds no rows; remove it")
@@ -156,12 +171,14 @@ class Captions:
             try:
                 require_regular(root / name)
                 schema = parquet.ParquetFile(root / name)
-            except (OSError, ValueError) as error:               # pyarrow's own errors are ValueErrors
+            except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
                 raise ConfigError(f"data.path: {name} is no readable parquet file ({error})") from None
             column = next((column for column in _COLUMNS if column in schema.schema_arrow.names), None)
             if column is None:
-                raise ConfigError(f"data.path: {name} has no column {', '.join(_COLUMNS)}, only "
-                                  f"{', '.join(schema.schema_arrow.names[:8])}")
+                raise ConfigError(
+                    f"data.path: {name} has no column {', '.join(_COLUMNS)}, only "
+                    f"{', '.join(schema.schema_arrow.names[:8])}"
+                )
             _require_text(name, schema.schema_arrow.field(column))
             self.columns.append(column)
             lengths.append(schema.metadata.num_rows)

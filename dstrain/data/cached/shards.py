@@ -78,7 +78,7 @@ def facts_of(data: bytes) -> dict[str, Any]:
         whole = pack(arrays, {name: value for name, value in facts.items() if name != "hash"}) == data
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         whole = False
-    if not whole:                                            # packed again: not even a byte of padding may differ
+    if not whole:  # packed again: not even a byte of padding may differ
         raise ConfigError("has altered or missing bytes")
     return facts | {"labels": _counted(arrays["label"])}
 
@@ -86,14 +86,15 @@ def facts_of(data: bytes) -> dict[str, Any]:
 def stated(path: Path) -> dict[str, Any] | None:
     """As `facts_of`, of a file whose header and labels alone are read, so the hash is not proved; None: unreadable."""
     try:
-        if not path.is_file():                               # a FIFO would wait for ever
+        if not path.is_file():  # a FIFO would wait for ever
             return None
         with open(path, "rb") as file:
             header = _header(file)
             begin, end = header["label"]["data_offsets"]
             file.seek(begin, io.SEEK_CUR)
             return json.loads(header["__metadata__"]["shard"]) | {
-                "labels": _counted(np.frombuffer(file.read(end - begin), np.int64))}
+                "labels": _counted(np.frombuffer(file.read(end - begin), np.int64))
+            }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -123,11 +124,14 @@ def encoding_of(path: Path) -> str | None:
 
 def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """What an index, and the statistics in it, need to know of a shard."""
-    return {"name": path.name, "size": path.stat().st_size,
-            **{key: facts[key] for key in ("hash", "sums", "bad", "labels")}}
+    return {
+        "name": path.name,
+        "size": path.stat().st_size,
+        **{key: facts[key] for key in ("hash", "sums", "bad", "labels")},
+    }
 
 
-Layout = dict[str, tuple[slice, type, list[int]]]      # of each array: bytes after the header, dtype, shape
+Layout = dict[str, tuple[slice, type, list[int]]]  # of each array: bytes after the header, dtype, shape
 
 
 def mapped(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arrays:
@@ -137,6 +141,7 @@ def mapped(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arra
     keeps one header for each number of rows, and to map another shard reads nothing from the disk.
     ConfigError names a file that is no shard. NotRead: the storage fails.
     """
+
     def content() -> np.ndarray:
         with open(path, "rb") as file:
             if rows not in layouts:
@@ -150,8 +155,10 @@ def mapped(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arra
         begin = size - max(place.stop for place, _, _ in entries.values())
         if len(whole) != size or begin < 0:
             raise ValueError
-        return {name: whole[begin + place.start:begin + place.stop].view(dtype).reshape(shape)
-                for name, (place, dtype, shape) in entries.items()}
+        return {
+            name: whole[begin + place.start : begin + place.stop].view(dtype).reshape(shape)
+            for name, (place, dtype, shape) in entries.items()
+        }
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
     except OSError as error:
@@ -177,8 +184,9 @@ def read_ahead(array: np.ndarray, rows: np.ndarray) -> None:
 def _layout(file: BinaryIO) -> Layout:
     header = _header(file)
     header.pop("__metadata__", None)
-    return {name: (slice(*entry["data_offsets"]), _DTYPES[entry["dtype"]], entry["shape"])
-            for name, entry in header.items()}
+    return {
+        name: (slice(*entry["data_offsets"]), _DTYPES[entry["dtype"]], entry["shape"]) for name, entry in header.items()
+    }
 
 
 def _header(file: BinaryIO) -> dict[str, Any]:
@@ -197,10 +205,10 @@ def sums(codes: np.ndarray) -> dict[str, Any]:
     """Of one shard: the sums of the latents' means and of their second moments by channel, or the largest token id."""
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
-    mean = codes[:, :, 0].astype(np.float64)                                                      # (n, flips, C, h, w)
+    mean = codes[:, :, 0].astype(np.float64)  # (n, flips, C, h, w)
     variance = codes[:, :, 1].astype(np.float64) ** 2 if codes.shape[2] == 2 else 0.0
     rest = (0, 1, 3, 4)
-    return {"first": mean.sum(rest).tolist(), "second": (mean ** 2 + variance).sum(rest).tolist()}
+    return {"first": mean.sum(rest).tolist(), "second": (mean**2 + variance).sum(rest).tolist()}
 
 
 def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
@@ -214,14 +222,19 @@ def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, An
 
     def moments(a: float, b: float, number: int) -> tuple[float, float]:
         mean = a / number
-        return mean, math.sqrt(max(b / number - mean ** 2, 0.0))
+        return mean, math.sqrt(max(b / number - mean**2, 0.0))
 
     channels = [moments(a, b, count) for a, b in zip(first, second)]
     mean, std = moments(math.fsum(first), math.fsum(second), count * len(first))
     if not 0 < std < math.inf:
         raise ConfigError(f"the latents have a standard deviation of {std}: the first stage has learned nothing")
-    return {"mean": mean, "std": std, "channel_mean": [mean for mean, _ in channels],
-            "channel_std": [std for _, std in channels], "scaling_factor": 1 / std}
+    return {
+        "mean": mean,
+        "std": std,
+        "channel_mean": [mean for mean, _ in channels],
+        "channel_std": [std for _, std in channels],
+        "scaling_factor": 1 / std,
+    }
 
 
 def short(encoding: dict[str, Any]) -> str:
@@ -229,8 +242,9 @@ def short(encoding: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def body_of(encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]],
-            versions: dict[str, str]) -> dict[str, Any]:
+def body_of(
+    encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]], versions: dict[str, str]
+) -> dict[str, Any]:
     """The body of an index, from the records of all shards in order. classes: None, where labels are numbers alone."""
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":
@@ -243,17 +257,23 @@ def body_of(encoding: dict[str, Any], classes: list[str] | None, records: list[d
         counts.update(dict(record["labels"]))
     if classes is None:
         classes = [str(label) for label in range(max(counts) + 1)]
-    return {"format": FORMAT, "encoding": encoding, "classes": classes, "statistics": summary, "versions": versions,
-            "class_counts": [counts[label] for label in range(len(classes))],
-            "shards": [{key: record[key] for key in ("name", "size", "hash")} for record in records],
-            "bad_files": sorted({tuple(entry) for record in records for entry in record["bad"]})}
+    return {
+        "format": FORMAT,
+        "encoding": encoding,
+        "classes": classes,
+        "statistics": summary,
+        "versions": versions,
+        "class_counts": [counts[label] for label in range(len(classes))],
+        "shards": [{key: record[key] for key in ("name", "size", "hash")} for record in records],
+        "bad_files": sorted({tuple(entry) for record in records for entry in record["bad"]}),
+    }
 
 
 def is_cache(folder: Path) -> bool:
     """Whether launch/encode.py wrote into a folder: by how its files begin, since other tools use these names, too."""
     for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
         try:
-            if not (folder / name).is_file():                # a FIFO would wait for ever
+            if not (folder / name).is_file():  # a FIFO would wait for ever
                 continue
             with open(folder / name, "rb") as file:
                 if re.match(begins, file.read(128)):
@@ -290,8 +310,10 @@ def read_index(folder: Path) -> dict[str, Any]:
         body = sealed.parse(path.read_bytes())
     except FileNotFoundError:
         if (folder / ENCODING).exists():
-            raise ConfigError(f"{folder} is not encoded to the end: give the command of launch/encode.py that began it "
-                              "once more, and it goes on where it stopped") from None
+            raise ConfigError(
+                f"{folder} is not encoded to the end: give the command of launch/encode.py that began it "
+                "once more, and it goes on where it stopped"
+            ) from None
         raise ConfigError(f"{folder} holds no {INDEX}: name a folder that launch/encode.py has written") from None
     except OSError:
         body = None

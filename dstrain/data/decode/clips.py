@@ -29,11 +29,11 @@ from dstrain.data.decode.pixels import FORMATS, SUFFIXES, center_crop, open_imag
 from dstrain.data.files.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
 
-VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")        # compared in lower case
+VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")  # compared in lower case
 PICTURES = (*SUFFIXES, ".gif", ".apng")
 
 _FORMATS = (*FORMATS, "GIF")
-_SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM")       # of pictures; WebP's stands further in
+_SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM")  # of pictures; WebP's stands further in
 # FFmpeg goes by content: it would follow a playlist named .mp4 to other files, or to addresses in the network.
 _OPTIONS = {"format_whitelist": "mov,matroska,webm,avi", "protocol_whitelist": "file"}
 # Codecs whose packets are one visible picture each. VP8 hides some, and MPEG-4 in AVI packs two into one packet.
@@ -45,9 +45,9 @@ class Cut:
     """What is cut out of a file. stride: every so many-th frame is taken; still: only the first frame, repeated."""
 
     num_frames: int
-    height: int                                   # pixels
+    height: int  # pixels
     width: int
-    channels: int = 3                             # 1 (grey) or 3 (RGB; transparency is laid on white)
+    channels: int = 3  # 1 (grey) or 3 (RGB; transparency is laid on white)
     stride: int = 1
     still: bool = False
 
@@ -73,19 +73,21 @@ class Listing(NamedTuple):
     """How many frames a file has, and at which keyframes decoding may begin."""
 
     count: int
-    keyframes: tuple[tuple[int, int], ...] = ()   # (place among the packets, time)
-    timestamp: str = "dts"                        # the attribute of a packet that holds its time
-    delay: int = 0                                # from that time to the time of showing, by which FFmpeg seeks
+    keyframes: tuple[tuple[int, int], ...] = ()  # (place among the packets, time)
+    timestamp: str = "dts"  # the attribute of a packet that holds its time
+    delay: int = 0  # from that time to the time of showing, by which FFmpeg seeks
 
 
-def read_clip(file: Path | bytes, cut: Cut, chance: float | None = None,
-              listing: Listing | None = None) -> tuple[Tensor, int, Listing]:
+def read_clip(
+    file: Path | bytes, cut: Cut, chance: float | None = None, listing: Listing | None = None
+) -> tuple[Tensor, int, Listing]:
     """A clip uint8 (T, C, H, W), how many of its frames are real, and the listing, which makes the next call cheaper.
 
     file: a path, or what a video or a picture file holds.
     Raises whatever FFmpeg or Pillow raise on a broken file; ConfigError for a file without a frame, one that ends
     early, a damaged frame, and one above the cap.
     """
+
     def read() -> tuple[list[Tensor], Listing]:
         if _is_picture(file):
             return _pictures(file, cut, chance)
@@ -100,11 +102,12 @@ def read_clip(file: Path | bytes, cut: Cut, chance: float | None = None,
 def _is_picture(file: Path | bytes) -> bool:
     if isinstance(file, Path):
         return file.suffix.lower() in PICTURES
-    return file.startswith(_SIGNATURES) or file[:4] == b"RIFF" and file[8:12] == b"WEBP"
+    return file.startswith(_SIGNATURES) or (file[:4] == b"RIFF" and file[8:12] == b"WEBP")
 
 
 def count_frames(file: Path | bytes) -> int:
     """How many frames a video or a picture file has. Raises as `read_clip`."""
+
     def count() -> int:
         if not _is_picture(file):
             return list_frames(file).count
@@ -156,7 +159,7 @@ def _opened(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
         if stream is None or stream.codec_context is None:
             raise ConfigError("has no video stream that can be decoded")
         require_below_cap(stream.codec_context.width, stream.codec_context.height)
-        stream.codec_context.thread_count = 1     # the workers are the threads
+        stream.codec_context.thread_count = 1  # the workers are the threads
         yield container, stream
 
 
@@ -177,7 +180,7 @@ def _frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[
     """(number, frame), beginning at frame `first` or before it."""
     places = {time: place for place, time in listing.keyframes}
     before = [time for place, time in listing.keyframes if 0 < place <= first]
-    for time in before[:-3:-1]:                   # two keyframes: with its leading pictures, one may lie behind `first`
+    for time in before[:-3:-1]:  # two keyframes: with its leading pictures, one may lie behind `first`
         with _opened(path) as (container, stream):
             container.seek(time + listing.delay, stream=stream)
             packets = container.demux(stream)
@@ -185,8 +188,12 @@ def _frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[
             place = places.get(getattr(head[0], listing.timestamp)) if head else None
             if place is None or place + leading > first:
                 continue
-            shown = (frame for packet in chain(head, packets) for frame in packet.decode()
-                     if frame.pts is None or frame.pts >= head[0].pts)
+            shown = (
+                frame
+                for packet in chain(head, packets)
+                for frame in packet.decode()
+                if frame.pts is None or frame.pts >= head[0].pts
+            )
             keyframe = next(shown, None)
             if keyframe is not None and keyframe.pts == head[0].pts and not keyframe.is_corrupt:
                 yield from enumerate(chain([keyframe], shown), place + leading)
@@ -199,7 +206,7 @@ def _head(packets: Iterator[Any]) -> tuple[list[Any], int]:
     """The packets from a keyframe to the first that is not leading, and how many are leading; ([], 0): no keyframe."""
     head: list[Any] = []
     for packet in packets:
-        if packet.size and packet.pts is None or not head and not packet.is_keyframe:
+        if (packet.size and packet.pts is None) or (not head and not packet.is_keyframe):
             return [], 0
         head.append(packet)
         if not packet.size or packet.pts > head[0].pts:
@@ -210,7 +217,7 @@ def _head(packets: Iterator[Any]) -> tuple[list[Any], int]:
 def _pixels(frame: Any, cut: Cut) -> Tensor:
     transparent = any(component.is_alpha for component in frame.format.components)
     image = Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24"))
-    if frame.rotation % 360:                      # of a telephone held upright
+    if frame.rotation % 360:  # of a telephone held upright
         image = image.rotate(frame.rotation, expand=True)
     return _cropped(image, cut)
 

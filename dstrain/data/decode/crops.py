@@ -22,7 +22,7 @@ from PIL import Image
 from dstrain.data.decode.pixels import center_crop, reduced
 from dstrain.recipe import Data
 
-_TRIES = 10                                    # of random_resized, then the largest part in the middle
+_TRIES = 10  # of random_resized, then the largest part in the middle
 _NUMBERS = {"random": 3, "random_resized": 2 * _TRIES + 2, "dalle": 5}
 _SCALES = {"random": (0.8, 1.0), "random_resized": (0.08, 1.0)}
 
@@ -59,7 +59,7 @@ class Crop:
             if image.size != (width, height):
                 raise ValueError(f"{image.width} x {image.height} pixels, and data.crop=none takes {width} x {height}")
             return Cut(image, 0, 0, 0)
-        if image.mode == "RGBA":               # colours weighted by opacity: invisible ones never show at an edge
+        if image.mode == "RGBA":  # colours weighted by opacity: invisible ones never show at an edge
             cut = self(image.convert("RGBa"), width, height, numbers)
             return cut._replace(image=cut.image.convert("RGBA"))
         if self.kind == "center" or numbers is None:
@@ -96,7 +96,7 @@ class Crop:
 
 def _centre(image: Image.Image, width: int, height: int) -> Cut:
     wide, high = image.size
-    while wide >= 2 * width and high >= 2 * height:           # as `center_crop` halves
+    while wide >= 2 * width and high >= 2 * height:  # as `center_crop` halves
         wide, high = wide // 2, high // 2
     scale = max(width / wide, height / high)
     x, y = round(wide * scale) - width, round(high * scale) - height
@@ -107,7 +107,7 @@ def _dalle(image: Image.Image, width: int, height: int, numbers: Sequence[float]
     shorter, target = min(image.size), max(width, height)
     square = _anywhere(image, shorter, shorter, numbers)
     low, high = min(shorter, round(9 / 8 * target)), min(shorter, round(12 / 8 * target))
-    side = max(low + int(numbers[2] * (high - low + 1)), target)                 # a smaller image is enlarged
+    side = max(low + int(numbers[2] * (high - low + 1)), target)  # a smaller image is enlarged
     whole = _scaled(square, side, side, Image.Resampling.BOX)
     part = _anywhere(whole.image, width, height, numbers[3:])
     return Cut(part.image, part.top + whole.top, part.left + whole.left, part.right + whole.right)
@@ -123,5 +123,9 @@ def _anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[flo
 def _scaled(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
     """A part brought to a size, and its place in the whole scaled alike."""
     across, down = width / part.image.width, height / part.image.height
-    return Cut(part.image.resize((width, height), filter_), round(part.top * down), round(part.left * across),
-               round(part.right * across))
+    return Cut(
+        part.image.resize((width, height), filter_),
+        round(part.top * down),
+        round(part.left * across),
+        round(part.right * across),
+    )

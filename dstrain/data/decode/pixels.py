@@ -23,8 +23,8 @@ from torch import Tensor
 from dstrain.data.files.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")     # compared in lower case
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP")                  # by content; Pillow's other parsers stay out of reach
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # compared in lower case
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")  # by content; Pillow's other parsers stay out of reach
 # 512 MiB a worker at Pillow's 4 bytes a pixel: above any camera (a 100 megapixel back fits), and below the 179
 # megapixels at which Pillow refuses by itself.
 PIXEL_CAP = 1 << 27
@@ -45,8 +45,9 @@ def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draf
     return to_tensor(center_crop(decoded(file, channels, (image_size, image_size) if draft else None), image_size))
 
 
-def decoded(file: str | Path | BinaryIO | np.ndarray, channels: int,
-            draft: tuple[int, int] | None = None) -> Image.Image:
+def decoded(
+    file: str | Path | BinaryIO | np.ndarray, channels: int, draft: tuple[int, int] | None = None
+) -> Image.Image:
     """An encoded image, or pixels uint8 (H, W, C), as L, RGB or RGBA. draft: the size that a reduced one must cover."""
     if isinstance(file, np.ndarray):
         return to_mode(Image.fromarray(file[..., 0] if file.shape[-1] == 1 else file), channels)
@@ -63,12 +64,12 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
     if isinstance(file, (str, Path)):
         require_regular(file)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)                    # our own cap follows
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own cap follows
         try:
             opened = Image.open(file, formats=formats)
         except UnidentifiedImageError:
             _refuse_video(file)
-            raise UnidentifiedImageError("it is no image that Pillow can read") from None   # its own names an address
+            raise UnidentifiedImageError("it is no image that Pillow can read") from None  # its own names an address
         with opened as image:
             require_below_cap(image.width, image.height)
             yield image
@@ -81,8 +82,9 @@ def _refuse_video(file: str | Path | BinaryIO) -> None:
         head = stream.read(12)
     movie = head[4:8] == b"ftyp" and head[8:12] not in (b"avif", b"heic", b"heix", b"mif1")
     if movie or head[:4] == b"\x1aE\xdf\xa3" or head[:4] + head[8:] == b"RIFFAVI ":
-        raise ConfigError("it is a video, and no picture: choose a system that learns from clips, such as "
-                          "system=phenaki.tokenizer")
+        raise ConfigError(
+            "it is a video, and no picture: choose a system that learns from clips, such as system=phenaki.tokenizer"
+        )
 
 
 def require_below_cap(width: int, height: int) -> None:
@@ -95,7 +97,7 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
     """Any Pillow image as RGBA (channels 4), RGB (3) or L (1)."""
     mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
     if image.mode == mode and "transparency" not in image.info:
-        return image                                           # convert() would copy
+        return image  # convert() would copy
     if image.mode.startswith("I"):
         wide = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)
         image = Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8))
@@ -147,7 +149,7 @@ def _columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> I
     The other rows are blank.
     """
     full, ratio = image.height, image.height / high
-    reach = 2 * max(ratio, 1.0) + 2                      # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
+    reach = 2 * max(ratio, 1.0) + 2  # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
     top = max(0, math.floor(y * ratio - reach))
     bottom = min(full, math.ceil((y + height) * ratio + reach))
     if (top, bottom) == (0, full):

@@ -15,9 +15,9 @@ from typing import Any
 
 from dstrain.recipe import ConfigError
 
-_FOLDER = "dstrain-cache"                  # inside the user's folder, so that no file of theirs is ever removed
+_FOLDER = "dstrain-cache"  # inside the user's folder, so that no file of theirs is ever removed
 _LEDGER, _LOCK, _TEMPORARY = "ledger", ".lock", ".tmp"
-_KEPT = 0.9                                # share of the limit that is left when the oldest entries go
+_KEPT = 0.9  # share of the limit that is left when the oldest entries go
 
 
 class DiskCache:
@@ -30,12 +30,14 @@ class DiskCache:
             with self._locked(_LEDGER):
                 pass
         except OSError as error:
-            raise ConfigError(f"data.cache.folder={folder} cannot be written or locked ({error.strerror}): name a "
-                              "folder on a disk of this machine") from None
+            raise ConfigError(
+                f"data.cache.folder={folder} cannot be written or locked ({error.strerror}): name a "
+                "folder on a disk of this machine"
+            ) from None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.folder.mkdir(parents=True, exist_ok=True)     # on another machine there is none yet
+        self.folder.mkdir(parents=True, exist_ok=True)  # on another machine there is none yet
 
     def read(self, key: str, size: int, start: int, stop: int) -> bytes | None:
         """Bytes [start, stop) of an entry that has `size` bytes; None: it is not there."""
@@ -65,8 +67,10 @@ class DiskCache:
         """
         path = self.folder / key
         if size > self.limit:
-            raise ConfigError(f"a file of {size / 1e9:.3g} GB does not fit into the cache of {self.limit / 1e9:.3g} "
-                              f"GB: write data.cache.gb={-(-size * 5 // 4 // 10 ** 9)}, say, or download the data")
+            raise ConfigError(
+                f"a file of {size / 1e9:.3g} GB does not fit into the cache of {self.limit / 1e9:.3g} "
+                f"GB: write data.cache.gb={-(-size * 5 // 4 // 10**9)}, say, or download the data"
+            )
         with self._locked(key + _LOCK):
             if not path.is_file() or path.stat().st_size != size:
                 with self._filled(key, size) as temporary:
@@ -83,7 +87,7 @@ class DiskCache:
             self._take_room(temporary, size)
             yield temporary
             with open(temporary, "rb") as file:
-                os.fsync(file.fileno())            # else a power failure could leave an entry of zeros
+                os.fsync(file.fileno())  # else a power failure could leave an entry of zeros
             os.replace(temporary, self.folder / key)
         finally:
             temporary.unlink(missing_ok=True)
@@ -92,7 +96,7 @@ class DiskCache:
         """Counts `size` bytes more, and makes the file that takes them, so that whoever counts anew sees it."""
         with self._locked(_LEDGER) as ledger:
             text = os.pread(ledger, 32, 0)
-            used = int(text) if text.isdigit() else self.limit       # a new or damaged ledger: count anew
+            used = int(text) if text.isdigit() else self.limit  # a new or damaged ledger: count anew
             if used + size > self.limit:
                 used = self._make_room(size)
             with open(temporary, "wb") as file:
@@ -104,7 +108,7 @@ class DiskCache:
         entries = []
         for entry in os.scandir(self.folder):
             if entry.name != _LEDGER and not entry.name.endswith(_LOCK):
-                with contextlib.suppress(FileNotFoundError):         # it has just been renamed or replaced
+                with contextlib.suppress(FileNotFoundError):  # it has just been renamed or replaced
                     status = entry.stat()
                     entries.append((status.st_mtime_ns, status.st_size, entry.path))
         used = sum(entry[1] for entry in entries)

@@ -11,9 +11,9 @@ from typing import TypeVar
 from dstrain.data.files.local import is_folder, is_hidden
 from dstrain.recipe import ConfigError
 
-_THREADS = 16                              # a network's disk answers slowly
-_PENDING = 4096                            # calls that wait for a thread: a million would fill the memory
-SAMPLES = "samples"                        # of launch/generate.py: the folder of single samples
+_THREADS = 16  # a network's disk answers slowly
+_PENDING = 4096  # calls that wait for a thread: a million would fill the memory
+SAMPLES = "samples"  # of launch/generate.py: the folder of single samples
 _T, _A = TypeVar("_T"), TypeVar("_A")
 
 
@@ -22,11 +22,13 @@ def listing(root: str | Path, key: str = "data.path") -> Iterator[None]:
     """Turns an OSError raised inside into a ConfigError: a folder in `root` cannot be listed."""
     try:
         yield
-    except ConfigError:                    # of a store, which is an OSError, too
+    except ConfigError:  # of a store, which is an OSError, too
         raise
     except OSError as error:
-        raise ConfigError(f"{key}={root}: {error.filename or 'a folder in it'} cannot be listed ({error.strerror}): "
-                          "repair it, or take it away") from None
+        raise ConfigError(
+            f"{key}={root}: {error.filename or 'a folder in it'} cannot be listed ({error.strerror}): "
+            "repair it, or take it away"
+        ) from None
 
 
 def class_folders(root: Path) -> tuple[str, ...]:
@@ -36,8 +38,15 @@ def class_folders(root: Path) -> tuple[str, ...]:
     if not root.is_dir():
         return ()
     with os.scandir(root) as entries:
-        return tuple(sorted(entry.name for entry in entries if not is_hidden(entry.name) and is_folder(entry)
-                            and not (entry.is_symlink() and os.path.realpath(entry.path) == os.path.realpath(root))))
+        return tuple(
+            sorted(
+                entry.name
+                for entry in entries
+                if not is_hidden(entry.name)
+                and is_folder(entry)
+                and not (entry.is_symlink() and os.path.realpath(entry.path) == os.path.realpath(root))
+            )
+        )
 
 
 def of_each(ask: Callable[[_A], _T], names: Sequence[_A]) -> Iterator[_T]:
@@ -52,8 +61,15 @@ def few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def walk(root: Path, folder: str, suffixes: tuple[str, ...], visited: list[str] | None = None,
-         others: Counter | None = None, above: tuple[str, ...] = (), seen: set[str] | None = None) -> Iterator[str]:
+def walk(
+    root: Path,
+    folder: str,
+    suffixes: tuple[str, ...],
+    visited: list[str] | None = None,
+    others: Counter | None = None,
+    above: tuple[str, ...] = (),
+    seen: set[str] | None = None,
+) -> Iterator[str]:
     """Relative paths of the files at any depth below root/folder; no file is asked for its status.
 
     visited: gets the relative paths of the folders below. others: counts files of other suffixes, by suffix.

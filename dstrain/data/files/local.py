@@ -13,20 +13,20 @@ from dstrain.data.files.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
 
 _T = TypeVar("_T")
-_LOOKED = 1000                             # files of a pattern that are looked for at each start, and the last
-_MOST_NAMES = 1_000_000                    # that a pattern stands for
+_LOOKED = 1000  # files of a pattern that are looked for at each start, and the last
+_MOST_NAMES = 1_000_000  # that a pattern stands for
 
 
 class Stat(NamedTuple):
-    size: int                              # bytes; of a folder 0
-    version: str                           # changes when the file does: its time of change, or a store's tag
+    size: int  # bytes; of a folder 0
+    version: str  # changes when the file does: its time of change, or a store's tag
 
 
 class Files(ABC):
     """Access to the files below `root`. OSError: they cannot be read. Pickled to the workers."""
 
     root: str
-    far = False                            # at an address: what is needed soon is worth reading ahead
+    far = False  # at an address: what is needed soon is worth reading ahead
 
     @abstractmethod
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
@@ -61,7 +61,7 @@ def is_folder(entry: os.DirEntry) -> bool:
     try:
         return entry.is_dir()
     except OSError as error:
-        if error.errno != errno.ELOOP:            # a link to itself leads nowhere, as a dangling one
+        if error.errno != errno.ELOOP:  # a link to itself leads nowhere, as a dangling one
             raise
         return False
 
@@ -81,7 +81,7 @@ class LocalFiles(Files):
         base = before_pattern(path)
         if base is not None and not os.path.exists(path):
             self.root = base
-            self.listed = [name[len(base):].lstrip("/") for name in expanded(path)] if "{" in path else []
+            self.listed = [name[len(base) :].lstrip("/") for name in expanded(path)] if "{" in path else []
         self.root = str(Path(self.root))
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
@@ -118,17 +118,19 @@ class LocalFiles(Files):
 def require_there(data: str, files: Files) -> None:
     """ConfigError: a pattern, which `data` is with its key, names files that are not on the disk."""
     listed = files.listed if isinstance(files, LocalFiles) else []
-    looked = [*listed[::max(1, len(listed) // _LOOKED)], *listed[-1:]]
+    looked = [*listed[:: max(1, len(listed) // _LOOKED)], *listed[-1:]]
     absent = next((name for name in looked if not os.path.exists(files.local(name))), None)
     if absent is not None:
-        raise ConfigError(f"{data} names {len(listed):,} files, and {absent} is not there: shorten the pattern, or "
-                          "fetch what is missing")
+        raise ConfigError(
+            f"{data} names {len(listed):,} files, and {absent} is not there: shorten the pattern, or "
+            "fetch what is missing"
+        )
 
 
 def before_pattern(path: str) -> str | None:
     """The last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet; None: there is none."""
     place = re.search(r"[{*]", path)
-    return path[:place.start()].rpartition("/")[0] if place else None
+    return path[: place.start()].rpartition("/")[0] if place else None
 
 
 def expanded(pattern: str) -> list[str]:
@@ -143,10 +145,15 @@ def expanded(pattern: str) -> list[str]:
         width = max(len(first), len(last)) if padded else 1
         words = range(int(first), int(last) + 1) if first else brace[1].split(",")
         if not 0 < len(words) * len(names) <= _MOST_NAMES:
-            raise ConfigError(f"{pattern}: {brace[0]} stands for none or for more than {_MOST_NAMES:,} names: write a "
-                              "range as {00000..00099}, the smaller number first, or a list as {a,b}")
-        names = [name.replace(brace[0], word, 1) for name in names
-                 for word in (f"{word:0{width}}" if first else word for word in words)]
+            raise ConfigError(
+                f"{pattern}: {brace[0]} stands for none or for more than {_MOST_NAMES:,} names: write a "
+                "range as {00000..00099}, the smaller number first, or a list as {a,b}"
+            )
+        names = [
+            name.replace(brace[0], word, 1)
+            for name in names
+            for word in (f"{word:0{width}}" if first else word for word in words)
+        ]
     if "{" in names[0] or "}" in names[0]:
         raise ConfigError(f"{pattern}: a brace stands alone: write a range as {{00000..00099}}, or a list as {{a,b}}")
     return names

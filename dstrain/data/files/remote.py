@@ -23,17 +23,42 @@ from dstrain.data.files.local import Files, LocalFiles, Stat, before_pattern, ex
 from dstrain.data.files.stores import NoRanges, Store
 from dstrain.recipe import Cache, ConfigError
 
-BLOCK = 1 << 22                            # bytes: what a store gives in little more time than one byte
-_THREADS = 16                              # requests at once of a process
-_AHEAD = 1024                              # samples that may wait to be read ahead, of a process
-_CACHED = 0.8                              # of the cache's limit: data below it stay in the cache
+BLOCK = 1 << 22  # bytes: what a store gives in little more time than one byte
+_THREADS = 16  # requests at once of a process
+_AHEAD = 1024  # samples that may wait to be read ahead, of a process
+_CACHED = 0.8  # of the cache's limit: data below it stay in the cache
 SCHEMES = ("s3", "gs", "hf", "http", "https")
 _ADDRESS = re.compile(r"(s3|gs|hf|https?)://")
 _SEVERAL = re.compile(r"\s+(?=(?:s3|gs|hf|https?)://)")
-_FILES = (".tar", ".gz", ".tgz", ".zip", ".parquet", ".arrow", ".npz", ".npy", ".csv", ".tsv", ".jsonl", ".json",
-          ".mdb", ".mp4")                  # an address that ends so is a file's: many stores have no folders to ask for
-_VERSIONS = ("ETag", "etag", "Content-MD5", "md5Hash", "sha256", "blob_id", "Last-Modified", "LastModified", "updated",
-             "mtime", "created")
+_FILES = (
+    ".tar",
+    ".gz",
+    ".tgz",
+    ".zip",
+    ".parquet",
+    ".arrow",
+    ".npz",
+    ".npy",
+    ".csv",
+    ".tsv",
+    ".jsonl",
+    ".json",
+    ".mdb",
+    ".mp4",
+)  # an address that ends so is a file's: many stores have no folders to ask for
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "Content-MD5",
+    "md5Hash",
+    "sha256",
+    "blob_id",
+    "Last-Modified",
+    "LastModified",
+    "updated",
+    "mtime",
+    "created",
+)
 
 
 def files_at(root: str | Path, cache: Cache | None = None) -> Files:
@@ -58,12 +83,12 @@ class RemoteFiles(Files):
     def __init__(self, root: str, cache: Cache) -> None:
         self.cache = DiskCache(os.path.expanduser(cache.folder or _own_folder()), int(cache.gb * 1e9))
         self._store = Store(root.partition("://")[0])
-        self._store.system()                              # what is not installed is told before any file is blamed
+        self._store.system()  # what is not installed is told before any file is blamed
         self._stats: dict[str, Stat] = {}
         self._folders = {""}
-        self._whole: set[str] = set()                     # files whose server knows no ranges
+        self._whole: set[str] = set()  # files whose server knows no ranges
         self._start()
-        self.root, self._addresses = _taken_apart(root)   # the latter by name; {}: those of a folder, which lists them
+        self.root, self._addresses = _taken_apart(root)  # the latter by name; {}: those of a folder, which lists them
 
     def __getstate__(self) -> dict[str, Any]:
         unfit = ("_lock", "_pending", "_queue")
@@ -74,22 +99,25 @@ class RemoteFiles(Files):
         self._start()
 
     def _start(self) -> None:
-        self._queue: queue.Queue | None = None            # of what is read ahead
+        self._queue: queue.Queue | None = None  # of what is read ahead
         self._lock, self._pending = threading.Lock(), {}  # what is being fetched, by the key of its entry
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
         if self._addresses:
-            below = [name[len(folder) + 1 if folder else 0:] for name in self._addresses
-                     if not folder or name.startswith(f"{folder}/")]
+            below = [
+                name[len(folder) + 1 if folder else 0 :]
+                for name in self._addresses
+                if not folder or name.startswith(f"{folder}/")
+            ]
             return sorted({(name.split("/")[0], "/" in name) for name in below})
         address = self._address(folder).rstrip("/")
         names = set()
-        listed = f"{address}/" if self._store.of_the_web else address          # a page of links
+        listed = f"{address}/" if self._store.of_the_web else address  # a page of links
         for entry in self._store.ask(address, lambda: self._store.system().ls(listed, detail=True)):
             path = _path(str(entry["name"]))
             place, _, name = path.rstrip("/").rpartition("/")
             if not name or is_hidden(name) or not place.endswith(address.partition("://")[2]):
-                continue                                  # a page may have links to anywhere
+                continue  # a page may have links to anywhere
             is_folder, known = path.endswith("/") or entry["type"] == "directory", f"{folder}/{name}".lstrip("/")
             names.add((name, is_folder))
             if is_folder:
@@ -99,7 +127,7 @@ class RemoteFiles(Files):
         return sorted(names)
 
     def stat(self, name: str) -> Stat:
-        if name in self._folders:                         # it changes when files come or go
+        if name in self._folders:  # it changes when files come or go
             return Stat(0, blake2b(repr(self.names(name)).encode(), digest_size=8).hexdigest())
         if name not in self._stats:
             address = self._address(name)
@@ -124,8 +152,11 @@ class RemoteFiles(Files):
     def local(self, name: str) -> Path:
         address, (size, version) = self._address(name), self.stat(name)
         key = _key(address, version, 0, size)
-        return self._store.ask(address, lambda: self.cache.whole(
-            key, size, lambda path: self._store.system().get_file(address, str(path))), reading=True)
+        return self._store.ask(
+            address,
+            lambda: self.cache.whole(key, size, lambda path: self._store.system().get_file(address, str(path))),
+            reading=True,
+        )
 
     def ahead(self, read: Callable[[Any], Any], places: Iterable[Any]) -> None:
         """Reads samples by threads, so that their bytes are in the cache when they are needed. Does not wait.
@@ -134,7 +165,7 @@ class RemoteFiles(Files):
         """
         if self._queue is None:
             self._queue = queue.Queue(_AHEAD)
-            for _ in range(_THREADS):                     # daemons: the end of a process does not wait for them
+            for _ in range(_THREADS):  # daemons: the end of a process does not wait for them
                 threading.Thread(target=_read_ahead, args=(self._queue,), daemon=True).start()
         with contextlib.suppress(queue.Full):
             for place in places:
@@ -170,14 +201,15 @@ class RemoteFiles(Files):
             finally:
                 with self._lock:
                     del self._pending[key]
-        return future.result()[start - first:stop - first]
+        return future.result()[start - first : stop - first]
 
     def _fetched(self, name: str, address: str, start: int, stop: int) -> bytes:
         def fetch() -> bytes:
             if not self._store.of_the_web:
                 return self._store.system().cat_file(address, start=start, end=stop)
-            with self._store.system().open(address, "rb", block_size=BLOCK, cache_type="none",
-                                     size=self.stat(name).size) as file:
+            with self._store.system().open(
+                address, "rb", block_size=BLOCK, cache_type="none", size=self.stat(name).size
+            ) as file:
                 file.seek(start)
                 return file.read(stop - start)
 
@@ -225,7 +257,7 @@ class _Blocks(io.RawIOBase):
         if stop <= self._at:
             return 0
         content = self._files.part(self.name, self._at, stop)
-        buffer[:len(content)] = content
+        buffer[: len(content)] = content
         self._at = stop
         return len(content)
 
@@ -233,7 +265,7 @@ class _Blocks(io.RawIOBase):
 def _read_ahead(tasks: queue.Queue) -> None:
     while True:
         read, place = tasks.get()
-        with contextlib.suppress(Exception):              # it shows when the sample is needed
+        with contextlib.suppress(Exception):  # it shows when the sample is needed
             read(place)
 
 
@@ -246,15 +278,16 @@ def _taken_apart(root: str) -> tuple[str, dict[str, str]]:
     paths = [_path(address) for address in addresses]
     if base is None:
         base = posixpath.commonpath([posixpath.dirname(path) for path in paths]).replace(":/", "://", 1)
-    return base, {path[len(base):].lstrip("/"): address for path, address in zip(paths, addresses)}
+    return base, {path[len(base) :].lstrip("/"): address for path, address in zip(paths, addresses)}
 
 
 def _stat(entry: dict[str, Any], address: str = "") -> Stat:
     if entry["type"] == "directory":
         return Stat(0, "")
     if entry.get("size") is None:
-        raise ConfigError(f"{address}: the server does not say how many bytes it has: download it, or take a server of "
-                          "plain files")
+        raise ConfigError(
+            f"{address}: the server does not say how many bytes it has: download it, or take a server of plain files"
+        )
     return Stat(int(entry["size"]), next((str(entry[key]) for key in _VERSIONS if entry.get(key)), ""))
 
 

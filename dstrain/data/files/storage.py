@@ -14,10 +14,29 @@ from typing import Any
 from dstrain.disk import small
 from dstrain.recipe import ConfigError
 
-_STORAGE = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE,
-            errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN,
-            errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
-            errno.ENETUNREACH, errno.ESHUTDOWN}
+_STORAGE = {
+    errno.EIO,
+    errno.EAGAIN,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EINTR,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EBUSY,
+    errno.ENODEV,
+    errno.ENXIO,
+    errno.ENOTCONN,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ESHUTDOWN,
+}
 _TRIES = 4
 
 
@@ -29,7 +48,7 @@ def with_retries(read: Callable[[], Any], tries: int = _TRIES) -> Any:
         except (OSError, MemoryError, SystemError) as error:
             if not _transient(error) or attempt == tries - 1:
                 raise
-            time.sleep(0.2 * 5 ** attempt)
+            time.sleep(0.2 * 5**attempt)
 
 
 def storage_fails(error: Exception, path: Path) -> bool:
@@ -38,7 +57,7 @@ def storage_fails(error: Exception, path: Path) -> bool:
         return False
     if type(error).__module__ == "builtins":
         return True
-    try:                                          # FFmpeg reports damaged files as EIO, too
+    try:  # FFmpeg reports damaged files as EIO, too
         with open(path, "rb") as file:
             while file.read(1 << 24):
                 pass
@@ -48,9 +67,9 @@ def storage_fails(error: Exception, path: Path) -> bool:
 
 
 def _transient(error: Exception) -> bool:
-    if isinstance(error, MemoryError):            # FFmpeg's is of a size that the file asks for
+    if isinstance(error, MemoryError):  # FFmpeg's is of a size that the file asks for
         return type(error).__module__ == "builtins"
-    if isinstance(error, SystemError):            # two threads parsed headers of .npy at once: CPython's issue 106905
+    if isinstance(error, SystemError):  # two threads parsed headers of .npy at once: CPython's issue 106905
         return "AST constructor" in str(error)
     return isinstance(error, OSError) and error.errno in _STORAGE
 

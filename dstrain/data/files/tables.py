@@ -14,10 +14,10 @@ from dstrain.data.files.storage import with_retries
 from dstrain.disk.small import parse_json
 from dstrain.recipe import ConfigError, NotRead
 
-_LONGEST = 1 << 24                         # bytes of a line
-_BATCH = 1024                              # rows of a parquet file that are in memory
+_LONGEST = 1 << 24  # bytes of a line
+_BATCH = 1024  # rows of a parquet file that are in memory
 # Bytes that the needed columns of a row group may have: a page of it is unpacked as a whole, and a row may be a bomb.
-_SMALL, _WIDEST, _LARGEST = 1 << 26, 1 << 12, 1 << 32          # always; for each row; at most
+_SMALL, _WIDEST, _LARGEST = 1 << 26, 1 << 12, 1 << 32  # always; for each row; at most
 
 
 class Table(ABC):
@@ -26,7 +26,7 @@ class Table(ABC):
     where: what a message calls the table.
     """
 
-    noun = "line"                          # what a message counts
+    noun = "line"  # what a message counts
 
     def __init__(self, files: Files, name: str, where: str) -> None:
         self.files, self.name, self.where = files, name, where
@@ -74,8 +74,10 @@ def _decoded(line: bytes, number: int, where: str) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}, line {number}: byte {line[error.start]:#x} is no UTF-8: write the file in UTF-8, "
-                          "as `iconv -f LATIN1 -t UTF-8 OLD > NEW` does for text in Latin-1") from None
+        raise ConfigError(
+            f"{where}, line {number}: byte {line[error.start]:#x} is no UTF-8: write the file in UTF-8, "
+            "as `iconv -f LATIN1 -t UTF-8 OLD > NEW` does for text in Latin-1"
+        ) from None
 
 
 class _Csv(Table):
@@ -97,13 +99,16 @@ class _Csv(Table):
         reader = self._reader()
         try:
             for row in reader:
-                if any(row.get(None, ())):             # where the reader puts what is beyond the first line's columns
-                    raise ConfigError(f"{self.where}, line {reader.line_num}: more fields than the first line has: put "
-                                      f"quotation marks around text with {self.separators}")
+                if any(row.get(None, ())):  # where the reader puts what is beyond the first line's columns
+                    raise ConfigError(
+                        f"{self.where}, line {reader.line_num}: more fields than the first line has: put "
+                        f"quotation marks around text with {self.separators}"
+                    )
                 yield reader.line_num, row
         except csv.Error as error:
-            raise ConfigError(f"{self.where}, line {reader.line_num}: {error}: is a quotation mark left open?"
-                              ) from None
+            raise ConfigError(
+                f"{self.where}, line {reader.line_num}: {error}: is a quotation mark left open?"
+            ) from None
 
 
 class _Tsv(_Csv):
@@ -123,7 +128,7 @@ class _Jsonl(Table):
             except ValueError:
                 row = None
             if not isinstance(row, dict):
-                raise ConfigError(f"{self.where}, line {number}: no JSON object: write {{\"path\": ...}}, one a line")
+                raise ConfigError(f'{self.where}, line {number}: no JSON object: write {{"path": ...}}, one a line')
             yield number, row
 
 
@@ -139,8 +144,10 @@ class _Parquet(Table):
         except NotRead:
             raise
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise ConfigError(f"{self.where} is no readable parquet file ({' '.join(str(error).split())[:200]}): make "
-                              "it anew, or take it away") from None
+            raise ConfigError(
+                f"{self.where} is no readable parquet file ({' '.join(str(error).split())[:200]}): make "
+                "it anew, or take it away"
+            ) from None
 
     def columns(self) -> list[str]:
         with self._opened() as file:
@@ -150,9 +157,12 @@ class _Parquet(Table):
         from pyarrow import types
 
         with self._opened() as file:
-            return any(types.is_binary(field.type) or types.is_large_binary(field.type) or
-                       types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0
-                       for field in file.schema_arrow)
+            return any(
+                types.is_binary(field.type)
+                or types.is_large_binary(field.type)
+                or (types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0)
+                for field in file.schema_arrow
+            )
 
     def groups(self) -> int:
         with self._opened() as file:
@@ -164,12 +174,17 @@ class _Parquet(Table):
         with self._opened() as file:
             number = 1 + sum(file.metadata.row_group(before).num_rows for before in range(group))
             content = file.metadata.row_group(group)
-            sizes = [content.column(place).total_uncompressed_size for place in range(content.num_columns)
-                     if content.column(place).path_in_schema.split(".")[0] in columns]
+            sizes = [
+                content.column(place).total_uncompressed_size
+                for place in range(content.num_columns)
+                if content.column(place).path_in_schema.split(".")[0] in columns
+            ]
             if sum(sizes) > min(max(_SMALL, _WIDEST * content.num_rows), _LARGEST):
-                raise ConfigError(f"{self.where}: row group {group} has {sum(sizes) >> 20} MB of {', '.join(columns)} "
-                                  f"in {content.num_rows:,} rows, too much for a list: write smaller row groups, with "
-                                  f"rows below {_WIDEST >> 10} KB")
+                raise ConfigError(
+                    f"{self.where}: row group {group} has {sum(sizes) >> 20} MB of {', '.join(columns)} "
+                    f"in {content.num_rows:,} rows, too much for a list: write smaller row groups, with "
+                    f"rows below {_WIDEST >> 10} KB"
+                )
             try:
                 for batch in file.iter_batches(_BATCH, row_groups=[group], columns=list(columns)):
                     for row in batch.to_pylist():
@@ -178,8 +193,10 @@ class _Parquet(Table):
             except NotRead:
                 raise
             except (pyarrow.ArrowException, OSError, ValueError) as error:
-                raise ConfigError(f"{self.where}, row {number} or soon behind it cannot be read "
-                                  f"({' '.join(str(error).split())[:200]}): make the file anew") from None
+                raise ConfigError(
+                    f"{self.where}, row {number} or soon behind it cannot be read "
+                    f"({' '.join(str(error).split())[:200]}): make the file anew"
+                ) from None
 
 
 TABLES = {".csv": _Csv, ".tsv": _Tsv, ".jsonl": _Jsonl, ".parquet": _Parquet}

@@ -20,24 +20,24 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.recipe import ConfigError
 
 STORED, DEFLATED = 0, 8
-_END = Struct("<4sHHHHIIH")                # end of the directory: disks, entries, bytes and place of it, comment
-_LOCATOR = Struct("<4sIQI")                # of the zip64 record
+_END = Struct("<4sHHHHIIH")  # end of the directory: disks, entries, bytes and place of it, comment
+_LOCATOR = Struct("<4sIQI")  # of the zip64 record
 _END64 = Struct("<4sQHHIIQQQQ")
 _ENTRY = Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = Struct("<4sHHHHHIIIHH")
-_FIELD = Struct("<HH")                     # of an extra field: its kind and its bytes
-_COMMENT, _SLACK = 1 << 16, 32             # bytes; of a member's extra field, above what common writers write
+_FIELD = Struct("<HH")  # of an extra field: its kind and its bytes
+_COMMENT, _SLACK = 1 << 16, 32  # bytes; of a member's extra field, above what common writers write
 _BLOCK = 1 << 20
-_MOST_ARRAY = 1 << 28                      # bytes of an array
-_LARGE = 1 << 24                           # bytes that a member may inflate to while others do
+_MOST_ARRAY = 1 << 28  # bytes of an array
+_LARGE = 1 << 24  # bytes that a member may inflate to while others do
 _INFLATING = Lock()
 
 
 class Member(NamedTuple):
     name: str
-    offset: int                            # of its local header
-    packed: int                            # bytes in the zip file
-    size: int                              # bytes, once inflated
+    offset: int  # of its local header
+    packed: int  # bytes in the zip file
+    size: int  # bytes, once inflated
     method: int
     encrypted: bool
 
@@ -61,8 +61,9 @@ class Members:
         starts, ends = offsets[order], (offsets + packed + _LOCAL.size)[order]
         if (clash := np.flatnonzero(ends[:-1] > starts[1:])).size:
             names = [self.names[order[clash[0] + step]] for step in (0, 1)]
-            raise ConfigError(f"its members {names[0][:100]} and {names[1][:100]} overlap: no program that packs files "
-                              "writes that")
+            raise ConfigError(
+                f"its members {names[0][:100]} and {names[1][:100]} overlap: no program that packs files writes that"
+            )
 
 
 def directory(file: BinaryIO) -> Iterator[Member]:
@@ -73,8 +74,9 @@ def directory(file: BinaryIO) -> Iterator[Member]:
     left = size
     while left:
         try:
-            (mark, _, _, flags, method, _, _, _, packed, whole, names, extras, comments, _, _, _,
-             offset) = _ENTRY.unpack(file.read(_ENTRY.size))
+            (mark, _, _, flags, method, _, _, _, packed, whole, names, extras, comments, _, _, _, offset) = (
+                _ENTRY.unpack(file.read(_ENTRY.size))
+            )
         except StructError:
             raise ConfigError("its directory is cut off: it is truncated") from None
         rest = file.read(names + extras + comments)
@@ -82,7 +84,7 @@ def directory(file: BinaryIO) -> Iterator[Member]:
         if mark != b"PK\1\2" or len(rest) < names + extras + comments or left < 0:
             raise ConfigError("its directory is damaged")
         if 0xFFFFFFFF in (whole, packed, offset):
-            whole, packed, offset = _wide(rest[names:names + extras], whole, packed, offset)
+            whole, packed, offset = _wide(rest[names : names + extras], whole, packed, offset)
         name = rest[:names].decode("utf-8" if flags & 0x800 else "cp437", "replace")
         if offset + shift < 0 or offset + shift + _LOCAL.size + packed > start:
             raise ConfigError(f"its member {name[:100]} reaches beyond its data: it is truncated or damaged")
@@ -101,7 +103,7 @@ def _directory_place(file: BinaryIO, length: int) -> tuple[int, int, int]:
     end = length - len(tail) + place
     file.seek(max(0, end - _LOCATOR.size))
     locator = file.read(_LOCATOR.size)
-    if locator[:4] == b"PK\6\7" and len(locator) == _LOCATOR.size:       # the numbers of 64 bits stand elsewhere
+    if locator[:4] == b"PK\6\7" and len(locator) == _LOCATOR.size:  # the numbers of 64 bits stand elsewhere
         end = min(_LOCATOR.unpack(locator)[2], length)
         file.seek(end)
         content = file.read(_END64.size)
@@ -121,7 +123,7 @@ def _wide(extra: bytes, *values: int) -> list[int]:
     while place + 4 <= len(extra):
         kind, size = _FIELD.unpack_from(extra, place)
         if kind == 1:
-            field, wide = extra[place + 4:place + 4 + size], []
+            field, wide = extra[place + 4 : place + 4 + size], []
             for value in values:
                 if value == 0xFFFFFFFF:
                     value, field = int.from_bytes(field[:8].ljust(8, b"\xff"), "little"), field[8:]
@@ -138,14 +140,14 @@ def payload(files: Files, name: str, offset: int, packed: int, most: int) -> byt
     """
     if packed > most:
         raise ConfigError(f"it has {packed:,} bytes, above the cap of {most:,}")
-    block = files.span(name, offset, _LOCAL.size + _SLACK + packed)       # a directory follows: so much is always there
+    block = files.span(name, offset, _LOCAL.size + _SLACK + packed)  # a directory follows: so much is always there
     start, flags, method, crc = _local(block)
     if start + packed > len(block):
         block, start = files.span(name, offset + start, packed), 0
-    content = block[start:start + packed]
+    content = block[start : start + packed]
     if method == DEFLATED:
         content = inflated(content, most)
-    if not flags & 8 and zlib.crc32(content) != crc:                      # flag 8: the sum follows the data
+    if not flags & 8 and zlib.crc32(content) != crc:  # flag 8: the sum follows the data
         raise ConfigError("its bytes were altered: it is damaged")
     return content
 
@@ -170,7 +172,7 @@ def inflated(content: bytes, most: int) -> bytes:
     try:
         whole = stream.decompress(content, min(most, _LARGE) + 1)
         if len(whole) > _LARGE:
-            with _INFLATING:                                 # many threads read, and each may meet a bomb
+            with _INFLATING:  # many threads read, and each may meet a bomb
                 whole += stream.decompress(stream.unconsumed_tail, most + 1 - len(whole))
     except zlib.error as error:
         raise ConfigError(f"its compressed data are damaged ({error})") from None

@@ -27,26 +27,52 @@ from dstrain.disk.small import kind_of
 from dstrain.recipe import ConfigError
 
 LAYOUTS: tuple[type[Layout], ...] = (
-    PackedFiles, HubTables, Tars, Zips, Npz, Cifar, Idx, Lmdbs, ArrowTables, ParquetTables, WebVid, TableList, PathList,
-    Metadata, Beside, FlatVal, AllClips, AllFiles, ListedClips, ListedFolders, Clips, Folders)
+    PackedFiles,
+    HubTables,
+    Tars,
+    Zips,
+    Npz,
+    Cifar,
+    Idx,
+    Lmdbs,
+    ArrowTables,
+    ParquetTables,
+    WebVid,
+    TableList,
+    PathList,
+    Metadata,
+    Beside,
+    FlatVal,
+    AllClips,
+    AllFiles,
+    ListedClips,
+    ListedFolders,
+    Clips,
+    Folders,
+)
 
 
 def is_elsewhere(path: str) -> bool:
     """Whether a path is no file or folder of this machine, but an address, a name of the hub, or a pattern."""
-    return is_address(path) or path.startswith(HUB) or before_pattern(path) is not None and not Path(path).exists()
+    return is_address(path) or path.startswith(HUB) or (before_pattern(path) is not None and not Path(path).exists())
 
 
 def strange_address(key: str, path: str) -> str | None:
     """What is wrong with an address of a kind that is not read; None: it is none."""
-    return (f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
-            if re.match(r"\w+://", path) and not is_elsewhere(path) else None)
+    return (
+        f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
+        if re.match(r"\w+://", path) and not is_elsewhere(path)
+        else None
+    )
 
 
 def files_of(path: str, request: Request) -> Files:
     """Access to the files at a path. ConfigError: nothing is there."""
     if not (is_elsewhere(path) or Path(path).exists()):
-        raise ConfigError(strange_address(request.key, path) or f"{request.key}={path}: does not exist; give a folder "
-                          f"of {request.noun}, or builtin:fashion")
+        raise ConfigError(
+            strange_address(request.key, path)
+            or f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion"
+        )
     if os.path.exists(path) and (kind := kind_of(path)) not in (None, "a folder"):
         raise ConfigError(f"{request.key}={path} is {kind}: give a folder of {request.noun}, or a list of them")
     return files_at(path, request.cache)
@@ -57,17 +83,25 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):
             unread = [key for key in request.columns if key not in layout.columns_read]
-            if unread and request.key == "data.path" and not request.mixed:      # else they may be of the other data
-                raise ConfigError(f"data.columns names {', '.join(unread)}, and {path} ({layout.kind}) has "
-                                  f"{', '.join(layout.columns_read) or 'no columns'}: leave the others out")
+            if unread and request.key == "data.path" and not request.mixed:  # else they may be of the other data
+                raise ConfigError(
+                    f"data.columns names {', '.join(unread)}, and {path} ({layout.kind}) has "
+                    f"{', '.join(layout.columns_read) or 'no columns'}: leave the others out"
+                )
             return layout(path, files, request)
     if files.far:
-        raise ConfigError(f"{request.key}={path}: at an address, tar, zip, parquet and Arrow files and lists are read, "
-                          "and there are none: correct it, or make tars of a folder on a disk, python launch/pack.py "
-                          "FOLDER --format tar --out SHARDS")
+        raise ConfigError(
+            f"{request.key}={path}: at an address, tar, zip, parquet and Arrow files and lists are read, "
+            "and there are none: correct it, or make tars of a folder on a disk, python launch/pack.py "
+            "FOLDER --format tar --out SHARDS"
+        )
     if path.lower().endswith(request.suffixes):
-        raise ConfigError(f"{request.key}={path}: is not a folder, but one of the {request.noun}: name its folder, "
-                          f"{request.key}={os.path.dirname(os.path.abspath(path))}")
-    raise ConfigError(f"{request.key}={path}: is not a folder, and no file that is read; give a folder of "
-                      f"{request.noun}, a list of them ({' '.join(TABLES)}, or lines PATH NUMBER), a .tar, .zip, .npz, "
-                      ".parquet or .arrow (launch/data.md has all forms), or builtin:fashion")
+        raise ConfigError(
+            f"{request.key}={path}: is not a folder, but one of the {request.noun}: name its folder, "
+            f"{request.key}={os.path.dirname(os.path.abspath(path))}"
+        )
+    raise ConfigError(
+        f"{request.key}={path}: is not a folder, and no file that is read; give a folder of "
+        f"{request.noun}, a list of them ({' '.join(TABLES)}, or lines PATH NUMBER), a .tar, .zip, .npz, "
+        ".parquet or .arrow (launch/data.md has all forms), or builtin:fashion"
+    )

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 from dstrain.data.files.local import Files
 from dstrain.recipe import ConfigError, NotRead
 
-_END = b"\xff\xff\xff\xff\0\0\0\0"        # of a stream
-MAX_GROUP = 1 << 30                        # bytes of a column in a row group, which a worker holds
-_MAGIC = b"ARROW1\0\0"                     # before the stream in a file with a footer
-_BATCH = 256                               # rows of a parquet file that are decoded at a time, at most
-_LARGEST = 1 << 26                         # bytes that these rows have, where each is the largest that there may be
-_SEARCHED = 64                             # bytes of a value that are searched for, before all of it is compared
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
+MAX_GROUP = 1 << 30  # bytes of a column in a row group, which a worker holds
+_MAGIC = b"ARROW1\0\0"  # before the stream in a file with a footer
+_BATCH = 256  # rows of a parquet file that are decoded at a time, at most
+_LARGEST = 1 << 26  # bytes that these rows have, where each is the largest that there may be
+_SEARCHED = 64  # bytes of a value that are searched for, before all of it is compared
 
 
 class ArrowFile:
@@ -31,7 +31,7 @@ class ArrowFile:
         self.where = where
         try:
             with pa.memory_map(str(path)) as file:
-                self._bytes = file.read_buffer(file.size())            # a view: nothing is read
+                self._bytes = file.read_buffer(file.size())  # a view: nothing is read
             self._start = len(_MAGIC) if self._bytes[:8].to_pybytes() == _MAGIC else 0
             self.schema = pa.ipc.read_schema(self._bytes.slice(self._start))
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -41,7 +41,7 @@ class ArrowFile:
         """The byte at which each record batch begins, and the batch."""
         at = self._start
         while True:
-            if self._bytes[at:at + 8].to_pybytes() == _END:
+            if self._bytes[at : at + 8].to_pybytes() == _END:
                 return
             try:
                 message = pa.ipc.read_message(self._bytes.slice(at))
@@ -59,16 +59,20 @@ class ArrowFile:
 
     def _batch(self, message: pa.Message) -> pa.RecordBatch:
         if _is_compressed(message.metadata):
-            raise ConfigError(f"{self.where} is compressed inside, so that each sample would cost a whole batch: write "
-                              "it without compression, or as parquet")
+            raise ConfigError(
+                f"{self.where} is compressed inside, so that each sample would cost a whole batch: write "
+                "it without compression, or as parquet"
+            )
         try:
             return pa.ipc.read_record_batch(message, self.schema)
         except (pa.ArrowException, OSError) as error:
             raise self._broken(error) from None
 
     def _broken(self, error: Exception) -> ConfigError:
-        return ConfigError(f"{self.where} is no readable Arrow file ({' '.join(str(error).split())[:200]}): it is cut "
-                           "off or damaged; make it anew, or take it away")
+        return ConfigError(
+            f"{self.where} is no readable Arrow file ({' '.join(str(error).split())[:200]}): it is cut "
+            "off or damaged; make it anew, or take it away"
+        )
 
 
 def value_at(column: pa.Array, row: int) -> pa.Scalar:
@@ -110,7 +114,7 @@ class ParquetRows:
         self.files, self.name, self.where = files, name, where
         try:
             self._file = pq.ParquetFile(files.open(name))
-        except (ConfigError, NotRead):                                 # of the store, not of the file
+        except (ConfigError, NotRead):  # of the store, not of the file
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._broken(error) from None
@@ -136,8 +140,10 @@ class ParquetRows:
             if chunk.physical_type != "BYTE_ARRAY":
                 continue
             if max(chunk.total_uncompressed_size, chunk.total_compressed_size) > MAX_GROUP:
-                raise ConfigError(f"{self.where} has row groups of {chunk.total_uncompressed_size / 1e9:.2g} GB, of "
-                                  "which each worker would hold one: write it anew with row groups of some 100 rows")
+                raise ConfigError(
+                    f"{self.where} has row groups of {chunk.total_uncompressed_size / 1e9:.2g} GB, of "
+                    "which each worker would hold one: write it anew with row groups of some 100 rows"
+                )
             if chunk.compression != "UNCOMPRESSED" or chunk.path_in_schema not in (column, f"{column}.bytes"):
                 return None
             start = chunk.dictionary_page_offset or chunk.data_page_offset
@@ -156,8 +162,10 @@ class ParquetRows:
         return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
 
     def _broken(self, error: Exception) -> ConfigError:
-        return ConfigError(f"{self.where} is no readable parquet file ({' '.join(str(error).split())[:200]}): it is "
-                           "cut off or damaged; make it anew, or take it away")
+        return ConfigError(
+            f"{self.where} is no readable parquet file ({' '.join(str(error).split())[:200]}): it is "
+            "cut off or damaged; make it anew, or take it away"
+        )
 
 
 class PlainChunk:
@@ -170,7 +178,7 @@ class PlainChunk:
         """The byte of the file at which the next value begins; None: it is not there as it is."""
         stored = struct.pack("<I", len(value)) + value
         for at in (self._at, *(self._content.find(stored[:_SEARCHED], start) for start in (self._at, 0))):
-            if at >= 0 and self._content.startswith(stored, at):       # the next one, or behind the head of a page
+            if at >= 0 and self._content.startswith(stored, at):  # the next one, or behind the head of a page
                 self._at = at + len(stored)
                 return self._start + at + 4
         return None

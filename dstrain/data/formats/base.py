@@ -19,16 +19,16 @@ from dstrain.data.files.local import Files, LocalFiles, is_folder
 from dstrain.data.formats.class_list import ClassList, read_class_list
 from dstrain.recipe import Cache, NotRead
 
-_PEEKED = 4096                             # names of a folder by which its form is judged
+_PEEKED = 4096  # names of a folder by which its form is judged
 
 
 class Place(NamedTuple):
     """Where the bytes of a sample are. What `file`, `offset` and `size` mean is the layout's own affair."""
 
-    name: str                              # of the sample; of a file below the root: its relative path
-    file: int = 0                          # number of the file that holds it, mostly a place in `parts()`
-    offset: int = 0                        # a byte, or a row
-    size: int = -1                         # bytes there; -1: not known
+    name: str  # of the sample; of a file below the root: its relative path
+    file: int = 0  # number of the file that holds it, mostly a place in `parts()`
+    offset: int = 0  # a byte, or a row
+    size: int = -1  # bytes there; -1: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +36,25 @@ class Sample:
     """One sample as a layout lists it."""
 
     place: Place
-    label: int | str | None = None         # a number, or the name of a class; all samples have one or none has
-    captions: tuple[str, ...] = ()         # any number; all samples have some or none has
+    label: int | str | None = None  # a number, or the name of a class; all samples have one or none has
+    captions: tuple[str, ...] = ()  # any number; all samples have some or none has
 
 
 @dataclass(frozen=True)
 class Request:
     """What a command wants from data: which files count, and where labels and captions stand."""
 
-    suffixes: tuple[str, ...]              # of the files that count, in lower case: pictures or clips
-    noun: str = "images"                   # what a message calls the samples
-    key: str = "data.path"                 # what a message calls the data
-    captions: bool = False                 # captions are needed; without, a layout need not look for any
-    captions_file: str | None = None       # data.captions
-    labels: str = "auto"                   # data.labels: auto, prefix (ADM's CLASS_name.png) or none
-    class_list: str | None = None          # data.class_list: a file with a class (synset) a line
-    columns: dict[str, str | list[str]] = field(default_factory=dict)   # data.columns: path, image, label, caption
-    cache: Cache = field(default_factory=Cache)             # data.cache, of data at an address
-    mixed: bool = False                    # one of several sources, which share the entries above
-    measured: bool = False                 # sizes or frames are asked of all samples, and kept beside the index
+    suffixes: tuple[str, ...]  # of the files that count, in lower case: pictures or clips
+    noun: str = "images"  # what a message calls the samples
+    key: str = "data.path"  # what a message calls the data
+    captions: bool = False  # captions are needed; without, a layout need not look for any
+    captions_file: str | None = None  # data.captions
+    labels: str = "auto"  # data.labels: auto, prefix (ADM's CLASS_name.png) or none
+    class_list: str | None = None  # data.class_list: a file with a class (synset) a line
+    columns: dict[str, str | list[str]] = field(default_factory=dict)  # data.columns: path, image, label, caption
+    cache: Cache = field(default_factory=Cache)  # data.cache, of data at an address
+    mixed: bool = False  # one of several sources, which share the entries above
+    measured: bool = False  # sizes or frames are asked of all samples, and kept beside the index
 
 
 class Layout(ABC):
@@ -65,9 +65,9 @@ class Layout(ABC):
     be known of the listed samples, as JSON; it is kept in the index, and is there again with it.
     """
 
-    kind: ClassVar[str]                    # as the README's table calls it: "zip with dataset.json"
-    light: bool = False                    # reading a sample costs less than passing it between processes
-    columns_read: ClassVar[tuple[str, ...]] = ()       # keys of data.columns that it heeds
+    kind: ClassVar[str]  # as the README's table calls it: "zip with dataset.json"
+    light: bool = False  # reading a sample costs less than passing it between processes
+    columns_read: ClassVar[tuple[str, ...]] = ()  # keys of data.columns that it heeds
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         self.root, self.files, self.request = root, files, request
@@ -101,7 +101,7 @@ class Layout(ABC):
 
     def label(self, own: int | str | None, name: str) -> int | str | None:
         """A sample's label as data.labels and data.class_list have it, from the one that its form gives it."""
-        if self.request.labels == "none" or own is None and self.request.labels == "auto":
+        if self.request.labels == "none" or (own is None and self.request.labels == "auto"):
             return None
         at = f"{self.request.key}={self.root}"
         return self.class_list.prefix(name, at) if self.request.labels == "prefix" else self.class_list.number(own, at)

@@ -19,14 +19,16 @@ from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
 from dstrain.data.formats.pickled import as_array, read_pickle
 from dstrain.recipe import ConfigError, NotRead
 
-_PIXELS = 3072                             # bytes: the planes red, green and blue of 32 x 32
-_MOST = 1 << 28                            # bytes of a file
+_PIXELS = 3072  # bytes: the planes red, green and blue of 32 x 32
+_MOST = 1 << 28  # bytes of a file
 _TEN = tuple(f"data_batch_{number}" for number in (1, 2, 3, 4, 5))
 # Folder -> training files, test file, file of the classes, bytes before the pixels of a row (None: pickles), samples.
-_FORMS = {"cifar-10-batches-py": (_TEN, "test_batch", "batches.meta", None),
-          "cifar-100-python": (("train",), "test", "meta", None),
-          "cifar-10-batches-bin": (tuple(f"{name}.bin" for name in _TEN), "test_batch.bin", "batches.meta.txt", 1),
-          "cifar-100-binary": (("train.bin",), "test.bin", "fine_label_names.txt", 2)}
+_FORMS = {
+    "cifar-10-batches-py": (_TEN, "test_batch", "batches.meta", None),
+    "cifar-100-python": (("train",), "test", "meta", None),
+    "cifar-10-batches-bin": (tuple(f"{name}.bin" for name in _TEN), "test_batch.bin", "batches.meta.txt", 1),
+    "cifar-100-binary": (("train.bin",), "test.bin", "fine_label_names.txt", 2),
+}
 
 
 class Cifar(Layout):
@@ -58,8 +60,9 @@ class Cifar(Layout):
                 content = self._content(part)
             places, labels = _pickled(content) if before is None else _binary(content, before)
         except ConfigError as error:
-            raise ConfigError(f"{self.request.key}={self.root}: {part} cannot be read as a file of "
-                              f"CIFAR: {error}; fetch it anew") from None
+            raise ConfigError(
+                f"{self.request.key}={self.root}: {part} cannot be read as a file of CIFAR: {error}; fetch it anew"
+            ) from None
         name = part.removeprefix(self.folder)
         for number, (place, label) in enumerate(zip(places, labels)):
             at = Place(f"{name}/{number:05}", self.own.index(name), place, _PIXELS)
@@ -79,8 +82,13 @@ class Cifar(Layout):
                 names = content.decode().split()
             else:
                 meta = read_pickle(content)
-                names = [_text(word) for word in meta.get(b"fine_label_names") or meta.get("fine_label_names")
-                         or meta.get(b"label_names") or meta["label_names"]]
+                names = [
+                    _text(word)
+                    for word in meta.get(b"fine_label_names")
+                    or meta.get("fine_label_names")
+                    or meta.get(b"label_names")
+                    or meta["label_names"]
+                ]
         except NotRead:
             raise
         except (OSError, ConfigError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
@@ -111,7 +119,7 @@ def _form(root: str, files: Files) -> tuple[str, str, tuple[str, ...]] | None:
 
 def _exists(files: Files, name: str) -> bool:
     try:
-        return files.stat(name).size > 0               # a folder has none
+        return files.stat(name).size > 0  # a folder has none
     except NotRead:
         raise
     except OSError:
@@ -137,7 +145,7 @@ def _binary(content: bytes, before: int) -> tuple[range, list[int]]:
     row = before + _PIXELS
     if not content or len(content) % row:
         raise ConfigError(f"it has {len(content):,} bytes, and rows of {row:,}: it is truncated")
-    return range(before, len(content), row), list(content[before - 1::row])
+    return range(before, len(content), row), list(content[before - 1 :: row])
 
 
 def _text(value: str | bytes) -> str:

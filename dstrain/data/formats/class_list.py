@@ -22,7 +22,7 @@ class ClassList:
     """The classes by their labels; empty: no list was named, and the data tell their classes. where: for messages."""
 
     classes: tuple[str, ...] = ()
-    titles: tuple[str, ...] = ()           # what people call them, for pictures and exports; empty where none are given
+    titles: tuple[str, ...] = ()  # what people call them, for pictures and exports; empty where none are given
     where: str = "data.class_list"
     places: dict[str, int] = field(init=False)
 
@@ -35,16 +35,20 @@ class ClassList:
             return label
         place = label if isinstance(label, int) else self.places.get(label, -1)
         if not 0 <= place < len(self.classes):
-            raise ConfigError(f"{at}: the class {label!r} is not among the {len(self.classes)} of {self.where}: add it "
-                              "there, or take the sample away")
+            raise ConfigError(
+                f"{at}: the class {label!r} is not among the {len(self.classes)} of {self.where}: add it "
+                "there, or take the sample away"
+            )
         return place
 
     def prefix(self, name: str, at: str) -> int | str:
         """The class before the first `_` in a file's name, as ADM reads CLASS_name.png. ConfigError: there is none."""
         prefix, underscore, _ = name.rpartition("/")[2].partition("_")
         if not prefix or not underscore:
-            raise ConfigError(f"{at}: {name} does not begin with its class, as cat_1.png does, and data.labels=prefix "
-                              "asks for that: rename it, or take it away")
+            raise ConfigError(
+                f"{at}: {name} does not begin with its class, as cat_1.png does, and data.labels=prefix "
+                "asks for that: rename it, or take it away"
+            )
         return self.number(prefix, at)
 
 
@@ -56,16 +60,18 @@ def read_class_list(path: str | None) -> ClassList:
     try:
         lines = [line.strip() for line in small.read_text(path).lstrip("\ufeff").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read ({' '.join(str(error).split())}): name a text file (UTF-8) with a "
-                          "class a line") from None
+        raise ConfigError(
+            f"{where} cannot be read ({' '.join(str(error).split())}): name a text file (UTF-8) with a class a line"
+        ) from None
     while lines and not lines[-1]:
         del lines[-1]
     matches = [_TITLED.fullmatch(line) for line in lines]
     synsets = all(matches)
     classes = tuple(match[1] for match in matches) if synsets else tuple(lines)
     if not lines or not all(classes):
-        raise ConfigError(f"{where} has {'an empty line' if lines else 'no lines'}: write the class of label 0, 1, 2 "
-                          "..., one a line")
+        raise ConfigError(
+            f"{where} has {'an empty line' if lines else 'no lines'}: write the class of label 0, 1, 2 ..., one a line"
+        )
     if len(set(classes)) < len(classes):
         again = next(name for place, name in enumerate(classes) if name in classes[:place])
         raise ConfigError(f"{where} names {again} twice: leave one line for each class")

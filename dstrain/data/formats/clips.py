@@ -25,7 +25,7 @@ class Clips(Folders):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self._captions: dict[str, str] | None = None    # of the captions file
+        self._captions: dict[str, str] | None = None  # of the captions file
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -46,8 +46,10 @@ class Clips(Folders):
             yield from samples
             return
         if missing := [name for name in names if name not in self._captions]:
-            raise ConfigError(f"data.captions={self.request.captions_file}: no caption of {few(missing, 1)}, of "
-                              f"{len(names)} clips in {self.root}: write a line for each")
+            raise ConfigError(
+                f"data.captions={self.request.captions_file}: no caption of {few(missing, 1)}, of "
+                f"{len(names)} clips in {self.root}: write a line for each"
+            )
         self.notes["captioned"] = self.notes.get("captioned", 0) + len(names)
         for sample in samples:
             yield Sample(sample.place, sample.label, (self._captions[sample.place.name],))
@@ -56,16 +58,20 @@ class Clips(Folders):
         """ConfigError: some clips have their .txt, and others have none."""
         beside, first = _have_texts_beside(self.root, names), self.notes.setdefault("first", names[0])
         if self.notes.setdefault("beside", beside) != beside:
-            raise ConfigError(f"{self.root}: no .txt with a caption beside {first if beside else names[0]}, and others "
-                              "have theirs: write it, or remove the clip; clips have captions all or none")
+            raise ConfigError(
+                f"{self.root}: no .txt with a caption beside {first if beside else names[0]}, and others "
+                "have theirs: write it, or remove the clip; clips have captions all or none"
+            )
 
     def require_whole(self) -> None:
         captions, number = self._captions or {}, self.notes.get("captioned", 0)
         if len(captions) > number:
             superfluous = sorted(name for name in captions if not os.path.lexists(os.path.join(self.root, name)))
-            raise ConfigError(f"data.captions={self.request.captions_file}: {few(superfluous or sorted(captions), 1)} "
-                              f"not among the {number} clips in {self.root}: put the files there, or take out the "
-                              "lines")
+            raise ConfigError(
+                f"data.captions={self.request.captions_file}: {few(superfluous or sorted(captions), 1)} "
+                f"not among the {number} clips in {self.root}: put the files there, or take out the "
+                "lines"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_captions": None}
@@ -82,7 +88,7 @@ def _require_one_clip_a_name(root: str, names: list[str]) -> None:
 
 def _have_texts_beside(root: str, names: list[str]) -> bool:
     """Whether every clip has its X.txt, or none. ConfigError: only some have it."""
-    texts_in: dict[str, set[str]] = {}            # by one look at each folder, not one at each file
+    texts_in: dict[str, set[str]] = {}  # by one look at each folder, not one at each file
     without = []
     for name in names:
         folder, stem = os.path.split(os.path.splitext(name)[0])
@@ -91,8 +97,10 @@ def _have_texts_beside(root: str, names: list[str]) -> bool:
         if f"{stem}.txt" not in texts_in[folder]:
             without.append(name)
     if without and len(without) < len(names):
-        raise ConfigError(f"{root}: no .txt with a caption beside {few(without, 1)}, of {len(names)} clips: write it, "
-                          "or remove the clip; clips have captions all or none")
+        raise ConfigError(
+            f"{root}: no .txt with a caption beside {few(without, 1)}, of {len(names)} clips: write it, "
+            "or remove the clip; clips have captions all or none"
+        )
     return not without
 
 
@@ -110,8 +118,10 @@ def read_captions(file: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
     for number, name, caption in rows:
         if not isinstance(name, str) or not isinstance(caption, str) or not name or not caption.strip():
-            raise ConfigError(f"{where}, line {number}: no file and caption in it; write NAME<TAB>CAPTION, or a .csv "
-                              "or .jsonl with `file` and `caption`")
+            raise ConfigError(
+                f"{where}, line {number}: no file and caption in it; write NAME<TAB>CAPTION, or a .csv "
+                "or .jsonl with `file` and `caption`"
+            )
         if name in texts:
             raise ConfigError(f"{where}, line {number}: {name} a second time; keep one")
         texts[name] = caption.strip().encode("utf-8", "replace").decode()

@@ -26,8 +26,8 @@ class Folders(Layout):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self._deeper: list[str] = []                    # folders that were listed below the parts
-        self._by_name: dict[str, int] | None = None     # of a dataset.json
+        self._deeper: list[str] = []  # folders that were listed below the parts
+        self._by_name: dict[str, int] | None = None  # of a dataset.json
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -58,19 +58,25 @@ class Folders(Layout):
         if not flat and not full:
             raise without_samples(self)
         if full == [SAMPLES] and all(Path(name).stem == "grid" for name in flat):
-            raise ConfigError(f"{request.key}={root}: launch/generate.py wrote this folder, and its samples are in "
-                              f"{SAMPLES}: write {request.key}={root / SAMPLES}")
+            raise ConfigError(
+                f"{request.key}={root}: launch/generate.py wrote this folder, and its samples are in "
+                f"{SAMPLES}: write {request.key}={root / SAMPLES}"
+            )
         if flat and full:
-            raise ConfigError(f"{request.key}={root}: {request.noun} ({few(flat)}) beside class folders ({few(full)}): "
-                              f"is this one class or several? Move the {request.noun} into a folder of their "
-                              "class, or write data.labels=none for no classes")
+            raise ConfigError(
+                f"{request.key}={root}: {request.noun} ({few(flat)}) beside class folders ({few(full)}): "
+                f"is this one class or several? Move the {request.noun} into a folder of their "
+                "class, or write data.labels=none for no classes"
+            )
         if flat:
             return [""]
         if len(full) < len(classes):
             empty = [name for name in classes if name not in full]
-            raise ConfigError(f"{request.key}={root}: class folders without {request.noun}: {few(empty)}; remove or "
-                              "fill them, since they would count as classes; files ending in "
-                              f"{' '.join(request.suffixes)} are read, in any case")
+            raise ConfigError(
+                f"{request.key}={root}: class folders without {request.noun}: {few(empty)}; remove or "
+                "fill them, since they would count as classes; files ending in "
+                f"{' '.join(request.suffixes)} are read, in any case"
+            )
         self.classes = tuple(full)
         return full
 
@@ -94,14 +100,19 @@ class Folders(Layout):
 
     def _labelled(self, names: list[str], by_name: dict[str, int]) -> Iterator[Sample]:
         if missing := [name for name in names if by_name and name not in by_name]:
-            raise ConfigError(f"{self.request.key}={self.root}: {LABELS} has no label of {few(missing, 1)}, of "
-                              f"{len(names)} {self.request.noun}: make it anew, or take it away, and folders are the "
-                              "classes")
+            raise ConfigError(
+                f"{self.request.key}={self.root}: {LABELS} has no label of {few(missing, 1)}, of "
+                f"{len(names)} {self.request.noun}: make it anew, or take it away, and folders are the "
+                "classes"
+            )
         yield from (Sample(Place(name), by_name.get(name)) for name in names)
 
     def _flat(self, classes: tuple[str, ...]) -> list[str]:
-        return sorted(name for name in set(os.listdir(self.root)).difference(classes)
-                      if name.lower().endswith(self.request.suffixes) and name[0] != ".")
+        return sorted(
+            name
+            for name in set(os.listdir(self.root)).difference(classes)
+            if name.lower().endswith(self.request.suffixes) and name[0] != "."
+        )
 
     def seen(self) -> Iterator[str]:
         return walk(Path(self.root), "", ("",))

@@ -28,7 +28,7 @@ class HubTables(ArrowTables):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not os.path.isdir(self.files.root):             # this is another machine
+        if not os.path.isdir(self.files.root):  # this is another machine
             self._load()
 
     def _load(self) -> None:
@@ -41,8 +41,10 @@ class HubTables(ArrowTables):
         return root.startswith(HUB) and of_images(request)
 
     def _splits(self) -> dict[str, list[str]]:
-        return {SPLITS.get(split.lower(), split): [os.path.relpath(path, self.files.root) for path in paths]
-                for split, paths in self._by_split.items()}
+        return {
+            SPLITS.get(split.lower(), split): [os.path.relpath(path, self.files.root) for path in paths]
+            for split, paths in self._by_split.items()
+        }
 
     def _path_of(self, split: str, names: list[str]) -> str:
         return f"{self.root}:{next(name for name in self._by_split if SPLITS.get(name.lower()) == split)}"
@@ -59,7 +61,9 @@ def hub_files(root: str, request: Request) -> dict[str, list[str]]:
         data = datasets.load_dataset(name, split=split or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(f"{request.key}={root} cannot be loaded ({text}): without a network only what `datasets` has "
-                          "in its cache is there; give a folder of parquet files, or what save_to_disk wrote") from None
+        raise ConfigError(
+            f"{request.key}={root} cannot be loaded ({text}): without a network only what `datasets` has "
+            "in its cache is there; give a folder of parquet files, or what save_to_disk wrote"
+        ) from None
     splits = {split: data} if split else dict(data)
     return {split: [entry["filename"] for entry in part.cache_files] for split, part in splits.items()}

@@ -23,14 +23,21 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
 from dstrain.recipe import ConfigError, NotRead
 
-SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
-           "val": "validation", "dev": "validation", "test": "test"}         # words in names of files
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+}  # words in names of files
 _UNSEEN = ("validation", "test")
-_TRIED = 8                                 # folders of each, before it is known that the data are such files
-_DEEP = 3                                  # folders below each other in which files are looked for
-_MAPPED = 256                              # Arrow files that a worker keeps open
-_ROW = 1 << 24                             # rows of a record batch or row group; above them the place of that
-_HUGE = 4 << 20                            # bytes of a row group above which random order is worth a warning
+_TRIED = 8  # folders of each, before it is known that the data are such files
+_DEEP = 3  # folders below each other in which files are looked for
+_MAPPED = 256  # Arrow files that a worker keeps open
+_ROW = 1 << 24  # rows of a record batch or row group; above them the place of that
+_HUGE = 4 << 20  # bytes of a row group above which random order is worth a warning
 
 
 class Tables(Layout):
@@ -51,12 +58,13 @@ class Tables(Layout):
         self._reset()
 
     def _reset(self) -> None:
-        self._open: OrderedDict[Any, Any] = OrderedDict()               # of this process: files, or rows
+        self._open: OrderedDict[Any, Any] = OrderedDict()  # of this process: files, or rows
         self._lock = threading.Lock()
 
     @cached_property
     def columns(self) -> Any:
         from dstrain.data.formats.table_columns import columns_of
+
         return columns_of(self._schema(self._chosen()[0]), self.request, self.root)
 
     def parts(self) -> list[str]:
@@ -67,8 +75,10 @@ class Tables(Layout):
         splits = self._splits()
         chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
         if chosen is None:
-            raise ConfigError(f"{self.request.key}={self.root} has the splits {', '.join(sorted(splits))}, and no "
-                              "train: name the files of one of them, such as FOLDER/data/test-*.parquet")
+            raise ConfigError(
+                f"{self.request.key}={self.root} has the splits {', '.join(sorted(splits))}, and no "
+                "train: name the files of one of them, such as FOLDER/data/test-*.parquet"
+            )
         return chosen
 
     def watched(self) -> list[str]:
@@ -108,11 +118,14 @@ class Tables(Layout):
         if columns.label is not None:
             label = row[columns.label]
             label = int(label) if isinstance(label, bool) else label
-            if not isinstance(label, int | str) or isinstance(label, int) and not 0 <= label < (len(self.classes) or
-                                                                                               1 << 31):
-                raise ConfigError(f"{self.request.key}={self.root}: {place.name} has the {columns.label} {label!r}, "
-                                  "which is no class (-1: it is kept secret): write data.labels=none to leave labels "
-                                  "out, or take another split")
+            if not isinstance(label, int | str) or (
+                isinstance(label, int) and not 0 <= label < (len(self.classes) or 1 << 31)
+            ):
+                raise ConfigError(
+                    f"{self.request.key}={self.root}: {place.name} has the {columns.label} {label!r}, "
+                    "which is no class (-1: it is kept secret): write data.labels=none to leave labels "
+                    "out, or take another split"
+                )
         for name in columns.captions:
             texts = row[name] if isinstance(row[name], list) else [row[name]]
             captions += [str(text or "").strip() for text in texts]
@@ -153,8 +166,11 @@ class ArrowTables(Tables):
 
     def _path_of(self, split: str, names: list[str]) -> str:
         saved = self.files.names(names[0].rpartition("/")[0])
-        return f"{self.root}/{names[0].rpartition('/')[0]}" if ("state.json", False) in saved else super()._path_of(
-            split, names)
+        return (
+            f"{self.root}/{names[0].rpartition('/')[0]}"
+            if ("state.json", False) in saved
+            else super()._path_of(split, names)
+        )
 
     def _saved(self, folder: str) -> list[str]:
         files = self._json(f"{folder}state.json", "_data_files")
@@ -170,8 +186,9 @@ class ArrowTables(Tables):
         except NotRead:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.request.key}={self.root}: {name} cannot be read ({error}): save the data anew "
-                              "with save_to_disk") from None
+            raise ConfigError(
+                f"{self.request.key}={self.root}: {name} cannot be read ({error}): save the data anew with save_to_disk"
+            ) from None
 
     def _schema(self, part: str) -> Any:
         return self._file(part).schema
@@ -212,6 +229,7 @@ class ParquetTables(Tables):
         if first is None:
             return False
         from dstrain.data.formats.table_columns import holds_bytes, image_columns
+
         schema = _arrow().ParquetRows(files, first, f"{request.key}={root}: {first}").schema
         named = root.lower().endswith(cls.suffix) and "path" not in request.columns and holds_bytes(schema)
         return named or "image" in request.columns or bool(image_columns(schema, request))
@@ -223,16 +241,24 @@ class ParquetTables(Tables):
         part = self.parts()[0]
         file = _arrow().ParquetRows(self.files, part, self._where(part))
         size, is_plain = file.stored(self.columns.image)
-        return "" if is_plain or size < _HUGE else (
-            f"images are compressed in row groups of {size / 1e6:.0f} MB, and each sample costs the decoding of one: "
-            "launch/pack.py writes them as shards that are read sample by sample")
+        return (
+            ""
+            if is_plain or size < _HUGE
+            else (
+                f"images are compressed in row groups of {size / 1e6:.0f} MB, "
+                "and each sample costs the decoding of one: "
+                "launch/pack.py writes them as shards that are read sample by sample"
+            )
+        )
 
     def samples(self, part: str) -> Iterator[Sample]:
         file, image, count = _arrow().ParquetRows(self.files, part, self._where(part)), self.columns.image, 0
         missing = {image, *self._read_columns} - set(file.schema.names)
         if missing:
-            raise ConfigError(f"{self._where(part)} has no column {', '.join(sorted(missing))}, as "
-                              f"the first file has; it has {', '.join(file.schema.names)}")
+            raise ConfigError(
+                f"{self._where(part)} has no column {', '.join(sorted(missing))}, as "
+                f"the first file has; it has {', '.join(file.schema.names)}"
+            )
         for group in range(len(file)):
             chunk, row = file.plain(group, image), 0
             for batch in file.rows(group, [*self._read_columns, *([image] if chunk else [])]):
@@ -241,7 +267,7 @@ class ParquetTables(Tables):
                     content = bytes_of(_arrow().value_at(batch.column(image), number).as_py()) if chunk else None
                     if content is not None:
                         at = chunk.place(content)
-                        chunk = chunk if at is not None else None      # coded: the rest of the row group is, too
+                        chunk = chunk if at is not None else None  # coded: the rest of the row group is, too
                         offset, size = (offset, size) if at is None else (at, len(content))
                     yield self._sample(Place(f"{part}/{count}", 0, offset, size), values)
                     row, count = row + 1, count + 1
@@ -277,8 +303,9 @@ def bytes_of(value: Any) -> bytes | None:
     return value.get("bytes") if isinstance(value, dict) else value
 
 
-def files_below(files: Files, suffix: str, pattern: str | None = None, folder: str = "",
-                deep: int = _DEEP) -> Iterator[str]:
+def files_below(
+    files: Files, suffix: str, pattern: str | None = None, folder: str = "", deep: int = _DEEP
+) -> Iterator[str]:
     """The files with a suffix, in the order of their names; `pattern`: those directly in the folder that it fits."""
     for name, is_folder in files.names(folder):
         path = f"{folder}/{name}" if folder else name
@@ -305,6 +332,7 @@ def _first_below(files: Files, suffix: str, pattern: str | None, folder: str = "
 def _arrow() -> Any:
     """What needs pyarrow, whose import takes half a second that other data do without."""
     from dstrain.data.formats import arrow_files
+
     return arrow_files
 
 

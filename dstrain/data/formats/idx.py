@@ -27,8 +27,8 @@ from dstrain.recipe import ConfigError, NotRead
 
 _IMAGES = re.compile(r"(?P<set>[a-z]+-[a-z]+-)?(?P<split>train|t10k|test)-images[-.]idx3-ubyte(?P<gz>\.gz)?")
 _FOLDERS = ("", *(f"{name}raw/" for name in ("", "MNIST/", "FashionMNIST/", "KMNIST/", "EMNIST/")))
-_HEADER = Struct(">IIII")           # magic number, images, rows, columns
-_HEADER_OF_LABELS = Struct(">II")          # magic number, labels
+_HEADER = Struct(">IIII")  # magic number, images, rows, columns
+_HEADER_OF_LABELS = Struct(">II")  # magic number, labels
 _MAGIC, _MAGIC_OF_LABELS = 0x803, 0x801
 _BLOCK = 1 << 20
 
@@ -44,12 +44,14 @@ class Idx(Layout):
         names = _images(root, files)
         sets = sorted({_match(name)["set"] or "" for name in names})
         if len(sets) > 1:
-            raise ConfigError(f"{request.key}={root}: holds several sets, {few([name.rstrip('-') for name in sets])}: "
-                              "keep the files of one, or links to them, in a folder of their own")
+            raise ConfigError(
+                f"{request.key}={root}: holds several sets, {few([name.rstrip('-') for name in sets])}: "
+                "keep the files of one, or links to them, in a folder of their own"
+            )
         train = [name for name in names if _match(name)["split"] == "train"]
         self.name = (train or names)[0]
         self._unseen = next((name for name in names if train and name not in train), None)
-        self._unpacked: Path | None = None                     # of a .gz
+        self._unpacked: Path | None = None  # of a .gz
         self._shape: tuple[int, int] | None = None
 
     @classmethod
@@ -87,7 +89,7 @@ class Idx(Layout):
     def samples(self, part: str) -> Iterator[Sample]:
         with self._reading(part), self._open(part) as file:
             number, height, width = _header(file)
-            if not part.endswith(".gz"):                       # of others, unpacking has seen it
+            if not part.endswith(".gz"):  # of others, unpacking has seen it
                 _require_none(self.files.stat(part).size - _HEADER.size - number * height * width)
         name = self._labels_name()
         with self._reading(name), self._open(name) as file:
@@ -128,8 +130,9 @@ class Idx(Layout):
             try:
                 yield
             except (gzip.BadGzipFile, EOFError, zlib.error, ConfigError) as error:
-                raise ConfigError(f"{self.request.key}={self.root}: {name} cannot be read: {error}; fetch it "
-                                  "anew") from None
+                raise ConfigError(
+                    f"{self.request.key}={self.root}: {name} cannot be read: {error}; fetch it anew"
+                ) from None
 
 
 def _match(name: str) -> re.Match:

@@ -34,17 +34,22 @@ from dstrain.recipe import Cache, ConfigError
 
 _TREES = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
 _VAL = re.compile(r"ILSVRC2012_val_(\d{8})\.jpe?g", re.IGNORECASE)
-_TRUTHS = ("LOC_val_solution.csv", "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt",
-           "data/ILSVRC2012_validation_ground_truth.txt", "ILSVRC2012_validation_ground_truth.txt",
-           "imagenet_2012_validation_synset_labels.txt")
+_TRUTHS = (
+    "LOC_val_solution.csv",
+    "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt",
+    "data/ILSVRC2012_validation_ground_truth.txt",
+    "ILSVRC2012_validation_ground_truth.txt",
+    "imagenet_2012_validation_synset_labels.txt",
+)
 _TITLES = "LOC_synset_mapping.txt"
-_UP = 5                                    # folders above val/ in which such files are looked for
-_LOOKED = 100                              # entries of a folder that are looked at
-_MOST = 1 << 24                            # bytes of such a file
+_UP = 5  # folders above val/ in which such files are looked for
+_LOOKED = 100  # entries of a folder that are looked at
+_MOST = 1 << 24  # bytes of such a file
 
 
-def taken_apart(path: str | Path, held_out: float, held_out_path: str | Path | None,
-                whole: bool = False, cache: Cache | None = None) -> tuple[str | Path, str | Path | None]:
+def taken_apart(
+    path: str | Path, held_out: float, held_out_path: str | Path | None, whole: bool = False, cache: Cache | None = None
+) -> tuple[str | Path, str | Path | None]:
     """data.path and data.held_out_path: of a root with train/ and val/ these two, unless other data are held out; also
     of data whose form holds some out, such as CIFAR's test batch.
 
@@ -54,8 +59,10 @@ def taken_apart(path: str | Path, held_out: float, held_out_path: str | Path | N
     if splits is None:
         return path, held_out_path or (None if held_out or whole else held_out_by(path, cache))
     if whole:
-        raise ConfigError(f"data.path={path}: train and val in it are splits, not classes: write data.path="
-                          f"{splits[0]}, and for evaluation data.held_out_path={splits[1]}")
+        raise ConfigError(
+            f"data.path={path}: train and val in it are splits, not classes: write data.path="
+            f"{splits[0]}, and for evaluation data.held_out_path={splits[1]}"
+        )
     return splits[0], held_out_path or (None if held_out else splits[1])
 
 
@@ -95,11 +102,15 @@ class ListedFolders(Folders):
         parts, names = super().parts(), read_class_list(self.request.class_list)
         unknown = [name for name in self.classes if name not in names.places]
         if parts == [""] or self._by_name is not None:
-            raise ConfigError(f"{self.request.key}={self.root} has no class folders, and {names.where} names some: "
-                              "leave it out, or write data.labels=prefix for files such as cat_1.png")
+            raise ConfigError(
+                f"{self.request.key}={self.root} has no class folders, and {names.where} names some: "
+                "leave it out, or write data.labels=prefix for files such as cat_1.png"
+            )
         if unknown:
-            raise ConfigError(f"{self.request.key}={self.root}: the class folders {few(unknown)} are not among the "
-                              f"{len(names.classes)} of {names.where}: add them there, or take them away")
+            raise ConfigError(
+                f"{self.request.key}={self.root}: the class folders {few(unknown)} are not among the "
+                f"{len(names.classes)} of {names.where}: add them there, or take them away"
+            )
         self.classes = names.classes
         return parts
 
@@ -144,12 +155,18 @@ class FlatVal(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return (isinstance(files, LocalFiles) and os.path.isdir(root) and request.labels == "auto"
-                and _first_val(root) and _truth(root) is not None)
+        return (
+            isinstance(files, LocalFiles)
+            and os.path.isdir(root)
+            and request.labels == "auto"
+            and _first_val(root)
+            and _truth(root) is not None
+        )
 
     def parts(self) -> list[str]:
-        self.classes = (read_class_list(self.request.class_list).classes
-                        or class_folders(Path(self.root).resolve().parent / "train"))
+        self.classes = read_class_list(self.request.class_list).classes or class_folders(
+            Path(self.root).resolve().parent / "train"
+        )
         return [""]
 
     def samples(self, part: str) -> Iterator[Sample]:
@@ -158,13 +175,15 @@ class FlatVal(Layout):
             match = _VAL.fullmatch(name)
             if is_folder or match is None:
                 if name.lower().endswith(self.request.suffixes):
-                    raise ConfigError(f"{at}: {name} is none of ImageNet's validation images, as the others are: take "
-                                      "it away")
+                    raise ConfigError(
+                        f"{at}: {name} is none of ImageNet's validation images, as the others are: take it away"
+                    )
                 continue
             number = int(match[1])
             if not 1 <= number <= len(synsets):
-                raise ConfigError(f"{at}: {truth} has no label of {name}, only of {len(synsets)} images: take the "
-                                  "kit's own file")
+                raise ConfigError(
+                    f"{at}: {truth} has no label of {name}, only of {len(synsets)} images: take the kit's own file"
+                )
             yield Sample(Place(name), synsets[number - 1])
 
     def read(self, place: Place) -> Path:
@@ -180,7 +199,7 @@ def titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple
     file = class_list or next(filter(os.path.isfile, (place / _TITLES for place in _above(path))), None)
     try:
         names = read_class_list(file)
-    except ConfigError:                           # then the data could not be read, or it is someone else's
+    except ConfigError:  # then the data could not be read, or it is someone else's
         return classes
     if not names.titles or not set(classes) <= set(names.classes):
         return classes
@@ -211,8 +230,11 @@ def _synsets(truth: Path) -> tuple[Path, list[str]]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{truth} cannot be read ({' '.join(str(error).split())}): take the kit's own file") from None
     if truth.suffix == ".csv":
-        numbered = {int(match[1]): row[1].partition(" ")[0] for row in pairs
-                    if len(row) == 2 and (match := _VAL.fullmatch(f"{row[0]}.JPEG"))}
+        numbered = {
+            int(match[1]): row[1].partition(" ")[0]
+            for row in pairs
+            if len(row) == 2 and (match := _VAL.fullmatch(f"{row[0]}.JPEG"))
+        }
         labels = [numbered.get(number, "") for number in range(1, len(numbered) + 1)]
     else:
         labels = [row.strip() for row in rows if row.strip()]
@@ -230,12 +252,15 @@ def _numbers_of_kit(path: Path) -> dict[str, str]:
     try:
         from scipy.io import loadmat
     except ImportError:
-        raise ConfigError(f"{path} is MATLAB's: `pip install scipy` reads it; or put LOC_val_solution.csv beside val/"
-                          ) from None
+        raise ConfigError(
+            f"{path} is MATLAB's: `pip install scipy` reads it; or put LOC_val_solution.csv beside val/"
+        ) from None
     try:
         small.read_bytes(path, _MOST)
         rows: Any = np.atleast_1d(loadmat(path, squeeze_me=True, variable_names=["synsets"])["synsets"])
         return {str(int(row["ILSVRC2012_ID"])): str(row["WNID"]) for row in rows if int(row["num_children"]) == 0}
-    except Exception as error:                    # whatever a damaged file makes scipy raise
-        raise ConfigError(f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}): take "
-                          "the kit's own file") from None
+    except Exception as error:  # whatever a damaged file makes scipy raise
+        raise ConfigError(
+            f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}): take "
+            "the kit's own file"
+        ) from None

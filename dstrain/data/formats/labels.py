@@ -1,9 +1,9 @@
 """What tells the classes of files, beside one folder for each class; what looks like classes and is none.
 
-    dataset.json     as dataset_tool of StyleGAN and EDM writes it: {"labels": [["00000/img00000000.png", 6], ...]}. Its
-                     numbers are the labels, and folders say nothing. "labels": null: the files have no labels
-    train/ val/      splits of the data: refused, since they would count as two classes
-    cat_1.png        ADM's convention: read by data.labels=prefix, and named where a model needs labels
+dataset.json     as dataset_tool of StyleGAN and EDM writes it: {"labels": [["00000/img00000000.png", 6], ...]}. Its
+                 numbers are the labels, and folders say nothing. "labels": null: the files have no labels
+train/ val/      splits of the data: refused, since they would count as two classes
+cat_1.png        ADM's convention: read by data.labels=prefix, and named where a model needs labels
 """
 
 import os
@@ -17,11 +17,11 @@ from dstrain.disk import small
 from dstrain.recipe import ConfigError
 
 LABELS = "dataset.json"
-_LARGEST = 1 << 20                         # label in a dataset.json
+_LARGEST = 1 << 20  # label in a dataset.json
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}
-_BESIDE = {"", "a", "b", "data", "images", "img", "imgs", "seg", "set"}     # train_images, testB
-MOST_BYTES = 1 << 30                      # of a dataset.json: ten million files
-_ASKED = 2000                              # names that are searched for a prefix
+_BESIDE = {"", "a", "b", "data", "images", "img", "imgs", "seg", "set"}  # train_images, testB
+MOST_BYTES = 1 << 30  # of a dataset.json: ten million files
+_ASKED = 2000  # names that are searched for a prefix
 
 
 def labels_of_names(root: Path, key: str) -> dict[str, int] | None:
@@ -36,8 +36,10 @@ def labels_of_names(root: Path, key: str) -> dict[str, int] | None:
     try:
         content = small.read_json(path, MOST_BYTES)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
-                          "or take it away, and folders are the classes") from None
+        raise ConfigError(
+            f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
+            "or take it away, and folders are the classes"
+        ) from None
     return parsed_labels(content, root, key)
 
 
@@ -47,14 +49,19 @@ def parsed_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | 
         return None
     rows = content["labels"] or []
     try:
-        labels = {name: label for name, label in rows}
+        labels = dict(rows)
     except (TypeError, ValueError):
         labels = {"": None}
-    wrong = [name for name, label in labels.items()
-             if not (isinstance(name, str) and type(label) is int and 0 <= label < _LARGEST)]
+    wrong = [
+        name
+        for name, label in labels.items()
+        if not (isinstance(name, str) and type(label) is int and 0 <= label < _LARGEST)
+    ]
     if wrong:
-        raise ConfigError(f"{key}={root}: the labels in {LABELS} are no whole numbers from 0 to {_LARGEST - 1:,} (of "
-                          f"{wrong[0]!r}): write those, or take the file away, and folders are the classes")
+        raise ConfigError(
+            f"{key}={root}: the labels in {LABELS} are no whole numbers from 0 to {_LARGEST - 1:,} (of "
+            f"{wrong[0]!r}): write those, or take the file away, and folders are the classes"
+        )
     if len(labels) < len(rows):
         raise ConfigError(f"{key}={root}: {LABELS} names a file twice: leave one label for each file")
     return labels
@@ -63,26 +70,29 @@ def parsed_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | 
 def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
     """ConfigError: the class folders of a data folder are its splits, train and val."""
     splits = [name for name in folders if is_split(name)]
-    if not splits or len(splits) == 1 and len(folders) > 1:        # a train may be a class among others
+    if not splits or (len(splits) == 1 and len(folders) > 1):  # a train may be a class among others
         _refuse_splits_within(root, folders, key)
         return
     train = next((name for name in splits if "train" in name.lower()), splits[0])
     others = sorted((name for name in splits if name != train), key=lambda name: "val" not in name.lower())
     unseen = f", and for evaluation data.held_out_path={root / others[0]}" if others and key == "data.path" else ""
-    raise ConfigError(f"{key}={root}: {' and '.join(splits)} are splits, not classes: write {key}={root / train}"
-                      f"{unseen}")
+    raise ConfigError(
+        f"{key}={root}: {' and '.join(splits)} are splits, not classes: write {key}={root / train}{unseen}"
+    )
 
 
 def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> None:
     """ConfigError: class folders hold the splits, which would all be learned from."""
     for name in folders:
         inner = (entry.name for entry in os.scandir(root / name) if entry.is_dir(follow_symlinks=False))
-        splits = sorted(filter(is_split, inner))         # a class may hold a million files
+        splits = sorted(filter(is_split, inner))  # a class may hold a million files
         if len(splits) > 1 and len(folders) == 1:
             refuse_splits(root / name, tuple(splits), key)
         if len(splits) > 1:
-            raise ConfigError(f"{key}={root}: the folder {name} holds the splits {' and '.join(splits)}, and all of "
-                              f"them would be learned from: turn them round, {splits[0]}/{name}")
+            raise ConfigError(
+                f"{key}={root}: the folder {name} holds the splits {' and '.join(splits)}, and all of "
+                f"them would be learned from: turn them round, {splits[0]}/{name}"
+            )
 
 
 def is_split(name: str) -> bool:
@@ -91,8 +101,15 @@ def is_split(name: str) -> bool:
     return bool(_SPLITS & set(words)) and set(words) <= _SPLITS | _BESIDE
 
 
-def require_classes(path: str, source: Source, held_out: Source | None, number: int | None, field: str = "",
-                    without: str = "", own: bool = False) -> None:
+def require_classes(
+    path: str,
+    source: Source,
+    held_out: Source | None,
+    number: int | None,
+    field: str = "",
+    without: str = "",
+    own: bool = False,
+) -> None:
     """ConfigError where a model that learns `number` labels (None: none) would learn them from data that have others.
 
     path: of the data, for messages. field, without: SystemConfig.num_labels_field and .without_labels. own: the data
@@ -103,13 +120,17 @@ def require_classes(path: str, source: Source, held_out: Source | None, number: 
         pass
     elif classes:
         count = f"{classes} classes" if classes > 1 else "1 class"
-        raise ConfigError(f"data.path={path} has {count}, and the model learns {number}: write "
-                          f"model.{field}={classes} (weights of init_from then lose their table of labels)")
+        raise ConfigError(
+            f"data.path={path} has {count}, and the model learns {number}: write "
+            f"model.{field}={classes} (weights of init_from then lose their table of labels)"
+        )
     elif number > 1:
         remedy = f", or write {without} for a model without labels" if without else ""
-        raise ConfigError(f"data.path={path} has no classes, and the model learns {number}: put the images of each "
-                          f"class into a folder of its own{_about_prefixes(source)}, or name a list with a column "
-                          f"`label`, data.path=FILE.csv{remedy}")
+        raise ConfigError(
+            f"data.path={path} has no classes, and the model learns {number}: put the images of each "
+            f"class into a folder of its own{_about_prefixes(source)}, or name a list with a column "
+            f"`label`, data.path=FILE.csv{remedy}"
+        )
     if number is not None and number > 1 and held_out is not None and not held_out.classes:
         raise ConfigError(_held_out_without_classes(path, source, held_out, own))
 
@@ -117,13 +138,17 @@ def require_classes(path: str, source: Source, held_out: Source | None, number: 
 def _held_out_without_classes(path: str, source: Source, held_out: Source, own: bool) -> str:
     unseen = held_out.where.partition("=")[2]
     share = ", or write data.held_out=0.02, which holds out a share of what is trained on" if own else ""
-    if own and unseen.endswith("_val_lmdb"):                   # LSUN's, where one category alone has them
+    if own and unseen.endswith("_val_lmdb"):  # LSUN's, where one category alone has them
         names = [f"{name}_val_lmdb" for name in source.classes if not os.path.isdir(f"{path}/{name}_val_lmdb")]
-        return (f"data.path={path} holds out {os.path.basename(unseen)} alone, and nothing of its other classes: add "
-                f"{few(names)}{share}")
+        return (
+            f"data.path={path} holds out {os.path.basename(unseen)} alone, and nothing of its other classes: add "
+            f"{few(names)}{share}"
+        )
     which = f"the held-out data, {unseen}," if own else "the held-out data"
-    return (f"{which} have no classes, and data.path={path} has {len(source.classes)}: put the files of each class "
-            f"into a folder of its own, named as there{share}")
+    return (
+        f"{which} have no classes, and data.path={path} has {len(source.classes)}: put the files of each class "
+        f"into a folder of its own, named as there{share}"
+    )
 
 
 def _about_prefixes(source: Source) -> str:

@@ -19,16 +19,28 @@ from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.class_list import read_class_list
 from dstrain.recipe import ConfigError, NotRead
 
-COLUMNS = {                                # names by which a column is known, the first that is there counts
-    "path": ("file_name", "path", "file", "filename", "file_path", "filepath", "image", "image_path", "image_file",
-             "video", "video_path"),
+COLUMNS = {  # names by which a column is known, the first that is there counts
+    "path": (
+        "file_name",
+        "path",
+        "file",
+        "filename",
+        "file_path",
+        "filepath",
+        "image",
+        "image_path",
+        "image_file",
+        "video",
+        "video_path",
+    ),
     "label": ("label", "class", "class_name", "category"),
-    "caption": ("caption", "captions", "text", "prompt")}
+    "caption": ("caption", "captions", "text", "prompt"),
+}
 _METADATA = tuple(f"metadata{suffix}" for suffix in TABLES)
-_NAMED = 20                                # columns that a message names
-_LOOKED = 20                               # first rows whose files are looked for
-_NUMBER = re.compile(r"-?[0-9]{1,19}(\.0+)?")     # a whole number as tables write it
-_FRACTION = re.compile(r"[-+]?[0-9]*\.[0-9]*[1-9][0-9]*")      # a score, which would be a class of its own in each row
+_NAMED = 20  # columns that a message names
+_LOOKED = 20  # first rows whose files are looked for
+_NUMBER = re.compile(r"-?[0-9]{1,19}(\.0+)?")  # a whole number as tables write it
+_FRACTION = re.compile(r"[-+]?[0-9]*\.[0-9]*[1-9][0-9]*")  # a score, which would be a class of its own in each row
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 
 
@@ -37,7 +49,7 @@ class TableList(Layout):
 
     kind = "csv, tsv, jsonl or parquet list"
     columns_read = ("path", "label", "caption")
-    bases: ClassVar[tuple[str, ...]] = ("",)         # folders in which the files may be, from that of the list
+    bases: ClassVar[tuple[str, ...]] = ("",)  # folders in which the files may be, from that of the list
     known: ClassVar[dict[str, tuple[str, ...]]] = COLUMNS
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
@@ -56,8 +68,10 @@ class TableList(Layout):
 
     def parts(self) -> list[str]:
         if self.request.captions_file is not None:
-            raise ConfigError(f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions "
-                              "stand in a column of it: write data.columns={caption: NAME}")
+            raise ConfigError(
+                f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions "
+                "stand in a column of it: write data.columns={caption: NAME}"
+            )
         return [f"{table.name}:{group}" for table in self._tables() for group in range(table.groups())]
 
     def watched(self) -> list[str]:
@@ -75,9 +89,11 @@ class TableList(Layout):
             at = f"{table.where}, {table.noun} {line}"
             path = self._path(row, columns["path"], at)
             texts = tuple(text for column in columns["caption"] for text in captions(row.get(column), at))
-            yield Sample(Place(path if path.startswith("/") else base + path),
-                         self._label(row.get(label[0]), at) if label else self._unlabelled(path, at),
-                         texts or ("",) * bool(columns["caption"]))          # without a text, it will be a bad sample
+            yield Sample(
+                Place(path if path.startswith("/") else base + path),
+                self._label(row.get(label[0]), at) if label else self._unlabelled(path, at),
+                texts or ("",) * bool(columns["caption"]),
+            )  # without a text, it will be a bad sample
 
     def read(self, place: Place) -> Path:
         return self.files.local(place.name)
@@ -95,10 +111,14 @@ class TableList(Layout):
             columns["caption"] = []
         if not columns["path"]:
             if not table.columns():
-                raise ConfigError(f"{table.where} is empty: write a first line with the names of columns, as file_name,"
-                                  f"label, then a line for each of the {self.request.noun}")
-            raise ConfigError(f"{table.where} has no column with the paths of {self.request.noun}, only "
-                              f"{few(table.columns(), _NAMED)}: name it, data.columns={{path: NAME}}")
+                raise ConfigError(
+                    f"{table.where} is empty: write a first line with the names of columns, as file_name,"
+                    f"label, then a line for each of the {self.request.noun}"
+                )
+            raise ConfigError(
+                f"{table.where} has no column with the paths of {self.request.noun}, only "
+                f"{few(table.columns(), _NAMED)}: name it, data.columns={{path: NAME}}"
+            )
         return columns
 
     def _path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
@@ -111,22 +131,26 @@ class TableList(Layout):
         except UnicodeEncodeError:
             raise ConfigError(f"{at}: {path!r} holds half a character, which no path has: mend it") from None
         if "://" in path:
-            raise ConfigError(f"{at}: {path} is an address: fetch the files first, for example with img2dataset or "
-                              "video2dataset, whose output is read as it is")
+            raise ConfigError(
+                f"{at}: {path} is an address: fetch the files first, for example with img2dataset or "
+                "video2dataset, whose output is read as it is"
+            )
         if not isinstance(self.files, LocalFiles) and (path[0] == "/" or ".." in path.split("/")):
             raise ConfigError(f"{at}: {path} leads out of the folder of the list, which only a list on a disk may do")
         return path.removeprefix("./")
 
     def _label(self, label: Any, at: str) -> int | str:
-        if isinstance(label, float) and label.is_integer():           # pandas, where a column has gaps
+        if isinstance(label, float) and label.is_integer():  # pandas, where a column has gaps
             label = int(label)
         if type(label) is not int and (not isinstance(label, str) or not label.strip()):
             raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
         label = label.strip() if isinstance(label, str) else label
         if isinstance(label, str) and _FRACTION.fullmatch(label) and label not in self.names.places:
-            raise ConfigError(f"{at}: the label {label} is neither a whole number nor a name: name the column of "
-                              "labels, data.columns={label: NAME}, or write data.labels=none")
-        if self.numbers or self.classes and label not in self.names.places:
+            raise ConfigError(
+                f"{at}: the label {label} is neither a whole number nor a name: name the column of "
+                "labels, data.columns={label: NAME}, or write data.labels=none"
+            )
+        if self.numbers or (self.classes and label not in self.names.places):
             label = int(str(label).partition(".")[0]) if _is_number(label) else label
         if self.classes:
             return self.names.number(label, at)
@@ -161,9 +185,11 @@ class TableList(Layout):
         for base in self.bases:
             if any(exists(self.files, os.path.join(base, path)) for path in paths):
                 return base
-        raise ConfigError(f"{table.where}: none of its first {len(paths)} files is there, the first is "
-                          f"{self.files.local(paths[0])}: paths are relative to the folder of the list, or absolute; "
-                          "move the list, or name another column, data.columns={path: NAME}")
+        raise ConfigError(
+            f"{table.where}: none of its first {len(paths)} files is there, the first is "
+            f"{self.files.local(paths[0])}: paths are relative to the folder of the list, or absolute; "
+            "move the list, or name another column, data.columns={path: NAME}"
+        )
 
 
 class Metadata(TableList):
@@ -180,12 +206,17 @@ class Metadata(TableList):
             return False
         names = [name for name in _METADATA if exists(files, name)]
         tables = [open_table(files, name, f"{request.key}={root}: {name}") for name in names]
-        tables = [table for table in tables if "file_name" in _columns_if_readable(table)]   # else it is someone else's
+        tables = [table for table in tables if "file_name" in _columns_if_readable(table)]  # else it is someone else's
         if len(tables) > 1:
-            raise ConfigError(f"{request.key}={root} has {' and '.join(table.name for table in tables)}: which of them "
-                              "counts? Keep one")
-        return any(request.labels == "auto" and _column("label", table, request) or
-                   request.captions and _column("caption", table, request) for table in tables)
+            raise ConfigError(
+                f"{request.key}={root} has {' and '.join(table.name for table in tables)}: which of them "
+                "counts? Keep one"
+            )
+        return any(
+            (request.labels == "auto" and _column("label", table, request))
+            or (request.captions and _column("caption", table, request))
+            for table in tables
+        )
 
     def _tables(self) -> list[Table]:
         tables = (self._table(name) for name in _METADATA if exists(self.files, name))
@@ -201,8 +232,9 @@ def captions(value: Any, at: str) -> Iterator[str]:
         if text is None:
             continue
         if not isinstance(text, str):
-            raise ConfigError(f"{at}: {str(text)[:60]} is no caption: name the column of texts, "
-                              "data.columns={caption: NAME}")
+            raise ConfigError(
+                f"{at}: {str(text)[:60]} is no caption: name the column of texts, data.columns={{caption: NAME}}"
+            )
         if text.strip():
             yield text.strip().encode("utf-8", "replace").decode()
 
@@ -234,8 +266,10 @@ def _column(kind: str, table: Table, request: Request, known: dict[str, tuple[st
         return [name for name in known[kind] if name in columns][:1]
     names = [names] if isinstance(names, str) else list(names)
     if missing := [name for name in names if name not in columns]:
-        raise ConfigError(f"{table.where} has no column {missing[0]}, which data.columns names, only "
-                          f"{few(columns, _NAMED) or 'nothing'}: write one of these")
+        raise ConfigError(
+            f"{table.where} has no column {missing[0]}, which data.columns names, only "
+            f"{few(columns, _NAMED) or 'nothing'}: write one of these"
+        )
     return names
 
 
@@ -247,5 +281,8 @@ def _columns_if_readable(table: Table) -> list[str]:
 
 
 def _is_number(label: Any) -> bool:
-    return type(label) is int or (isinstance(label, float) and label.is_integer()) or (
-        isinstance(label, str) and _NUMBER.fullmatch(label.strip()) is not None)
+    return (
+        type(label) is int
+        or (isinstance(label, float) and label.is_integer())
+        or (isinstance(label, str) and _NUMBER.fullmatch(label.strip()) is not None)
+    )

@@ -23,13 +23,13 @@ from dstrain.recipe import ConfigError
 _DATA, _END, _UNSEEN, _SINGLE = "data.mdb", "_lmdb", "_val_lmdb", (".lmdb", ".mdb")
 # Magic, version, page size; of the main tree flags, depth and root; last page, transaction.
 _META = Struct("<16xII16xI48xHH32xQQQ")
-_PAGE = Struct("<10xHHH")                  # flags, end of the list of nodes, begin of the nodes
-_NODE = Struct("<HHHH")                    # bytes of a leaf's value, or page of a branch (48 bits); bytes of the key
-_BRANCH, _LEAF = 1, 2                      # flags of a page
-_BIG, _TREES = 1, 6                        # flags of a node: a value in pages of its own; no value but a tree
+_PAGE = Struct("<10xHHH")  # flags, end of the list of nodes, begin of the nodes
+_NODE = Struct("<HHHH")  # bytes of a leaf's value, or page of a branch (48 bits); bytes of the key
+_BRANCH, _LEAF = 1, 2  # flags of a page
+_BIG, _TREES = 1, 6  # flags of a node: a value in pages of its own; no value but a tree
 _MAGIC, _VERSION, _HEAD = 0xBEEFC0DE, 1, 16
-_LEAST = 64                                # bytes of an image; shorter values are numbers, such as the count of images
-_TRIED = 10                                # values, of which one must begin as an image does
+_LEAST = 64  # bytes of an image; shorter values are numbers, such as the count of images
+_TRIED = 10  # values, of which one must begin as an image does
 _BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"RIFF", b"BM")
 
 
@@ -79,8 +79,10 @@ class Lmdbs(Layout):
                     name = key.decode("utf-8", "backslashreplace")
                     yield Sample(Place(f"{folder}{name}", number, offset, size), self.label(label, name))
         except ConfigError as error:
-            raise ConfigError(f"{self.request.key}={self.root}: {part} cannot be read: {error}; fetch it "
-                              "anew, or give a folder of images") from None
+            raise ConfigError(
+                f"{self.request.key}={self.root}: {part} cannot be read: {error}; fetch it "
+                "anew, or give a folder of images"
+            ) from None
 
     def read(self, place: Place) -> bytes:
         if place.size > MAX_BYTES:
@@ -113,7 +115,7 @@ def _values(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
     size, root, last, flags = _meta(file, length)
     if flags & 4:
         raise ConfigError("it holds several values for a key")
-    left = last + 1                                            # pages: each is visited once, so that no circle is
+    left = last + 1  # pages: each is visited once, so that no circle is
 
     def page(number: int) -> bytes:
         nonlocal left
@@ -141,9 +143,9 @@ def _values(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
         for low, high, bits, key, start in nodes:
             count, place = low | high << 16, number * size + start
             if bits & _BIG:
-                place = int.from_bytes(content[start:start + 8], "little") * size + _HEAD
+                place = int.from_bytes(content[start : start + 8], "little") * size + _HEAD
             if not bits & _TREES:
-                if place + count > length or not bits & _BIG and start + count > size:
+                if place + count > length or (not bits & _BIG and start + count > size):
                     raise ConfigError("its pages are damaged")
                 yield key, place, count
 
@@ -152,14 +154,14 @@ def _nodes(page: bytes) -> Iterator[tuple[int, int, int, bytes, int]]:
     """Of each node its numbers and flags, its key, and where in the page its value begins."""
     _, lower, _ = _PAGE.unpack_from(page)
     for place in range(_HEAD, lower, 2):
-        start = int.from_bytes(page[place:place + 2], "little")
+        start = int.from_bytes(page[place : place + 2], "little")
         if start + _NODE.size > len(page):
             raise ConfigError("its pages are damaged")
         low, high, bits, keys = _NODE.unpack_from(page, start)
         begin = start + _NODE.size
         if begin + keys > len(page):
             raise ConfigError("its pages are damaged")
-        yield low, high, bits, page[begin:begin + keys], begin + keys
+        yield low, high, bits, page[begin : begin + keys], begin + keys
 
 
 def _meta(file: BinaryIO, length: int) -> tuple[int, int, int, int]:

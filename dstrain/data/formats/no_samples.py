@@ -12,22 +12,28 @@ from dstrain.data.cached.foreign import Edm2, FastDiT, LightningDiT
 from dstrain.data.formats.base import Layout
 from dstrain.recipe import ConfigError
 
-_LOOKED = 1000                             # files by which data are judged
-_ABOVE = 3                                 # folders in which latents may lie: REPA/vae-sd/00000
+_LOOKED = 1000  # files by which data are judged
+_ABOVE = 3  # folders in which latents may lie: REPA/vae-sd/00000
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 _PICTURES = (".tif", ".tiff", ".gif", ".avif", ".heic", ".heif", ".jp2", ".jxl", ".ppm", ".pgm", ".tga", ".exr", ".dng")
-_REMEDIES = (                              # suffixes of files that are no samples as they lie there, and the remedy
-    (_VIDEOS,
-     "data.num_frames=17 reads clips, for a system that learns from them, such as system=phenaki.tokenizer"),
-    (_PICTURES,
-     "convert them to PNG or JPEG, as `mogrify -format png FILES` of ImageMagick does"),
-    ((".npy", ".safetensors"),
-     "{latents}; pixels are written as uint8 (N, H, W, C) by numpy.savez(FILE, arr_0=images)"),
-    ((".parquet",), "name its column of encoded images, data.columns={{image: NAME}}, or, where it is a list of paths, "
-     "write {key}={root}/{name}"),
-    ((".tar", ".zip", ".npz", ".csv", ".tsv", ".jsonl"),
-     "name the file, {key}={root}/{name}; data.mixture='[{{path: A}}, {{path: B}}]' takes several"),
-    ((".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it first"))
+_REMEDIES = (  # suffixes of files that are no samples as they lie there, and the remedy
+    (_VIDEOS, "data.num_frames=17 reads clips, for a system that learns from them, such as system=phenaki.tokenizer"),
+    (_PICTURES, "convert them to PNG or JPEG, as `mogrify -format png FILES` of ImageMagick does"),
+    (
+        (".npy", ".safetensors"),
+        "{latents}; pixels are written as uint8 (N, H, W, C) by numpy.savez(FILE, arr_0=images)",
+    ),
+    (
+        (".parquet",),
+        "name its column of encoded images, data.columns={{image: NAME}}, or, where it is a list of paths, "
+        "write {key}={root}/{name}",
+    ),
+    (
+        (".tar", ".zip", ".npz", ".csv", ".tsv", ".jsonl"),
+        "name the file, {key}={root}/{name}; data.mixture='[{{path: A}}, {{path: B}}]' takes several",
+    ),
+    ((".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it first"),
+)
 _UNKNOWN = "launch/data.md has all forms that are read, such as a folder of {noun}"
 
 
@@ -36,8 +42,10 @@ def without_samples(layout: Layout) -> ConfigError:
     request = layout.request
     noun, where = request.noun, f"{request.key}={layout.root}"
     if left_out := layout.notes.get("uncaptioned", 0):
-        return ConfigError(f"{where}: none of its {left_out:,} {noun} has a caption: write X.txt beside X.png, in tars "
-                           "too, or leave out what asks for captions")
+        return ConfigError(
+            f"{where}: none of its {left_out:,} {noun} has a caption: write X.txt beside X.png, in tars "
+            "too, or leave out what asks for captions"
+        )
     counts, first, names = Counter(), {}, layout.seen()
     for name in islice(names, _LOOKED):
         suffix = splitext(name)[1].lower()
@@ -45,18 +53,19 @@ def without_samples(layout: Layout) -> ConfigError:
         first.setdefault(suffix, name)
     if not counts:
         return ConfigError(f"{where}: no {noun} in it, and no other file: put {noun} into it, or name other data")
-    known = {suffix: remedy for suffixes, remedy in _REMEDIES for suffix in suffixes
-             if suffix not in request.suffixes}
+    known = {suffix: remedy for suffixes, remedy in _REMEDIES for suffix in suffixes if suffix not in request.suffixes}
     suffix = max(counts, key=lambda suffix: (suffix in known, counts[suffix]))
     name, more = first[suffix], counts[suffix] - 1
     others = f" and {more:,}{'' if sum(counts.values()) < _LOOKED else ' or more'} like it" if more else ""
     remedy = known.get(suffix, _UNKNOWN)
     if "{root}/{name}" in remedy and (within := re.match(r".*?\.(tar|zip)(?=/)", name, re.IGNORECASE)):
-        remedy = f"unpack {within[0]} first"                     # a member has no path
+        remedy = f"unpack {within[0]} first"  # a member has no path
     latents = _of_latents(layout.root, name) if "{latents}" in remedy else ""
     remedy = remedy.format(key=request.key, root=layout.root, name=name, noun=noun, latents=latents)
-    return ConfigError(f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "
-                       f"It holds {name}{others}: {remedy}")
+    return ConfigError(
+        f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "
+        f"It holds {name}{others}: {remedy}"
+    )
 
 
 def left_out(counts: Mapping[str, int]) -> str:
@@ -66,20 +75,30 @@ def left_out(counts: Mapping[str, int]) -> str:
         return ""
     ways = ["convert pictures to PNG or JPEG"] * any(suffix in _PICTURES for suffix in known)
     ways += ["read videos by data.num_frames"] * any(suffix in _VIDEOS for suffix in known)
-    return (f"files of other types are left out, {', '.join(f'{suffix} {counts[suffix]:,}' for suffix in known)}: "
-            f"{', '.join(ways)}, if they are samples")
+    return (
+        f"files of other types are left out, {', '.join(f'{suffix} {counts[suffix]:,}' for suffix in known)}: "
+        f"{', '.join(ways)}, if they are samples"
+    )
 
 
 def _of_latents(root: str, name: str) -> str:
     """How latents that others have cached are taken over, where one of their files is `name`."""
     if "://" in root:
-        place = None                                             # launch/encode.py reads them from a disk
+        place = None  # launch/encode.py reads them from a disk
     elif root.endswith(".zip"):
         place = Path(root)
     else:
-        place = next((folder for folder in Path(root, name).parents[:_ABOVE]
-                      if any(layout.recognises(folder) for layout in (Edm2, LightningDiT, FastDiT))), None)
+        place = next(
+            (
+                folder
+                for folder in Path(root, name).parents[:_ABOVE]
+                if any(layout.recognises(folder) for layout in (Edm2, LightningDiT, FastDiT))
+            ),
+            None,
+        )
     if place is None:
         return "launch/encode.md names the latents of others that launch/encode.py --from-latents takes over"
-    return (f"latents that others have cached are taken over by launch/encode.py --from-latents "
-            f"{shlex.quote(str(place))} --first-stage PATH --out DIR")
+    return (
+        f"latents that others have cached are taken over by launch/encode.py --from-latents "
+        f"{shlex.quote(str(place))} --first-stage PATH --out DIR"
+    )

@@ -20,16 +20,16 @@ from dstrain.data.formats import unpacked
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
 from dstrain.recipe import ConfigError
 
-_HEADER = 1 << 16                          # bytes of an array's header, at most
-_MEMBERS = 1000                            # of an .npz
-_LABELS = 1 << 31                          # bytes of labels: 200 million
+_HEADER = 1 << 16  # bytes of an array's header, at most
+_MEMBERS = 1000  # of an .npz
+_LABELS = 1 << 31  # bytes of labels: 200 million
 
 
 class _Array(NamedTuple):
     member: Member
     shape: tuple[int, ...]
     dtype: np.dtype
-    start: int                             # bytes of the header
+    start: int  # bytes of the header
 
 
 class Npz(Layout):
@@ -58,8 +58,9 @@ class Npz(Layout):
             images = _images(file)
             if images.member.method == DEFLATED:
                 stat = self.files.stat(self.name)
-                self._unpacked = unpacked.unpacked(folder, f"{self.name}.arr_0.npy", stat, images.member.size,
-                                                   blocks(file, images.member))
+                self._unpacked = unpacked.unpacked(
+                    folder, f"{self.name}.arr_0.npy", stat, images.member.size, blocks(file, images.member)
+                )
 
     def samples(self, part: str) -> Iterator[Sample]:
         with self._reading() as file:
@@ -93,8 +94,10 @@ class Npz(Layout):
                 with self.files.open(self.name) as file:
                     yield file
             except ConfigError as error:
-                raise ConfigError(f"{self.request.key}={self.root}: {self.name} cannot be read: {error}; write it with "
-                                  "numpy.savez(FILE, arr_0=images, arr_1=labels)") from None
+                raise ConfigError(
+                    f"{self.request.key}={self.root}: {self.name} cannot be read: {error}; write it with "
+                    "numpy.savez(FILE, arr_0=images, arr_1=labels)"
+                ) from None
 
 
 def _arrays(file: BinaryIO) -> dict[str, Member]:
@@ -114,7 +117,7 @@ def _images(file: BinaryIO) -> _Array:
         raise ConfigError(f"it holds {names or 'nothing'}, and no arr_0 with images, uint8 (N, H, W, C)")
     images = _header(file, members["arr_0"])
     shape = images.shape
-    if images.dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3, 4) or not 0 < math.prod(shape):
+    if images.dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3, 4) or not math.prod(shape) > 0:
         raise ConfigError(f"its arr_0 is {images.dtype} {shape}, and images are uint8 (N, H, W, 1, 3 or 4)")
     return images
 
@@ -125,14 +128,21 @@ def _labels(file: BinaryIO, number: int) -> np.ndarray | None:
     if "arr_1" not in members:
         return None
     array = _header(file, members["arr_1"])
-    if array.dtype.kind not in "iufb" or len(array.shape) not in (1, 2) or array.shape[0] != number \
-            or array.member.size > _LABELS:
+    if (
+        array.dtype.kind not in "iufb"
+        or len(array.shape) not in (1, 2)
+        or array.shape[0] != number
+        or array.member.size > _LABELS
+    ):
         raise ConfigError(f"its arr_1 is {array.dtype} {array.shape}, and labels are integers ({number},)")
     content = b"".join(blocks(file, array.member))
     labels = np.frombuffer(content, array.dtype, offset=array.start).reshape(array.shape)
     one_hot = labels.ndim == 2
-    whole = ((labels != 0).sum(1) == 1) & (labels.max(1) == 1) if one_hot else \
-        np.isfinite(labels) & (labels == np.trunc(labels))
+    whole = (
+        ((labels != 0).sum(1) == 1) & (labels.max(1) == 1)
+        if one_hot
+        else np.isfinite(labels) & (labels == np.trunc(labels))
+    )
     if not whole.all():
         raise ConfigError("its arr_1 holds neither whole numbers (N,) nor one-hot rows (N, classes): write these")
     return labels.argmax(1) if one_hot else labels
@@ -149,6 +159,8 @@ def _header(file: BinaryIO, member: Member) -> _Array:
         raise ConfigError(f"its {member.name[:100]} is no array of numpy's") from None
     size = header.tell() + math.prod(shape) * dtype.itemsize
     if dtype.hasobject or fortran or min(shape, default=0) < 0 or size != member.size:
-        raise ConfigError(f"its {member.name[:100]} is damaged, or holds Python objects, or is stored by columns: "
-                          "it must hold numbers by rows (numpy.ascontiguousarray)")
+        raise ConfigError(
+            f"its {member.name[:100]} is damaged, or holds Python objects, or is stored by columns: "
+            "it must hold numbers by rows (numpy.ascontiguousarray)"
+        )
     return _Array(member, shape, dtype, header.tell())

@@ -7,7 +7,7 @@ from dstrain.data.formats.base import Layout, Place, Request, Sample, exists
 from dstrain.data.formats.packing import INDEX, PACKING, read_index, samples_of, shard_name
 from dstrain.recipe import ConfigError, NotRead
 
-_MAX_BYTES = 1 << 28                       # of a file that is read
+_MAX_BYTES = 1 << 28  # of a file that is read
 
 
 class PackedFiles(Layout):
@@ -17,10 +17,11 @@ class PackedFiles(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return exists(files, INDEX) or exists(files, PACKING) and exists(files, shard_name(0))
+        return exists(files, INDEX) or (exists(files, PACKING) and exists(files, shard_name(0)))
 
     def parts(self) -> list[str]:
-        """ConfigError: not packed to the end, a shard is missing or has another size, clips where images are asked for.
+        """ConfigError: not packed to the end, a shard is missing or has another size, clips where
+        images are asked for.
         """
         where = f"{self.request.key}={self.root}"
         try:
@@ -32,9 +33,11 @@ class PackedFiles(Layout):
             raise ConfigError(f"{where} holds {body['noun']}, not {self.request.noun}: {remedy}")
         chosen = {"labels": self.request.labels not in ("auto", "none"), "class_list": self.request.class_list}
         if any(chosen.values()) and self.request.key == "data.path" and not self.request.mixed:
-            raise ConfigError(f"{where} keeps the labels with which it was packed, and data."
-                              f"{next(name for name in chosen if chosen[name])} is of no use here: leave it out, or "
-                              "give it to launch/pack.py")
+            raise ConfigError(
+                f"{where} keeps the labels with which it was packed, and data."
+                f"{next(name for name in chosen if chosen[name])} is of no use here: leave it out, or "
+                "give it to launch/pack.py"
+            )
         for shard in body["shards"]:
             try:
                 size = self.files.stat(shard["name"]).size
@@ -52,9 +55,11 @@ class PackedFiles(Layout):
         number = int(part.removeprefix("files_").partition(".")[0])
         try:
             for packed in samples_of(self.files, part):
-                yield Sample(Place(packed.name, number, packed.offset, packed.size),
-                             None if self.request.labels == "none" else packed.label,
-                             packed.captions if self.request.captions else ())
+                yield Sample(
+                    Place(packed.name, number, packed.offset, packed.size),
+                    None if self.request.labels == "none" else packed.label,
+                    packed.captions if self.request.captions else (),
+                )
         except ConfigError as error:
             raise ConfigError(f"{self.request.key}={self.root}: {error}") from None
 

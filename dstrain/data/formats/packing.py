@@ -35,19 +35,27 @@ from dstrain.disk import sealed, small
 from dstrain.recipe import ConfigError
 
 INDEX, PACKING, FORMAT = "pack.json", "packing.json", 1
-_HEADER = 4096                             # bytes of a shard before its arrays
-_LARGEST = 1 << 31                         # bytes of one column that are read at once
-_TYPES = {"ends": "I64", "label": "I64", "name_ends": "I64", "caption_ends": "I64", "captions_ends": "I64",
-          "bytes": "U8", "names": "U8", "captions": "U8"}
+_HEADER = 4096  # bytes of a shard before its arrays
+_LARGEST = 1 << 31  # bytes of one column that are read at once
+_TYPES = {
+    "ends": "I64",
+    "label": "I64",
+    "name_ends": "I64",
+    "caption_ends": "I64",
+    "captions_ends": "I64",
+    "bytes": "U8",
+    "names": "U8",
+    "captions": "U8",
+}
 _ENDS = {"names": "name_ends", "captions": "caption_ends"}
-_COLUMNS = tuple(name for name in _TYPES if name != "bytes")       # numbers first, since they lie at multiples of 8
+_COLUMNS = tuple(name for name in _TYPES if name != "bytes")  # numbers first, since they lie at multiples of 8
 
 
 class Packed(NamedTuple):
     """A sample in a shard."""
 
-    offset: int                            # of its bytes in the file
-    size: int                              # 0: it could not be read when it was packed
+    offset: int  # of its bytes in the file
+    size: int  # 0: it could not be read when it was packed
     name: str
     label: int | None
     captions: tuple[str, ...]
@@ -92,10 +100,17 @@ class ShardWriter:
             if name in columns:
                 self._file.write(columns[name])
         lengths = {"bytes": self._size + len(padding)} | {
-            name: len(columns[name]) * (8 if _TYPES[name] == "I64" else 1) for name in _COLUMNS if name in columns}
+            name: len(columns[name]) * (8 if _TYPES[name] == "I64" else 1) for name in _COLUMNS if name in columns
+        }
         ends = list(accumulate(lengths.values()))
-        header = {name: {"dtype": _TYPES[name], "shape": [length // (8 if _TYPES[name] == "I64" else 1)],
-                         "data_offsets": [end - length, end]} for (name, length), end in zip(lengths.items(), ends)}
+        header = {
+            name: {
+                "dtype": _TYPES[name],
+                "shape": [length // (8 if _TYPES[name] == "I64" else 1)],
+                "data_offsets": [end - length, end],
+            }
+            for (name, length), end in zip(lengths.items(), ends)
+        }
         text = json.dumps(header).encode()
         self._file.seek(0)
         self._file.write((_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8))
@@ -113,15 +128,19 @@ def samples_of(files: Files, name: str) -> Iterator[Packed]:
             own = () if captions is None else range(int(captions[number - 1]) if number else 0, int(captions[number]))
             if not 0 <= begin <= end <= columns["bytes"] or not 0 <= name_begin <= name_end <= len(names):
                 raise ValueError("ends that lead backwards")
-            yield Packed(_HEADER + begin, end - begin, os.fsdecode(names[name_begin:name_end]),
-                         None if labels is None else int(labels[number]),
-                         tuple(_caption(texts, columns["caption_ends"], place) for place in own))
+            yield Packed(
+                _HEADER + begin,
+                end - begin,
+                os.fsdecode(names[name_begin:name_end]),
+                None if labels is None else int(labels[number]),
+                tuple(_caption(texts, columns["caption_ends"], place) for place in own),
+            )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ConfigError(f"{name} is no shard of launch/pack.py, or is damaged ({error})") from None
 
 
 def _caption(texts: bytes, ends: np.ndarray, place: int) -> str:
-    return texts[int(ends[place - 1]) if place else 0:int(ends[place])].decode("utf-8")
+    return texts[int(ends[place - 1]) if place else 0 : int(ends[place])].decode("utf-8")
 
 
 def _columns(files: Files, name: str) -> dict[str, Any]:
@@ -133,8 +152,9 @@ def _columns(files: Files, name: str) -> dict[str, Any]:
             begin, end = header[column]["data_offsets"]
             if not 0 <= begin <= end or end - begin > _LARGEST:
                 raise ValueError(f"a column {column} from {begin} to {end}")
-            columns[column] = np.frombuffer(files.span(name, _HEADER + begin, end - begin),
-                                            np.int64 if _TYPES[column] == "I64" else np.uint8)
+            columns[column] = np.frombuffer(
+                files.span(name, _HEADER + begin, end - begin), np.int64 if _TYPES[column] == "I64" else np.uint8
+            )
     return columns
 
 
@@ -153,8 +173,10 @@ def read_index(files: Files) -> dict[str, Any]:
         with files.open(INDEX) as file:
             body = sealed.parse(file.read(small.MEGABYTE << 8))
     except FileNotFoundError:
-        raise ConfigError("is not packed to the end: give the command of launch/pack.py that began it once more, and "
-                          "it goes on where it stopped") from None
+        raise ConfigError(
+            "is not packed to the end: give the command of launch/pack.py that began it once more, and "
+            "it goes on where it stopped"
+        ) from None
     if body is None:
         raise ConfigError(f"has a {INDEX} that is truncated or altered: repeat the launch/pack.py that wrote it")
     if body.get("format") != FORMAT:

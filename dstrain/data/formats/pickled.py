@@ -65,11 +65,11 @@ def read_pickle(content: bytes) -> Any:
             if opcode.name == "STOP":
                 break
             _step(opcode.name, argument, place, stack, memo)
-        value, = stack
+        (value,) = stack
         return value
     except ConfigError:
         raise
-    except Exception as error:             # damaged or hostile bytes: an error of any kind
+    except Exception as error:  # damaged or hostile bytes: an error of any kind
         raise ConfigError(f"it is no pickle of plain values ({type(error).__name__}: {str(error)[:100]})") from None
 
 
@@ -83,10 +83,10 @@ def _step(name: str, argument: Any, place: int, stack: list[Any], memo: dict[int
     elif name in _BYTES:
         # In pickles of Python 2, pickletools gives a text with a character for each byte.
         block = Block(argument.encode("latin-1") if isinstance(argument, str) else argument)
-        block.place = place + 1 + _BYTES[name]         # behind the opcode and the length
+        block.place = place + 1 + _BYTES[name]  # behind the opcode and the length
         stack.append(block)
     elif name == "STRING":
-        stack.append(argument.encode("latin-1"))       # written in another way than it is: it has no place
+        stack.append(argument.encode("latin-1"))  # written in another way than it is: it has no place
     elif name == "MARK":
         stack.append(_Mark)
     elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
@@ -94,7 +94,7 @@ def _step(name: str, argument: Any, place: int, stack: list[Any], memo: dict[int
     elif name in ("GET", "BINGET", "LONG_BINGET"):
         stack.append(memo[argument])
     elif name in _TUPLES:
-        stack[-_TUPLES[name]:] = [tuple(stack[-_TUPLES[name]:])]
+        stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
     elif name in ("TUPLE", "LIST", "DICT"):
         values = _since_mark(stack)
         stack.append(tuple(values) if name == "TUPLE" else values if name == "LIST" else _pairs(values))
@@ -119,7 +119,7 @@ def _step(name: str, argument: Any, place: int, stack: list[Any], memo: dict[int
 
 def _since_mark(stack: list[Any]) -> list[Any]:
     start = len(stack) - 1 - next(place for place, value in enumerate(reversed(stack)) if value is _Mark)
-    values = stack[start + 1:]
+    values = stack[start + 1 :]
     del stack[start:]
     return values
 
@@ -138,10 +138,11 @@ def as_array(value: Any) -> Array:
     """Where a pickled numpy array has its bytes. ConfigError: it is none, of objects, or its bytes are not in order."""
     state = value.state if isinstance(value, Call) else None
     if isinstance(state, tuple) and state and isinstance(state[-1], Call):
-        raise ConfigError("Python 3 has written its array as text, in a protocol below 3: write it with protocol=4 of "
-                          "pickle.dump")
+        raise ConfigError(
+            "Python 3 has written its array as text, in a protocol below 3: write it with protocol=4 of pickle.dump"
+        )
     try:
-        if "_frombuffer" in value.function.name:                       # pickle's protocol 5
+        if "_frombuffer" in value.function.name:  # pickle's protocol 5
             block, dtype, shape, order = value.arguments
             fortran = order != "C"
         else:

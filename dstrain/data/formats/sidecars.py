@@ -23,9 +23,9 @@ from dstrain.data.source import BadSample, reading
 from dstrain.disk import small
 
 _TEXTS = (".txt", ".json")
-_LOOKED = 100                              # first images beside which captions are looked for
-_WATCHED = 5000                            # files with captions whose changes are noticed
-_UNREADABLE = ("",)                        # the sample will count as bad, as one whose caption is empty
+_LOOKED = 100  # first images beside which captions are looked for
+_WATCHED = 5000  # files with captions whose changes are noticed
+_UNREADABLE = ("",)  # the sample will count as bad, as one whose caption is empty
 
 
 class Beside(Folders):
@@ -35,7 +35,7 @@ class Beside(Folders):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self._texts: list[str] = []                     # files with captions, evenly spaced
+        self._texts: list[str] = []  # files with captions, evenly spaced
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -43,8 +43,11 @@ class Beside(Folders):
             return False
         with listing(root, request.key):
             first = islice(walk(Path(root), "", request.suffixes), _LOOKED)
-            return any(os.path.lexists(f"{os.path.join(root, os.path.splitext(name)[0])}{text}")
-                       for name in first for text in _TEXTS)
+            return any(
+                os.path.lexists(f"{os.path.join(root, os.path.splitext(name)[0])}{text}")
+                for name in first
+                for text in _TEXTS
+            )
 
     def parts(self) -> list[str]:
         self.classes = read_class_list(self.request.class_list).classes
@@ -57,7 +60,7 @@ class Beside(Folders):
         beside = {name for name in files if name.lower().endswith(_TEXTS)}
         images = [name for name in files if name not in beside]
         in_folders = self.request.labels == "auto" and all("/" in name for name in images)
-        self._texts = sorted(beside)[::1 + len(beside) // _WATCHED]
+        self._texts = sorted(beside)[:: 1 + len(beside) // _WATCHED]
         self.notes["uncaptioned"] = 0
         for name, captions in zip(images, of_each(lambda name: self._captions(name, beside), images)):
             if not captions:
@@ -98,7 +101,10 @@ def in_text(text: str) -> tuple[str, ...]:
 def in_json(text: str | bytes) -> tuple[str, ...]:
     """The captions in a JSON object; () where it has none. ValueError: it is no JSON."""
     content = small.parse_json(text)
-    value = next((content[name] for name in COLUMNS["caption"] if name in content), None) if (
-        isinstance(content, dict)) else None
+    value = (
+        next((content[name] for name in COLUMNS["caption"] if name in content), None)
+        if (isinstance(content, dict))
+        else None
+    )
     texts = value if isinstance(value, list) else [value]
     return tuple(text.strip() for text in texts if isinstance(text, str) and text.strip())

@@ -20,11 +20,12 @@ class Columns(NamedTuple):
     image: str
     label: str | None
     captions: tuple[str, ...]
-    classes: tuple[str, ...]               # names of a ClassLabel; (): there are none
+    classes: tuple[str, ...]  # names of a ClassLabel; (): there are none
 
 
 def columns_of(schema: pa.Schema, request: Request, root: str) -> Columns:
-    """Which columns are read. ConfigError: there are none for what is wanted, or several, or one that is named is not.
+    """Which columns are read. ConfigError: there are none for what is wanted, or several, or one
+    that is named is not.
     """
     where = f"{request.key}={root}"
     chosen = {key: [names] if isinstance(names, str) else names for key, names in request.columns.items()}
@@ -32,28 +33,36 @@ def columns_of(schema: pa.Schema, request: Request, root: str) -> Columns:
         if len(chosen.get(key, ())) > 1:
             raise ConfigError(f"data.columns={{{key}: {', '.join(chosen[key])}}}: a sample has one {key}, so name one")
     if unknown := [f"{key}: {name}" for key, names in chosen.items() for name in names if name not in schema.names]:
-        raise ConfigError(f"{where} has no column {', '.join(unknown)} of data.columns; it has "
-                          f"{', '.join(schema.names)}")
+        raise ConfigError(
+            f"{where} has no column {', '.join(unknown)} of data.columns; it has {', '.join(schema.names)}"
+        )
     images = image_columns(schema, request)
     if len(images) != 1:
-        raise ConfigError(f"{where} has {'several columns' if images else 'no column'} of images"
-                          f"{' (' + ', '.join(images) + ')' if images else ''} among {', '.join(schema.names)}: name "
-                          "one, data.columns={image: NAME}")
+        raise ConfigError(
+            f"{where} has {'several columns' if images else 'no column'} of images"
+            f"{' (' + ', '.join(images) + ')' if images else ''} among {', '.join(schema.names)}: name "
+            "one, data.columns={image: NAME}"
+        )
     features = _features(schema)
-    of_classes = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"
-                  and name in schema.names]
+    of_classes = [
+        name for name, feature in features.items() if feature.get("_type") == "ClassLabel" and name in schema.names
+    ]
     label = next((name for name in (*chosen.get("label", ()), *_LABELS) if name in schema.names), None)
     label = label or (of_classes[0] if len(of_classes) == 1 else None)
-    if request.labels == "none" or label is not None and not _is_label(schema.field(label).type):
-        nested = label is not None and pa.types.is_nested(schema.field(label).type)    # boxes, say, and not classes
+    if request.labels == "none" or (label is not None and not _is_label(schema.field(label).type)):
+        nested = label is not None and pa.types.is_nested(schema.field(label).type)  # boxes, say, and not classes
         if request.labels != "none" and ("label" in chosen or not nested):
-            raise ConfigError(f"{where}: the column {label} holds {schema.field(label).type}, and labels are whole "
-                              "numbers or names: name another, data.columns={label: NAME}, or write data.labels=none")
+            raise ConfigError(
+                f"{where}: the column {label} holds {schema.field(label).type}, and labels are whole "
+                "numbers or names: name another, data.columns={label: NAME}, or write data.labels=none"
+            )
         label = None
     names = features.get(label, {}).get("names") if label else None
     classes = tuple(map(str, names)) if isinstance(names, list) else ()
-    captions = tuple(chosen.get("caption", ())) or tuple(
-        name for name in _CAPTIONS if name in schema.names and _is_text(schema.field(name).type))[:1]
+    captions = (
+        tuple(chosen.get("caption", ()))
+        or tuple(name for name in _CAPTIONS if name in schema.names and _is_text(schema.field(name).type))[:1]
+    )
     return Columns(images[0], label, captions if request.captions else (), classes)
 
 
@@ -81,10 +90,11 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _is_label(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):                                   # pandas' categories
+    if pa.types.is_dictionary(kind):  # pandas' categories
         kind = kind.value_type
-    return any(fits(kind) for fits in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_string,
-                                       pa.types.is_large_string))
+    return any(
+        fits(kind) for fits in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_string, pa.types.is_large_string)
+    )
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -24,12 +24,18 @@ from dstrain.data.formats.sidecars import in_json, in_text
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, NotRead
 
-MAX_BYTES = 1 << 28                        # of a member that is read
-_MOST_TEXT = 1 << 20                       # of a text that is read
-_LONGEST_LABEL = 1000                      # characters
-_MOST_HEADER = 1 << 20                     # of a long name or of further attributes
-_UNPACK = {".tar.gz": "gunzip {}", ".tgz": "gunzip {}", ".tar.bz2": "bunzip2 {}", ".tar.xz": "unxz {}",
-           ".tar.zst": "unzstd --rm {}", ".tar.lz4": "unlz4 --rm {}"}
+MAX_BYTES = 1 << 28  # of a member that is read
+_MOST_TEXT = 1 << 20  # of a text that is read
+_LONGEST_LABEL = 1000  # characters
+_MOST_HEADER = 1 << 20  # of a long name or of further attributes
+_UNPACK = {
+    ".tar.gz": "gunzip {}",
+    ".tgz": "gunzip {}",
+    ".tar.bz2": "bunzip2 {}",
+    ".tar.xz": "unxz {}",
+    ".tar.zst": "unzstd --rm {}",
+    ".tar.lz4": "unlz4 --rm {}",
+}
 _ENDS = (".tar", *_UNPACK)
 
 
@@ -40,7 +46,7 @@ class Tars(Layout):
     """
 
     kind = "webdataset tars"
-    _first: str                            # of the parts
+    _first: str  # of the parts
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -59,9 +65,11 @@ class Tars(Layout):
         names = list(_tars(self.files, _several(self.root)))
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
-            if packed and (name[:-len(packed)] + ".tar") not in names:
-                raise ConfigError(f"{self.request.key}={self.root}: {name} is compressed, and its members cannot be "
-                                  f"read one by one: unpack it, {_UNPACK[packed].format(f'{self.files.root}/{name}')}")
+            if packed and (name[: -len(packed)] + ".tar") not in names:
+                raise ConfigError(
+                    f"{self.request.key}={self.root}: {name} is compressed, and its members cannot be "
+                    f"read one by one: unpack it, {_UNPACK[packed].format(f'{self.files.root}/{name}')}"
+                )
         self.classes = self.class_list.classes
         shards = [name for name in names if name.lower().endswith(".tar")]
         self._first = shards[0]
@@ -72,21 +80,25 @@ class Tars(Layout):
 
     def samples(self, part: str) -> Iterator[Sample]:
         members = self._members(part)
-        if self.request.captions and part == self._first:              # listing begins, perhaps anew
+        if self.request.captions and part == self._first:  # listing begins, perhaps anew
             self.notes["uncaptioned"] = 0
         labelled = any(sample.get("cls", sample.get("label")) is not None for sample in members.values())
         for key in sorted(members):
             sample = members[key]
             if "place" not in sample:
                 if "dotted" in sample:
-                    raise ConfigError(f"{self.request.key}={self.root}: {part}: {sample['dotted']} has several dots. A "
-                                      "key ends at the first one, so its suffix is not known: pack it under a name "
-                                      "with one dot")
+                    raise ConfigError(
+                        f"{self.request.key}={self.root}: {part}: {sample['dotted']} has several dots. A "
+                        "key ends at the first one, so its suffix is not known: pack it under a name "
+                        "with one dot"
+                    )
                 continue
             if labelled and "damaged" in sample and sample.get("cls", sample.get("label")) is None:
-                raise ConfigError(f"{self.request.key}={self.root}: {part}: {sample['damaged']} is empty or damaged, "
-                                  "and other samples have labels: mend it, take its sample out, or write "
-                                  "data.labels=none")
+                raise ConfigError(
+                    f"{self.request.key}={self.root}: {part}: {sample['damaged']} is empty or damaged, "
+                    "and other samples have labels: mend it, take its sample out, or write "
+                    "data.labels=none"
+                )
             captions = sample.get("txt") or sample.get("captions") or ()
             if self.request.captions and not captions and self.request.noun != "clips":
                 self.notes["uncaptioned"] += 1
@@ -112,7 +124,7 @@ class Tars(Layout):
             with self.files.open(part) as file, tarfile.open(fileobj=_Headers(file), mode="r:") as archive:
                 last = -1
                 for member in archive:
-                    archive.members = []                               # tarfile would keep them all in memory
+                    archive.members = []  # tarfile would keep them all in memory
                     if member.offset <= last or member.size < 0:
                         raise tarfile.ReadError("a header leads backwards")
                     last = member.offset
@@ -128,13 +140,15 @@ class Tars(Layout):
                     elif f".{suffix.rpartition('.')[2]}".lower() in self.request.suffixes:
                         sample["dotted"] = member.name
                 file.seek(archive.offset)
-                if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):     # which tarfile takes for an end
+                if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # which tarfile takes for an end
                     raise tarfile.ReadError("it is cut off: no block of zeros ends it")
         except (NotRead, Missing):
             raise
         except (tarfile.TarError, OSError, ValueError) as error:
-            raise ConfigError(f"{self.request.key}={self.root}: {part} is no readable tar file ({error}); make it "
-                              "anew, or take it away") from None
+            raise ConfigError(
+                f"{self.request.key}={self.root}: {part} is no readable tar file ({error}); make it "
+                "anew, or take it away"
+            ) from None
         return members
 
     def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
@@ -143,7 +157,7 @@ class Tars(Layout):
             raise tarfile.TarError(f"it has two members {member.name}")
         sample["suffixes"] = (*sample.get("suffixes", ()), suffix)
         is_clip = self.request.noun == "clips"
-        rank = self.request.suffixes.index(suffix) if is_clip else 0         # videos stand before pictures
+        rank = self.request.suffixes.index(suffix) if is_clip else 0  # videos stand before pictures
         if "place" not in sample or rank < sample["rank"]:
             sample |= {"place": (member.offset_data, member.size), "rank": rank}
 
@@ -155,7 +169,7 @@ class Tars(Layout):
         file.seek(member.offset_data)
         content = file.read(min(member.size, _MOST_TEXT))
         if kind == "txt":
-            sample[kind] = in_text(_decoded(content)) or ("",)           # a caption that cannot be read: a bad sample
+            sample[kind] = in_text(_decoded(content)) or ("",)  # a caption that cannot be read: a bad sample
         elif kind == "cls":
             sample[kind] = _label(_decoded(content))
             if sample[kind] is None:
@@ -168,7 +182,7 @@ class Tars(Layout):
             except ValueError:
                 sample["damaged"] = member.name
                 return
-            with contextlib.suppress(ValueError, AttributeError):        # no label, or no section
+            with contextlib.suppress(ValueError, AttributeError):  # no label, or no section
                 label = section.get("label")
                 if wants_labels and type(label) in (int, str):
                     sample["label"] = label if type(label) is int else _label(label)
@@ -188,7 +202,7 @@ class _Headers:
 
 def _several(root: str) -> bool:
     """Whether files are named one by one: by a pattern, or as addresses with spaces between them."""
-    return "{" in root or "://" in root and " " in root
+    return "{" in root or ("://" in root and " " in root)
 
 
 def _tars(files: Files, deep: bool, folder: str = "") -> Iterator[str]:

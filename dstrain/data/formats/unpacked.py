@@ -14,7 +14,7 @@ from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, NotRead, write_errors
 
 _REMEDY = "name another folder with data.index=FOLDER"
-_SHARE = 0.9                               # of what is free on the disk that a file may take
+_SHARE = 0.9  # of what is free on the disk that a file may take
 
 
 def unpacked(folder: Path, name: str, packed: Stat, size: int, content: Iterator[bytes]) -> Path:
@@ -32,9 +32,9 @@ def unpacked(folder: Path, name: str, packed: Stat, size: int, content: Iterator
         raise ConfigError(f"unpacked it has {size:,} bytes, and {folder} has room for {free:,}: {_REMEDY}")
     phases().at(f"unpacking {name}, once, to {folder}")
     with open(folder / "lock", "a") as lock:
-        with contextlib.suppress(OSError):                     # a file system without locks
+        with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():                                  # another command may have been here meanwhile
+        if not path.exists():  # another command may have been here meanwhile
             _write(path, content)
     return path
 
@@ -49,6 +49,8 @@ def _write(path: Path, content: Iterator[bytes]) -> None:
 def span(path: Path, offset: int, size: int) -> bytes:
     """Bytes of a file that `unpacked` has written. NotRead: it is not there, such as on another machine."""
     if not os.path.exists(path):
-        raise NotRead(f"{path}, to which the data were unpacked, is not there: name a folder that all machines share "
-                      "with data.index=FOLDER, then give the same command again")
+        raise NotRead(
+            f"{path}, to which the data were unpacked, is not there: name a folder that all machines share "
+            "with data.index=FOLDER, then give the same command again"
+        )
     return LocalFiles(path).span(path.name, offset, size)

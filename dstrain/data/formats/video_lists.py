@@ -16,7 +16,7 @@ from dstrain.data.formats.lists import COLUMNS, TableList, exists, is_list
 from dstrain.recipe import ConfigError
 
 _LINE = re.compile(r"(\S.*?\.[A-Za-z0-9]{2,5})(?:\s+(\d{1,9}))?\s*")
-_CLASSES = "classInd.txt"                  # of UCF-101: lines such as 1 ApplyEyeMakeup
+_CLASSES = "classInd.txt"  # of UCF-101: lines such as 1 ApplyEyeMakeup
 
 
 class WebVid(TableList):
@@ -69,9 +69,11 @@ class PathList(TableList):
         where = os.path.join(self.files.root, _CLASSES)
         rows = [line.split() for line in lines(self.files, _CLASSES, where) if line.strip()]
         if [row[:1] for row in rows] != [[str(number)] for number in range(1, len(rows) + 1)] or (
-                any(len(row) != 2 for row in rows)):
-            raise ConfigError(f"{where}: its lines are not 1 CLASS, 2 CLASS, ...: mend it, or write "
-                              "data.class_list=FILE")
+            any(len(row) != 2 for row in rows)
+        ):
+            raise ConfigError(
+                f"{where}: its lines are not 1 CLASS, 2 CLASS, ...: mend it, or write data.class_list=FILE"
+            )
         return ClassList(tuple(row[1] for row in rows), where=where)
 
     def _table(self, name: str) -> Table:

@@ -46,15 +46,16 @@ class Zips(Layout):
             raise
         except ConfigError as error:
             raise self._refusal(f"{part} cannot be read: {error}; pack it anew") from None
-        names = [name[len(top):] for name in members.names]
+        names = [name[len(top) :] for name in members.names]
         if labels is None and self.request.labels == "auto":
             by_name = self._by_folders(names)
             order = sorted(range(len(names)), key=lambda place: names[place].replace("/", "\0", 1))
         else:
             labels = labels or {}
             if missing := [name for name in names if labels and name not in labels]:
-                raise self._refusal(f"{LABELS} has no label of {few(missing, 1)}, of {len(names)} "
-                                    f"{self.request.noun}: pack it anew")
+                raise self._refusal(
+                    f"{LABELS} has no label of {few(missing, 1)}, of {len(names)} {self.request.noun}: pack it anew"
+                )
             if labels:
                 self.classes = tuple(map(str, range(max(labels.values()) + 1)))
             by_name, order = labels.get, sorted(range(len(names)), key=names.__getitem__)
@@ -93,12 +94,12 @@ class Zips(Layout):
                 if is_table:
                     tables.append(member)
                     continue
-                folder = member.name[:member.name.rfind("/") + 1]
+                folder = member.name[: member.name.rfind("/") + 1]
                 top = folder if top is None else _common(top, folder)
                 members.add(member)
         if outside:
             self.notes["outside"] = outside
-        if top is None:                                                # which is refused in the end
+        if top is None:  # which is refused in the end
             return members, None, ""
         top = next((folder for folder in _above(top) if any(folder + LABELS == table.name for table in tables)), top)
         labels = None
@@ -119,12 +120,16 @@ class Zips(Layout):
         if not classes:
             return lambda name: None
         if flat := next((name for name in names if "/" not in name), None):
-            raise self._refusal(f"{self.request.noun} ({flat}) beside class folders ({few(classes)}): is this one "
-                                "class or several? Pack a folder with a folder for each class, or with a dataset.json")
+            raise self._refusal(
+                f"{self.request.noun} ({flat}) beside class folders ({few(classes)}): is this one "
+                "class or several? Pack a folder with a folder for each class, or with a dataset.json"
+            )
         splits = [name for name in classes if is_split(name)]
-        if len(splits) > 1 or splits == classes:                       # one may be a class among others: train, plane
-            raise self._refusal(f"{few(splits)} are splits, not classes: pack each by itself, and name the unseen one "
-                                "in data.held_out_path")
+        if len(splits) > 1 or splits == classes:  # one may be a class among others: train, plane
+            raise self._refusal(
+                f"{few(splits)} are splits, not classes: pack each by itself, and name the unseen one "
+                "in data.held_out_path"
+            )
         self.classes = tuple(classes)
         return lambda name: name.partition("/")[0]
 

@@ -36,17 +36,18 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, NotRead, write_errors
 
-_SMALL = 50_000                            # samples that are kept in memory
-_WATCHED = 10_000                          # files and folders that are asked for their time of change
-_SYNC = 1.0                                # seconds of listing that may be lost
-_TICK = 20_000_000                         # ns in which a file system's clock may stand still
-_BESIDE = ("noun", "key", "cache", "mixed", "measured")    # of a request: they do not decide what is listed
-_OF_REQUEST = ("data.captions=", "data.class_list=")       # files elsewhere, which are watched, too
+_SMALL = 50_000  # samples that are kept in memory
+_WATCHED = 10_000  # files and folders that are asked for their time of change
+_SYNC = 1.0  # seconds of listing that may be lost
+_TICK = 20_000_000  # ns in which a file system's clock may stand still
+_BESIDE = ("noun", "key", "cache", "mixed", "measured")  # of a request: they do not decide what is listed
+_OF_REQUEST = ("data.captions=", "data.class_list=")  # files elsewhere, which are watched, too
 _T = TypeVar("_T")
 
 
-def open_index(path: str | Path, request: Request, kept: str | Path | None = None,
-               run: Path | None = None) -> tuple[Layout, Index]:
+def open_index(
+    path: str | Path, request: Request, kept: str | Path | None = None, run: Path | None = None
+) -> tuple[Layout, Index]:
     """The layout of the data at a path and their index, on all ranks together.
 
     kept: data.index, where the index is written whatever its size. run: folder of the run that the command is about.
@@ -59,8 +60,10 @@ def open_index(path: str | Path, request: Request, kept: str | Path | None = Non
     except ConfigError as error:
         missing = error
     if group.agree(missing is not None):
-        raise missing or ConfigError(f"the index of {path} is not to be seen on another machine: write data.index="
-                                     "FOLDER, a folder that all machines share")
+        raise missing or ConfigError(
+            f"the index of {path} is not to be seen on another machine: write data.index="
+            "FOLDER, a folder that all machines share"
+        )
     return layout, index
 
 
@@ -95,8 +98,9 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
     files, key = files_of(path, request), _key(path, request)
     folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _usual_folders(run)]
     if kept is not None and not files.far and Path(path).resolve() in (place := Path(kept).resolve(), *place.parents):
-        raise ConfigError(f"data.index={kept} lies in {request.key}={path}, where it would count as data: name a "
-                          "folder beside it")
+        raise ConfigError(
+            f"data.index={kept} lies in {request.key}={path}, where it would count as data: name a folder beside it"
+        )
     for folder in folders:
         found = _found(folder, path, files, request)
         if found is not None:
@@ -150,7 +154,7 @@ def locked(folder: Path) -> Iterator[None]:
         phases().at("waiting for another command that lists the same data")
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:                    # a file system without locks
+        except OSError:  # a file system without locks
             pass
         yield
 
@@ -169,7 +173,7 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
             phases().say(f"data: {path}: the index in {folder} was altered; listing the data anew")
         return None
     layout = recognised(path, files, request)
-    if index.header["layout"] != type(layout).__name__:        # a list of labels or the like was put beside the data
+    if index.header["layout"] != type(layout).__name__:  # a list of labels or the like was put beside the data
         return None
     layout.classes, layout.notes = index.classes, index.header["notes"]
     layout.prepare(_unpacked(folder))
@@ -185,6 +189,7 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
 
 def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
     """[size, version] of each file and folder below the root, or of a file that the request names."""
+
     def stat(name: str) -> list[int | str]:
         try:
             if not name.startswith(_OF_REQUEST):
@@ -195,6 +200,7 @@ def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
             raise
         except OSError:
             return [-1, ""]
+
     return list(of_each(stat, names))
 
 
@@ -224,8 +230,13 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
     building, parts = _building(folder), layout.parts()
     watch_list = _watch_list(layout)
     _settle(stats := _stats(layout, watch_list))
-    plan = {"version": VERSION, "layout": type(layout).__name__, "number": len(parts), "watched": [watch_list, stats],
-            "parts": blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()}
+    plan = {
+        "version": VERSION,
+        "layout": type(layout).__name__,
+        "number": len(parts),
+        "watched": [watch_list, stats],
+        "parts": blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest(),
+    }
     journal = building / "journal.jsonl"
     columns, done = _resumed(building, journal, plan, layout)
     if columns is None:
@@ -235,7 +246,7 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
         columns, done = Columns(building, classes=layout.classes), 0
     _list(layout, columns, parts, done, journal)
     layout.require_whole()
-    more = [name for name in _watch_list(layout) if name not in set(watch_list)]      # folders met while listing
+    more = [name for name in _watch_list(layout) if name not in set(watch_list)]  # folders met while listing
     phases().at(f"writing the index of {layout.root}")
     columns.finished(layout)
     atomic.write(building / WATCHED, sealed.render({"names": watch_list + more, "stats": stats + _stats(layout, more)}))
@@ -257,8 +268,9 @@ def _list(layout: Layout, columns: Columns, parts: list[str], done: int, journal
         columns.write(durable=True)
         lines.append(journal, json.dumps(state) + "\n")
 
-    with tqdm(initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None,
-              desc=f"listing {layout.root}") as bar:
+    with tqdm(
+        initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None, desc=f"listing {layout.root}"
+    ) as bar:
         try:
             for number, part in enumerate(parts[done:], done + 1):
                 for sample in layout.samples(part):
@@ -266,8 +278,9 @@ def _list(layout: Layout, columns: Columns, parts: list[str], done: int, journal
                     if columns.number % CHUNK == 0:
                         columns.write()
                         bar.update(columns.number - bar.n)
-                        phases().at(f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of "
-                                    f"{len(parts):,}")
+                        phases().at(
+                            f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(parts):,}"
+                        )
                 state = {"done": number, "notes": dict(layout.notes)} | columns.state()
                 if time.monotonic() - synced > _SYNC:
                     sync()

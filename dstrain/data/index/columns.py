@@ -18,25 +18,26 @@ from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
 
 ELSEWHERE = "make room, or name another folder for the index with data.index=FOLDER"
-_RENUMBERED = "label.new"                  # the column of labels, once classes are sorted
-_LARGEST = 1 << 30                         # label
+_RENUMBERED = "label.new"  # the column of labels, once classes are sorted
+_LARGEST = 1 << 30  # label
 _CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
 
 
 class Columns:
     """Columns that grow: in memory, or with a folder on the disk, where `write` empties what is in memory."""
 
-    def __init__(self, folder: Path | None = None, classes: Sequence[str] = (),
-                 state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path | None = None, classes: Sequence[str] = (), state: dict[str, Any] | None = None
+    ) -> None:
         """classes: those that are known; others are numbered as they come. state: what `state` has returned."""
         state = state or {"number": 0, "sizes": {}, "kinds": None, "classes": list(classes), "most": 0}
         self.folder = folder
         self.number: int = state["number"]
-        self.sizes: dict[str, int] = dict(state["sizes"])      # bytes on the disk
+        self.sizes: dict[str, int] = dict(state["sizes"])  # bytes on the disk
         self.buffers = {name: self._buffer(name) for name in self.sizes}
-        self.kinds: list[Any] | None = state["kinds"]          # [kind of label, whether there are captions]
+        self.kinds: list[Any] | None = state["kinds"]  # [kind of label, whether there are captions]
         self.numbers = {name: place for place, name in enumerate(state["classes"])}
-        self.most: int = state["most"]                         # captions of a sample
+        self.most: int = state["most"]  # captions of a sample
         for name in ("names", "name_ends", "name_hash"):
             self._begin(name, None)
 
@@ -58,7 +59,7 @@ class Columns:
         self._require_alike(sample, layout)
         encoded = os.fsencode(place.name)
         self._text("names", "name_ends", encoded)
-        self.buffers["name_hash"].append(name_hash(encoded))   # here, once: at the start of a run it takes a minute
+        self.buffers["name_hash"].append(name_hash(encoded))  # here, once: at the start of a run it takes a minute
         if isinstance(label, str):
             label = self.numbers.setdefault(label, len(self.numbers))
         for name, value in (("file", place.file), ("offset", place.offset), ("size", place.size), ("label", label)):
@@ -81,8 +82,10 @@ class Columns:
         self.kinds = self.kinds or kinds
         where = f"{layout.request.key}={layout.root}: {sample.place.name}"
         if kinds[1] != self.kinds[1]:
-            raise ConfigError(f"{where} has {'a' if kinds[1] else 'no'} caption, unlike those before: write captions "
-                              "for all, or for none")
+            raise ConfigError(
+                f"{where} has {'a' if kinds[1] else 'no'} caption, unlike those before: write captions "
+                "for all, or for none"
+            )
         if kind != self.kinds[0]:
             words = {"none": "no label", "str": "a class as its label", "int": "a number as its label"}
             raise ConfigError(f"{where} has {words[kind]}, and those before it {words[self.kinds[0]]}: label all alike")
@@ -120,10 +123,17 @@ class Columns:
 
     def state(self) -> dict[str, Any]:
         """What one can go on from, once `write` was called."""
-        sizes = {name: self.sizes[name] + len(buffer) * getattr(buffer, "itemsize", 1)
-                 for name, buffer in self.buffers.items()}
-        return {"number": self.number, "sizes": sizes, "kinds": self.kinds, "classes": list(self.numbers),
-                "most": self.most}
+        sizes = {
+            name: self.sizes[name] + len(buffer) * getattr(buffer, "itemsize", 1)
+            for name, buffer in self.buffers.items()
+        }
+        return {
+            "number": self.number,
+            "sizes": sizes,
+            "kinds": self.kinds,
+            "classes": list(self.numbers),
+            "most": self.most,
+        }
 
     def finished(self, layout: Layout) -> Index:
         """The index, whose columns are on the disk where there is a folder. ConfigError: no samples, unknown labels."""
@@ -144,13 +154,23 @@ class Columns:
                 columns[name] = np.memmap(folder / f"{name}.bin", dtype or np.uint8, "r")
         classes, counts = self._labels(layout, columns)
         names, rest = digests(columns, self.number)
-        header = {"version": VERSION, "layout": type(layout).__name__, "number": self.number, "classes": list(classes),
-                  "labelled": kind != "none", "most_captions": self.most, "counts": counts, "names": names,
-                  "single": not {"file", "offset", "size"} & set(columns), "rest": rest,
-                  "columns": self.sizes, "notes": layout.notes}
+        header = {
+            "version": VERSION,
+            "layout": type(layout).__name__,
+            "number": self.number,
+            "classes": list(classes),
+            "labelled": kind != "none",
+            "most_captions": self.most,
+            "counts": counts,
+            "names": names,
+            "single": not {"file", "offset", "size"} & set(columns),
+            "rest": rest,
+            "columns": self.sizes,
+            "notes": layout.notes,
+        }
         if folder is None:
             return Index(header, columns)
-        (folder / "journal.jsonl").unlink(missing_ok=True)     # with other labels, nobody may go on from here
+        (folder / "journal.jsonl").unlink(missing_ok=True)  # with other labels, nobody may go on from here
         if (folder / _RENUMBERED).exists():
             os.replace(folder / _RENUMBERED, folder / "label.bin")
         for name, column in columns.items():
@@ -168,8 +188,9 @@ class Columns:
             classes = classes or tuple(sorted(names))
             places = {name: place for place, name in enumerate(classes)}
             if unknown := [name for name in names if name not in places]:
-                raise ConfigError(f"{where}: the labels {few(unknown)} are not among the {len(classes)} classes "
-                                  f"{few(classes)}")
+                raise ConfigError(
+                    f"{where}: the labels {few(unknown)} are not among the {len(classes)} classes {few(classes)}"
+                )
             if list(classes) != names:
                 self._renumber(columns, np.array([places[name] for name in names], np.int32))
         counts = np.zeros(len(classes), np.int64)
@@ -177,7 +198,7 @@ class Columns:
             stop = min(start + CHUNK, self.number)
             labels = columns["label"][start:stop] if "label" in columns else np.zeros(stop - start, np.int32)
             more = np.bincount(labels, minlength=len(counts))
-            more[:len(counts)] += counts
+            more[: len(counts)] += counts
             counts = more
         classes = classes or tuple(map(str, range(len(counts))))
         if len(counts) > len(classes):
@@ -192,5 +213,5 @@ class Columns:
             return
         with open(self.folder / _RENUMBERED, "wb") as file:
             for start in range(0, self.number, CHUNK):
-                file.write(places[old[start:start + CHUNK]].tobytes())
+                file.write(places[old[start : start + CHUNK]].tobytes())
         columns["label"] = np.memmap(self.folder / _RENUMBERED, np.int32, "r")

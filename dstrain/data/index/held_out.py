@@ -10,8 +10,8 @@ import torch
 from dstrain import rng
 
 _BLOCK = 128
-_CHUNK = 1 << 16                                   # numbers hashed at once: what they need fits into a core's cache
-_HELD_ENDS: dict[tuple[int, float], np.ndarray] = {}     # of the folder that was opened last, since its splits follow
+_CHUNK = 1 << 16  # numbers hashed at once: what they need fits into a core's cache
+_HELD_ENDS: dict[tuple[int, float], np.ndarray] = {}  # of the folder that was opened last, since its splits follow
 
 
 class Members:
@@ -26,9 +26,9 @@ class Members:
 
     def at(self, index: np.ndarray) -> np.ndarray:
         """The members at places int64 (b,) among all members: int64 (b,)."""
-        block = np.searchsorted(self.ends, index, side="right")                                       # (b,)
-        place = index - np.where(block > 0, self.ends[block - 1], 0)                             # within the block
-        numbers = block[:, None] * _BLOCK + np.arange(_BLOCK)                                    # (b, _BLOCK)
+        block = np.searchsorted(self.ends, index, side="right")  # (b,)
+        place = index - np.where(block > 0, self.ends[block - 1], 0)  # within the block
+        numbers = block[:, None] * _BLOCK + np.arange(_BLOCK)  # (b, _BLOCK)
         inside = self.holds(numbers.ravel()).reshape(numbers.shape) & (numbers < self.number)
         return numbers[inside & (inside.cumsum(1) == place[:, None] + 1)]
 
@@ -45,9 +45,14 @@ def _held(numbers: np.ndarray, share: float) -> np.ndarray:
 def _ends(number: int, share: float, split: str) -> np.ndarray:
     """Members up to the end of each block, int64 (blocks,)."""
     if (number, share) not in _HELD_ENDS:
-        counts = [np.add.reduceat(_held(np.arange(start, min(start + _CHUNK, number)), share),
-                                  np.arange(0, min(_CHUNK, number - start), _BLOCK), dtype=np.int64)
-                  for start in range(0, number, _CHUNK)]
+        counts = [
+            np.add.reduceat(
+                _held(np.arange(start, min(start + _CHUNK, number)), share),
+                np.arange(0, min(_CHUNK, number - start), _BLOCK),
+                dtype=np.int64,
+            )
+            for start in range(0, number, _CHUNK)
+        ]
         _HELD_ENDS.clear()
         _HELD_ENDS[number, share] = np.concatenate([np.zeros(0, np.int64), *counts]).cumsum()
     held = _HELD_ENDS[number, share]

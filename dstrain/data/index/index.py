@@ -9,6 +9,7 @@
 An index of few samples is kept in memory instead, in arrays of the same names. index_build.py makes both.
 """
 
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -27,12 +28,19 @@ from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, write_errors
 
 HEADER, WATCHED, VERSION = "index.json", "watched.json", 3
-COLUMNS = {                                # name: (type, default); of "ends" the place behind the last byte or entry
-    "names": (None, None), "name_ends": (np.uint64, None), "name_hash": (np.uint64, None), "file": (np.int32, 0),
-    "offset": (np.int64, 0), "size": (np.int64, -1), "label": (np.int32, 0), "captions": (None, None),
+COLUMNS = {  # name: (type, default); of "ends" the place behind the last byte or entry
+    "names": (None, None),
+    "name_ends": (np.uint64, None),
+    "name_hash": (np.uint64, None),
+    "file": (np.int32, 0),
+    "offset": (np.int64, 0),
+    "size": (np.int64, -1),
+    "label": (np.int32, 0),
+    "captions": (None, None),
     "caption_ends": (np.uint64, None),
-    "captions_ends": (np.uint64, None)}    # of the captions of a sample, in caption_ends
-CHUNK = 1 << 16                            # samples that are worked on at a time
+    "captions_ends": (np.uint64, None),
+}  # of the captions of a sample, in caption_ends
+CHUNK = 1 << 16  # samples that are worked on at a time
 
 
 class Split(NamedTuple):
@@ -41,7 +49,7 @@ class Split(NamedTuple):
     number: int
     members: np.ndarray | Verified | None
     counts: list[int]
-    names: str                             # a hash of names and labels
+    names: str  # a hash of names and labels
 
 
 class Index:
@@ -53,10 +61,10 @@ class Index:
     def __init__(self, header: dict[str, Any], columns: dict[str, Any], folder: Path | None = None) -> None:
         self.header, self._columns, self.folder = header, columns, folder
         self.classes = tuple(header["classes"])
-        self.labelled: bool = header["labelled"]           # samples have labels
+        self.labelled: bool = header["labelled"]  # samples have labels
         self.most_captions: int = header["most_captions"]  # of a sample; 0: there are none
-        self.rest: str = header["rest"]                    # a hash of all but names and labels; "": there is no more
-        self.single: bool = header["single"]               # every sample is a file of its own, named as the sample
+        self.rest: str = header["rest"]  # a hash of all but names and labels; "": there is no more
+        self.single: bool = header["single"]  # every sample is a file of its own, named as the sample
 
     @classmethod
     def open(cls, folder: Path) -> "Index | None":
@@ -94,13 +102,13 @@ class Index:
         """The names of some samples, as the file system has them."""
         text, ends = self.name_block(start, stop)
         places = ends.tolist()
-        return [text[begin:end] for begin, end in zip(places, places[1:])]
+        return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
     def name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
         """The names of some samples in one, and where each ends, behind a 0."""
-        ends = self._columns["name_ends"][max(start - 1, 0):stop]
+        ends = self._columns["name_ends"][max(start - 1, 0) : stop]
         ends = ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
-        return self._columns["names"][int(ends[0]):int(ends[-1])], ends - ends[0]
+        return self._columns["names"][int(ends[0]) : int(ends[-1])], ends - ends[0]
 
     def name_hashes(self, start: int, stop: int) -> np.ndarray:
         return self._columns["name_hash"][start:stop]
@@ -137,8 +145,10 @@ class Index:
             return _counted(self, np.concatenate([rows for rows, _ in parts]), names)
         folder, header = self._split_folder(held_out), self._splits(held_out)
         if header is None:
-            raise ConfigError(f"{folder} is not to be seen from here, damaged, or of other data: remove it, or write "
-                              "data.index=FOLDER, a folder that all machines share")
+            raise ConfigError(
+                f"{folder} is not to be seen from here, damaged, or of other data: remove it, or write "
+                "data.index=FOLDER, a folder that all machines share"
+            )
         row = header[split]
         return Split(row["number"], Verified(*_members_of(folder, split, row)), row["counts"], row["names"])
 
@@ -147,8 +157,9 @@ class Index:
         if not held_out:
             return True
         folder, header = self._split_folder(held_out), self._splits(held_out)
-        return header is not None and all(open_whole(*_members_of(folder, split, header[split]))
-                                          for split in ("train", "held_out"))
+        return header is not None and all(
+            open_whole(*_members_of(folder, split, header[split])) for split in ("train", "held_out")
+        )
 
     def write_splits(self, held_out: float) -> None:
         """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: it cannot be written there.
@@ -178,7 +189,7 @@ class Index:
                     if ahead is not None:
                         ahead.result()
             dtype, unseen = _rows_type(self).__name__, None
-            for name in ("held_out", "train"):                         # the few are counted
+            for name in ("held_out", "train"):  # the few are counted
                 members = np.frombuffer(mapped(folder / f"{name}.bin"), dtype)
                 counts = None if unseen is None else np.subtract(self.header["counts"], unseen).tolist()
                 split = _counted(self, members, names[name], counts)
@@ -205,7 +216,7 @@ class Index:
 
     def _text(self, blob: str, ends: str, index: int) -> bytes:
         column = self._columns[ends]
-        return bytes(self._columns[blob][int(column[index - 1]) if index else 0:int(column[index])])
+        return bytes(self._columns[blob][int(column[index - 1]) if index else 0 : int(column[index])])
 
     def _value(self, name: str, index: int) -> int:
         return int(self._columns[name][index]) if name in self._columns else COLUMNS[name][1]
@@ -229,8 +240,10 @@ class Index:
         index = Index.open(self.folder)
         if index is None or index._known() != self.__dict__["known"]:
             fault = "is not to be seen from here" if index is None else "was made anew meanwhile, of other data"
-            raise ConfigError(f"the index of the data at {self.folder} {fault}: name a folder that all machines share, "
-                              "data.index=FOLDER, then give the same command again")
+            raise ConfigError(
+                f"the index of the data at {self.folder} {fault}: name a folder that all machines share, "
+                "data.index=FOLDER, then give the same command again"
+            )
         self.__dict__.update(index.__dict__)
         return getattr(self, name)
 
@@ -239,15 +252,15 @@ def digests(columns: dict[str, Any], number: int) -> tuple[str, str]:
     """A hash of all names, then all labels; and one of what the other columns hold."""
     names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
     for start in range(0, len(columns["names"]), 1 << 20):
-        names.update(columns["names"][start:start + (1 << 20)])
+        names.update(columns["names"][start : start + (1 << 20)])
     for start in range(0, number, CHUNK):
         zeros = np.zeros(min(CHUNK, number - start), np.int32)
-        names.update(columns["label"][start:start + CHUNK].tobytes() if "label" in columns else zeros.tobytes())
+        names.update(columns["label"][start : start + CHUNK].tobytes() if "label" in columns else zeros.tobytes())
     more = sorted(set(columns) - {"names", "name_ends", "name_hash", "label"})
     for name in more:
         rest.update(name.encode())
         for start in range(0, len(columns[name]), 1 << 17):
-            rest.update(bytes(columns[name][start:start + (1 << 17)]))
+            rest.update(bytes(columns[name][start : start + (1 << 17)]))
     return names.hexdigest(), rest.hexdigest() if more else ""
 
 
@@ -263,14 +276,16 @@ def _rows_type(index: Index) -> type[np.unsignedinteger]:
 def _members(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
     """The rows of each split and their names, of a chunk of the index after the other."""
     dtype = _rows_type(index)
-    bound = np.uint64(math.ceil(held_out * 2.0 ** 64))       # below 2 ** 64, since the share is below 1
+    bound = np.uint64(math.ceil(held_out * 2.0**64))  # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
         phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
         unseen = index.name_hashes(start, start + CHUNK) < bound
         rows = np.arange(start, start + len(unseen), dtype=dtype)
         text, ends = index.name_block(start, start + len(unseen))
-        yield {"train": (rows[~unseen], _joined(text, ends, ~unseen)),
-               "held_out": (rows[unseen], _joined(text, ends, unseen))}
+        yield {
+            "train": (rows[~unseen], _joined(text, ends, ~unseen)),
+            "held_out": (rows[unseen], _joined(text, ends, unseen)),
+        }
 
 
 def _joined(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
@@ -283,7 +298,7 @@ def _counted(index: Index, members: np.ndarray, names: Any, known: list[int] | N
     """The split of these rows. names: a hash of their names so far; known: how many of each class there are."""
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
-        labels = index.labels(members[start:start + CHUNK])
+        labels = index.labels(members[start : start + CHUNK])
         names.update(labels.tobytes())
         if len(counts) and known is None:
             counts += np.bincount(labels, minlength=len(counts))

@@ -19,7 +19,7 @@ from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError, NotRead
 
-_ASKED = 10_000                            # files whose sizes are asked for whenever a run starts
+_ASKED = 10_000  # files whose sizes are asked for whenever a run starts
 
 
 class Indexed(Source):
@@ -30,8 +30,15 @@ class Indexed(Source):
     classes, a split without samples.
     """
 
-    def __init__(self, layout: Layout, index: Index, split: str = "all", held_out: float = 0.0,
-                 classes: tuple[str, ...] = (), key: str = "data.path") -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        index: Index,
+        split: str = "all",
+        held_out: float = 0.0,
+        classes: tuple[str, ...] = (),
+        key: str = "data.path",
+    ) -> None:
         self.layout, self.index, self.light = layout, index, layout.light
         self.split, self._held_out = split, held_out
         self.expects = layout.files.far
@@ -40,8 +47,10 @@ class Indexed(Source):
         self.classes, self._renumbered = index.classes, None
         if classes and index.classes:
             if unknown := [name for name in index.classes if name not in set(classes)]:
-                raise ConfigError(f"{key}={self.path}: class folders {few(unknown)} are not among the classes of the "
-                                  f"training data ({few(classes)}): rename or remove them")
+                raise ConfigError(
+                    f"{key}={self.path}: class folders {few(unknown)} are not among the classes of the "
+                    f"training data ({few(classes)}): rename or remove them"
+                )
             places = {name: place for place, name in enumerate(classes)}
             self.classes = classes
             if classes != index.classes:
@@ -50,9 +59,11 @@ class Indexed(Source):
             from_first(lambda: write_splits(index, held_out))
         self.chosen = index.split(split, held_out)
         if not self.chosen.number:
-            raise ConfigError(f"{key}={self.path}: data.held_out={held_out} leaves no {self.noun.removesuffix('s')} of "
-                              f"{len(index)} for the {split} split: choose another fraction or give "
-                              "data.held_out_path")
+            raise ConfigError(
+                f"{key}={self.path}: data.held_out={held_out} leaves no {self.noun.removesuffix('s')} of "
+                f"{len(index)} for the {split} split: choose another fraction or give "
+                "data.held_out_path"
+            )
 
     def __len__(self) -> int:
         return self.chosen.number
@@ -134,7 +145,7 @@ class Indexed(Source):
         """The names of some of the files that hold the samples, a chunk at a time."""
         parts = [] if self.index.single else self.layout.parts()
         for start in range(0, len(numbers), CHUNK):
-            some = numbers[start:start + CHUNK]
+            some = numbers[start : start + CHUNK]
             yield [self.name(int(number)) if self.index.single else parts[number] for number in some]
 
     def _sizes(self, numbers: Sequence[int]) -> str:
@@ -174,9 +185,13 @@ class Indexed(Source):
 def _check(layout: Layout) -> str:
     """The command that lists what cannot be read, for a shell."""
     request, words = layout.request, ["python", "launch/index.py", layout.root]
-    entries = {"num_frames": None if request.suffixes == SUFFIXES else 1, "captions": request.captions_file,
-               "labels": None if request.labels == "auto" else request.labels, "class_list": request.class_list,
-               "columns": json.dumps(request.columns) if request.columns else None}
+    entries = {
+        "num_frames": None if request.suffixes == SUFFIXES else 1,
+        "captions": request.captions_file,
+        "labels": None if request.labels == "auto" else request.labels,
+        "class_list": request.class_list,
+        "columns": json.dumps(request.columns) if request.columns else None,
+    }
     words += [f"data.{name}={value}" for name, value in entries.items() if value is not None]
     words += ["--captions"] if request.captions and request.suffixes == SUFFIXES else []
     return shlex.join([*words, "--check"])

@@ -20,9 +20,9 @@ import numpy as np
 from dstrain.disk import atomic
 from dstrain.recipe import ConfigError, NotRead
 
-CHECKED = 1 << 29                          # bytes that are read at each start, at most: 0.1 s from memory
-_BLOCK = 1 << 12                           # bytes
-_MANY = 1 << 8                             # blocks that are summed at once: they stay in a core's cache
+CHECKED = 1 << 29  # bytes that are read at each start, at most: 0.1 s from memory
+_BLOCK = 1 << 12  # bytes
+_MANY = 1 << 8  # blocks that are summed at once: they stay in a core's cache
 
 
 def write_sums(path: Path, values: Any) -> None:
@@ -76,7 +76,7 @@ class Verified:
         if not self._seen[block]:
             start = block * _BLOCK
             words = np.frombuffer(self._view, np.uint64, min(_BLOCK, len(self._view) - start) // 8, start)
-            if len(words) * 8 < _BLOCK or _mixed(words) @ _odd(len(words)) != self._sums[block]:   # last, or altered
+            if len(words) * 8 < _BLOCK or _mixed(words) @ _odd(len(words)) != self._sums[block]:  # last, or altered
                 self._verify_range(block, block + 1)
             self._seen[block] = 1
 
@@ -94,12 +94,14 @@ class Verified:
         for start in range(first, last, _MANY):
             blocks = range(start, min(start + _MANY, last))
             if self._seen.find(0, start, blocks.stop) >= 0:
-                wrong = np.flatnonzero(_sums(self._view, blocks) != self._sums[start:blocks.stop])
+                wrong = np.flatnonzero(_sums(self._view, blocks) != self._sums[start : blocks.stop])
                 if len(wrong):
                     byte = (start + int(wrong[0])) * _BLOCK
-                    raise NotRead(f"{self._path} was altered after it was written (from byte {byte:,} on): remove "
-                                  f"{self._path.parent}, then give the same command again, which makes it anew")
-                self._seen[start:blocks.stop] = b"\1" * len(blocks)
+                    raise NotRead(
+                        f"{self._path} was altered after it was written (from byte {byte:,} on): remove "
+                        f"{self._path.parent}, then give the same command again, which makes it anew"
+                    )
+                self._seen[start : blocks.stop] = b"\1" * len(blocks)
 
 
 def open_whole(path: Path, dtype: Any, size: int) -> Verified | None:
@@ -116,8 +118,10 @@ def open_shared(path: Path, dtype: Any, size: int) -> Verified:
     try:
         return Verified(path, dtype, size)
     except (OSError, ValueError):
-        raise ConfigError(f"{path} is not to be seen from here, or damaged: remove {path.parent}, or write "
-                          "data.index=FOLDER, a folder that all machines share") from None
+        raise ConfigError(
+            f"{path} is not to be seen from here, or damaged: remove {path.parent}, or write "
+            "data.index=FOLDER, a folder that all machines share"
+        ) from None
 
 
 def mapped(path: Path) -> Any:
@@ -134,7 +138,7 @@ def _sums(view: Any, blocks: range) -> np.ndarray:
     sums = _mixed(table) @ _odd(words)
     if not rest:
         return sums
-    last = bytes(view[len(view) - rest:]).ljust(_BLOCK, b"\0")
+    last = bytes(view[len(view) - rest :]).ljust(_BLOCK, b"\0")
     return np.append(sums, _mixed(np.frombuffer(last, np.uint64)[None]) @ _odd(words))
 
 

@@ -33,7 +33,7 @@ from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.recipe.shapes import Shape
 
-_OUT = 65535                                   # uint16, the bucket of samples that are left out
+_OUT = 65535  # uint16, the bucket of samples that are left out
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Members:
 
     path: Path
     dtype: str
-    size: int                                  # bytes of the file
+    size: int  # bytes of the file
     array: Verified | None = field(default=None, repr=False)
 
     def at(self, index: int) -> Any:
@@ -62,7 +62,7 @@ class Bucketed(View):
     On all ranks together.
     """
 
-    ends: tuple[int, ...] = ()                 # behind the last sample of each bucket
+    ends: tuple[int, ...] = ()  # behind the last sample of each bucket
 
     def __init__(self, whole: Indexed, shapes: tuple, table: Verified, rule: Any) -> None:
         super().__init__(whole)
@@ -112,8 +112,14 @@ class Bucketed(View):
     def describe(self) -> str:
         full = [(count, shape) for count, shape in zip(self.counts, self.shapes) if count]
         (least, small), (most, large) = min(full), max(full)
-        return ", ".join([self.whole.describe(), f"in {len(full)} of {len(self.shapes)} buckets of {least:,} "
-                          f"({self.shape_words(small)}) to {most:,} ({self.shape_words(large)})", *self.remarks()])
+        return ", ".join(
+            [
+                self.whole.describe(),
+                f"in {len(full)} of {len(self.shapes)} buckets of {least:,} "
+                f"({self.shape_words(small)}) to {most:,} ({self.shape_words(large)})",
+                *self.remarks(),
+            ]
+        )
 
     @abstractmethod
     def shape_words(self, shape: Any) -> str:
@@ -134,8 +140,10 @@ class Sized(Bucketed):
     def __init__(self, whole: Images, shapes: tuple[Shape, ...], max_upscale: float | None = None) -> None:
         super().__init__(whole, shapes, pixel_sizes(whole.layout, whole.index), max_upscale)
         if not sum(self.counts):
-            raise ConfigError(f"data.max_upscale={max_upscale}: every bucket would enlarge every image of {whole.path} "
-                              f"more often, up to {self.header['most']:.1f} times: give smaller data.buckets")
+            raise ConfigError(
+                f"data.max_upscale={max_upscale}: every bucket would enlarge every image of {whole.path} "
+                f"more often, up to {self.header['most']:.1f} times: give smaller data.buckets"
+            )
 
     def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         targets, max_upscale = np.array(self.shapes), self.rule
@@ -153,8 +161,11 @@ class Sized(Bucketed):
     def remarks(self) -> list[str]:
         left_out, enlarged = self.header["left_out"], self.header["enlarged"]
         words = [f"{left_out:,} left out by data.max_upscale"] if left_out else []
-        return words + ([f"{enlarged:,} enlarged, up to {self.header['most']:.1f} times (data.max_upscale leaves such "
-                         "out)"] if enlarged else [])
+        return words + (
+            [f"{enlarged:,} enlarged, up to {self.header['most']:.1f} times (data.max_upscale leaves such out)"]
+            if enlarged
+            else []
+        )
 
 
 class Timed(Bucketed):
@@ -169,15 +180,16 @@ class Timed(Bucketed):
         durations = tuple(sorted(durations, reverse=True))
         super().__init__(whole, durations, frame_counts(whole.layout, whole.index), whole.cut.stride)
         if not sum(self.counts):
-            raise ConfigError(f"{whole.where}: none of its {len(whole):,} clips is sound: `{whole.check}` lists what "
-                              "cannot be read")
+            raise ConfigError(
+                f"{whole.where}: none of its {len(whole):,} clips is sound: `{whole.check}` lists what cannot be read"
+            )
 
     def fingerprint(self) -> str:
         return f"{self.whole.fingerprint()}, {self.shapes} frames: {self.counts}"
 
     def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         frames, unread = self.whole.cut.available(block[:, 0]), block[:, 0] == 0
-        fills = frames[:, None] >= np.array(self.shapes)                          # (n, buckets), False ... True
+        fills = frames[:, None] >= np.array(self.shapes)  # (n, buckets), False ... True
         header["unread"] = header.get("unread", 0) + int(unread.sum())
         header["short"] = header.get("short", 0) + int((~fills[:, -1] & ~unread).sum())
         return np.where(fills[:, -1], fills.argmax(1), len(self.shapes) - 1), unread
@@ -234,10 +246,10 @@ def _written(source: Bucketed, table: Verified, folder: Path, dtype: str) -> dic
         (building / "by_sample.bin").unlink()
         atomic.write(building / HEADER, sealed.render(header))
         if _whole(folder, dtype) is None:
-            shutil.rmtree(folder, ignore_errors=True)          # damaged
+            shutil.rmtree(folder, ignore_errors=True)  # damaged
             atomic.publish(building, folder)
     except OSError:
-        if _whole(folder, dtype) is None:                      # else another command was faster by a moment
+        if _whole(folder, dtype) is None:  # else another command was faster by a moment
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -257,10 +269,10 @@ def _chosen(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str,
 
 def _fill(members: np.ndarray, buckets: np.ndarray, counts: list[int]) -> None:
     """The samples sorted by bucket, some at a time."""
-    free = np.cumsum(counts) - counts                          # where the next sample of each bucket goes
+    free = np.cumsum(counts) - counts  # where the next sample of each bucket goes
     for start in range(0, len(buckets), CHUNK):
-        block = np.asarray(buckets[start:start + CHUNK])
+        block = np.asarray(buckets[start : start + CHUNK])
         for bucket in np.unique(block[block != _OUT]).tolist():
             own = np.flatnonzero(block == bucket) + start
-            members[free[bucket]:free[bucket] + len(own)] = own
+            members[free[bucket] : free[bucket] + len(own)] = own
             free[bucket] += len(own)

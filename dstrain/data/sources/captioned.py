@@ -78,12 +78,13 @@ def texts_beside(root: Path, files: Iterable[list[str]]) -> bytes:
 
 def add_captions(digest: Any, root: Path, names: list[str]) -> None:
     """Adds to a hash the text beside each file: X.txt of X.png, none where that cannot be read."""
+
     def text_of(name: str) -> bytes:
         try:
             path = (root / name).with_suffix(".txt")
             require_regular(path)
             return path.read_bytes().strip()
-        except (OSError, ConfigError):            # it will be a bad sample, as one whose caption is empty
+        except (OSError, ConfigError):  # it will be a bad sample, as one whose caption is empty
             return b""
 
     for text in of_each(text_of, names):

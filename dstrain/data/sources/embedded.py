@@ -59,17 +59,23 @@ def with_embeddings(images: Source, path: str) -> Embedded:
         stored = open_stored(path)
     refusal = f"data.embeddings={path} is not of these images: "
     if isinstance(images, Emoji) != (path == BUILTIN):
-        raise ConfigError(f"{refusal}{BUILTIN} goes with data.path={EMOJI}, and a folder of images with what "
-                          "launch/encode.py --image-encoder has made of it")
+        raise ConfigError(
+            f"{refusal}{BUILTIN} goes with data.path={EMOJI}, and a folder of images with what "
+            "launch/encode.py --image-encoder has made of it"
+        )
     if isinstance(images, Emoji):
         return Embedded(images, stored)
     whole = Captioned(images.layout, images.index, images.image_size, captions=True)
     source, names = made_of(path), whole.names()
     if source is None:
-        raise ConfigError(f"data.embeddings={path} does not say of which images it is: make it by launch/encode.py "
-                          f"--image-encoder ... --data {images.path}")
+        raise ConfigError(
+            f"data.embeddings={path} does not say of which images it is: make it by launch/encode.py "
+            f"--image-encoder ... --data {images.path}"
+        )
     if not source.startswith(f"{names} "):
-        raise ConfigError(f"{refusal}{images.path} holds {len(whole):,} with captions, and the embeddings are of "
-                          f"{len(stored):,}, or of other names; make them by launch/encode.py --image-encoder ... "
-                          f"--data {images.path}")
+        raise ConfigError(
+            f"{refusal}{images.path} holds {len(whole):,} with captions, and the embeddings are of "
+            f"{len(stored):,}, or of other names; make them by launch/encode.py --image-encoder ... "
+            f"--data {images.path}"
+        )
     return Embedded(images, stored)

@@ -35,10 +35,21 @@ FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 SPLITS = ("train", "held_out", "all")
 
 
-def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: str = "train", held_out: float = 0.0,
-                held_out_path: str | Path | None = None, draft: bool = False, request: Request | None = None,
-                index: str | Path | None = None, run: Path | None = None, crop: Crop = Crop(),
-                sizes: bool = False) -> "Fashion | Emoji | Images":
+def open_images(
+    path: str | Path,
+    image_size: int,
+    *,
+    channels: int = 3,
+    split: str = "train",
+    held_out: float = 0.0,
+    held_out_path: str | Path | None = None,
+    draft: bool = False,
+    request: Request | None = None,
+    index: str | Path | None = None,
+    run: Path | None = None,
+    crop: Crop = Crop(),
+    sizes: bool = False,
+) -> "Fashion | Emoji | Images":
     """Opens a source of square images, on all ranks together.
 
     path: "builtin:fashion", "builtin:emoji", or data in a form of layouts/. image_size: side of the square, pixels.
@@ -65,14 +76,16 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
         return (Emoji if path == EMOJI else Fashion)(image_size, channels, split)
     request = request or Request(SUFFIXES)
     if not builtin:
-        path, held_out_path = from_first(lambda: taken_apart(path, held_out, held_out_path, split == "all",
-                                                                     request.cache))
+        path, held_out_path = from_first(
+            lambda: taken_apart(path, held_out, held_out_path, split == "all", request.cache)
+        )
     if held_out_path is None and split == "held_out" and held_out == 0:
         raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
     if held_out_path is not None and held_out and not builtin:
         raise ConfigError("data.held_out and data.held_out_path exclude each other: keep one")
-    images = partial(Images, image_size=image_size, channels=channels, draft=draft, captions=request.captions,
-                     crop=crop, sizes=sizes)
+    images = partial(
+        Images, image_size=image_size, channels=channels, draft=draft, captions=request.captions, crop=crop, sizes=sizes
+    )
     if held_out_path is None:
         return images(*open_index(path, request, index, run), split=split, held_out=held_out)
     if split == "train":
@@ -108,7 +121,7 @@ class Fashion(Source):
         pixels = b"".join(_unpacked(split)[0] for split in splits)
         self.labels = np.concatenate([_unpacked(split)[1] for split in splits])
         images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
-        self.images = images if self.image_size == 28 else F.pad(images, (2, 2, 2, 2))           # (N, 32, 32)
+        self.images = images if self.image_size == 28 else F.pad(images, (2, 2, 2, 2))  # (N, 32, 32)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -140,13 +153,23 @@ class Images(Indexed):
 
     noun = "images"
 
-    def __init__(self, layout: Layout, index: Index, image_size: int, channels: int = 3, draft: bool = False,
-                 captions: bool = False, crop: Crop = Crop(), sizes: bool = False, **choice: Any) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        index: Index,
+        image_size: int,
+        channels: int = 3,
+        draft: bool = False,
+        captions: bool = False,
+        crop: Crop = Crop(),
+        sizes: bool = False,
+        **choice: Any,
+    ) -> None:
         super().__init__(layout, index, **choice)
         self.image_size, self.channels, self.draft, self.crop, self.sizes = image_size, channels, draft, crop, sizes
         self.captioned = captions and index.most_captions > 0
         self.chance_name = "caption" if self.captioned and index.most_captions > 1 else None
-        if crop.numbers:                          # the last number is the caption's
+        if crop.numbers:  # the last number is the caption's
             self.chance_name, self.chance_count = "crop", crop.numbers + 1
 
     def __getitem__(self, index: int) -> Item:

@@ -27,7 +27,7 @@ from dstrain.data.sources.images import encoded
 from dstrain.distributed.progress import phases
 from dstrain.recipe import write_errors
 
-_CLIPS = 1024                              # files between two writes, where each may take long
+_CLIPS = 1024  # files between two writes, where each may take long
 
 
 def pixel_sizes(layout: Layout, index: Index) -> Verified:
@@ -45,6 +45,7 @@ def frame_counts(layout: Layout, index: Index) -> Verified:
 
 def size_of(layout: Layout, place: Place) -> tuple[int, int]:
     """Width and height of an image, from its header. BadSample: it has none."""
+
     def read() -> tuple[int, int]:
         content = encoded(layout, place)
         if isinstance(content, np.ndarray):
@@ -62,8 +63,9 @@ def frames_of(layout: Layout, place: Place) -> int:
         return count_frames(layout.read(place))
 
 
-def _table(layout: Layout, index: Index, name: str, width: int, measure: Callable[[Place], tuple[int, ...]],
-           chunk: int) -> Verified:
+def _table(
+    layout: Layout, index: Index, name: str, width: int, measure: Callable[[Place], tuple[int, ...]], chunk: int
+) -> Verified:
     """int32 (N, width): the measure of each sample, 0 where it cannot be read; on all ranks together.
 
     One command at a time writes it. ConfigError: it cannot be written there.
@@ -81,9 +83,11 @@ def _table(layout: Layout, index: Index, name: str, width: int, measure: Callabl
     return open_shared(path, dtype, len(index) * dtype.itemsize)
 
 
-def _write(path: Path, layout: Layout, index: Index, dtype: np.dtype, measure: Callable[[Place], tuple[int, ...]],
-           chunk: int) -> None:
+def _write(
+    path: Path, layout: Layout, index: Index, dtype: np.dtype, measure: Callable[[Place], tuple[int, ...]], chunk: int
+) -> None:
     """Measures `chunk` samples at a time; goes on where an interrupted command was."""
+
     def known(row: int) -> tuple[int, ...]:
         try:
             return measure(index.place(row))
@@ -92,8 +96,14 @@ def _write(path: Path, layout: Layout, index: Index, dtype: np.dtype, measure: C
 
     part = path.with_suffix(".part")
     done = part.stat().st_size // dtype.itemsize if part.exists() else 0
-    with tqdm(total=len(index), initial=done, unit=f" {layout.request.noun}", delay=2, disable=None,
-              desc=f"measuring {layout.root}") as bar:
+    with tqdm(
+        total=len(index),
+        initial=done,
+        unit=f" {layout.request.noun}",
+        delay=2,
+        disable=None,
+        desc=f"measuring {layout.root}",
+    ) as bar:
         for start in range(done, len(index), chunk):
             phases().at(f"measuring {layout.root}: {start:,} of {len(index):,}")
             stop = min(start + chunk, len(index))

@@ -34,15 +34,25 @@ from dstrain.data.sources.captioned import add_captions
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
-_STILL = (".jpg", ".jpeg", ".bmp", ".png")        # which are animated never, or hardly ever
-_ASKED = 100                                      # names that are looked at
-_MAX_LISTINGS = 1 << 15                           # kept by a process: some 100 bytes a clip, and 100 a keyframe
+_STILL = (".jpg", ".jpeg", ".bmp", ".png")  # which are animated never, or hardly ever
+_ASKED = 100  # names that are looked at
+_MAX_LISTINGS = 1 << 15  # kept by a process: some 100 bytes a clip, and 100 a keyframe
 
 
-def open_videos(path: str | Path, cut: Cut, *, split: str = "train", held_out: float = 0.0,
-                held_out_path: str | Path | None = None, captions: str | Path | None = None,
-                images: str | Path | None = None, image_share: float = 0.0, request: Request | None = None,
-                index: str | Path | None = None, run: Path | None = None) -> "Videos | Mixed":
+def open_videos(
+    path: str | Path,
+    cut: Cut,
+    *,
+    split: str = "train",
+    held_out: float = 0.0,
+    held_out_path: str | Path | None = None,
+    captions: str | Path | None = None,
+    images: str | Path | None = None,
+    image_share: float = 0.0,
+    request: Request | None = None,
+    index: str | Path | None = None,
+    run: Path | None = None,
+) -> "Videos | Mixed":
     """Opens clips in a form of layouts/, on all ranks together.
 
     split: "train" or "held_out". held_out: fraction of the data that is held out. held_out_path: other data that are
@@ -62,8 +72,10 @@ def open_videos(path: str | Path, cut: Cut, *, split: str = "train", held_out: f
             other = replace(request, captions_file=own, key="data.held_out_path")
             unseen = Videos(*opened(held_out_path, other), cut, classes=source.classes, key=other.key)
             if source.captioned and not unseen.captioned:
-                raise ConfigError(f"data.held_out_path={held_out_path} has no captions and data.path={path} has: write "
-                                  "X.txt beside each X.mp4 there, too")
+                raise ConfigError(
+                    f"data.held_out_path={held_out_path} has no captions and data.path={path} has: write "
+                    "X.txt beside each X.mp4 there, too"
+                )
             return unseen
     if split == "held_out" or images is None:
         return source
@@ -83,8 +95,15 @@ class Videos(Indexed):
     def __init__(self, layout: Layout, index: Index, cut: Cut, **choice: Any) -> None:
         super().__init__(layout, index, **choice)
         self.cut, self.labelled = cut, index.labelled
-        self.captions_from = ("beside" if layout.notes.get("beside") else "file" if index.most_captions else
-                              "classes" if self.labelled else "none")
+        self.captions_from = (
+            "beside"
+            if layout.notes.get("beside")
+            else "file"
+            if index.most_captions
+            else "classes"
+            if self.labelled
+            else "none"
+        )
         self.captioned = self.captions_from != "none"
         self.uncaptioned = None if self.captioned else f"{layout.request.key}={self.path}"
         self._listings: dict[int, Listing] = {}
@@ -125,8 +144,10 @@ class Videos(Indexed):
         return super().describe() + "; they are named as still pictures: one frame each, repeated" * still
 
     def _summary(self) -> str:
-        return (f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "
-                f"names={self._names(self._captions())}")
+        return (
+            f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "
+            f"names={self._names(self._captions())}"
+        )
 
     def _captions(self) -> Iterable[bytes]:
         """The captions of a captions file, one after the other."""
@@ -136,8 +157,12 @@ class Videos(Indexed):
 
     def _caption_words(self) -> str:
         file = self.layout.request.captions_file or self.path
-        return {"beside": "captions beside them", "file": f"captions of {file}", "classes": "the classes as captions",
-                "none": "no captions"}[self.captions_from]
+        return {
+            "beside": "captions beside them",
+            "file": f"captions of {file}",
+            "classes": "the classes as captions",
+            "none": "no captions",
+        }[self.captions_from]
 
     def _texts(self, numbers: Sequence[int]) -> bytes:
         if not isinstance(self.layout, Clips):
@@ -153,7 +178,7 @@ class Videos(Indexed):
         return texts.digest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_listings": {}}             # every worker makes its own
+        return super().__getstate__() | {"_listings": {}}  # every worker makes its own
 
 
 @dataclass

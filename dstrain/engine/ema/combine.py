@@ -21,7 +21,7 @@ from dstrain.checkpoint.safetensors_io import CHUNK, SIZES, Files, floats, rende
 from dstrain.engine.ema.profiles import Average, Solution, solve
 from dstrain.recipe import ConfigError
 
-MISFIT = 0.1                # above it an average is refused: profiles.Solution
+MISFIT = 0.1  # above it an average is refused: profiles.Solution
 
 
 class Snapshot(NamedTuple):
@@ -45,8 +45,12 @@ def together(paths: Sequence[Path]) -> list[Snapshot]:
         if not all(counters.get("averages") for counters in snapshot.parts.values()):
             raise ConfigError(f"{snapshot.path} holds no averages by width: move it away")
     began = {part: snapshots[-1].averages(part)["began"] for part in snapshots[-1].parts}
-    return [snapshot for snapshot in snapshots if snapshot.parts.keys() == began.keys()
-            and all(snapshot.averages(part)["began"] == began[part] for part in began)]
+    return [
+        snapshot
+        for snapshot in snapshots
+        if snapshot.parts.keys() == began.keys()
+        and all(snapshot.averages(part)["began"] == began[part] for part in began)
+    ]
 
 
 def identity(snapshots: Sequence[Snapshot]) -> str:
@@ -60,14 +64,19 @@ class Combined:
 
     def __init__(self, snapshots: Sequence[Snapshot], part: str):
         self.part = part
-        by_time = {snapshot.averages(part)["updates"]: snapshot for snapshot in snapshots}       # of equals the last
+        by_time = {snapshot.averages(part)["updates"]: snapshot for snapshot in snapshots}  # of equals the last
         self._time: int = snapshots[-1].averages(part)["updates"]
-        if self._time:                       # else the part has not learned yet: its averages are its weights
+        if self._time:  # else the part has not learned yet: its averages are its weights
             by_time.pop(0, None)
-        self._sources = [(snapshot, Average(time, width)) for time, snapshot in by_time.items()
-                         for width in snapshot.averages(part)["widths"]]
-        self._fragments = {snapshot.path: Fragments(snapshot.path, part, manifest(snapshot.path)["files"])
-                           for snapshot in by_time.values()}
+        self._sources = [
+            (snapshot, Average(time, width))
+            for time, snapshot in by_time.items()
+            for width in snapshot.averages(part)["widths"]
+        ]
+        self._fragments = {
+            snapshot.path: Fragments(snapshot.path, part, manifest(snapshot.path)["files"])
+            for snapshot in by_time.values()
+        }
 
     def solve(self, width: float) -> Solution:
         """Over all averages of the snapshots. ConfigError: they make no average of this width."""
@@ -76,12 +85,13 @@ class Combined:
         solution = self._solution(width)
         if solution.misfit > MISFIT:
             own = {average.width for _, average in self._sources}
-            steps = {number / 200 for number in range(1, 58)}         # 0.005, 0.01, ... up to the widest, 0.285
+            steps = {number / 200 for number in range(1, 58)}  # 0.005, 0.01, ... up to the widest, 0.285
             fits = sorted(filter(self.makes, own | steps))
             raise ConfigError(
                 f"--ema {width}: the {len(self._fragments)} snapshots up to step {self._last.step} make no average of "
                 f"that width of {self.part}: the nearest misses its profile by {solution.misfit:.0%}. They make those "
-                f"from {fits[0]} to {fits[-1]}; more of them (ema.snapshots) would make others")
+                f"from {fits[0]} to {fits[-1]}; more of them (ema.snapshots) would make others"
+            )
         return solution
 
     def makes(self, width: float) -> bool:
@@ -107,7 +117,7 @@ class Combined:
 
     def values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
         """Chunks (W, n) float32 of the elements in `shares` by tensor, in their order; W for as many solutions."""
-        coefficients = np.array([solution.coefficients for solution in solutions])                # (W, sources)
+        coefficients = np.array([solution.coefficients for solution in solutions])  # (W, sources)
         with Files() as files:
             for name, share in shares.items():
                 for start in share[::CHUNK]:
@@ -122,7 +132,7 @@ class Combined:
         fragments = self._fragments[snapshot.path]
         raw, done = memoryview(bytearray(SIZES[fragments.dtype] * (end - start))), 0
         for span in fragments.spans(kind, name, start, end):
-            files.read(span, raw[done:done + span.nbytes])
+            files.read(span, raw[done : done + span.nbytes])
             done += span.nbytes
         return floats(raw, fragments.dtype)
 
@@ -132,8 +142,11 @@ class Combined:
         Each rank has a share of every tensor. ConfigError: as `solve`.
         """
         solutions, shapes = [self.solve(width) for width in widths], dict(self.tensors())
-        shares = {name: range(numel * rank // world, numel * (rank + 1) // world)
-                  for name, shape in shapes.items() if (numel := math.prod(shape)) >= world}
+        shares = {
+            name: range(numel * rank // world, numel * (rank + 1) // world)
+            for name, shape in shapes.items()
+            if (numel := math.prod(shape)) >= world
+        }
         shares |= {name: range(math.prod(shape)) for name, shape in shapes.items() if name not in shares and not rank}
         digests = [Digest() for _ in widths]
         with ExitStack() as stack:

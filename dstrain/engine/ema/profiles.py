@@ -36,8 +36,8 @@ class Solution(NamedTuple):
         sum to 0.99 would scale them all by far more than the misfit says.
         """
         total = sum(self.coefficients)
-        shift = (1 - self.misfit ** 2) * (1 - 1 / total) ** 2         # the residual is orthogonal to the profile made
-        return Solution([value / total for value in self.coefficients], (self.misfit ** 2 + shift) ** 0.5)
+        shift = (1 - self.misfit**2) * (1 - 1 / total) ** 2  # the residual is orthogonal to the profile made
+        return Solution([value / total for value in self.coefficients], (self.misfit**2 + shift) ** 0.5)
 
 
 def exponent(width: float) -> float:
@@ -51,7 +51,7 @@ def solve(averages: Sequence[Average], target: Average) -> Solution:
     times, gammas = np.array([average.time for average in averages]), np.array([exponent(a.width) for a in averages])
     time, gamma = np.array([target.time]), np.array([exponent(target.width)])
     length = np.sqrt(_inner(time, gamma, time, gamma).item())
-    lengths = np.sqrt(np.diagonal(_inner(times, gammas, times, gammas)))       # unit profiles: better conditioned
+    lengths = np.sqrt(np.diagonal(_inner(times, gammas, times, gammas)))  # unit profiles: better conditioned
     products = _inner(times, gammas, times, gammas) / np.outer(lengths, lengths)
     cosines = _inner(times, gammas, time, gamma)[:, 0] / (lengths * length)
     found = np.linalg.solve(products, cosines)

@@ -31,11 +31,15 @@ class EmaShadow:
         self._powers = {width: exponent(width) + 1 for width in ema.profiles}
         self.flats: dict[str, dict[float, list[Tensor]]] = {
             part: {name: [flat.detach().clone() for flat in masters[part].flats] for name in ema.names}
-            for part in averaged}
+            for part in averaged
+        }
         # Of the averages by width: the step at which they began, and each part's updates since, on the device.
         self.began = 0
-        self._updates = {part: torch.zeros((), dtype=torch.float64, device=masters[part].flats[0].device)
-                         for part in averaged if ema.profiles}
+        self._updates = {
+            part: torch.zeros((), dtype=torch.float64, device=masters[part].flats[0].device)
+            for part in averaged
+            if ema.profiles
+        }
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -109,7 +113,9 @@ class EmaShadow:
                 if shadows:
                     chosen = next(iter(shadows)) if name is None else name
                     if chosen not in shadows:
-                        raise ConfigError(f"no EMA of decay or width {name}; the recipe's section ema has "
-                                          f"{', '.join(map(str, shadows))}")
+                        raise ConfigError(
+                            f"no EMA of decay or width {name}; the recipe's section ema has "
+                            f"{', '.join(map(str, shadows))}"
+                        )
                     stack.enter_context(self._masters[part].showing(shadows[chosen]))
             yield

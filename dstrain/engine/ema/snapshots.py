@@ -22,16 +22,27 @@ from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.masters import Masters
 from dstrain.recipe import Ema
 
-FOLDER = "averages"                          # beside the folder of checkpoints
+FOLDER = "averages"  # beside the folder of checkpoints
 
 
 class Averages:
     """The snapshots in `folder`; every method on all ranks together. `common` gives what is equal on all of them."""
 
-    def __init__(self, folder: Path, masters: dict[str, Masters], shadow: EmaShadow, asynchronous: bool,
-                 common: Callable[[], validate.Common], report: Callable[[str], None]):
-        self.saver = Saver(Store(folder, keep=sys.maxsize, check=validate.check), asynchronous,
-                           lambda line: report(f"averages: {line}"), lambda step: None)
+    def __init__(
+        self,
+        folder: Path,
+        masters: dict[str, Masters],
+        shadow: EmaShadow,
+        asynchronous: bool,
+        common: Callable[[], validate.Common],
+        report: Callable[[str], None],
+    ):
+        self.saver = Saver(
+            Store(folder, keep=sys.maxsize, check=validate.check),
+            asynchronous,
+            lambda line: report(f"averages: {line}"),
+            lambda step: None,
+        )
         self._ema: Ema = shadow.ema
         self._masters, self._shadow, self._common = masters, shadow, common
 
@@ -44,20 +55,25 @@ class Averages:
         if not every or step == self._shadow.began or not (last or step % every == 0):
             return
         if step in group.from_first(self.saver.store.steps()):
-            return                           # of an earlier command, which ended before the run went further
+            return  # of an earlier command, which ended before the run went further
         common = self._common()
         entries: Entries = {
-            part: [(f"ema.{width!r}", fragment, view) for width in self._ema.profiles
-                   for fragment, view in self._masters[part].own_views(shadows[width])]
-            for part, shadows in self._shadow.flats.items()}
+            part: [
+                (f"ema.{width!r}", fragment, view)
+                for width in self._ema.profiles
+                for fragment, view in self._masters[part].own_views(shadows[width])
+            ]
+            for part, shadows in self._shadow.flats.items()
+        }
         dtype = {"fp32": "F32", "bf16": "BF16"}[self._ema.snapshot_precision]
 
         def write(folder: Path, entries: Entries) -> Hashes:
             if group.rank() == 0:
                 validate.write_common(folder, common)
             names = {part: shard_name(part, group.rank(), group.world()) for part in entries}
-            return {name: write_shard(folder / name, entries[part], {"part": part}, dtype)
-                    for part, name in names.items()}
+            return {
+                name: write_shard(folder / name, entries[part], {"part": part}, dtype) for part, name in names.items()
+            }
 
         nbytes = sum(4 * view.numel() for own in entries.values() for _, _, view in own)
         self.saver.save(step, entries, write, need_bytes=nbytes + (1 << 20), score=None, last=wait)

@@ -22,7 +22,7 @@ def kept(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
     """
     before = {tensor.untyped_storage()._cdata for tensor in present}
     with _Storages() as storages, Fused():
-        value = loss()                            # holds the graph
+        value = loss()  # holds the graph
     gc.collect()
     live = sum(size for key, (storage, size) in storages.made.items() if key not in before and not storage.expired())
     del value
@@ -66,13 +66,22 @@ class Fused:
         F.scaled_dot_product_attention = self._own
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-           is_causal: bool = False, scale: float | None = None) -> Tensor:
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
     if attn_mask is None:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal,
-                                                                  scale=scale)[0]
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[
+            0
+        ]
     if attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
     added = attn_mask.expand(*query.shape[:3], key.shape[2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, added, True, dropout_p, is_causal,
-                                                                  scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, added, True, dropout_p, is_causal, scale=scale
+    )[0]

@@ -42,27 +42,28 @@ def first_of(world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None     # it compares values
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None  # it compares values
     adam.DeepSpeedCPUAdam.step = _first_step
-    cpuinfo.get_cpu_info = dict                   # it measures the CPU for a second, and DeepSpeed asks for the vendor
-    adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(
-        create_adam=lambda *args: None, destroy_adam=lambda *args: None))                 # it would be compiled
+    cpuinfo.get_cpu_info = dict  # it measures the CPU for a second, and DeepSpeed asks for the vendor
+    adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(
+        load=lambda: SimpleNamespace(create_adam=lambda *args: None, destroy_adam=lambda *args: None)
+    )  # it would be compiled
     linear, asked = nn.functional.linear, torch.cuda.is_available
     found = asked()
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        torch.cuda.is_available = lambda: found   # fake tensors ask at each operation, and each answer loads a library
+        torch.cuda.is_available = lambda: found  # fake tensors ask at each operation, and each answer loads a library
         deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
         with FakeTensorMode(allow_non_fake_inputs=True), _Views(), _Zeros():
             yield
     finally:
         dist.destroy_process_group()
         deepspeed.comm.comm.cdb = None
-        for name, value in vars(groups).items():                  # groups that it has made, beside its functions
+        for name, value in vars(groups).items():  # groups that it has made, beside its functions
             if name.endswith("_GROUP") and value is not None:
                 setattr(groups, name, {} if isinstance(value, dict) else None)
         torch.cuda.is_available = asked
-        nn.functional.linear = linear                             # ZeRO-3 puts its own in this place
+        nn.functional.linear = linear  # ZeRO-3 puts its own in this place
         group.forget()
 
 
@@ -75,11 +76,13 @@ class _Zeros(TorchDispatchMode):
             return _zero(args[0])
         if func is aten.nonzero.default and isinstance(args[0], FakeTensor):
             return torch.empty((0, args[0].ndim), dtype=torch.int64, device=args[0].device)
-        if func is aten._unique2.default and isinstance(args[0], FakeTensor):         # of none, where they are selected
-            return tuple(torch.empty(0, dtype=dtype, device=args[0].device)
-                         for dtype in (args[0].dtype, torch.int64, torch.int64))
+        if func is aten._unique2.default and isinstance(args[0], FakeTensor):  # of none, where they are selected
+            return tuple(
+                torch.empty(0, dtype=dtype, device=args[0].device)
+                for dtype in (args[0].dtype, torch.int64, torch.int64)
+            )
         if func is aten.index.Tensor and isinstance(args[1][0], FakeTensor) and args[1][0].dtype == torch.bool:
-            return args[0].new_empty((0, *args[0].shape[args[1][0].ndim:]))
+            return args[0].new_empty((0, *args[0].shape[args[1][0].ndim :]))
         return func(*args, **(kwargs or {}))
 
 
@@ -97,10 +100,24 @@ class _Views(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
-_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.view.dtype, _aten.slice.Tensor,
-                    _aten.select.int, _aten.detach.default, _aten.alias.default, _aten.t.default, _aten.transpose.int,
-                    _aten.permute.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default,
-                    _aten.as_strided.default})
+_VIEWS = frozenset(
+    {
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.view.dtype,
+        _aten.slice.Tensor,
+        _aten.select.int,
+        _aten.detach.default,
+        _aten.alias.default,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.permute.default,
+        _aten.unsqueeze.default,
+        _aten.squeeze.dim,
+        _aten.expand.default,
+        _aten.as_strided.default,
+    }
+)
 
 
 def _zero(tensor: torch.Tensor) -> bool | int | float:

@@ -1,14 +1,14 @@
 """What engines and averages hold between calls, by kind. Like masters.py, it reaches behind DeepSpeed's interface.
 
-    weights      what the networks compute with, and their buffers: at stage 3 this rank's shares
-    persistent   at stage 3, small weights that stay whole
-    masters      fp32 weights; at stage 0 and in fp32 the weights may be these
-    moments      the optimizer's state
-    gradients    sums of the micro-batches, and reduced gradients
-    average      averages of the masters
-    secondary    of ZeRO++, from the first pass to the update: shares of the weights among the ranks of a machine
-    gathered     at stage 3, weights that are whole for a while
-    staging      of an offloaded optimizer at stages 1 and 2, what passes between the host and the GPU: on the host
+weights      what the networks compute with, and their buffers: at stage 3 this rank's shares
+persistent   at stage 3, small weights that stay whole
+masters      fp32 weights; at stage 0 and in fp32 the weights may be these
+moments      the optimizer's state
+gradients    sums of the micro-batches, and reduced gradients
+average      averages of the masters
+secondary    of ZeRO++, from the first pass to the update: shares of the weights among the ranks of a machine
+gathered     at stage 3, weights that are whole for a while
+staging      of an offloaded optimizer at stages 1 and 2, what passes between the host and the GPU: on the host
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,16 +22,21 @@ from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.masters import Masters
 
 # What lies in the host's memory between steps, by entry of the JSON.
-OFFLOADED = {"offload_optimizer": ("masters", "moments", "gradients", "average", "staging"),
-             "offload_param": ("weights",)}
+OFFLOADED = {
+    "offload_optimizer": ("masters", "moments", "gradients", "average", "staging"),
+    "offload_param": ("weights",),
+}
 
 
 def saved(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
     """Bytes that this rank writes into a checkpoint: masters, moments, averages."""
-    kinds = [(own, [own.flats, *map(own.moments, own.kinds), *ema.flats.get(part, {}).values()])
-             for part, own in masters.items()]
-    return (sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.own_views(flats))
-            + sum(codes.nbytes for own in masters.values() for *_, codes in own.own_codes()))
+    kinds = [
+        (own, [own.flats, *map(own.moments, own.kinds), *ema.flats.get(part, {}).values()])
+        for part, own in masters.items()
+    ]
+    return sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.own_views(flats)) + sum(
+        codes.nbytes for own in masters.values() for *_, codes in own.own_codes()
+    )
 
 
 def kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
@@ -48,8 +53,10 @@ def kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, 
         yield from (("masters", flat) for flat in own.flats)
         yield from (("moments", value) for value in tree_leaves(own.optimizer_state()) if isinstance(value, Tensor))
         zero = own.engine.optimizer
-        for buffer in (*getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", ()),
-                       *getattr(zero, "accumulated_grads_in_cpu", {}).values()):
+        for buffer in (
+            *getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", ()),
+            *getattr(zero, "accumulated_grads_in_cpu", {}).values(),
+        ):
             yield "staging", buffer
         if hasattr(zero, "temp_grad_buffer_for_cpu_offload"):
             yield "staging", zero.temp_grad_buffer_for_cpu_offload

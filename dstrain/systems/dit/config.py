@@ -144,12 +144,16 @@ class Config(SystemConfig):
         """Whether the network's input is what the data hold."""
         channels, *sides = self.codes.shape
         if self.in_channels != channels:
-            raise ConfigError(f"in_channels {self.in_channels}: the latents in data.path have {channels} channels; set "
-                              f"in_channels to {channels}")
+            raise ConfigError(
+                f"in_channels {self.in_channels}: the latents in data.path have {channels} channels; set "
+                f"in_channels to {channels}"
+            )
         if sides != [self.input_size] * 2:
-            raise ConfigError(f"first_stage.factor {self.first_stage.factor}: images of side {self.image_size} would "
-                              f"have latents of side {self.input_size}, those in data.path are {sides[0]} x "
-                              f"{sides[1]}; set first_stage.factor to {self.image_size // sides[0]}")
+            raise ConfigError(
+                f"first_stage.factor {self.first_stage.factor}: images of side {self.image_size} would "
+                f"have latents of side {self.input_size}, those in data.path are {sides[0]} x "
+                f"{sides[1]}; set first_stage.factor to {self.image_size // sides[0]}"
+            )
         if sides[0] % patch:
             raise ConfigError(f"patch_size {patch} does not divide the latents' side, {sides[0]}")
 
@@ -179,20 +183,30 @@ class Config(SystemConfig):
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size"), run.samples
         if self.objective == "diffusion" and samples.num_steps > self.diffusion.num_steps:
-            problems.append(f"samples.num_steps={samples.num_steps} is above model.diffusion.num_steps="
-                            f"{self.diffusion.num_steps}: take fewer")
+            problems.append(
+                f"samples.num_steps={samples.num_steps} is above model.diffusion.num_steps="
+                f"{self.diffusion.num_steps}: take fewer"
+            )
         if samples.guidance_scale != 1 and not self.class_dropout_prob:
-            problems.append(f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
-                            "labels at times: write samples.guidance_scale=1, or model.class_dropout_prob=0.1")
+            problems.append(
+                f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
+                "labels at times: write samples.guidance_scale=1, or model.class_dropout_prob=0.1"
+            )
         if bool(self.embedding_dim) != (run.data.embeddings is not None):
-            problems.append("data.embeddings and model.embedding_dim go together, the embeddings of the images and "
-                            "their width: give both, or neither")
+            problems.append(
+                "data.embeddings and model.embedding_dim go together, the embeddings of the images and "
+                "their width: give both, or neither"
+            )
         if self.codes is not None and self.first_stage is None and run.every.sample:
-            problems.append(f"every.sample={run.every.sample}: pictures need the autoencoder that decodes the latents "
-                            f"of {run.data.path}; set model.first_stage.path to its folder, or every.sample=0")
+            problems.append(
+                f"every.sample={run.every.sample}: pictures need the autoencoder that decodes the latents "
+                f"of {run.data.path}; set model.first_stage.path to its folder, or every.sample=0"
+            )
         if self.first_stage is None and self.codes is None and run.data.channels != self.in_channels:
-            problems.append(f"data.channels={run.data.channels} and model.in_channels={self.in_channels} differ, and "
-                            "there is no model.first_stage between them: make both equal")
+            problems.append(
+                f"data.channels={run.data.channels} and model.in_channels={self.in_channels} differ, and "
+                "there is no model.first_stage between them: make both equal"
+            )
         if self.first_stage is not None and self.codes is None:
             problems += filter(None, [problem(self.first_stage.precision, "model.first_stage.precision")])
         return problems
@@ -227,6 +241,14 @@ class Config(SystemConfig):
 
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of DiT."""
-        fields = {"in_channels", "mlp_ratio", "class_dropout_prob", "num_classes", "learn_sigma", "time_freq",
-                  "size_conditions", "embedding_dim"}
+        fields = {
+            "in_channels",
+            "mlp_ratio",
+            "class_dropout_prob",
+            "num_classes",
+            "learn_sigma",
+            "time_freq",
+            "size_conditions",
+            "embedding_dim",
+        }
         return {"input_size": self.input_size, **self.network_shape(), **self.model_dump(include=fields)}

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from dstrain.nn.layers import Embedding, Linear, Mlp, Patches, SelfAttention, named, sincos_positions, timestep_features
 from dstrain.recipe import ConfigError
 
-TIME_FEATURES = 256                               # number of sinusoids of a timestep
+TIME_FEATURES = 256  # number of sinusoids of a timestep
 
 # Table 1 of the paper: name -> hidden_size, depth, num_heads; times patch sizes 2, 4 and 8.
 _WIDTHS = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}
-SIZES = {f"DiT-{letter}/{patch}": {"patch_size": patch, "hidden_size": width, "depth": depth, "num_heads": heads}
-         for letter, (width, depth, heads) in _WIDTHS.items() for patch in (2, 4, 8)}
+SIZES = {
+    f"DiT-{letter}/{patch}": {"patch_size": patch, "hidden_size": width, "depth": depth, "num_heads": heads}
+    for letter, (width, depth, heads) in _WIDTHS.items()
+    for patch in (2, 4, 8)
+}
 
 
 class DiT(nn.Module):
@@ -34,10 +37,23 @@ class DiT(nn.Module):
     Inputs may have other sizes, any multiples of the patch: their positions run over the same range.
     """
 
-    def __init__(self, input_size: int = 32, patch_size: int = 2, in_channels: int = 4, hidden_size: int = 1152,
-                 depth: int = 28, num_heads: int = 16, mlp_ratio: float = 4.0, class_dropout_prob: float = 0.1,
-                 num_classes: int = 1000, learn_sigma: bool = True, *, time_freq: str = "official",
-                 size_conditions: bool = False, embedding_dim: int = 0) -> None:
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        class_dropout_prob: float = 0.1,
+        num_classes: int = 1000,
+        learn_sigma: bool = True,
+        *,
+        time_freq: str = "official",
+        size_conditions: bool = False,
+        embedding_dim: int = 0,
+    ) -> None:
         super().__init__()
         if input_size % patch_size:
             raise ConfigError(f"patch_size: {patch_size} does not divide the input's size {input_size}")
@@ -54,8 +70,8 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
         # .float(), since zero.Init would create it in the compute dtype.
-        self.register_buffer("pos_embed", torch.empty(1, self.grid ** 2, hidden_size).float())
-        self._positions: dict[tuple[int, int], Tensor] = {}        # of other grids; few, since a run has few sizes
+        self.register_buffer("pos_embed", torch.empty(1, self.grid**2, hidden_size).float())
+        self._positions: dict[tuple[int, int], Tensor] = {}  # of other grids; few, since a run has few sizes
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -63,20 +79,21 @@ class DiT(nn.Module):
         with torch.no_grad():
             self.pos_embed.copy_(sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid))
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, size: Tensor | None = None,
-                embed: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, t: Tensor, y: Tensor, size: Tensor | None = None, embed: Tensor | None = None
+    ) -> Tensor:
         """size: int64 (B, 6), see SizeEmbedder; embed: (B, E), see ImageEmbedder; None: no such conditions."""
         high, wide = (side // self.patch_size for side in x.shape[2:])
-        x = self.x_embedder(x)                                                                    # (B, N, D)
+        x = self.x_embedder(x)  # (B, N, D)
         x = x + self.positions(high, wide).to(x)
-        c = self.t_embedder(t) + self.y_embedder(y)                                               # (B, D)
+        c = self.t_embedder(t) + self.y_embedder(y)  # (B, D)
         if size is not None:
             c = c + self.s_embedder(size)
         if embed is not None:
             c = c + self.e_embedder(embed)
         for block in self.blocks:
             x = block(x, c)
-        return self.unpatchify(self.final_layer(x, c), high, wide)                                # (B, C or 2C, H, W)
+        return self.unpatchify(self.final_layer(x, c), high, wide)  # (B, C or 2C, H, W)
 
     def positions(self, high: int, wide: int) -> Tensor:
         """Those of the square grid, or float32 (1, N, D) of another one over the same range."""
@@ -90,7 +107,7 @@ class DiT(nn.Module):
     def unpatchify(self, x: Tensor, high: int, wide: int) -> Tensor:
         """Tokens of p * p * C values to an image: (B, N, p*p*C) -> (B, C, H, W)."""
         p = self.patch_size
-        x = x.view(len(x), high, wide, p, p, self.out_channels).permute(0, 5, 1, 3, 2, 4)         # (B, C, h, p, w, p)
+        x = x.view(len(x), high, wide, p, p, self.out_channels).permute(0, 5, 1, 3, 2, 4)  # (B, C, h, p, w, p)
         return x.reshape(len(x), self.out_channels, high * p, wide * p)
 
 
@@ -106,7 +123,7 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), Linear(dim, 6 * dim, init="zero"))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        modulation = self.adaLN_modulation(c)[:, None]                                            # (B, 1, 6D)
+        modulation = self.adaLN_modulation(c)[:, None]  # (B, 1, 6D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.chunk(6, dim=-1)
         x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
         return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
@@ -118,12 +135,12 @@ class FinalLayer(nn.Module):
     def __init__(self, dim: int, patch_size: int, out_channels: int) -> None:
         super().__init__()
         self.norm_final = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
-        self.linear = Linear(dim, patch_size ** 2 * out_channels, init="zero")
+        self.linear = Linear(dim, patch_size**2 * out_channels, init="zero")
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), Linear(dim, 2 * dim, init="zero"))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=-1)
-        return self.linear(modulate(self.norm_final(x), shift, scale))                            # (B, N, p*p*C)
+        return self.linear(modulate(self.norm_final(x), shift, scale))  # (B, N, p*p*C)
 
 
 class PatchEmbed(nn.Module):
@@ -163,7 +180,7 @@ class SizeEmbedder(nn.Module):
         self.mlp = nn.Sequential(first, nn.SiLU(), last)
 
     def forward(self, size: Tensor) -> Tensor:
-        features = timestep_features(size.flatten(), TIME_FEATURES).view(len(size), -1)           # (B, 6 x 256)
+        features = timestep_features(size.flatten(), TIME_FEATURES).view(len(size), -1)  # (B, 6 x 256)
         return self.mlp(features.to(self.mlp[0].weight.dtype))
 
 

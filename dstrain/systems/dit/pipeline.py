@@ -32,15 +32,23 @@ class ClassPipeline(DiffusionPipeline):
         self.register_to_config(id2label=id2label, guidance_channels=guidance_channels)
 
     @torch.no_grad()
-    def __call__(self, class_labels, guidance_scale=1.0, num_inference_steps=50, generator=None, latents=None,
-                 output_type="pil", guidance_interval=None):
+    def __call__(
+        self,
+        class_labels,
+        guidance_scale=1.0,
+        num_inference_steps=50,
+        generator=None,
+        latents=None,
+        output_type="pil",
+        guidance_interval=None,
+    ):
         """A picture for each label. latents: the noise to begin from, (B, C, H, W), instead of the generator's.
 
         output_type: pil, np, pt, or latent: what the chain ends with, undecoded. guidance_interval: (LOW, HIGH), the
         noise levels sigma / alpha between which predictions are guided; None: all. ValueError: no such label.
         """
         config, device, scheduler = self.transformer.config, self._execution_device, self.scheduler
-        y = torch.as_tensor(class_labels, device=device).reshape(-1)                                  # (B,)
+        y = torch.as_tensor(class_labels, device=device).reshape(-1)  # (B,)
         if ((y < 0) | (y >= config.num_embeds_ada_norm)).any():
             raise ValueError(f"class_labels={y.tolist()}: labels are 0 to {config.num_embeds_ada_norm - 1}")
         shape = (len(y), config.in_channels, config.sample_size, config.sample_size)
@@ -51,14 +59,16 @@ class ClassPipeline(DiffusionPipeline):
             scheduler.set_timesteps(num_inference_steps)
         # dstrain's chain follows the clipped x_start, its noise included.
         options = {"use_clipped_model_output": True, "generator": generator}
-        options = {name: value for name, value in options.items()
-                   if name in inspect.signature(scheduler.step).parameters}
-        learned = ("variance_type" in inspect.signature(type(scheduler).__init__).parameters
-                   and scheduler.config.variance_type.startswith("learned"))
+        options = {
+            name: value for name, value in options.items() if name in inspect.signature(scheduler.step).parameters
+        }
+        learned = "variance_type" in inspect.signature(
+            type(scheduler).__init__
+        ).parameters and scheduler.config.variance_type.startswith("learned")
         low, high = guidance_interval or (0, float("inf"))
         for t in self.progress_bar(scheduler.timesteps):
             out = self._guided(x, t.to(device), y, guidance_scale if low <= self._noise(t) <= high else 1)
-            x = scheduler.step(out if learned else out[:, :shape[1]], t, x, **options).prev_sample
+            x = scheduler.step(out if learned else out[:, : shape[1]], t, x, **options).prev_sample
         if self.vae is not None and output_type != "latent":
             x = self.vae.decode(x / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0)).sample
         images = VaeImageProcessor().postprocess(x, output_type)

@@ -50,8 +50,11 @@ class DiTSystem(System):
         if config.objective == "diffusion":
             section = config.diffusion
             self.diffusion = GaussianDiffusion(
-                schedule.betas(section.schedule, section.num_steps), prediction=section.prediction, loss=section.loss,
-                variance="learned_range" if config.learn_sigma else section.fixed_variance)
+                schedule.betas(section.schedule, section.num_steps),
+                prediction=section.prediction,
+                loss=section.loss,
+                variance="learned_range" if config.learn_sigma else section.fixed_variance,
+            )
             self.timesteps = UniformSampler(section.num_steps)
         else:
             self.flow = FlowMatching(**config.flow.model_dump())
@@ -70,8 +73,10 @@ class DiTSystem(System):
             scale = self.config.codes.scaling_factor if self.config.codes else 1.0
             example["x_start"] = self.first_stage.draw(*moments) if self.first_stage else draw(*moments, scale)
         elif self.config.codes:
-            raise ConfigError("data: this model reads cached latents and holds no encoder, the data give images; "
-                              "encode them with launch/encode.py and the same first stage")
+            raise ConfigError(
+                "data: this model reads cached latents and holds no encoder, the data give images; "
+                "encode them with launch/encode.py and the same first stage"
+            )
         else:
             pixels = batch["image"].float() / 127.5 - 1
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
@@ -100,20 +105,28 @@ class DiTSystem(System):
         """
         if self.models_pixels():
             y, flows = self._labels(example, example["x_start"]), self.config.objective == "flow"
-            network = lambda x_t, t: nets["denoiser"](x_t, t, y, **self._conditions(example))
+
+            def network(x_t, t):
+                return nets["denoiser"](x_t, t, y, **self._conditions(example))
+
             process, bits = (self.flow, flow_likelihood.measured_bits) if flows else (self.diffusion, measured_bits)
             terms = bits(process, network, example["x_start"], example["key"], num_steps, progress)
             return terms | {"loss": self.evaluate(nets, example)["loss"]} if flows else terms
         if num_steps is not None:
-            raise ConfigError(f"num_steps: {num_steps} timesteps are asked for, but only models of pixels are measured "
-                              "along a chain; this model's terms take none, so leave num_steps out")
+            raise ConfigError(
+                f"num_steps: {num_steps} timesteps are asked for, but only models of pixels are measured "
+                "along a chain; this model's terms take none, so leave num_steps out"
+            )
         return self.evaluate(nets, example)
 
     def _losses(self, nets: Nets, example: Example, y: Tensor) -> Terms:
         x_start, key = example["x_start"], example["key"]
-        noise = rng.normal(key, "noise", tuple(x_start.shape[1:]))                              # (B, C, H, W)
-        uniforms = rng.uniform(key, "timestep")                                                 # (B,)
-        network = lambda x_t, t: nets["denoiser"](x_t, t, y, **self._conditions(example))
+        noise = rng.normal(key, "noise", tuple(x_start.shape[1:]))  # (B, C, H, W)
+        uniforms = rng.uniform(key, "timestep")  # (B,)
+
+        def network(x_t, t):
+            return nets["denoiser"](x_t, t, y, **self._conditions(example))
+
         if self.config.objective == "flow":
             t = self.flow.times(uniforms)
             return self.flow.training_losses(network, x_start, t, noise) | {"quartile": (4 * t).long().clamp(max=3)}
@@ -134,15 +147,20 @@ class DiTSystem(System):
         """ConfigError: the model is conditioned on an image embedding, and there is none of its width."""
         width, actual = self.config.embedding_dim, batch["image_embed"].shape[1] if "image_embed" in batch else 0
         if width and not actual:
-            raise ConfigError("image_embed: this model draws from image embeddings: give images with theirs, "
-                              "data.embeddings=PAIRS; to draw, --embeddings FILE.npy, or a prior's run, generate.py "
-                              "PRIOR --then THIS_RUN")
+            raise ConfigError(
+                "image_embed: this model draws from image embeddings: give images with theirs, "
+                "data.embeddings=PAIRS; to draw, --embeddings FILE.npy, or a prior's run, generate.py "
+                "PRIOR --then THIS_RUN"
+            )
         if width and actual != width:
-            raise ConfigError(f"image_embed: these are {actual} wide, and model.embedding_dim is {width}: give others, "
-                              f"or train with model.embedding_dim={actual}")
+            raise ConfigError(
+                f"image_embed: these are {actual} wide, and model.embedding_dim is {width}: give others, "
+                f"or train with model.embedding_dim={actual}"
+            )
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """image_embed float32 (N, E): of a model that is conditioned on them, embeddings are what samples begin from.
+        """image_embed float32 (N, E): of a model that is conditioned on them, embeddings are what
+        samples begin from.
         """
         if not self.config.embedding_dim:
             return super().conditions_from(images)
@@ -155,8 +173,9 @@ class DiTSystem(System):
     def accepts(self, source: Any) -> None:
         """ConfigError: embeddings of another width, or none."""
         if self.config.embedding_dim:
-            self._require_embedding({name: values[None] for name, values in source.first().items()
-                                     if name == "image_embed"})
+            self._require_embedding(
+                {name: values[None] for name, values in source.first().items() if name == "image_embed"}
+            )
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Beside samples that are drawn from embeddings, `data`: the images that these are of."""
@@ -170,8 +189,10 @@ class DiTSystem(System):
             return conditions["label"]
         if self.config.num_classes == 1:
             return torch.zeros(len(like), dtype=torch.int64, device=like.device)
-        raise ConfigError(f"label: the data hold none, and num_classes is {self.config.num_classes}; give labels, or "
-                          "set num_classes to 1 for an unconditional model")
+        raise ConfigError(
+            f"label: the data hold none, and num_classes is {self.config.num_classes}; give labels, or "
+            "set num_classes to 1 for an unconditional model"
+        )
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
@@ -187,7 +208,10 @@ class DiTSystem(System):
         sampler, count, spacing = self.sampler(request.sampler), request.num_steps, request.spacing
         keys, network = rng.keys_of_seeds(request.seeds), self._guided(nets, request)
         shape = self.config.shape(request.size)
-        noise = lambda i: rng.normal(keys, f"noise/{i}", shape)
+
+        def noise(i):
+            return rng.normal(keys, f"noise/{i}", shape)
+
         images = request.conditions.get("invert")
         x_start = None if images is None else self.encode({"image": images, "key": keys})["x_start"]
         x = rng.normal(keys, "start", shape) if images is None else None
@@ -214,36 +238,56 @@ class DiTSystem(System):
         """Width and depth may differ, and so may what the network learns beside its prediction."""
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
-        same = {"image_size", "size_conditions", "embedding_dim", "in_channels", "num_classes", "objective",
-                "first_stage", "codes"}
+        same = {
+            "image_size",
+            "size_conditions",
+            "embedding_dim",
+            "in_channels",
+            "num_classes",
+            "objective",
+            "first_stage",
+            "codes",
+        }
         own, others = (system.config.model_dump(include=same | {system.config.objective}) for system in (self, other))
         if different := sorted(name for name in own | others if own.get(name) != others.get(name)):
-            raise ConfigError(f"model.{different[0]} differs, and a guide learns the same from noise of the same kind: "
-                              "name another run")
+            raise ConfigError(
+                f"model.{different[0]} differs, and a guide learns the same from noise of the same kind: "
+                "name another run"
+            )
 
     def _guided(self, nets: Nets, request: Request) -> Network:
         y, guide = request.conditions.get("label", request.seeds % self.config.num_classes), nets.get("guide")
         if request.guidance_scale != 1 and not self.config.class_dropout_prob and guide is None:
-            raise ConfigError("guidance_scale: this model has no null label, since class_dropout_prob is 0; sample "
-                              "with guidance_scale 1, or train with class_dropout_prob above 0")
+            raise ConfigError(
+                "guidance_scale: this model has no null label, since class_dropout_prob is 0; sample "
+                "with guidance_scale 1, or train with class_dropout_prob above 0"
+            )
         null, size, embed, no_embed = torch.full_like(y, self.config.num_classes), {}, {}, {}
         self._require_embedding(request.conditions)
         if self.config.embedding_dim:
             embed["embed"] = request.conditions["image_embed"]
             no_embed["embed"] = torch.zeros_like(embed["embed"])
-        if self.config.size_conditions:           # a picture that had this size, and was not cut
+        if self.config.size_conditions:  # a picture that had this size, and was not cut
             wide, high = request.size or (self.config.image_size,) * 2
             size["size"] = torch.tensor([high, wide, 0, 0, high, wide], device=y.device).expand(len(y), -1)
         process = self.flow if self.config.objective == "flow" else self.diffusion
-        return samplers.guided(nets["denoiser"], {"y": y} | size | embed, {"y": null} | size | no_embed,
-                               request.guidance_scale, self.config.guidance_channels,
-                               rescale=request.guidance_rescale, guide=guide,
-                               active=samplers.within(request.guidance_interval, process.noise_of))
+        return samplers.guided(
+            nets["denoiser"],
+            {"y": y} | size | embed,
+            {"y": null} | size | no_embed,
+            request.guidance_scale,
+            self.config.guidance_channels,
+            rescale=request.guidance_rescale,
+            guide=guide,
+            active=samplers.within(request.guidance_interval, process.noise_of),
+        )
 
     def cannot_draw(self) -> str | None:
         if self.config.codes and not self.first_stage:
-            return ("first_stage: these are latents, and no autoencoder decodes them; set model.first_stage.path to "
-                    "the folder of the one that encoded them")
+            return (
+                "first_stage: these are latents, and no autoencoder decodes them; set model.first_stage.path to "
+                "the folder of the one that encoded them"
+            )
         return None
 
     def models_pixels(self) -> bool:
@@ -255,8 +299,10 @@ class DiTSystem(System):
         classes = labels or tuple(range(self.config.num_classes))
         unknown = [label for label in classes if not 0 <= label < self.config.num_classes]
         if unknown:
-            raise ConfigError(f"labels: {unknown} are not among the {self.config.num_classes} classes, 0 to "
-                              f"{self.config.num_classes - 1}")
+            raise ConfigError(
+                f"labels: {unknown} are not among the {self.config.num_classes} classes, 0 to "
+                f"{self.config.num_classes - 1}"
+            )
         return {"label": torch.tensor(classes).repeat(-(-num // len(classes)))[:num]}
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
@@ -301,20 +347,26 @@ def _first_stage(config: Config) -> Autoencoder | None:
         return None
     section, path = config.first_stage, config.first_stage.path
     autoencoder = Autoencoder(path, section.scaling_factor, section.shift)
-    for name, configured, actual in (("first_stage.factor", section.factor, autoencoder.factor),
-                                     ("in_channels", config.in_channels, autoencoder.channels),
-                                     ("data.channels", section.image_channels, autoencoder.image_channels)):
+    for name, configured, actual in (
+        ("first_stage.factor", section.factor, autoencoder.factor),
+        ("in_channels", config.in_channels, autoencoder.channels),
+        ("data.channels", section.image_channels, autoencoder.image_channels),
+    ):
         if configured not in (None, actual):
             raise ConfigError(f"{name}: {configured} in the recipe, {actual} in autoencoder {path}: make both equal")
     # Hashing all weights takes a while, so it is done once and only where there is something to compare with.
     hashed = autoencoder.fingerprint() if config.codes is not None or section.fingerprint is not None else None
     if section.fingerprint not in (None, hashed):
-        raise ConfigError(f"first_stage.path: {path} is the autoencoder {hashed}, this model was trained with "
-                          f"{section.fingerprint} (first_stage.fingerprint); put that one back there")
+        raise ConfigError(
+            f"first_stage.path: {path} is the autoencoder {hashed}, this model was trained with "
+            f"{section.fingerprint} (first_stage.fingerprint); put that one back there"
+        )
     if config.codes is not None:
         if hashed != config.codes.first_stage:
-            raise ConfigError(f"first_stage.path: {path} is the autoencoder {hashed}, the latents in data.path are of "
-                              f"{config.codes.first_stage}; name the one that encoded them, or encode with this one")
+            raise ConfigError(
+                f"first_stage.path: {path} is the autoencoder {hashed}, the latents in data.path are of "
+                f"{config.codes.first_stage}; name the one that encoded them, or encode with this one"
+            )
         autoencoder.drop_encoder()
     else:
         autoencoder.encode_in(section.precision)

@@ -34,9 +34,9 @@ from dstrain.systems.dit.system import DiTSystem
 # Relative. diffusers computes the sinusoids of timesteps by exp in float32, dstrain in float64: 2e-5 of a prediction,
 # on CPUs with a poor exp 1e-4. Rounding errors grow along a chain: two of a picture's 255 levels.
 TOLERATED = {"with label": 3e-4, "without label": 3e-4, "code": 2.5 / 255}
-_NULL = 1000                                      # the row of "no label" in DiTPipeline
-_COUNT = 4                                        # samples compared in one prediction
-_SCALE, _FLOW_STEPS = 1.5, 20                     # of the card's pictures: guidance scale, and Euler steps
+_NULL = 1000  # the row of "no label" in DiTPipeline
+_COUNT = 4  # samples compared in one prediction
+_SCALE, _FLOW_STEPS = 1.5, 20  # of the card's pictures: guidance scale, and Euler steps
 _STOCK = """\
 import torch
 from diffusers import DiTPipeline
@@ -62,25 +62,37 @@ def about(system: DiTSystem) -> tuple[str, str, str]:
     """The class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn` draws."""
     config, notes = system.config, []
     if config.learn_sigma:
-        notes.append(f"of the transformer's output the first {config.in_channels} channels are the prediction; the "
-                     "variances behind them are unused by DDIM")
+        notes.append(
+            f"of the transformer's output the first {config.in_channels} channels are the prediction; the "
+            "variances behind them are unused by DDIM"
+        )
     if _is_stock(system) and config.guidance_channels not in (None, config.in_channels):
-        notes.append(f"guidance here is of all {config.in_channels} channels, where the recipe guides "
-                     f"{config.guidance_channels} (guidance_channels)")
+        notes.append(
+            f"guidance here is of all {config.in_channels} channels, where the recipe guides "
+            f"{config.guidance_channels} (guidance_channels)"
+        )
     if not config.class_dropout_prob:
         notes.append("trained without dropped labels: sample with guidance_scale=1")
     latents = config.codes is not None and system.first_stage is None
     if latents:
-        notes.append(f"images are latents times {config.codes.scaling_factor:g}, of the autoencoder "
-                     f"{config.codes.first_stage}, which decodes them")
+        notes.append(
+            f"images are latents times {config.codes.scaling_factor:g}, of the autoencoder "
+            f"{config.codes.first_stage}, which decodes them"
+        )
     code = (_STOCK if _is_stock(system) else _OWN) + _DRAW.format(
-        labels=_labels(system), scale=_scale(system), steps=_steps(system), more=', output_type="latent"' * latents)
+        labels=_labels(system), scale=_scale(system), steps=_steps(system), more=', output_type="latent"' * latents
+    )
     kind = "DiTPipeline" if _is_stock(system) else "DiTTransformer2DModel"
     return kind, "; ".join(notes), code if latents else code + _SAVE
 
 
-def save(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path,
-         statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
+def save(
+    system: DiTSystem,
+    nets: Mapping[str, nn.Module],
+    folder: Path,
+    statistics: Callable[[], dict[str, Any]] = dict,
+    classes: Callable[[], Sequence[str]] = tuple,
+) -> None:
     """Writes the folder. `classes`: the names of the labels in order, if known; `statistics` is for autoencoders.
 
     ConfigError: a field of the model that diffusers' classes cannot express.
@@ -117,7 +129,7 @@ def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, examp
     config, key = system.config, example["key"][:_COUNT]
     device = key.device
     exported = DiTTransformer2DModel.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
-    null = exported.config.num_embeds_ada_norm                     # in the trained network it is num_classes
+    null = exported.config.num_embeds_ada_norm  # in the trained network it is num_classes
     last = system.diffusion.num_timesteps - 1 if config.objective == "diffusion" else config.flow.time_scale
     t = torch.linspace(0, last, len(key), device=device)
     t = t.long() if config.objective == "diffusion" else t
@@ -142,7 +154,7 @@ def drawn(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     else:
         chain = system.diffusion.respaced(f"ddim{_steps(system)}")
         x = samplers.ddim(chain, network, noise, clip_denoised=system.models_pixels())
-    if system.cannot_draw():                                      # latents that no autoencoder decodes
+    if system.cannot_draw():  # latents that no autoencoder decodes
         return x
     return to_uint8(system.first_stage.decode(x) if system.first_stage else x)
 
@@ -162,17 +174,24 @@ def _scale(system: DiTSystem) -> float:
 def _is_stock(system: DiTSystem) -> bool:
     """Whether diffusers' own DiTPipeline draws from it."""
     config = system.config
-    return (config.objective == "diffusion" and config.first_stage is not None and config.num_classes <= _NULL
-            and not (system.first_stage and system.first_stage.shift))
+    return (
+        config.objective == "diffusion"
+        and config.first_stage is not None
+        and config.num_classes <= _NULL
+        and not (system.first_stage and system.first_stage.shift)
+    )
 
 
 def _require_expressible(system: DiTSystem, network: DiT) -> None:
     system.require_expressible()
     dim = network.pos_embed.shape[-1]
-    if not torch.allclose(network.pos_embed.float().cpu(), sincos_positions(dim, network.grid, network.grid)[None],
-                          rtol=0, atol=1e-6):
-        raise ConfigError("pos_embed: these positions were interpolated from another resolution, and diffusers' "
-                          "DiTTransformer2DModel computes its own; take --format safetensors")
+    if not torch.allclose(
+        network.pos_embed.float().cpu(), sincos_positions(dim, network.grid, network.grid)[None], rtol=0, atol=1e-6
+    ):
+        raise ConfigError(
+            "pos_embed: these positions were interpolated from another resolution, and diffusers' "
+            "DiTTransformer2DModel computes its own; take --format safetensors"
+        )
 
 
 def _scheduler(system: DiTSystem) -> Any:
@@ -191,7 +210,9 @@ def _first_stage(config: Config) -> nn.Module | None:
     stage = Autoencoder(config.first_stage.path, config.first_stage.scaling_factor, config.first_stage.shift)
     trained_with = config.first_stage.fingerprint or (config.codes.first_stage if config.codes else None)
     if trained_with not in (None, stage.fingerprint()):
-        raise ConfigError(f"first_stage.path: {config.first_stage.path} is the autoencoder {stage.fingerprint()} now, "
-                          f"this model was trained with {trained_with}; put that one back there")
+        raise ConfigError(
+            f"first_stage.path: {config.first_stage.path} is the autoencoder {stage.fingerprint()} now, "
+            f"this model was trained with {trained_with}; put that one back there"
+        )
     stage.vae.register_to_config(scaling_factor=stage.scaling_factor, shift_factor=stage.shift or None)
     return stage.vae

@@ -18,20 +18,32 @@ from dstrain.systems.dit.config import Config
 
 _CLASSES = "y_embedder.embedding_table.weight"
 _POSITIONS = "pos_embed"
-_ADDED = ("s_embedder", "e_embedder")             # conditions that published files do not have
-CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")       # the second in older files of diffusers
+_ADDED = ("s_embedder", "e_embedder")  # conditions that published files do not have
+CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")  # the second in older files of diffusers
 
 # Layers: our name -> diffusers'; that of an embedder lies in each block.
-_ENDS = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1",
-         "final_layer.linear": "proj_out_2"}
+_ENDS = {
+    "x_embedder.proj": "pos_embed.proj",
+    "final_layer.adaLN_modulation.1": "proj_out_1",
+    "final_layer.linear": "proj_out_2",
+}
 _EMBEDDERS = {"t_embedder.mlp.0": "timestep_embedder.linear_1", "t_embedder.mlp.2": "timestep_embedder.linear_2"}
-_IN_BLOCKS = {"attn.proj": "attn1.to_out.0", "mlp.fc1": "ff.net.0.proj", "mlp.fc2": "ff.net.2",
-              "adaLN_modulation.1": "norm1.linear"}
+_IN_BLOCKS = {
+    "attn.proj": "attn1.to_out.0",
+    "mlp.fc1": "ff.net.0.proj",
+    "mlp.fc2": "ff.net.2",
+    "adaLN_modulation.1": "norm1.linear",
+}
 
 # What both config.json of diffusers and the recipe hold: field of config.json -> field of the recipe.
-_FIELDS = {"patch_size": "patch_size", "num_layers": "depth", "num_attention_heads": "num_heads",
-           "attention_head_dim": "hidden_size / num_heads", "in_channels": "in_channels",
-           "out_channels": "in_channels, twice with learn_sigma"}
+_FIELDS = {
+    "patch_size": "patch_size",
+    "num_layers": "depth",
+    "num_attention_heads": "num_heads",
+    "attention_head_dim": "hidden_size / num_heads",
+    "in_channels": "in_channels",
+    "out_channels": "in_channels, twice with learn_sigma",
+}
 
 # What decides a weight's shape or presence: pattern of its name -> the recipe's fields.
 _REMEDIES = (
@@ -62,7 +74,7 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
     for added in _ADDED:
         fresh = [name for name in shapes if name.startswith(added)]
         if fresh and not any(name in state for name in fresh):
-            generator = torch.Generator().manual_seed(0)             # the same on every rank
+            generator = torch.Generator().manual_seed(0)  # the same on every rank
             state |= {name: torch.zeros(shapes[name]) for name in fresh}
             state[f"{added}.mlp.0.weight"].normal_(std=0.02, generator=generator)
             notes.append(f"{added}: not in the file; these conditions begin as zero")
@@ -72,10 +84,10 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
 
 def _interpolated(positions: Tensor, count: int, notes: list[str]) -> Tensor:
     """Positions (1, count, D) from those of another square grid. Others stay, and `adapt` reports their shapes."""
-    old, new = round(positions.shape[1] ** 0.5), round(count ** 0.5)
+    old, new = round(positions.shape[1] ** 0.5), round(count**0.5)
     if old == new or old * old != positions.shape[1]:
         return positions
-    grid = positions.float().view(1, old, old, -1).permute(0, 3, 1, 2)                            # (1, D, g, g)
+    grid = positions.float().view(1, old, old, -1).permute(0, 3, 1, 2)  # (1, D, g, g)
     grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
     notes.append(f"pos_embed: interpolated from {old} x {old} to {new} x {new} patches")
     return grid.flatten(2).transpose(1, 2).contiguous().to(positions.dtype)
@@ -116,8 +128,10 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
     renamed[_POSITIONS] = sincos_positions(renamed["x_embedder.proj.weight"].shape[0], grid, grid)[None]
     renamed[_CLASSES] = _unpadded(renamed[_CLASSES], config, notes)
     if config.time_freq == "official":
-        notes.append("time_freq=official: right for weights converted from published ones; those that diffusers has "
-                     "trained, or dstrain has exported, need model.time_freq=diffusers")
+        notes.append(
+            "time_freq=official: right for weights converted from published ones; those that diffusers has "
+            "trained, or dstrain has exported, need model.time_freq=diffusers"
+        )
     return renamed, notes
 
 
@@ -133,8 +147,10 @@ def _names(depth: int) -> Iterator[tuple[str, list[str]]]:
             yield f"blocks.{block}.attn.qkv.{kind}", [f"{inside}.attn1.to_{letter}.{kind}" for letter in "qkv"]
             for name, other in _IN_BLOCKS.items():
                 yield f"blocks.{block}.{name}.{kind}", [f"{inside}.{other}.{kind}"]
-    yield _CLASSES, [f"transformer_blocks.{block}.norm1.emb.class_embedder.embedding_table.weight"
-                     for block in range(depth)]
+    yield (
+        _CLASSES,
+        [f"transformer_blocks.{block}.norm1.emb.class_embedder.embedding_table.weight" for block in range(depth)],
+    )
 
 
 def _shared(copies: dict[str, Tensor]) -> Tensor:
@@ -142,8 +158,10 @@ def _shared(copies: dict[str, Tensor]) -> Tensor:
     first = next(iter(copies.values()))
     for name, copy in copies.items():
         if not torch.equal(first, copy):
-            raise ConfigError(f"weights: {name} is not that of block 0: diffusers has trained the copies apart, and "
-                              "this network has one for all blocks; train with dstrain from weights whose copies agree")
+            raise ConfigError(
+                f"weights: {name} is not that of block 0: diffusers has trained the copies apart, and "
+                "this network has one for all blocks; train with dstrain from weights whose copies agree"
+            )
     return first
 
 
@@ -161,8 +179,8 @@ def _unpadded(table: Tensor, config: Config, notes: list[str]) -> Tensor:
 
 def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
     expected, size = arguments(config), diffusers_config.get("sample_size")
-    del expected["norm_eps"]                      # 1e-5 in folders that were converted from weights trained with 1e-6
-    del expected["sample_size"]                   # `adapt` interpolates positions to another resolution
+    del expected["norm_eps"]  # 1e-5 in folders that were converted from weights trained with 1e-6
+    del expected["sample_size"]  # `adapt` interpolates positions to another resolution
     if diffusers_config.get("out_channels", 0) is None:
         diffusers_config = {**diffusers_config, "out_channels": diffusers_config.get("in_channels")}
     fitting.require_config(diffusers_config, CLASSES, "dit", expected, _FIELDS)
@@ -173,29 +191,45 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
 def require_expressible(config: Config) -> None:
     """ConfigError: a field that diffusers' DiTTransformer2DModel or its schedulers cannot express."""
     if config.embedding_dim:
-        raise ConfigError("embedding_dim: diffusers' DiTTransformer2DModel takes no image embeddings; take --format "
-                          "safetensors")
+        raise ConfigError(
+            "embedding_dim: diffusers' DiTTransformer2DModel takes no image embeddings; take --format safetensors"
+        )
     if config.time_freq != "diffusers":
-        raise ConfigError("time_freq: diffusers' DiTTransformer2DModel spaces the frequencies of its timesteps wider "
-                          "than the official network and has no setting for it; train on for a while with "
-                          "model.time_freq=diffusers and init_from= this run, or take --format safetensors")
+        raise ConfigError(
+            "time_freq: diffusers' DiTTransformer2DModel spaces the frequencies of its timesteps wider "
+            "than the official network and has no setting for it; train on for a while with "
+            "model.time_freq=diffusers and init_from= this run, or take --format safetensors"
+        )
     if config.size_conditions:
         raise ConfigError("size_conditions: diffusers' DiTTransformer2DModel takes none; take --format safetensors")
     dim = config.network_shape()["hidden_size"]
     if int(dim * config.mlp_ratio) != 4 * dim:
-        raise ConfigError(f"mlp_ratio: it is 4 in diffusers' DiTTransformer2DModel and {config.mlp_ratio:g} here; take "
-                          "--format safetensors")
+        raise ConfigError(
+            f"mlp_ratio: it is 4 in diffusers' DiTTransformer2DModel and {config.mlp_ratio:g} here; take "
+            "--format safetensors"
+        )
     scale = config.flow.time_scale
     if config.objective == "flow" and (scale != int(scale) or scale < 1):
-        raise ConfigError(f"flow.time_scale: {scale:g} is no whole number, which FlowMatchEulerDiscreteScheduler takes "
-                          "as num_train_timesteps; take --format safetensors")
+        raise ConfigError(
+            f"flow.time_scale: {scale:g} is no whole number, which FlowMatchEulerDiscreteScheduler takes "
+            "as num_train_timesteps; take --format safetensors"
+        )
 
 
 def arguments(config: Config) -> dict[str, Any]:
     """The keyword arguments of the same network in diffusers, but for the size of its label table."""
     shape = config.network_shape()
-    return {"num_attention_heads": shape["num_heads"], "attention_head_dim": shape["hidden_size"] // shape["num_heads"],
-            "in_channels": config.in_channels, "out_channels": config.in_channels * (1 + config.learn_sigma),
-            "num_layers": shape["depth"], "attention_bias": True, "sample_size": config.input_size,
-            "patch_size": shape["patch_size"], "activation_fn": "gelu-approximate", "norm_type": "ada_norm_zero",
-            "norm_elementwise_affine": False, "norm_eps": 1e-6}
+    return {
+        "num_attention_heads": shape["num_heads"],
+        "attention_head_dim": shape["hidden_size"] // shape["num_heads"],
+        "in_channels": config.in_channels,
+        "out_channels": config.in_channels * (1 + config.learn_sigma),
+        "num_layers": shape["depth"],
+        "attention_bias": True,
+        "sample_size": config.input_size,
+        "patch_size": shape["patch_size"],
+        "activation_fn": "gelu-approximate",
+        "norm_type": "ada_norm_zero",
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-6,
+    }

@@ -103,48 +103,66 @@ class Config(SystemConfig):
         if self.use_kl and self.loss not in (None, "kl", "rescaled_kl"):
             raise ConfigError(f"use_kl is true and loss is {self.loss}: give one of the two")
         if self.channel_mult is None and self.image_size not in CHANNEL_MULT:
-            raise ConfigError(f"channel_mult must be given where image_size is {self.image_size}, for example "
-                              f"{_proposal(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}")
+            raise ConfigError(
+                f"channel_mult must be given where image_size is {self.image_size}, for example "
+                f"{_proposal(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}"
+            )
         mults, sides = self.mults, self.sides
         if not mults or min(mults) < 1:
-            raise ConfigError(f"channel_mult {list(mults)} needs a factor of 1 or more for each level, for example "
-                              f"{_proposal(self.image_size)}")
+            raise ConfigError(
+                f"channel_mult {list(mults)} needs a factor of 1 or more for each level, for example "
+                f"{_proposal(self.image_size)}"
+            )
         unit = 2 ** (len(mults) - 1)
         if self.image_size % unit:
-            raise ConfigError(f"image_size {self.image_size} is no multiple of {unit}, by which the {len(mults)} "
-                              f"levels of channel_mult {list(mults)} divide it; take another size, or fewer levels")
+            raise ConfigError(
+                f"image_size {self.image_size} is no multiple of {unit}, by which the {len(mults)} "
+                f"levels of channel_mult {list(mults)} divide it; take another size, or fewer levels"
+            )
         require_multiples(self.sizes, unit, f"by which the levels of channel_mult {list(mults)} divide them")
         if self.sizes and self.small_size is not None:
             raise ConfigError("small_size: super-resolution is of squares: leave data.buckets out")
         unknown = [side for side in self.attention_resolutions if side not in sides]
         if unknown:
-            raise ConfigError(f"attention_resolutions: {_text(unknown)} never occurs; the levels of image_size "
-                              f"{self.image_size} are {_text(sides)}")
+            raise ConfigError(
+                f"attention_resolutions: {_text(unknown)} never occurs; the levels of image_size "
+                f"{self.image_size} are {_text(sides)}"
+            )
         if self.num_channels % GROUPS:
-            raise ConfigError(f"num_channels {self.num_channels} is no multiple of {GROUPS}, the groups of every "
-                              f"normalization; take {max(round(self.num_channels / GROUPS), 1) * GROUPS}")
+            raise ConfigError(
+                f"num_channels {self.num_channels} is no multiple of {GROUPS}, the groups of every "
+                f"normalization; take {max(round(self.num_channels / GROUPS), 1) * GROUPS}"
+            )
         if self.num_heads_upsample == 0:
             raise ConfigError("num_heads_upsample 0 is no number of heads; -1 means num_heads")
         self._check_heads()
         if self.small_size is not None and (self.image_size % self.small_size or self.small_size == self.image_size):
-            raise ConfigError(f"small_size {self.small_size} does not divide image_size {self.image_size} into a "
-                              "smaller picture; take a half or a quarter of it")
-        schedule.betas(self.noise_schedule, self.diffusion_steps)               # some schedules need more steps
+            raise ConfigError(
+                f"small_size {self.small_size} does not divide image_size {self.image_size} into a "
+                "smaller picture; take a half or a quarter of it"
+            )
+        schedule.betas(self.noise_schedule, self.diffusion_steps)  # some schedules need more steps
         try:
             self.respaced_steps()
         except ValueError as error:
-            raise ConfigError(f"timestep_respacing {self.timestep_respacing!r} does not fit {self.diffusion_steps} "
-                              f"diffusion_steps ({error}); write 250, ddim50 or sections as 10,15,20") from None
+            raise ConfigError(
+                f"timestep_respacing {self.timestep_respacing!r} does not fit {self.diffusion_steps} "
+                f"diffusion_steps ({error}); write 250, ddim50 or sections as 10,15,20"
+            ) from None
         return self
 
     def _check_heads(self) -> None:
         with_attention = {factor for factor, side in zip(self.mults, self.sides) if side in self.attention_resolutions}
-        for key, heads, factors in (("num_heads", self.num_heads, with_attention | {self.mults[-1]}),
-                                    ("num_heads_upsample", self.heads_upsample, with_attention)):
+        for key, heads, factors in (
+            ("num_heads", self.num_heads, with_attention | {self.mults[-1]}),
+            ("num_heads_upsample", self.heads_upsample, with_attention),
+        ):
             widths = [factor * self.num_channels for factor in sorted(factors)]
             if indivisible := [width for width in widths if width % heads]:
-                raise ConfigError(f"{key} {heads} does not divide {_text(indivisible)}, the channels of a level with "
-                                  "attention; take another number of heads or num_channels")
+                raise ConfigError(
+                    f"{key} {heads} does not divide {_text(indivisible)}, the channels of a level with "
+                    "attention; take another number of heads or num_channels"
+                )
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
@@ -154,20 +172,27 @@ class Config(SystemConfig):
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size", channels="in_channels"), run.samples
         if samples.num_steps > self.diffusion_steps:
-            problems.append(f"samples.num_steps={samples.num_steps} is above model.diffusion_steps="
-                            f"{self.diffusion_steps}: take fewer")
+            problems.append(
+                f"samples.num_steps={samples.num_steps} is above model.diffusion_steps="
+                f"{self.diffusion_steps}: take fewer"
+            )
         elif self.timestep_respacing and samples.num_steps != self.respaced_steps():
-            problems.append(f"samples.num_steps={samples.num_steps} and model.timestep_respacing="
-                            f"{self.timestep_respacing}, which keeps {self.respaced_steps()}, differ: make both equal")
+            problems.append(
+                f"samples.num_steps={samples.num_steps} and model.timestep_respacing="
+                f"{self.timestep_respacing}, which keeps {self.respaced_steps()}, differ: make both equal"
+            )
         if samples.guidance_scale != 1 and not self.has_null:
-            problems.append(f"samples.guidance_scale={samples.guidance_scale:g}: this model has no null label: write "
-                            "samples.guidance_scale=1, or model.class_cond=true model.class_dropout_prob=0.1")
+            problems.append(
+                f"samples.guidance_scale={samples.guidance_scale:g}: this model has no null label: write "
+                "samples.guidance_scale=1, or model.class_cond=true model.class_dropout_prob=0.1"
+            )
         if samples.labels and not self.class_cond:
             problems.append("samples.labels names classes, and model.class_cond is false: leave them out, or set it")
         return problems
 
     def shape(self, size: Shape | None = None) -> tuple[int, int, int]:
-        """Of images (C, H, W) of a width and height; None: squares of image_size. ConfigError: levels do not divide it.
+        """Of images (C, H, W) of a width and height; None: squares of image_size. ConfigError:
+        levels do not divide it.
         """
         wide, high = size or (self.image_size, self.image_size)
         unit = 2 ** (len(self.mults) - 1)
@@ -191,7 +216,7 @@ class Config(SystemConfig):
     @property
     def sides(self) -> tuple[int, ...]:
         """Side of each level."""
-        return tuple(self.image_size // 2 ** level for level in range(len(self.mults)))
+        return tuple(self.image_size // 2**level for level in range(len(self.mults)))
 
     @property
     def heads_upsample(self) -> int:
@@ -203,25 +228,39 @@ class Config(SystemConfig):
 
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of UNet and SuperResUNet."""
-        fields = {"in_channels", "num_channels", "num_res_blocks", "num_heads", "dropout", "learn_sigma",
-                  "use_scale_shift_norm"}
-        return {**self.model_dump(include=fields), "channel_mult": self.mults,
-                "num_classes": self.num_classes + self.has_null if self.class_cond else None,
-                "attention_levels": [self.sides.index(side) for side in self.attention_resolutions],
-                "num_heads_upsample": self.heads_upsample}
+        fields = {
+            "in_channels",
+            "num_channels",
+            "num_res_blocks",
+            "num_heads",
+            "dropout",
+            "learn_sigma",
+            "use_scale_shift_norm",
+        }
+        return {
+            **self.model_dump(include=fields),
+            "channel_mult": self.mults,
+            "num_classes": self.num_classes + self.has_null if self.class_cond else None,
+            "attention_levels": [self.sides.index(side) for side in self.attention_resolutions],
+            "num_heads_upsample": self.heads_upsample,
+        }
 
     def diffusion_arguments(self) -> dict[str, Any]:
         """The keyword arguments of GaussianDiffusion, but for the betas."""
         loss = "rescaled_kl" if self.use_kl else "rescaled_mse" if self.rescale_learned_sigmas else "mse"
         variance = "learned_range" if self.learn_sigma else "fixed_small" if self.sigma_small else "fixed_large"
-        return {"prediction": self.prediction or ("x_start" if self.predict_xstart else "eps"), "variance": variance,
-                "loss": self.loss or loss, "rescale_timesteps": self.rescale_timesteps}
+        return {
+            "prediction": self.prediction or ("x_start" if self.predict_xstart else "eps"),
+            "variance": variance,
+            "loss": self.loss or loss,
+            "rescale_timesteps": self.rescale_timesteps,
+        }
 
 
 def _proposal(image_size: int) -> list[int]:
     """A channel_mult for any size: halved while even and above 8, at most as often as 256 is."""
     levels = 1
-    while levels < 6 and image_size % 2 ** levels == 0 and image_size // 2 ** (levels - 1) > 8:
+    while levels < 6 and image_size % 2**levels == 0 and image_size // 2 ** (levels - 1) > 8:
         levels += 1
     return [1] + [2] * (levels - 1)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import dropout_of, named, timestep_features
 
-GROUPS = 32                                       # of every normalization
+GROUPS = 32  # of every normalization
 
 
 class UNet(nn.Module):
@@ -34,18 +34,31 @@ class UNet(nn.Module):
     seen_channels       channels of the input, where it has others beside those that are denoised.
     """
 
-    def __init__(self, in_channels: int = 3, num_channels: int = 128, num_res_blocks: int = 2,
-                 channel_mult: Sequence[int] = (1, 2, 3, 4), attention_levels: Sequence[int] = (2, 3),
-                 num_heads: int = 4, num_heads_upsample: int | None = None, dropout: float = 0.0,
-                 learn_sigma: bool = False, num_classes: int | None = None, use_scale_shift_norm: bool = True, *,
-                 seen_channels: int | None = None) -> None:
+    def __init__(
+        self,
+        in_channels: int = 3,
+        num_channels: int = 128,
+        num_res_blocks: int = 2,
+        channel_mult: Sequence[int] = (1, 2, 3, 4),
+        attention_levels: Sequence[int] = (2, 3),
+        num_heads: int = 4,
+        num_heads_upsample: int | None = None,
+        dropout: float = 0.0,
+        learn_sigma: bool = False,
+        num_classes: int | None = None,
+        use_scale_shift_norm: bool = True,
+        *,
+        seen_channels: int | None = None,
+    ) -> None:
         super().__init__()
         self.num_channels, self.num_classes = num_channels, num_classes
         embed = 4 * num_channels
         self.time_embed = nn.Sequential(nn.Linear(num_channels, embed), nn.SiLU(), nn.Linear(embed, embed))
         if num_classes is not None:
             self.label_emb = nn.Embedding(num_classes, embed)
-        res = lambda inputs, outputs: ResBlock(inputs, outputs, embed, dropout, use_scale_shift_norm)
+
+        def res(inputs, outputs):
+            return ResBlock(inputs, outputs, embed, dropout, use_scale_shift_norm)
 
         channels, last = num_channels, len(channel_mult) - 1
         self.input_blocks = nn.ModuleList([Stage(nn.Conv2d(seen_channels or in_channels, channels, 3, padding=1))])
@@ -72,15 +85,20 @@ class UNet(nn.Module):
                 if level in attention_levels:
                     layers.append(AttentionBlock(channels, num_heads_upsample or num_heads))
                 if level and index == num_res_blocks:
-                    layers.append(named(repeat=nn.Upsample(scale_factor=2, mode="nearest"),
-                                        conv=nn.Conv2d(channels, channels, 3, padding=1)))
+                    layers.append(
+                        named(
+                            repeat=nn.Upsample(scale_factor=2, mode="nearest"),
+                            conv=nn.Conv2d(channels, channels, 3, padding=1),
+                        )
+                    )
                 self.output_blocks.append(Stage(*layers))
-        self.out = nn.Sequential(normalization(channels), nn.SiLU(),
-                                 ZeroConv2d(channels, (1 + learn_sigma) * in_channels, 3, padding=1))
+        self.out = nn.Sequential(
+            normalization(channels), nn.SiLU(), ZeroConv2d(channels, (1 + learn_sigma) * in_channels, 3, padding=1)
+        )
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
-        dtype = self.time_embed[0].weight.dtype                                # from here on in compute precision
-        emb = self.time_embed(timestep_features(t, self.num_channels).to(dtype))                  # (B, E)
+        dtype = self.time_embed[0].weight.dtype  # from here on in compute precision
+        emb = self.time_embed(timestep_features(t, self.num_channels).to(dtype))  # (B, E)
         if self.num_classes is not None:
             emb = emb + self.label_emb(y)
         h, skips = x.to(dtype), []
@@ -90,7 +108,7 @@ class UNet(nn.Module):
         h = self.middle_block(h, emb)
         for stage in self.output_blocks:
             h = stage(torch.cat((h, skips.pop()), dim=1), emb)
-        return self.out(h)                                                                        # (B, C or 2C, H, W)
+        return self.out(h)  # (B, C or 2C, H, W)
 
 
 class SuperResUNet(UNet):
@@ -119,16 +137,21 @@ class ResBlock(nn.Module):
     def __init__(self, channels: int, out_channels: int, embed: int, dropout: float, use_scale_shift_norm: bool):
         super().__init__()
         self.use_scale_shift_norm = use_scale_shift_norm
-        self.in_layers = nn.Sequential(normalization(channels), nn.SiLU(),
-                                       nn.Conv2d(channels, out_channels, 3, padding=1))
+        self.in_layers = nn.Sequential(
+            normalization(channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1)
+        )
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(embed, (1 + use_scale_shift_norm) * out_channels))
-        self.out_layers = nn.Sequential(normalization(out_channels), nn.SiLU(), dropout_of(dropout),
-                                        ZeroConv2d(out_channels, out_channels, 3, padding=1))
+        self.out_layers = nn.Sequential(
+            normalization(out_channels),
+            nn.SiLU(),
+            dropout_of(dropout),
+            ZeroConv2d(out_channels, out_channels, 3, padding=1),
+        )
         self.skip_connection = nn.Identity() if channels == out_channels else nn.Conv2d(channels, out_channels, 1)
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         h = self.in_layers(x)
-        condition = self.emb_layers(emb)[:, :, None, None]                                        # (B, C or 2C, 1, 1)
+        condition = self.emb_layers(emb)[:, :, None, None]  # (B, C or 2C, 1, 1)
         norm, *rest = self.out_layers
         if self.use_scale_shift_norm:
             scale, shift = condition.chunk(2, dim=1)
@@ -157,11 +180,11 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, channels, height, width = x.shape
-        tokens = self.norm(x).flatten(2).transpose(1, 2)                                          # (B, N, C)
+        tokens = self.norm(x).flatten(2).transpose(1, 2)  # (B, N, C)
         qkv = self.qkv(tokens).view(batch, height * width, self.num_heads, 3, channels // self.num_heads)
-        query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind(0)                                  # (B, h, N, d) each
-        h = attend(query, key, value)                                                             # (B, h, N, d)
-        h = self.proj_out(h.transpose(1, 2).reshape(batch, height * width, channels))             # (B, N, C)
+        query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # (B, h, N, d) each
+        h = attend(query, key, value)  # (B, h, N, d)
+        h = self.proj_out(h.transpose(1, 2).reshape(batch, height * width, channels))  # (B, N, C)
         return x + h.transpose(1, 2).reshape(x.shape)
 
 

@@ -29,8 +29,17 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         self.register_to_config(enlarges=enlarges, id2label=id2label, has_null=has_null)
 
     @torch.no_grad()
-    def __call__(self, class_labels=None, low_res=None, num_inference_steps=250, generator=None, latents=None,
-                 output_type="pil", guidance_scale=1.0, guidance_interval=None):
+    def __call__(
+        self,
+        class_labels=None,
+        low_res=None,
+        num_inference_steps=250,
+        generator=None,
+        latents=None,
+        output_type="pil",
+        guidance_scale=1.0,
+        guidance_interval=None,
+    ):
         """A picture for each label and each small picture, low_res (B, C, h, w) in [-1, 1], where the unet takes them.
 
         latents: the noise to begin from, (B, C, H, W), instead of the generator's. output_type: pil, np or pt.
@@ -54,10 +63,12 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         scheduler.set_timesteps(num_inference_steps)
         # dstrain's chain follows the clipped x_start, its noise included.
         options = {"use_clipped_model_output": True, "generator": generator}
-        options = {name: value for name, value in options.items()
-                   if name in inspect.signature(scheduler.step).parameters}
-        learned = ("variance_type" in inspect.signature(type(scheduler).__init__).parameters
-                   and scheduler.config.variance_type.startswith("learned"))
+        options = {
+            name: value for name, value in options.items() if name in inspect.signature(scheduler.step).parameters
+        }
+        learned = "variance_type" in inspect.signature(
+            type(scheduler).__init__
+        ).parameters and scheduler.config.variance_type.startswith("learned")
         low, high = guidance_interval or (0, float("inf"))
         if low > high:
             raise ValueError(f"guidance_interval={guidance_interval}: give (LOW, HIGH)")
@@ -81,5 +92,5 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         null = torch.full_like(y, self.unet.config.num_class_embeds - 1)
         out = self.unet(torch.cat((seen, seen)), t, class_labels=torch.cat((y, null))).sample
         with_label, without = out.chunk(2)
-        guided = without[:, :x.shape[1]] + scale * (with_label[:, :x.shape[1]] - without[:, :x.shape[1]])
-        return torch.cat((guided, with_label[:, x.shape[1]:]), dim=1)
+        guided = without[:, : x.shape[1]] + scale * (with_label[:, : x.shape[1]] - without[:, : x.shape[1]])
+        return torch.cat((guided, with_label[:, x.shape[1] :]), dim=1)

@@ -44,14 +44,16 @@ class IDDPMSystem(System):
         self.shape = config.shape()
         self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
         self.takes_sizes = not self.starts_from_data
-        self.diffusion = GaussianDiffusion(schedule.betas(config.noise_schedule, config.diffusion_steps),
-                                           **config.diffusion_arguments())
-        self._chains = {"": self.diffusion}                              # respaced chains by their spec
+        self.diffusion = GaussianDiffusion(
+            schedule.betas(config.noise_schedule, config.diffusion_steps), **config.diffusion_arguments()
+        )
+        self._chains = {"": self.diffusion}  # respaced chains by their spec
         self.uniform = UniformSampler(config.diffusion_steps)
         self.timesteps: TimestepSampler = self.uniform
         if config.schedule_sampler == "loss-second-moment":
-            self.timesteps = LossSecondMomentSampler(config.diffusion_steps, config.history_per_term,
-                                                     config.uniform_prob)
+            self.timesteps = LossSecondMomentSampler(
+                config.diffusion_steps, config.history_per_term, config.uniform_prob
+            )
             self.watched = ("timestep", "loss_seen")
 
     def networks(self) -> dict[str, nn.Module]:
@@ -100,7 +102,7 @@ class IDDPMSystem(System):
         return self._losses(nets, example, t)
 
     def _losses(self, nets: Nets, example: Example, t: Tensor) -> Terms:
-        noise = rng.normal(example["key"], "noise", tuple(example["x_start"].shape[1:]))        # (B, C, H, W)
+        noise = rng.normal(example["key"], "noise", tuple(example["x_start"].shape[1:]))  # (B, C, H, W)
         terms = self.diffusion.training_losses(self.network(nets, example), example["x_start"], t, noise)
         return terms | {"quartile": 4 * t // self.config.diffusion_steps}
 
@@ -117,13 +119,20 @@ class IDDPMSystem(System):
     def guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """The denoiser with its conditions filled in, guided away from the null label as the request asks."""
         if request.guidance_scale != 1 and not self.config.has_null:
-            raise ConfigError("guidance_scale: this model has no null label; sample with guidance_scale 1, or train "
-                              "with class_cond=true and class_dropout_prob above 0")
+            raise ConfigError(
+                "guidance_scale: this model has no null label; sample with guidance_scale 1, or train "
+                "with class_cond=true and class_dropout_prob above 0"
+            )
         arguments = self._arguments(conditions)
         null = {"y": torch.full_like(arguments["y"], self.config.num_classes)} if self.config.has_null else {}
-        return samplers.guided(nets["denoiser"], arguments, arguments | null, request.guidance_scale,
-                               rescale=request.guidance_rescale,
-                               active=samplers.within(request.guidance_interval, self.diffusion.noise_of))
+        return samplers.guided(
+            nets["denoiser"],
+            arguments,
+            arguments | null,
+            request.guidance_scale,
+            rescale=request.guidance_rescale,
+            active=samplers.within(request.guidance_interval, self.diffusion.noise_of),
+        )
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
@@ -158,7 +167,10 @@ class IDDPMSystem(System):
             self._check_low_res(conditions, len(request.seeds))
         keys, shape = rng.keys_of_seeds(request.seeds), self.config.shape(request.size)
         x, network = rng.normal(keys, "start", shape), self.guided(nets, conditions, request)
-        noise = lambda i: rng.normal(keys, f"noise/{i}", shape)
+
+        def noise(i):
+            return rng.normal(keys, f"noise/{i}", shape)
+
         if "invert" in conditions:
             x_start = self.encode({"image": conditions["invert"]})["x_start"]
             x = samplers.invert(self.diffusion, network, x_start, sampler, timesteps, request.eta)
@@ -167,8 +179,11 @@ class IDDPMSystem(System):
     def _timesteps(self, sampler: str, request: Request) -> list[int]:
         """Those of timestep_respacing where it keeps as many, else by the request's spacing or evenly, as published."""
         respaced = schedule.space_timesteps(self.config.diffusion_steps, self.config.timestep_respacing)
-        if (self.config.timestep_respacing and request.spacing is None
-                and len(respaced) == steps_of(sampler, request.num_steps)):
+        if (
+            self.config.timestep_respacing
+            and request.spacing is None
+            and len(respaced) == steps_of(sampler, request.num_steps)
+        ):
             return respaced
         return samplers.timesteps_of(self.diffusion, sampler, request.num_steps, request.spacing)
 
@@ -187,8 +202,10 @@ class IDDPMSystem(System):
         if shape == self.shape:
             return {"low_res": self._shrunk(pixels)}
         if shape != small:
-            raise ConfigError(f"low_res: pictures (channels, height, width) are {shape}; this upsampler takes {small} "
-                              f"to {self.shape}: give the one or the other, or train with other sizes")
+            raise ConfigError(
+                f"low_res: pictures (channels, height, width) are {shape}; this upsampler takes {small} "
+                f"to {self.shape}: give the one or the other, or train with other sizes"
+            )
         return {"low_res": pixels}
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
@@ -202,8 +219,10 @@ class IDDPMSystem(System):
 
     def _check_low_res(self, conditions: dict[str, Tensor], count: int) -> None:
         if "low_res" not in conditions:
-            raise ConfigError("super-resolution needs low_res: the small pictures to begin from; draw them by a run of "
-                              "their own, generate.py RUN --then THIS_RUN, or give a folder, --low-res PATH")
+            raise ConfigError(
+                "super-resolution needs low_res: the small pictures to begin from; draw them by a run of "
+                "their own, generate.py RUN --then THIS_RUN, or give a folder, --low-res PATH"
+            )
         shape = tuple(conditions["low_res"].shape)
         expected = (count, self.config.in_channels, self.config.small_size, self.config.small_size)
         if shape != expected:
@@ -225,8 +244,10 @@ class IDDPMSystem(System):
     def _check_labels(self, labels: Tensor) -> None:
         wrong = labels[(labels < 0) | (labels >= self.config.num_classes)].unique().tolist()
         if wrong:
-            raise ConfigError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
-                              f"{self.config.num_classes - 1}; raise num_classes, or choose others")
+            raise ConfigError(
+                f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
+                f"{self.config.num_classes - 1}; raise num_classes, or choose others"
+            )
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """The label table may differ, see weights.py."""

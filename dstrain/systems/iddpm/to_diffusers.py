@@ -30,8 +30,8 @@ from dstrain.systems.iddpm.system import IDDPMSystem
 
 # Relative; other shapes of convolutions and attention round otherwise. Two of a picture's 255 levels.
 TOLERATED = {"prediction": 1e-4, "without label": 1e-4, "code": 2.5 / 255}
-_COUNT, _DRAWN = 4, 2                             # samples compared in one prediction, and drawn by the card's code
-_SCALE = 2.0                                      # guidance of the card's code, where there is a null label
+_COUNT, _DRAWN = 4, 2  # samples compared in one prediction, and drawn by the card's code
+_SCALE = 2.0  # guidance of the card's code, where there is a null label
 _STOCK = """\
 import torch
 from diffusers import DDPMPipeline
@@ -60,14 +60,18 @@ def about(system: IDDPMSystem) -> tuple[str, str, str]:
     config, inputs, notes = system.config, [], []
     if system.starts_from_data:
         inputs.append("low_res=low_res")
-        notes.append(f"the unet sees {2 * config.in_channels} channels: x, and beside it the {config.small_size} x "
-                     f"{config.small_size} picture stretched to {config.image_size} x {config.image_size}")
+        notes.append(
+            f"the unet sees {2 * config.in_channels} channels: x, and beside it the {config.small_size} x "
+            f"{config.small_size} picture stretched to {config.image_size} x {config.image_size}"
+        )
     if config.class_cond:
         inputs.insert(0, f"class_labels={_labels(system)}")
         inputs += [f"guidance_scale={_SCALE:g}"] if config.has_null else []
     if config.learn_sigma:
-        notes.append(f"the unet's first {config.in_channels} output channels are the prediction, the others the "
-                     "variances, which DDPMScheduler takes and DDIMScheduler must not be given")
+        notes.append(
+            f"the unet's first {config.in_channels} output channels are the prediction, the others the "
+            "variances, which DDPMScheduler takes and DDIMScheduler must not be given"
+        )
     code = _OWN if inputs else _STOCK
     if system.starts_from_data:
         code += _LOW_RES.format(shape=", ".join(map(str, _small(system))))
@@ -76,8 +80,13 @@ def about(system: IDDPMSystem) -> tuple[str, str, str]:
     return "UNet2DModel" if inputs else "DDPMPipeline", "; ".join(notes), code
 
 
-def save(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path,
-         statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
+def save(
+    system: IDDPMSystem,
+    nets: Mapping[str, nn.Module],
+    folder: Path,
+    statistics: Callable[[], dict[str, Any]] = dict,
+    classes: Callable[[], Sequence[str]] = tuple,
+) -> None:
     """Writes the folder. `classes`: the names of the labels in order, if known; `statistics` is for autoencoders.
 
     ConfigError: a flag of the model that diffusers' classes cannot express.
@@ -96,15 +105,17 @@ def save(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path,
     if not config.class_cond and not system.starts_from_data:
         DDPMPipeline(unet, scheduler).save_pretrained(folder)
         return
-    save_pipeline(ConditionalUNetPipeline(unet, scheduler, enlarges=system.starts_from_data, has_null=config.has_null),
-                  folder)
+    save_pipeline(
+        ConditionalUNetPipeline(unet, scheduler, enlarges=system.starts_from_data, has_null=config.has_null), folder
+    )
     if config.class_cond and (names := classes()):
         add_to_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 
 @torch.no_grad()
 def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Relative errors of predictions, and of those without label if it learned them, at timesteps over the whole chain.
+    """Relative errors of predictions, and of those without label if it learned them, at timesteps
+    over the whole chain.
     """
     from diffusers import UNet2DModel
 
@@ -122,9 +133,13 @@ def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, exa
     given = {"prediction": conditions.get("label")}
     if config.has_null:
         given["without label"] = torch.full_like(conditions["label"], config.num_classes)
-    return {name: relative_error(exported(seen, t, class_labels=label).sample,
-                                 system.network(nets, conditions | {"label": label})(x, system.diffusion.times(t)))
-            for name, label in given.items()}
+    return {
+        name: relative_error(
+            exported(seen, t, class_labels=label).sample,
+            system.network(nets, conditions | {"label": label})(x, system.diffusion.times(t)),
+        )
+        for name, label in given.items()
+    }
 
 
 @torch.no_grad()
@@ -136,11 +151,15 @@ def drawn(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
         conditions["low_res"] = (torch.rand(_small(system), generator=generator) * 2 - 1).to(device)
     if system.config.class_cond:
         conditions["label"] = torch.tensor(labels, device=device)
-    normal = lambda *_: torch.randn(len(labels), *system.shape, generator=generator).to(device)
+
+    def normal(*_):
+        return torch.randn(len(labels), *system.shape, generator=generator).to(device)
+
     scale = _SCALE if system.config.has_null else 1.0
     network = system.guided(nets, conditions, Request(torch.arange(_DRAWN), guidance_scale=scale))
-    return to_uint8(samplers.ancestral(system.diffusion.respaced(str(steps)), network, normal(), normal,
-                                       clip_denoised=True))
+    return to_uint8(
+        samplers.ancestral(system.diffusion.respaced(str(steps)), network, normal(), normal, clip_denoised=True)
+    )
 
 
 def _labels(system: IDDPMSystem) -> list[int]:

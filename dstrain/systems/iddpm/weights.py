@@ -30,12 +30,37 @@ _REMEDIES = (
 )
 
 # Names in the order of a network, so that the first difference is the one nearest to the input.
-_ORDER = ("time_embed", "label_emb", "input_blocks", "middle_block", "output_blocks", "out", "in_layers", "emb_layers",
-          "out_layers", "skip_connection", "norm", "qkv", "proj_out", "op", "conv", "weight", "bias")
+_ORDER = (
+    "time_embed",
+    "label_emb",
+    "input_blocks",
+    "middle_block",
+    "output_blocks",
+    "out",
+    "in_layers",
+    "emb_layers",
+    "out_layers",
+    "skip_connection",
+    "norm",
+    "qkv",
+    "proj_out",
+    "op",
+    "conv",
+    "weight",
+    "bias",
+)
 
 # Flags that neither names nor shapes of weights show.
-_HIDDEN = ("image_size", "small_size", "num_heads", "num_heads_upsample", "dropout", "diffusion_steps",
-           "noise_schedule", "rescale_timesteps")
+_HIDDEN = (
+    "image_size",
+    "small_size",
+    "num_heads",
+    "num_heads_upsample",
+    "dropout",
+    "diffusion_steps",
+    "noise_schedule",
+    "rescale_timesteps",
+)
 
 
 def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
@@ -53,8 +78,11 @@ def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitti
     notes += fitting.refill(state, shapes, _LABELS, std=1.0)
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_place), _REMEDIES)
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
-    hidden += [f"{name}={value}" for name, value in config.diffusion_arguments().items()
-             if name in ("prediction", "loss") or name == "variance" and not config.learn_sigma]
+    hidden += [
+        f"{name}={value}"
+        for name, value in config.diffusion_arguments().items()
+        if name in ("prediction", "loss") or (name == "variance" and not config.learn_sigma)
+    ]
     notes.append(f"names and shapes fit; what they cannot tell is as the recipe says: {', '.join(hidden)}")
     return state, notes
 
@@ -64,71 +92,110 @@ def _fit_null(state: dict[str, Tensor], config: Config) -> list[str]:
     table, count = state[_LABELS], config.num_classes
     if config.has_null and len(table) == count:
         state[_LABELS] = torch.cat((table, table.float().mean(dim=0, keepdim=True).to(table.dtype)))
-        return [f"{_LABELS}: the {count} rows in the file are taken for the labels; the null row is their mean, and "
-                "has to be trained before it guides"]
+        return [
+            f"{_LABELS}: the {count} rows in the file are taken for the labels; the null row is their mean, and "
+            "has to be trained before it guides"
+        ]
     if len(table) != count + 1:
         return []
     state[_LABELS] = table if config.has_null else table[:count]
-    return [f"{_LABELS}: the last of the {count + 1} rows in the file is taken for the null label"
-            + ("" if config.has_null else ", and left out")]
+    return [
+        f"{_LABELS}: the last of the {count + 1} rows in the file is taken for the null label"
+        + ("" if config.has_null else ", and left out")
+    ]
 
 
 def _place(name: str) -> tuple[int, ...]:
     """A key that sorts names in the order of the network."""
-    return tuple(int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
-                 for word in name.split("."))
+    return tuple(
+        int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
+        for word in name.split(".")
+    )
 
 
 _TIMES = "time_proj.weight"
-_ENDS = {"time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2",
-         "label_emb": "class_embedding", "input_blocks.0.0": "conv_in", "out.0": "conv_norm_out", "out.2": "conv_out"}
-_RESIDUAL = {"in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "time_emb_proj", "out_layers.0": "norm2",
-             "out_layers.3": "conv2", "skip_connection": "conv_shortcut"}
+_ENDS = {
+    "time_embed.0": "time_embedding.linear_1",
+    "time_embed.2": "time_embedding.linear_2",
+    "label_emb": "class_embedding",
+    "input_blocks.0.0": "conv_in",
+    "out.0": "conv_norm_out",
+    "out.2": "conv_out",
+}
+_RESIDUAL = {
+    "in_layers.0": "norm1",
+    "in_layers.2": "conv1",
+    "emb_layers.1": "time_emb_proj",
+    "out_layers.0": "norm2",
+    "out_layers.3": "conv2",
+    "skip_connection": "conv_shortcut",
+}
 _ATTENTION = {"norm": "group_norm", "proj_out": "to_out.0"}
 _QKV = ("to_q", "to_k", "to_v")
 
 # Field of config.json -> the recipe's fields that decide it.
-_FIELDS = {"in_channels": "in_channels (twice with small_size)", "out_channels": "in_channels, twice with learn_sigma",
-           "down_block_types": "attention_resolutions", "up_block_types": "attention_resolutions",
-           "block_out_channels": "num_channels and channel_mult", "layers_per_block": "num_res_blocks",
-           "resnet_time_scale_shift": "use_scale_shift_norm",
-           "time_embedding_type": "rescale_timesteps and diffusion_steps",
-           "num_train_timesteps": "rescale_timesteps and diffusion_steps", "num_class_embeds": "class_cond"}
+_FIELDS = {
+    "in_channels": "in_channels (twice with small_size)",
+    "out_channels": "in_channels, twice with learn_sigma",
+    "down_block_types": "attention_resolutions",
+    "up_block_types": "attention_resolutions",
+    "block_out_channels": "num_channels and channel_mult",
+    "layers_per_block": "num_res_blocks",
+    "resnet_time_scale_shift": "use_scale_shift_norm",
+    "time_embedding_type": "rescale_timesteps and diffusion_steps",
+    "num_train_timesteps": "rescale_timesteps and diffusion_steps",
+    "num_class_embeds": "class_cond",
+}
 
 
 def arguments(config: Config) -> dict[str, Any]:
     """The keyword arguments of the same network in diffusers. ConfigError: a flag that UNet2DModel cannot express."""
     if config.mults[0] != 1:
-        raise ConfigError(f"channel_mult: diffusers' UNet2DModel takes the first level as wide as the timesteps' "
-                          f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take safetensors")
+        raise ConfigError(
+            f"channel_mult: diffusers' UNet2DModel takes the first level as wide as the timesteps' "
+            f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take safetensors"
+        )
     attends = [side in config.attention_resolutions for side in config.sides]
     learned = _learns_times(config)
     return {
-        "sample_size": config.image_size, "center_input_sample": False,
+        "sample_size": config.image_size,
+        "center_input_sample": False,
         "in_channels": config.in_channels * (2 if config.small_size else 1),
         "out_channels": config.in_channels * (1 + config.learn_sigma),
-        "time_embedding_type": "learned" if learned else "positional", "freq_shift": 0, "flip_sin_to_cos": True,
+        "time_embedding_type": "learned" if learned else "positional",
+        "freq_shift": 0,
+        "flip_sin_to_cos": True,
         "down_block_types": tuple("AttnDownBlock2D" if attention else "DownBlock2D" for attention in attends),
         "up_block_types": tuple("AttnUpBlock2D" if attention else "UpBlock2D" for attention in reversed(attends)),
         "block_out_channels": tuple(factor * config.num_channels for factor in config.mults),
-        "layers_per_block": config.num_res_blocks, "downsample_padding": 1, "dropout": config.dropout,
-        "act_fn": "silu", "attention_head_dim": _head_width(config), "norm_num_groups": GROUPS,
-        "attn_norm_num_groups": GROUPS, "norm_eps": 1e-5,
+        "layers_per_block": config.num_res_blocks,
+        "downsample_padding": 1,
+        "dropout": config.dropout,
+        "act_fn": "silu",
+        "attention_head_dim": _head_width(config),
+        "norm_num_groups": GROUPS,
+        "attn_norm_num_groups": GROUPS,
+        "norm_eps": 1e-5,
         "resnet_time_scale_shift": "scale_shift" if config.use_scale_shift_norm else "default",
         "num_class_embeds": config.network_arguments()["num_classes"],
-        "num_train_timesteps": config.diffusion_steps if learned else None}
+        "num_train_timesteps": config.diffusion_steps if learned else None,
+    }
 
 
 def to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """The state dict of a UNet2DModel with these `arguments`."""
-    renamed = {f"{diffusers_name}.{kind}": state[f"{name}.{kind}"] for name, diffusers_name in _layers(config)
-               for kind in ("weight", "bias") if f"{name}.{kind}" in state}
+    renamed = {
+        f"{diffusers_name}.{kind}": state[f"{name}.{kind}"]
+        for name, diffusers_name in _layers(config)
+        for kind in ("weight", "bias")
+        if f"{name}.{kind}" in state
+    }
     for name, diffusers_name, heads in _attentions(config):
         output = f"{diffusers_name}.to_out.0.weight"
         renamed[output] = renamed[output].squeeze(2)
         for kind in ("weight", "bias"):
             rows = state[f"{name}.qkv.{kind}"]
-            rows = rows.view(heads, 3, -1, *rows.shape[1:2])                             # (heads, 3, d, C or nothing)
+            rows = rows.view(heads, 3, -1, *rows.shape[1:2])  # (heads, 3, d, C or nothing)
             for third, part in zip(_QKV, rows.unbind(1)):
                 renamed[f"{diffusers_name}.{third}.{kind}"] = part.flatten(0, 1)
     if _learns_times(config):
@@ -146,8 +213,10 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
     expected = _times(config)
     times = state.pop(_TIMES, expected)
     if times.shape != expected.shape or not torch.allclose(times.float(), expected, rtol=0, atol=1e-5):
-        raise ConfigError(f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
-                          f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with")
+        raise ConfigError(
+            f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
+            f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with"
+        )
     for name, diffusers_name, heads in _attentions(config):
         for kind in ("weight", "bias"):
             parts = [state.pop(f"{diffusers_name}.{third}.{kind}", None) for third in _QKV]
@@ -163,20 +232,28 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
 
 
 def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    expected = arguments(config) | {"class_embed_type": None, "add_attention": True, "mid_block_scale_factor": 1,
-                                    "downsample_type": "conv", "upsample_type": "conv", "time_embedding_dim": None}
-    del expected["sample_size"], expected["dropout"]                      # decide no output
-    loaded = {**expected, **diffusers_config}     # an older diffusers lacks fields, and had no choice there
+    expected = arguments(config) | {
+        "class_embed_type": None,
+        "add_attention": True,
+        "mid_block_scale_factor": 1,
+        "downsample_type": "conv",
+        "upsample_type": "conv",
+        "time_embedding_dim": None,
+    }
+    del expected["sample_size"], expected["dropout"]  # decide no output
+    loaded = {**expected, **diffusers_config}  # an older diffusers lacks fields, and had no choice there
     if loaded["attn_norm_num_groups"] is None and not config.use_scale_shift_norm:
         loaded["attn_norm_num_groups"] = loaded["norm_num_groups"]
     if expected["num_class_embeds"] is not None and loaded["num_class_embeds"] is not None:
-        del expected["num_class_embeds"]          # `adapt` takes another number of rows
+        del expected["num_class_embeds"]  # `adapt` takes another number of rows
     heads, needed = (_heads(config, values["attention_head_dim"]) for values in (loaded, expected))
-    del expected["attention_head_dim"]            # None and one width for all may mean the same
+    del expected["attention_head_dim"]  # None and one width for all may mean the same
     fitting.require_config(loaded, ("UNet2DModel",), "iddpm", expected, _FIELDS)
     if heads != needed:
-        raise ConfigError(f"weights: attention_head_dim is {loaded['attention_head_dim']} in config.json, which makes "
-                          f"{heads[-1]} heads, and model.num_heads is {config.num_heads}; set that of the file")
+        raise ConfigError(
+            f"weights: attention_head_dim is {loaded['attention_head_dim']} in config.json, which makes "
+            f"{heads[-1]} heads, and model.num_heads is {config.num_heads}; set that of the file"
+        )
 
 
 def _heads(config: Config, width: int | None) -> list[int]:
@@ -186,22 +263,29 @@ def _heads(config: Config, width: int | None) -> list[int]:
 
 def _attending(config: Config) -> list[int]:
     """Channels of the levels with attention and of the middle."""
-    return [factor * config.num_channels for factor, side in zip(config.mults, config.sides)
-            if side in config.attention_resolutions] + [config.mults[-1] * config.num_channels]
+    return [
+        factor * config.num_channels
+        for factor, side in zip(config.mults, config.sides)
+        if side in config.attention_resolutions
+    ] + [config.mults[-1] * config.num_channels]
 
 
 def _head_width(config: Config) -> int | None:
     """diffusers' one width of a head for all levels, where the recipe has one number of heads for all levels."""
     widths = sorted({channels // config.num_heads for channels in _attending(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
-        raise ConfigError(f"num_heads_upsample: diffusers' UNet2DModel has as many heads on the way up as on the way "
-                          f"down, and these are {config.heads_upsample} and {config.num_heads}; take safetensors")
+        raise ConfigError(
+            f"num_heads_upsample: diffusers' UNet2DModel has as many heads on the way up as on the way "
+            f"down, and these are {config.heads_upsample} and {config.num_heads}; take safetensors"
+        )
     if config.num_heads == 1:
         return None
     if len(widths) > 1:
-        raise ConfigError(f"num_heads: diffusers' UNet2DModel takes one width for all heads, and {config.num_heads} "
-                          f"heads at levels of different width (channel_mult, attention_resolutions) are "
-                          f"{' and '.join(map(str, widths))} wide; take --format safetensors")
+        raise ConfigError(
+            f"num_heads: diffusers' UNet2DModel takes one width for all heads, and {config.num_heads} "
+            f"heads at levels of different width (channel_mult, attention_resolutions) are "
+            f"{' and '.join(map(str, widths))} wide; take --format safetensors"
+        )
     return widths[0]
 
 

@@ -10,8 +10,10 @@ def load(path: str) -> Codec:
     """The exported tokenizer in a folder. ConfigError: it holds none, or one that does not make tokens of videos."""
     codec = Codec.load(path, "tokenizer.path")
     if codec.kind != "tokens" or not codec.of_videos:
-        raise ConfigError(f"tokenizer.path: {path} is a {codec.run.system}, and videos become tokens by a "
-                          "phenaki.tokenizer; export a run of that system")
+        raise ConfigError(
+            f"tokenizer.path: {path} is a {codec.run.system}, and videos become tokens by a "
+            "phenaki.tokenizer; export a run of that system"
+        )
     return codec
 
 
@@ -19,15 +21,22 @@ def require_fit(codec: Codec, config: Any) -> None:
     """ConfigError: a model's config asks for another tokenizer than this one."""
     path, expected = codec.path, config.tokenizer.fingerprint
     if expected not in (None, codec.fingerprint):
-        raise ConfigError(f"tokenizer.path: {path} is the tokenizer {codec.fingerprint}, this model was trained with "
-                          f"{expected} (tokenizer.fingerprint); put that one back there")
+        raise ConfigError(
+            f"tokenizer.path: {path} is the tokenizer {codec.fingerprint}, this model was trained with "
+            f"{expected} (tokenizer.fingerprint); put that one back there"
+        )
     for name, in_model, in_codec in (
-            ("codebook_size", config.codebook_size, codec.codebook_size),
-            ("temporal_patch_size", config.temporal_patch_size, codec.temporal_patch_size),
-            ("token_shape[1:]", tuple(config.token_shape[1:]), codec.codes_shape[1:])):
+        ("codebook_size", config.codebook_size, codec.codebook_size),
+        ("temporal_patch_size", config.temporal_patch_size, codec.temporal_patch_size),
+        ("token_shape[1:]", tuple(config.token_shape[1:]), codec.codes_shape[1:]),
+    ):
         if in_model != in_codec:
-            raise ConfigError(f"{name}: {in_model} in the model, {in_codec} in the tokenizer at {path}; leave "
-                              f"model.{name.partition('[')[0]} out, which takes the tokenizer's")
+            raise ConfigError(
+                f"{name}: {in_model} in the model, {in_codec} in the tokenizer at {path}; leave "
+                f"model.{name.partition('[')[0]} out, which takes the tokenizer's"
+            )
     if config.codes is not None and config.codes.first_stage != codec.fingerprint:
-        raise ConfigError(f"tokenizer.path: {path} is the tokenizer {codec.fingerprint}, the tokens in data.path are "
-                          f"of {config.codes.first_stage}; name the one that encoded them, or encode with this one")
+        raise ConfigError(
+            f"tokenizer.path: {path} is the tokenizer {codec.fingerprint}, the tokens in data.path are "
+            f"of {config.codes.first_stage}; name the one that encoded them, or encode with this one"
+        )

@@ -132,27 +132,38 @@ class Config(SystemConfig):
         if min(self.token_shape) < 1:
             raise ConfigError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
         if len(self.beginnings) > self.token_shape[0]:
-            raise ConfigError(f"beginnings {list(self.beginnings)}: clips have {self.token_shape[0]} latent frames; "
-                              "give as many shares at most, or none: model.beginnings=[]")
+            raise ConfigError(
+                f"beginnings {list(self.beginnings)}: clips have {self.token_shape[0]} latent frames; "
+                "give as many shares at most, or none: model.beginnings=[]"
+            )
         if min(self.beginnings, default=0) < 0 or sum(self.beginnings) > 1 + 1e-9:
-            raise ConfigError(f"beginnings {list(self.beginnings)}: shares of the steps are 0 at least, and 1 together "
-                              "at most; write for example [0.5, 0.2, 0.1], and whole clips are the rest")
+            raise ConfigError(
+                f"beginnings {list(self.beginnings)}: shares of the steps are 0 at least, and 1 together "
+                "at most; write for example [0.5, 0.2, 0.1], and whole clips are the rest"
+            )
         if self.text_encoder is not None and self.text_encodings_dim is None:
-            raise ConfigError(f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
-                              "said; give its hidden size, for example 768 for google/t5-v1_1-base")
+            raise ConfigError(
+                f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
+                "said; give its hidden size, for example 768 for google/t5-v1_1-base"
+            )
         if self.unconditional and (self.text_encoder or self.text_encodings_dim):
-            raise ConfigError("unconditional: the model reads no texts, and text_encoder or text_encodings_dim is "
-                              "given; leave them out, or set unconditional=false")
+            raise ConfigError(
+                "unconditional: the model reads no texts, and text_encoder or text_encodings_dim is "
+                "given; leave them out, or set unconditional=false"
+            )
         if self.train == "critic" and self.critic is None:
             raise ConfigError("train=critic: there is no critic; set critic=token")
         if self.train != "both" and self.critic == "self":
-            raise ConfigError(f"train={self.train}: the self critic shares MaskGit's weights, and both learn together; "
-                              "set train=both, or critic=token")
+            raise ConfigError(
+                f"train={self.train}: the self critic shares MaskGit's weights, and both learn together; "
+                "set train=both, or critic=token"
+            )
         if self.critic_depth is not None and self.critic != "token":
             raise ConfigError("critic_depth is the token critic's: set model.critic=token, or model.critic_depth=null")
         if self.critic is None and self.critic_labels != "masked":
-            raise ConfigError(f"critic_labels={self.critic_labels}: there is no critic; set model.critic=token, or "
-                              "leave it out")
+            raise ConfigError(
+                f"critic_labels={self.critic_labels}: there is no critic; set model.critic=token, or leave it out"
+            )
         if self.codes is not None:
             self._check_codes(self.codes)
         return self
@@ -160,26 +171,38 @@ class Config(SystemConfig):
     def _check_codes(self, codes: Codes) -> None:
         """ConfigError: the tokens or text encodings in data.path are not those of the model."""
         if codes.codebook_size not in (None, self.codebook_size):
-            raise ConfigError(f"codebook_size {self.codebook_size}: the tokens in data.path are of a codebook of "
-                              f"{codes.codebook_size}; set model.codebook_size={codes.codebook_size}")
+            raise ConfigError(
+                f"codebook_size {self.codebook_size}: the tokens in data.path are of a codebook of "
+                f"{codes.codebook_size}; set model.codebook_size={codes.codebook_size}"
+            )
         if tuple(codes.shape) != self.token_shape:
-            raise ConfigError(f"token_shape {list(self.token_shape)}: the tokens in data.path are {list(codes.shape)} "
-                              "(latent frames, height, width); leave model.token_shape out, or encode other clips")
+            raise ConfigError(
+                f"token_shape {list(self.token_shape)}: the tokens in data.path are {list(codes.shape)} "
+                "(latent frames, height, width); leave model.token_shape out, or encode other clips"
+            )
         width, fingerprint = self.text_encodings_dim, self.text_encoder_fingerprint
         if codes.text is not None and width not in (None, codes.text[1]):
-            raise ConfigError(f"text_encodings_dim {width}: the encodings in data.path are {codes.text[1]} wide; set "
-                              f"model.text_encodings_dim={codes.text[1]}, or encode with another text encoder")
+            raise ConfigError(
+                f"text_encodings_dim {width}: the encodings in data.path are {codes.text[1]} wide; set "
+                f"model.text_encodings_dim={codes.text[1]}, or encode with another text encoder"
+            )
         if codes.text is not None and width is not None and codes.text[0] != self.max_text_len:
-            raise ConfigError(f"max_text_len {self.max_text_len}: the encodings in data.path are of {codes.text[0]} "
-                              f"tokens, and prompts would be cut elsewhere; set model.max_text_len={codes.text[0]}, or "
-                              f"encode with --max-text-len {self.max_text_len}")
+            raise ConfigError(
+                f"max_text_len {self.max_text_len}: the encodings in data.path are of {codes.text[0]} "
+                f"tokens, and prompts would be cut elsewhere; set model.max_text_len={codes.text[0]}, or "
+                f"encode with --max-text-len {self.max_text_len}"
+            )
         if width is not None and fingerprint is not None and codes.text_encoder not in (None, fingerprint):
-            raise ConfigError(f"text_encoder_fingerprint {fingerprint}: the encodings in data.path are of the text "
-                              f"encoder {codes.text_encoder}; leave model.text_encoder_fingerprint out, or use it")
+            raise ConfigError(
+                f"text_encoder_fingerprint {fingerprint}: the encodings in data.path are of the text "
+                f"encoder {codes.text_encoder}; leave model.text_encoder_fingerprint out, or use it"
+            )
         expected = self.tokenizer and self.tokenizer.fingerprint
         if expected not in (None, codes.first_stage):
-            raise ConfigError(f"tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
-                              f"data.path are of {codes.first_stage}; name the one that encoded them, or use this one")
+            raise ConfigError(
+                f"tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
+                f"data.path are of {codes.first_stage}; name the one that encoded them, or use this one"
+            )
 
     @classmethod
     def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
@@ -194,14 +217,19 @@ class Config(SystemConfig):
         stage, codes, frames = model.get("tokenizer"), run.data.codes, run.data.num_frames or 1
         cached = codes is not None and codes.kind == "tokens"
         if not stage and not cached and not model.get("token_shape"):
-            raise ConfigError(f"model.tokenizer: data.path={run.data.path} holds no cached tokens, and no tokenizer is "
-                              "named that encodes it; set model.tokenizer.path, or cache tokens with launch/encode.py")
+            raise ConfigError(
+                f"model.tokenizer: data.path={run.data.path} holds no cached tokens, and no tokenizer is "
+                "named that encodes it; set model.tokenizer.path, or cache tokens with launch/encode.py"
+            )
         added: dict[str, Any] = {}
         if isinstance(stage, dict) and isinstance(stage.get("path"), str):
             tokenizer = codec.load(stage["path"])
             p = tokenizer.temporal_patch_size
-            added = {"codebook_size": tokenizer.codebook_size, "temporal_patch_size": p,
-                     "token_shape": (1 + (frames - 1) // p, *tokenizer.codes_shape[1:])}
+            added = {
+                "codebook_size": tokenizer.codebook_size,
+                "temporal_patch_size": p,
+                "token_shape": (1 + (frames - 1) // p, *tokenizer.codes_shape[1:]),
+            }
             stage = {**stage, "fingerprint": stage.get("fingerprint") or tokenizer.fingerprint}
         if cached:
             added["token_shape"] = codes.shape
@@ -211,8 +239,11 @@ class Config(SystemConfig):
                 added["codebook_size"] = codes.codebook_size
             hashes = model.get("text_encodings_dim", "absent") is None
             if codes.text and not model.get("unconditional") and not hashes:
-                added |= {"text_encodings_dim": codes.text[1], "max_text_len": codes.text[0],
-                          "text_encoder_fingerprint": codes.text_encoder}
+                added |= {
+                    "text_encodings_dim": codes.text[1],
+                    "max_text_len": codes.text[0],
+                    "text_encoder_fingerprint": codes.text_encoder,
+                }
         # Always from the index of these data: a section that a run wrote down may be of another cache.
         index = codes.model_dump(include=set(Codes.model_fields)) if cached else None
         return added | model | {"codes": index} | ({"tokenizer": stage} if stage else {})
@@ -220,28 +251,37 @@ class Config(SystemConfig):
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = [], run.samples
         if samples.guidance_scale != 1 and not self.has_null:
-            problems.append(f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
-                            "texts at times: write samples.guidance_scale=1, or model.cond_drop_prob=0.25")
+            problems.append(
+                f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
+                "texts at times: write samples.guidance_scale=1, or model.cond_drop_prob=0.25"
+            )
         if self.train == "critic" and run.init_from is None:
-            problems.append("model.train=critic: the critic would judge what untrained weights draw: give the run of a "
-                            "trained MaskGit, init_from=RUN")
+            problems.append(
+                "model.train=critic: the critic would judge what untrained weights draw: give the run of a "
+                "trained MaskGit, init_from=RUN"
+            )
         if samples.prompts and self.unconditional:
             problems.append("samples.prompts: model.unconditional=true reads none: leave out one of the two")
         keys = [f"samples.{name}" for name in ("prompts", "num_frames") if getattr(samples, name)]
         if keys and run.every.sample and self.tokenizer is None:
-            problems.append(f"{', '.join(keys)}: no tokenizer is named that decodes what is drawn; set "
-                            "model.tokenizer.path to its folder, or every.sample=0")
+            problems.append(
+                f"{', '.join(keys)}: no tokenizer is named that decodes what is drawn; set "
+                "model.tokenizer.path to its folder, or every.sample=0"
+            )
         if samples.labels:
-            problems.append(f"samples.labels={list(samples.labels)}: phenaki knows no classes; leave it out"
-                            + ("" if self.unconditional else ", and give samples.prompts"))
+            problems.append(
+                f"samples.labels={list(samples.labels)}: phenaki knows no classes; leave it out"
+                + ("" if self.unconditional else ", and give samples.prompts")
+            )
         draws = run.every.sample and self.tokenizer is not None
         if draws and not samples.prompts and not self.unconditional and not self.cond_drop_prob:
             problems.append("samples.prompts: no null text to draw without, as model.cond_drop_prob=0; give prompts")
         return problems
 
     @classmethod
-    def with_encoders(cls, model: dict[str, Any], text_encoder: str | None = None,
-                      tokenizer: str | None = None) -> dict[str, Any]:
+    def with_encoders(
+        cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
+    ) -> dict[str, Any]:
         if text_encoder is not None:
             if model.get("unconditional"):
                 raise ConfigError("--text-encoder: the model is unconditional and takes no texts; leave it out")
@@ -271,17 +311,28 @@ class Config(SystemConfig):
         """Number of latent frames of `frames` frames. ConfigError: too many, or they do not fit the temporal patch."""
         step, most = self.temporal_patch_size, self.num_frames
         if frames < 1 or (frames - 1) % step:
-            raise ConfigError(f"{name}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple "
-                              f"of {step}, for example {1 + max((frames - 1) // step, 0) * step}")
+            raise ConfigError(
+                f"{name}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple "
+                f"of {step}, for example {1 + max((frames - 1) // step, 0) * step}"
+            )
         if frames > most:
-            raise ConfigError(f"{name}: {frames} frames, and the model has places for {most}; take {most} at most and "
-                              "go on from the last ones (--scenes)")
+            raise ConfigError(
+                f"{name}: {frames} frames, and the model has places for {most}; take {most} at most and "
+                "go on from the last ones (--scenes)"
+            )
         return 1 + (frames - 1) // step
 
     def trunk(self) -> dict[str, Any]:
         """The keyword arguments of Trunk."""
-        text = None if self.unconditional else {
-            "num_words": None if self.text_encodings_dim else self.num_words, "max_text_len": self.max_text_len,
-            "encodings_dim": self.text_encodings_dim, "learns_null": self.has_null}
+        text = (
+            None
+            if self.unconditional
+            else {
+                "num_words": None if self.text_encodings_dim else self.num_words,
+                "max_text_len": self.max_text_len,
+                "encodings_dim": self.text_encodings_dim,
+                "learns_null": self.has_null,
+            }
+        )
         same = ("token_shape", "dim", "depth", "heads", "dim_head", "peg", "dropout", "gradient_shrink")
         return {**{name: getattr(self, name) for name in same}, "text": text}

@@ -29,12 +29,20 @@ from dstrain.systems.phenaki.masking import lowest, ratio
 # Tokens int64 (B, t, h, w) with mask tokens, uniforms (B, N) and a temperature -> ids in place of the mask tokens, and
 # the logarithm of each one's probability, (B, t, h, w) both.
 Predict = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-Criticize = Callable[[Tensor], Tensor]            # tokens -> the critic's logits, (B, t, h, w) both
+Criticize = Callable[[Tensor], Tensor]  # tokens -> the critic's logits, (B, t, h, w) both
 
 
 @torch.no_grad()
-def decode(predict: Predict, tokens: Tensor, known: Tensor, mask_token: int, key: Tensor, num_steps: int = 18,
-           choices: Decoding = Decoding(), criticize: Criticize | None = None) -> Tensor:
+def decode(
+    predict: Predict,
+    tokens: Tensor,
+    known: Tensor,
+    mask_token: int,
+    key: Tensor,
+    num_steps: int = 18,
+    choices: Decoding = Decoding(),
+    criticize: Criticize | None = None,
+) -> Tensor:
     """Tokens int64 (B, t, h, w), of which those that are not `known` have been drawn; no mask token is left.
 
     known  bool (B, t, h, w): tokens that stay (frames to continue), or do not matter (padding).
@@ -48,19 +56,28 @@ def decode(predict: Predict, tokens: Tensor, known: Tensor, mask_token: int, key
     for end in range(1, tokens.shape[1] + 1):
         if not known[:, end - 1].all():
             last = torch.arange(end, device=tokens.device)[:, None, None] == end - 1
-            begun = _decode(predict, tokens[:, :end], known[:, :end] | ~last, mask_token, key, num_steps, choices,
-                            criticize)
+            begun = _decode(
+                predict, tokens[:, :end], known[:, :end] | ~last, mask_token, key, num_steps, choices, criticize
+            )
             tokens = torch.cat((begun, tokens[:, end:]), dim=1)
     return tokens
 
 
-def _decode(predict: Predict, tokens: Tensor, known: Tensor, mask_token: int, key: Tensor, num_steps: int,
-            choices: Decoding, criticize: Criticize | None) -> Tensor:
+def _decode(
+    predict: Predict,
+    tokens: Tensor,
+    known: Tensor,
+    mask_token: int,
+    key: Tensor,
+    num_steps: int,
+    choices: Decoding,
+    criticize: Criticize | None,
+) -> Tensor:
     """All tokens at once, see decode."""
     shape, count = tokens.shape, tokens[0].numel()
-    free = ~known.flatten(1)                                                                      # (B, N)
-    num_free = free.sum(1)                                                                        # (B,)
-    tokens = torch.where(known, tokens, mask_token).flatten(1)                                    # (B, N)
+    free = ~known.flatten(1)  # (B, N)
+    num_free = free.sum(1)  # (B,)
+    tokens = torch.where(known, tokens, mask_token).flatten(1)  # (B, N)
     for step in range(num_steps):
         done = (step + 1) / num_steps
         masked = tokens == mask_token
@@ -73,8 +90,9 @@ def _decode(predict: Predict, tokens: Tensor, known: Tensor, mask_token: int, ke
         again = torch.minimum((num_free * share).floor().long().clamp(min=1), num_free)
         if criticize is None:
             confidence = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * gumbel(
-                key, f"choice/{step}", (count,))
-            again = torch.minimum(again, (masked.sum(1) - 1).clamp(min=0))       # each step draws one token at least
+                key, f"choice/{step}", (count,)
+            )
+            again = torch.minimum(again, (masked.sum(1) - 1).clamp(min=0))  # each step draws one token at least
             eligible = masked
         else:
             noise = rng.uniform(key, f"critic/{step}", (count,)) - 0.5

@@ -24,11 +24,11 @@ Grid = tuple[int, int, int]
 class Pass(NamedTuple):
     """What one pass of MaskGit gives to the loss."""
 
-    total: Tensor                                 # the weighted sum of `loss`, a scalar, with gradient
-    loss: Tensor                                  # cross-entropy in nats, summed over a sample's masked tokens: (B,)
-    hits: Tensor                                  # masked tokens whose likeliest id is the true one: (B,)
-    filled: Tensor                                # true tokens, drawn ones where masked: int64 (B, t, h, w)
-    critic: Tensor | None                         # logits of the self critic, float32 (B, t, h, w), if `judged`
+    total: Tensor  # the weighted sum of `loss`, a scalar, with gradient
+    loss: Tensor  # cross-entropy in nats, summed over a sample's masked tokens: (B,)
+    hits: Tensor  # masked tokens whose likeliest id is the true one: (B,)
+    filled: Tensor  # true tokens, drawn ones where masked: int64 (B, t, h, w)
+    critic: Tensor | None  # logits of the self critic, float32 (B, t, h, w), if `judged`
 
 
 class MaskGit(nn.Module):
@@ -40,17 +40,27 @@ class MaskGit(nn.Module):
     trunk          the keyword arguments of Trunk.
     """
 
-    def __init__(self, codebook_size: int, *, self_critic: bool = False, chunk: int = 512, label_smoothing: float = 0.0,
-                 **trunk) -> None:
+    def __init__(
+        self, codebook_size: int, *, self_critic: bool = False, chunk: int = 512, label_smoothing: float = 0.0, **trunk
+    ) -> None:
         super().__init__()
         self.mask_token = codebook_size
         self.trunk = Trunk(codebook_size + 1, **trunk)
         self.to_logits = Vocabulary(trunk["dim"], codebook_size, chunk, label_smoothing)
         self.to_critic = Linear(trunk["dim"], 1, init="normal") if self_critic else None
 
-    def forward(self, tokens: Tensor, masked: Tensor, weights: Tensor, real: Tensor | None = None,
-                dropped: Tensor | None = None, uniforms: Tensor | None = None, temperature: float = 1.0,
-                judged: Tensor | None = None, **text: Tensor) -> Pass:
+    def forward(
+        self,
+        tokens: Tensor,
+        masked: Tensor,
+        weights: Tensor,
+        real: Tensor | None = None,
+        dropped: Tensor | None = None,
+        uniforms: Tensor | None = None,
+        temperature: float = 1.0,
+        judged: Tensor | None = None,
+        **text: Tensor,
+    ) -> Pass:
         """The loss on true tokens int64 (B, t, h, w), of which those in `masked`, bool (B, t, h, w), are hidden.
 
         weights   (B,), of a sample's masked tokens in the total.
@@ -60,23 +70,38 @@ class MaskGit(nn.Module):
         """
         pending = Pending(masked)
         seen = torch.where(masked, self.mask_token, tokens)
-        if judged is not None:                    # one pass for both: an engine hooks the outputs of one call
-            states, of_judged = self.trunk(torch.cat((seen, judged)), _twice(real), _twice(dropped),
-                                           **_all_twice(text)).chunk(2)
+        if judged is not None:  # one pass for both: an engine hooks the outputs of one call
+            states, of_judged = self.trunk(
+                torch.cat((seen, judged)), _twice(real), _twice(dropped), **_all_twice(text)
+            ).chunk(2)
             critic = self.to_critic(of_judged)[..., 0].float()
         else:
             states, critic = self.trunk(seen, real, dropped, **text), None
-        places = pending.places()                                                                 # (M,)
+        places = pending.places()  # (M,)
         of_masked = self.to_logits(
-            states.flatten(0, 3)[places], None if uniforms is None else uniforms.flatten()[places], temperature,
-            tokens.flatten()[places], weights[places // tokens[0].numel()])
+            states.flatten(0, 3)[places],
+            None if uniforms is None else uniforms.flatten()[places],
+            temperature,
+            tokens.flatten()[places],
+            weights[places // tokens[0].numel()],
+        )
         filled = tokens.flatten().scatter(0, places, of_masked.ids).view_as(tokens)
+
         # scatter writes each place once, so that no order of summation decides the last bits.
-        spread = lambda x: x.new_zeros(tokens.numel()).scatter(0, places, x).view(len(tokens), -1).sum(1)
+        def spread(x):
+            return x.new_zeros(tokens.numel()).scatter(0, places, x).view(len(tokens), -1).sum(1)
+
         return Pass(of_masked.total, spread(of_masked.loss), spread(of_masked.hits), filled, critic)
 
-    def predict(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor], uniforms: Tensor,
-                temperature: float, guidance_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    def predict(
+        self,
+        tokens: Tensor,
+        real: Tensor | None,
+        text: dict[str, Tensor],
+        uniforms: Tensor,
+        temperature: float,
+        guidance_scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
         """Draws ids for the mask tokens: int64 (B, t, h, w) -> ids, their log-probabilities float32 (0 elsewhere).
 
         With a guidance_scale s other than 1 the logits are null + s (text - null), from one pass over both. The head is
@@ -107,8 +132,9 @@ class TokenCritic(nn.Module):
         self.trunk = Trunk(codebook_size, **trunk)
         self.to_critic = Linear(trunk["dim"], 1, init="normal")
 
-    def forward(self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None,
-                **text: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
+    ) -> Tensor:
         """Logits of what critic_labels says: int64 (B, t, h, w) -> float32 (B, t, h, w). Arguments: see Trunk."""
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
@@ -130,19 +156,32 @@ class Trunk(nn.Module):
     gradient_shrink   share of the gradient that reaches the embeddings (Ding et al. 2021, CogView); 1 is all.
     """
 
-    def __init__(self, num_tokens: int, *, token_shape: Grid, dim: int, depth: int, heads: int, dim_head: int,
-                 text: dict | None = None, peg: bool = True, dropout: float = 0.0,
-                 gradient_shrink: float = 1.0) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        token_shape: Grid,
+        dim: int,
+        depth: int,
+        heads: int,
+        dim_head: int,
+        text: dict | None = None,
+        peg: bool = True,
+        dropout: float = 0.0,
+        gradient_shrink: float = 1.0,
+    ) -> None:
         super().__init__()
         self.gradient_shrink = gradient_shrink
         self.token_emb = Embedding(num_tokens, dim)
         self.positions = nn.ModuleList(Embedding(side, dim) for side in token_shape)
         self.text = None if text is None else Text(dim=dim, **text)
-        self.transformer = Transformer(dim, depth, heads, dim_head, None if text is None else dim, peg=peg,
-                                       dropout=dropout)
+        self.transformer = Transformer(
+            dim, depth, heads, dim_head, None if text is None else dim, peg=peg, dropout=dropout
+        )
 
-    def forward(self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None,
-                **text: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
+    ) -> Tensor:
         """States of int64 (B, t, h, w).
 
         real     bool (B, t), False for latent frames of padding, which no token sees; None: all are real.
@@ -151,7 +190,7 @@ class Trunk(nn.Module):
         """
         x = self.token_emb(tokens)
         for axis, (table, side) in enumerate(zip(self.positions, tokens.shape[1:])):
-            place = table(torch.arange(side, device=tokens.device))                               # (side, dim)
+            place = table(torch.arange(side, device=tokens.device))  # (side, dim)
             x = x + place.view(*(side if i == axis else 1 for i in range(3)), -1)
         if self.gradient_shrink != 1:
             x = x * self.gradient_shrink + x.detach() * (1 - self.gradient_shrink)
@@ -168,16 +207,22 @@ class Text(nn.Module):
     learns_null              whether there is a null text, for texts that are dropped or have no words.
     """
 
-    def __init__(self, dim: int, num_words: int | None, max_text_len: int, encodings_dim: int | None,
-                 learns_null: bool) -> None:
+    def __init__(
+        self, dim: int, num_words: int | None, max_text_len: int, encodings_dim: int | None, learns_null: bool
+    ) -> None:
         super().__init__()
         self.words = Embedding(num_words, dim) if num_words else None
         self.places = Embedding(max_text_len, dim) if num_words else None
         self.proj = Linear(encodings_dim, dim) if encodings_dim else None
         self.null = Embedding(1, dim) if learns_null else None
 
-    def forward(self, dropped: Tensor | None, words: Tensor | None = None, text_encodings: Tensor | None = None,
-                text_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        dropped: Tensor | None,
+        words: Tensor | None = None,
+        text_encodings: Tensor | None = None,
+        text_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """The context (B, M, dim), and bool (B, M), True where it is seen; M is L, with a null text L + 1."""
         if self.words is not None:
             context, seen = self.words(words), words != 0
@@ -188,7 +233,7 @@ class Text(nn.Module):
             return context, seen
         if dropped is not None:
             seen = seen & ~dropped[:, None]
-        null = self.null(torch.zeros_like(seen[:, :1], dtype=torch.int64))                        # (B, 1, dim)
+        null = self.null(torch.zeros_like(seen[:, :1], dtype=torch.int64))  # (B, 1, dim)
         return torch.cat((null, context), dim=1), torch.cat((~seen.any(1, keepdim=True), seen), dim=1)
 
 

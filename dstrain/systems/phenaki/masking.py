@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MEAN_RATIO = 2 / math.pi
-_GOLDEN = 0.6180339887498949                      # (sqrt(5) - 1) / 2
+_GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
 
 
 def ratio(u: Tensor) -> Tensor:
@@ -27,8 +27,9 @@ def num_masked(u: Tensor, real: Tensor) -> Tensor:
 def lowest(scores: Tensor, count: Tensor) -> Tensor:
     """Where the `count` int64 (B,) lowest of scores (B, N) lie; of equal scores the first: bool (B, N)."""
     order = scores.argsort(dim=1, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(scores.shape[1], device=scores.device)
-                                            .expand_as(order))
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(scores.shape[1], device=scores.device).expand_as(order)
+    )
     return rank < count[:, None]
 
 

@@ -41,17 +41,24 @@ class PhenakiSystem(System):
         self.num_frames, self.temporal_patch_size = config.num_frames, config.temporal_patch_size
         self.generates = config.tokenizer is not None
         self._tokenizer: Codec | None = None
-        self._cut: int | None = None                                      # the last latent frame of this step's clips
+        self._cut: int | None = None  # the last latent frame of this step's clips
         self.texts = Reader(config)
 
     def networks(self) -> dict[str, nn.Module]:
         config, trunk = self.config, self.config.trunk()
-        networks: dict[str, nn.Module] = {"maskgit": MaskGit(
-            config.codebook_size, self_critic=config.critic == "self", chunk=config.loss_chunk,
-            label_smoothing=config.label_smoothing, **trunk)}
+        networks: dict[str, nn.Module] = {
+            "maskgit": MaskGit(
+                config.codebook_size,
+                self_critic=config.critic == "self",
+                chunk=config.loss_chunk,
+                label_smoothing=config.label_smoothing,
+                **trunk,
+            )
+        }
         if "critic" in self.parts:
-            networks["critic"] = TokenCritic(config.codebook_size,
-                                             **trunk | {"depth": config.critic_depth or config.depth})
+            networks["critic"] = TokenCritic(
+                config.codebook_size, **trunk | {"depth": config.critic_depth or config.depth}
+            )
         return networks
 
     @torch.no_grad()
@@ -65,16 +72,20 @@ class PhenakiSystem(System):
         frames = batch.get("frames")
         if "tokens" in batch:
             example["tokens"] = batch["tokens"]
-        elif "video" in batch or "image" in batch:                        # an image is a clip of one frame
+        elif "video" in batch or "image" in batch:  # an image is a clip of one frame
             video = (batch["video"] if "video" in batch else batch["image"][:, None]).float() / 127.5 - 1
             example["tokens"] = self.tokenizer(video.device).encode(video, frames)["tokens"]
         else:
-            raise ConfigError("data: phenaki learns from videos or their tokens, and the data give neither: name a "
-                              "folder of videos, or one that launch/encode.py made of them")
+            raise ConfigError(
+                "data: phenaki learns from videos or their tokens, and the data give neither: name a "
+                "folder of videos, or one that launch/encode.py made of them"
+            )
         shape = tuple(example["tokens"].shape[1:])
         if shape != self.config.token_shape:
-            raise ConfigError(f"data: clips have {shape} tokens (latent frames, height, width), the model "
-                              f"{self.config.token_shape}; leave model.token_shape out, or encode other clips")
+            raise ConfigError(
+                f"data: clips have {shape} tokens (latent frames, height, width), the model "
+                f"{self.config.token_shape}; leave model.token_shape out, or encode other clips"
+            )
         if frames is not None:
             example["real"] = real_frames(frames, self.temporal_patch_size, shape[0])
         return example | self.texts.of_batch(batch)
@@ -84,13 +95,17 @@ class PhenakiSystem(System):
         if self.config.tokenizer is not None:
             self.tokenizer()
         if self.takes_texts and source.uncaptioned:
-            raise ConfigError(f"{source.uncaptioned}: no captions are there, and the model reads texts: give X.txt "
-                              "beside files, class folders or data.captions (clips), or set model.unconditional=true")
+            raise ConfigError(
+                f"{source.uncaptioned}: no captions are there, and the model reads texts: give X.txt "
+                "beside files, class folders or data.captions (clips), or set model.unconditional=true"
+            )
         batch = {name: torch.as_tensor(value)[None] for name, value in source.first().items()}
         largest = int(self.encode(batch)["tokens"].max())
         if largest >= self.config.codebook_size:
-            raise ConfigError(f"codebook_size {self.config.codebook_size}: the data hold the token {largest}; set "
-                              "model.codebook_size to that of the tokenizer that made them")
+            raise ConfigError(
+                f"codebook_size {self.config.codebook_size}: the data hold the token {largest}; set "
+                "model.codebook_size to that of the tokenizer that made them"
+            )
 
     def fingerprint(self, source: Any) -> str:
         return source.fingerprint() + self.texts.fingerprint()
@@ -106,8 +121,10 @@ class PhenakiSystem(System):
 
     def cannot_draw(self) -> str | None:
         if self.config.tokenizer is None:
-            return ("model.tokenizer: no tokenizer is named that encodes and decodes videos; set model.tokenizer.path "
-                    "to its folder (launch/export.py RUN --format safetensors), or give --tokenizer FOLDER")
+            return (
+                "model.tokenizer: no tokenizer is named that encodes and decodes videos; set model.tokenizer.path "
+                "to its folder (launch/export.py RUN --format safetensors), or give --tokenizer FOLDER"
+            )
         return None
 
     def turns(self, step: int) -> tuple[str, ...]:
@@ -140,7 +157,7 @@ class PhenakiSystem(System):
         """The critic's cross-entropy: MaskGit has filled the masked tokens in its turn, or does here."""
         self._begin(example)
         dropped = self._dropped(example)
-        if "filled" not in example:               # where the critic alone learns
+        if "filled" not in example:  # where the critic alone learns
             with torch.no_grad():
                 example["filled"] = self._masked_pass(nets, example, dropped)[0].filled
         terms = self._judged(self._criticism(nets["critic"], example, dropped), example)
@@ -152,7 +169,7 @@ class PhenakiSystem(System):
         """Terms (B,) with no text dropped, also those of a critic that learns; `loss` is its own if it learns alone."""
         example = dict(example)
         passed, terms = self._masked_pass(nets, example, None)
-        if self.config.critic is None or self.config.train == "maskgit":          # no ids were drawn for a critic
+        if self.config.critic is None or self.config.train == "maskgit":  # no ids were drawn for a critic
             return terms
         logits = passed.critic
         if "critic" in self.parts:
@@ -170,20 +187,26 @@ class PhenakiSystem(System):
     def _masked_pass(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
         """MaskGit on keyed masks: its pass and terms (B,). A self critic leaves `filled` in the example."""
         masked, total = self._masked(example), self._total(example)
-        weights = 1 / (masking.MEAN_RATIO * total)                                                # (B,)
+        weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
         conditions = {"real": example.get("real"), "dropped": dropped} | chosen(example)
         drawn: dict[str, Any] = {}
         if self.config.critic is not None and self.config.train != "maskgit":
-            drawn = {"uniforms": rng.uniform(example["key"], "filled", (example["tokens"][0].numel(),)),
-                     "temperature": self.config.critic_train_sample_temperature}
+            drawn = {
+                "uniforms": rng.uniform(example["key"], "filled", (example["tokens"][0].numel(),)),
+                "temperature": self.config.critic_train_sample_temperature,
+            }
         if self.config.critic == "self":
             with torch.no_grad():
                 example["filled"] = nets["maskgit"](example["tokens"], masked, weights, **conditions, **drawn).filled
             drawn = {"judged": example["filled"]}
         passed = nets["maskgit"](example["tokens"], masked, weights / len(weights), **conditions, **drawn)
         count = masked.flatten(1).sum(1)
-        return passed, {"loss": passed.loss * weights, "cross_entropy": passed.loss / count,
-                        "accuracy": passed.hits / count, "quartile": (4 * count // total).clamp(max=3)}
+        return passed, {
+            "loss": passed.loss * weights,
+            "cross_entropy": passed.loss / count,
+            "accuracy": passed.hits / count,
+            "quartile": (4 * count // total).clamp(max=3),
+        }
 
     def _masked(self, example: Example) -> Tensor:
         """Which tokens are hidden, bool (B, t, h, w): a function of the key, remembered in the example."""
@@ -198,8 +221,8 @@ class PhenakiSystem(System):
         """Cuts the clips where this step's are cut, once an example. Shorter ones end where they end."""
         if self._cut is None or "asked" in example:
             return
-        kept, real = slice(self._cut + 1), self._real(example)[:, :self._cut + 1]
-        last = real.sum(1, keepdim=True) - 1                                                      # (B, 1)
+        kept, real = slice(self._cut + 1), self._real(example)[:, : self._cut + 1]
+        last = real.sum(1, keepdim=True) - 1  # (B, 1)
         example["asked"] = torch.arange(real.shape[1], device=real.device) == last
         example |= {name: example[name][:, kept] for name in ("tokens", "real") if name in example}
 
@@ -228,10 +251,16 @@ class PhenakiSystem(System):
             number, scale = total, total
         else:
             true, judged, number, scale = replaced, masked, count, masking.MEAN_RATIO * total
-        over = lambda x: torch.where(judged, x, 0.0).flatten(1).sum(1)
+
+        def over(x):
+            return torch.where(judged, x, 0.0).flatten(1).sum(1)
+
         each = F.binary_cross_entropy_with_logits(logits, true.to(logits.dtype), reduction="none")
-        return {"loss": over(each) / scale, "accuracy": over(((logits > 0) == true).to(logits.dtype)) / number,
-                "replaced": (replaced & masked).flatten(1).sum(1) / count}
+        return {
+            "loss": over(each) / scale,
+            "accuracy": over(((logits > 0) == true).to(logits.dtype)) / number,
+            "replaced": (replaced & masked).flatten(1).sum(1) / count,
+        }
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
@@ -243,8 +272,10 @@ class PhenakiSystem(System):
         """
         config, device = self.config, request.seeds.device
         if request.guidance_scale != 1 and not config.has_null:
-            raise ConfigError("guidance_scale: this model has no null text, since it is unconditional or its "
-                              "cond_drop_prob is 0; sample with guidance_scale 1")
+            raise ConfigError(
+                "guidance_scale: this model has no null text, since it is unconditional or its "
+                "cond_drop_prob is 0; sample with guidance_scale 1"
+            )
         latent = config.latent_frames("num_frames", request.num_frames or self.num_frames)
         tokenizer, prime = self.tokenizer(device), request.conditions.get("prime")
         shape = (len(request.seeds), latent, *config.token_shape[1:])
@@ -257,32 +288,51 @@ class PhenakiSystem(System):
             tokens[:, :first] = tokenizer.encode(prime.float() / 127.5 - 1)["tokens"]
             known[:, :first] = True
         video = to_uint8(tokenizer.decode(self.draw_tokens(nets, tokens, known, request)))
-        return video if prime is None else torch.cat((prime, video[:, prime.shape[1]:]), dim=1)
+        return video if prime is None else torch.cat((prime, video[:, prime.shape[1] :]), dim=1)
 
     def draw_tokens(self, nets: Nets, tokens: Tensor, known: Tensor, request: Request) -> Tensor:
         """Tokens int64 (N, t, h, w) for a request; those that are `known`, bool (N, t, h, w), stay. See decoding.py."""
         network, real = nets["maskgit"], request.conditions.get("real")
         text = self.texts.of_batch(chosen(request.conditions) or self.texts.of_nothing(len(tokens)))
         text = {name: value.to(tokens.device) for name, value in text.items()}
-        seen = lambda x: None if real is None else real[:, :x.shape[1]]
-        predict = lambda x, uniforms, temperature: network.predict(
-            x, seen(x), text, uniforms, temperature, request.guidance_scale)
+
+        def seen(x):
+            return None if real is None else real[:, : x.shape[1]]
+
+        def predict(x, uniforms, temperature):
+            return network.predict(x, seen(x), text, uniforms, temperature, request.guidance_scale)
+
         criticize = None
         led_by_critic = self.sampler(request.sampler) == "critic"
         if led_by_critic and self.config.critic == "self":
-            criticize = lambda x: network.criticize(x, seen(x), text)
+
+            def criticize(x):
+                return network.criticize(x, seen(x), text)
         elif led_by_critic:
-            criticize = lambda x: nets["critic"](x, seen(x), None, **text)
+
+            def criticize(x):
+                return nets["critic"](x, seen(x), None, **text)
+
         if real is not None:
             known = known | ~real[:, :, None, None]
-        return decode(predict, tokens, known, network.mask_token, rng.keys_of_seeds(request.seeds),
-                      request.num_steps, self.config.decoding, criticize)
+        return decode(
+            predict,
+            tokens,
+            known,
+            network.mask_token,
+            rng.keys_of_seeds(request.seeds),
+            request.num_steps,
+            self.config.decoding,
+            criticize,
+        )
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """The inputs of `num` empty texts, (num, ...). ConfigError: the model has no null text, or labels are given."""
         if labels is not None:
-            raise ConfigError(f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
-                              + ("" if self.config.unconditional else ", and give texts (--prompts FILE)"))
+            raise ConfigError(
+                f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
+                + ("" if self.config.unconditional else ", and give texts (--prompts FILE)")
+            )
         return self.texts.of_nothing(num)
 
     @property
@@ -314,9 +364,12 @@ class PhenakiSystem(System):
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
         config, longest = self.config, self.config.max_text_len
-        batch = {"key": key, "position": positions,
-                 "tokens": rng.integers(key, "tokens", config.codebook_size, config.token_shape),
-                 "frames": 1 + rng.integers(key, "frames", self.num_frames)}
+        batch = {
+            "key": key,
+            "position": positions,
+            "tokens": rng.integers(key, "tokens", config.codebook_size, config.token_shape),
+            "frames": 1 + rng.integers(key, "frames", self.num_frames),
+        }
         if width := config.text_encodings_dim:
             batch["text_encodings"] = rng.normal(key, "text_encodings", (longest, width))
             batch["text_mask"] = torch.arange(longest) < 1 + rng.integers(key, "length", longest)[:, None]

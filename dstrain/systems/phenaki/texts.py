@@ -18,11 +18,11 @@ from dstrain.systems.phenaki.config import Config
 
 NAMES = ("words", "text_encodings", "text_mask")
 _WORD = re.compile(r"\w+")
-_CAPTION_BYTES = 512                              # size of a caption in a batch
-_PROMPTS = 64                                     # texts encoded at once
-_REMEMBERED = 256                                 # most texts whose inputs are remembered for the next call
+_CAPTION_BYTES = 512  # size of a caption in a batch
+_PROMPTS = 64  # texts encoded at once
+_REMEMBERED = 256  # most texts whose inputs are remembered for the next call
 
-TextInputs = dict[str, Tensor]                    # words int64 (N, L); or text_encodings (N, L, E), text_mask (N, L)
+TextInputs = dict[str, Tensor]  # words int64 (N, L); or text_encodings (N, L, E), text_mask (N, L)
 
 
 class Reader:
@@ -31,7 +31,7 @@ class Reader:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.encoder: TextEncoder | None = None
-        self._last: tuple[dict[str, int], TextInputs] = {}, {}           # row of each text of the last call; the rows
+        self._last: tuple[dict[str, int], TextInputs] = {}, {}  # row of each text of the last call; the rows
 
     def of_batch(self, batch: dict[str, Tensor]) -> TextInputs:
         """From encodings, or captions as UTF-8. ConfigError: the batch has neither, or encodings of another width."""
@@ -41,15 +41,19 @@ class Reader:
         if width is not None and "text_encodings" in batch:
             encodings = batch["text_encodings"]
             if encodings.shape[-1] != width:
-                raise ConfigError(f"data: text_encodings are {encodings.shape[-1]} wide in the data and {width} in the "
-                                  f"model: set model.text_encodings_dim={encodings.shape[-1]}, or encode again")
+                raise ConfigError(
+                    f"data: text_encodings are {encodings.shape[-1]} wide in the data and {width} in the "
+                    f"model: set model.text_encodings_dim={encodings.shape[-1]}, or encode again"
+                )
             mask = batch.get("text_mask", torch.ones_like(encodings[..., 0]))
             return {"text_encodings": encodings, "text_mask": mask.bool()}
         if width is None and "words" in batch:
             return {"words": batch["words"]}
         if "caption" not in batch:
-            raise ConfigError("data: there are no captions, and the model reads texts: give X.txt beside each video, "
-                              "data.captions=FILE or class folders, or set model.unconditional=true")
+            raise ConfigError(
+                "data: there are no captions, and the model reads texts: give X.txt beside each video, "
+                "data.captions=FILE or class folders, or set model.unconditional=true"
+            )
         # Captions are on the host, which reads them; the inputs go to the device of the rest of the batch.
         device = batch.get("key", batch["caption"]).device
         inputs = self._read(captions_of(batch["caption"]), device)
@@ -67,7 +71,7 @@ class Reader:
         if not row_of.keys() >= set(texts):
             row_of = {text: row for row, text in enumerate(dict.fromkeys(texts))}
             distinct, cpu = list(row_of), torch.device("cpu")
-            batches = [self._read(distinct[i:i + _PROMPTS], cpu) for i in range(0, len(distinct), _PROMPTS)]
+            batches = [self._read(distinct[i : i + _PROMPTS], cpu) for i in range(0, len(distinct), _PROMPTS)]
             inputs = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
             self._last = (row_of, inputs) if len(row_of) <= _REMEMBERED else ({}, {})
             if self._cached:
@@ -83,8 +87,10 @@ class Reader:
             raise ConfigError("prompts: a model with cond_drop_prob 0 draws for texts alone; give some")
         if self.config.text_encodings_dim is None:
             return {"words": torch.zeros(num, self.config.max_text_len, dtype=torch.int64)}
-        return {"text_encodings": torch.zeros(num, 1, self.config.text_encodings_dim),
-                "text_mask": torch.zeros(num, 1, dtype=torch.bool)}
+        return {
+            "text_encodings": torch.zeros(num, 1, self.config.text_encodings_dim),
+            "text_mask": torch.zeros(num, 1, dtype=torch.bool),
+        }
 
     def _read(self, texts: list[str], device: torch.device) -> TextInputs:
         if self.config.text_encodings_dim is None:
@@ -105,13 +111,17 @@ class Reader:
         """The encoder, loaded at the first caption: cached encodings need none."""
         if self.encoder is None:
             if self.config.text_encoder is None:
-                raise ConfigError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
-                                  "hub name of the encoder of the data's encodings (generate: --text-encoder)")
+                raise ConfigError(
+                    "model.text_encoder: texts are to be encoded and none is named; give the folder or "
+                    "hub name of the encoder of the data's encodings (generate: --text-encoder)"
+                )
             encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len)
             expected = self.config.text_encoder_fingerprint
             if expected is not None and (loaded := encoder.fingerprint()) != expected:
-                raise ConfigError(f"text_encoder: {self.config.text_encoder} is the encoder {loaded}, the encodings of "
-                                  f"the data are of {expected} (text_encoder_fingerprint); name the one of the data")
+                raise ConfigError(
+                    f"text_encoder: {self.config.text_encoder} is the encoder {loaded}, the encodings of "
+                    f"the data are of {expected} (text_encoder_fingerprint); name the one of the data"
+                )
             self.encoder = encoder
         return self.encoder
 

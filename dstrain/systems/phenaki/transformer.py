@@ -19,8 +19,8 @@ from dstrain.nn.layers import Linear, dropout_of
 from dstrain.nn.quantize import wide
 from dstrain.recipe import ConfigError
 
-_HIDDEN = -10000.0                                # added to scores of hidden tokens: its exp is 0, float16 can hold it
-_SCALE = 8.0                                      # of the scores, which are products of unit vectors at first
+_HIDDEN = -10000.0  # added to scores of hidden tokens: its exp is 0, float16 can hold it
+_SCALE = 8.0  # of the scores, which are products of unit vectors at first
 OVER = ("all", "space", "time")
 
 
@@ -33,16 +33,33 @@ class Transformer(nn.Module):
     peg           whether each block begins with a position encoder.
     """
 
-    def __init__(self, dim: int, depth: int, heads: int = 8, dim_head: int = 64, context_dim: int | None = None,
-                 causal: bool = False, peg: bool = True, dropout: float = 0.0, *,
-                 over: str = "all") -> None:
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        heads: int = 8,
+        dim_head: int = 64,
+        context_dim: int | None = None,
+        causal: bool = False,
+        peg: bool = True,
+        dropout: float = 0.0,
+        *,
+        over: str = "all",
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TransformerBlock(dim, heads, dim_head, context_dim, causal, peg, dropout, over)
-                                    for _ in range(depth))
+        self.layers = nn.ModuleList(
+            TransformerBlock(dim, heads, dim_head, context_dim, causal, peg, dropout, over) for _ in range(depth)
+        )
         self.norm_out = nn.LayerNorm(dim)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, context: Tensor | None = None,
-                context_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
         """See TransformerBlock, but for the bias, (heads, N, N)."""
         bias = None if bias is None else bias[None]
         for layer in self.layers:
@@ -53,8 +70,17 @@ class Transformer(nn.Module):
 class TransformerBlock(nn.Module):
     """Position encoder, self-attention, cross-attention if there is a context, feed-forward, each with a shortcut."""
 
-    def __init__(self, dim: int, heads: int = 8, dim_head: int = 64, context_dim: int | None = None,
-                 causal: bool = False, peg: bool = True, dropout: float = 0.0, over: str = "all") -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 8,
+        dim_head: int = 64,
+        context_dim: int | None = None,
+        causal: bool = False,
+        peg: bool = True,
+        dropout: float = 0.0,
+        over: str = "all",
+    ) -> None:
         super().__init__()
         if over not in OVER:
             raise ConfigError(f"over: {over!r} is unknown; one of {', '.join(OVER)}")
@@ -65,21 +91,27 @@ class TransformerBlock(nn.Module):
         self.cross = Attention(dim, heads, dim_head, context_dim, dropout) if context_dim else None
         self.feed_forward = FeedForward(dim, dropout=dropout)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, context: Tensor | None = None,
-                context_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
         """(B, t, h, w, dim) -> (B, t, h, w, dim).
 
         bias          (1, heads, N, N), added to the scores; `over` decides N.
         mask          bool (B, t, h, w), True where other tokens see a token.
         context       (B, M, E) for cross-attention, context_mask bool (B, M), True where it is seen.
         """
-        if self.peg is not None:                  # hidden tokens are 0, as the padding around the clip
+        if self.peg is not None:  # hidden tokens are 0, as the padding around the clip
             x = x + self.peg(x if mask is None else x.masked_fill(~mask[..., None], 0.0))
         shape, flat = x.shape, self._sequences(x)
         flat = flat + self.attention(flat, None, None if mask is None else self._sequences(mask), bias, self.causal)
         x = self._grid(flat, shape)
         if self.cross is not None:
-            tokens = x.flatten(1, 3)                                                              # (B, t h w, dim)
+            tokens = x.flatten(1, 3)  # (B, t h w, dim)
             x = x + self.cross(tokens, context, context_mask).view(shape)
         return x + self.feed_forward(x)
 
@@ -88,8 +120,8 @@ class TransformerBlock(nn.Module):
         if self.over == "all":
             return x.flatten(1, 3)
         if self.over == "space":
-            return x.flatten(2, 3).flatten(0, 1)                                                  # (B t, h w, ...)
-        return x.movedim(1, 3).flatten(0, 2)                                                      # (B h w, t, ...)
+            return x.flatten(2, 3).flatten(0, 1)  # (B t, h w, ...)
+        return x.movedim(1, 3).flatten(0, 2)  # (B h w, t, ...)
 
     def _grid(self, flat: Tensor, shape: torch.Size) -> Tensor:
         if self.over != "time":
@@ -101,8 +133,9 @@ class TransformerBlock(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention of normalized tokens to each other, or to a context of width context_dim."""
 
-    def __init__(self, dim: int, heads: int = 8, dim_head: int = 64, context_dim: int | None = None,
-                 dropout: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, heads: int = 8, dim_head: int = 64, context_dim: int | None = None, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.heads, self.dropout, width = heads, dropout, heads * dim_head
         self.norm = nn.LayerNorm(dim)
@@ -112,8 +145,14 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = UnitNorm(dim_head), UnitNorm(dim_head)
         self.to_out = Linear(width, dim, bias=False)
 
-    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None, bias: Tensor | None = None,
-                causal: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
         """(B, N, dim) -> (B, N, dim).
 
         context (B, M, E)         the tokens attended to; None: x itself.
@@ -123,11 +162,14 @@ class Attention(nn.Module):
         """
         x = self.norm(x)
         source = x if self.context_norm is None else self.context_norm(context.to(x.dtype))
-        split = lambda y: y.unflatten(-1, (self.heads, -1)).transpose(1, 2)                       # (B, heads, N, d)
+
+        def split(y):
+            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, N, d)
+
         key, value = self.to_kv(source).chunk(2, dim=-1)
         query, key, value = self.q_norm(split(self.to_q(x))), self.k_norm(split(key)), split(value)
         added = _added(bias, mask, causal, query, key.shape[2])
-        dropout = self.dropout if self.dropout and self.training else 0.0     # a graph of 0 asks for no mode
+        dropout = self.dropout if self.dropout and self.training else 0.0  # a graph of 0 asks for no mode
         out = attend(query, key, value, added, dropout, causal and added is None, _SCALE)
         if mask is not None:
             out = out.masked_fill(~mask.any(1)[:, None, None, None], 0.0)
@@ -138,7 +180,7 @@ def _added(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor
     """What is added to the scores, (B or 1, heads or 1, N or 1, M); None without bias and mask."""
     if bias is None and mask is None:
         return None
-    terms = []                                    # and no zeros: inductor cannot cut a recomputed block with such a sum
+    terms = []  # and no zeros: inductor cannot cut a recomputed block with such a sum
     if mask is not None:
         terms.append((~mask)[:, None, None] * query.new_full((), _HIDDEN))
     if causal:
@@ -195,7 +237,7 @@ class PositionEncoder3d(nn.Conv3d):
         self.before = 2 if causal else 1
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.pad(x.movedim(-1, 1), (1, 1, 1, 1, self.before, 2 - self.before))                   # (B, dim, t, h, w)
+        x = F.pad(x.movedim(-1, 1), (1, 1, 1, 1, self.before, 2 - self.before))  # (B, dim, t, h, w)
         return super().forward(x).movedim(1, -1)
 
 
@@ -208,15 +250,16 @@ class PositionBias(nn.Module):
 
     def __init__(self, heads: int, dim: int, axes: int = 2) -> None:
         super().__init__()
-        self.net = nn.Sequential(Linear(axes, dim), nn.LeakyReLU(0.1), Linear(dim, dim), nn.LeakyReLU(0.1),
-                                 Linear(dim, heads))
+        self.net = nn.Sequential(
+            Linear(axes, dim), nn.LeakyReLU(0.1), Linear(dim, dim), nn.LeakyReLU(0.1), Linear(dim, heads)
+        )
 
     def forward(self, *sides: int) -> Tensor:
         """(heads, N, N), N the product of the sides, tokens in row-major order."""
         like = self.net[0].weight
         distances = [torch.arange(1 - side, side, device=like.device) for side in sides]
-        grid = torch.stack(torch.meshgrid(*distances, indexing="ij"), dim=-1).flatten(0, -2)      # (differences, axes)
-        table = self.net((grid.sign() * grid.abs().float().log1p()).to(like.dtype))               # (differences, heads)
+        grid = torch.stack(torch.meshgrid(*distances, indexing="ij"), dim=-1).flatten(0, -2)  # (differences, axes)
+        table = self.net((grid.sign() * grid.abs().float().log1p()).to(like.dtype))  # (differences, heads)
         return F.embedding(_difference(sides, like.device), table).permute(2, 0, 1)
 
 
@@ -225,7 +268,7 @@ def _difference(sides: tuple[int, ...], device: torch.device) -> Tensor:
     row = torch.zeros((), dtype=torch.int64, device=device)
     places = torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij")
     for side, place in zip(sides, places):
-        distance = place.flatten()[:, None] - place.flatten()[None]                               # (N, N)
+        distance = place.flatten()[:, None] - place.flatten()[None]  # (N, N)
         row = row * (2 * side - 1) + distance + side - 1
     return row
 

@@ -22,16 +22,16 @@ from torch.autograd.function import once_differentiable
 from dstrain.nn.layers import Linear
 from dstrain.nn.quantize import wide
 
-_ROWS = 64                                        # their number is a multiple of it; of fewer below 512
+_ROWS = 64  # their number is a multiple of it; of fewer below 512
 
 
 class TokenLoss(NamedTuple):
     """The loss of the rows, and ids drawn for them."""
 
-    total: Tensor                                 # the weighted sum of `loss`, a scalar, with gradient
-    loss: Tensor                                  # cross-entropy of the targets in nats, (M,), without gradient
-    hits: Tensor                                  # 1 where the likeliest id is the target, float (M,)
-    ids: Tensor                                   # drawn ids, int64 (M,); the targets where none are drawn
+    total: Tensor  # the weighted sum of `loss`, a scalar, with gradient
+    loss: Tensor  # cross-entropy of the targets in nats, (M,), without gradient
+    hits: Tensor  # 1 where the likeliest id is the target, float (M,)
+    ids: Tensor  # drawn ids, int64 (M,); the targets where none are drawn
 
 
 class Vocabulary(Linear):
@@ -41,8 +41,14 @@ class Vocabulary(Linear):
         super().__init__(dim, count, init="normal")
         self.chunk, self.label_smoothing = chunk, label_smoothing
 
-    def forward(self, x: Tensor, uniforms: Tensor | None, temperature: float = 1.0, targets: Tensor | None = None,
-                weights: Tensor | None = None) -> TokenLoss | tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        uniforms: Tensor | None,
+        temperature: float = 1.0,
+        targets: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> TokenLoss | tuple[Tensor, Tensor]:
         """x (M, dim) -> TokenLoss; without targets: drawn ids and their log-probabilities, (M,) both.
 
         uniforms  (M,) in [0, 1): an id is drawn from softmax(logits / temperature) by the inverse of its distribution,
@@ -53,9 +59,19 @@ class Vocabulary(Linear):
         count = len(x)
         x, uniforms, targets, weights = (_filled_up(rows) for rows in (x, uniforms, targets, weights))
         if targets is not None:
-            learns = torch.is_grad_enabled()      # always False within a Function
-            total, *of_rows = _CrossEntropy.apply(x, self.weight, self.bias, targets, weights, uniforms, temperature,
-                                                  self.label_smoothing, self.chunk, learns)
+            learns = torch.is_grad_enabled()  # always False within a Function
+            total, *of_rows = _CrossEntropy.apply(
+                x,
+                self.weight,
+                self.bias,
+                targets,
+                weights,
+                uniforms,
+                temperature,
+                self.label_smoothing,
+                self.chunk,
+                learns,
+            )
             return TokenLoss(total, *(rows[:count] for rows in of_rows))
         ids, certainty = [uniforms.new_zeros(0, dtype=torch.int64)], [uniforms.new_zeros(0)]
         for rows, logits in _chunks(x, self.weight, self.bias, self.chunk):
@@ -68,7 +84,7 @@ def _filled_up(rows: Tensor | None) -> Tensor | None:
     """With rows of zeros, whose weight in the loss is 0: (M, ...) -> (M', ...)."""
     if rows is None:
         return None
-    step = min(_ROWS, 1 << max(len(rows).bit_length() - 4, 0))                # an eighth more at most
+    step = min(_ROWS, 1 << max(len(rows).bit_length() - 4, 0))  # an eighth more at most
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, -len(rows) % step))
 
 
@@ -84,7 +100,7 @@ def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
         return logits.argmax(1)
     # Two rows at least: CUDA sums a single row in another order, and the ids would depend on the size of the chunk.
     rows = logits.expand(max(len(logits), 2), -1)
-    cumulative = (rows / temperature).softmax(1).cumsum(1)[:len(logits)]                          # (C, V)
+    cumulative = (rows / temperature).softmax(1).cumsum(1)[: len(logits)]  # (C, V)
     return (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(1).clamp(max=logits.shape[1] - 1)
 
 
@@ -98,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
         # Weights are divided by the largest: products with a mean over thousands of rows would vanish in float16.
         largest = weights.amax() if len(weights) else weights.new_ones(())
         share = (weights / largest).to(loss.dtype)
-        if learns:                                # sums over many chunks in float32: bfloat16 would lose small terms
+        if learns:  # sums over many chunks in float32: bfloat16 would lose small terms
             to_x, to_bias = torch.empty_like(x), torch.zeros_like(bias, dtype=loss.dtype)
             to_weight = torch.zeros_like(weight, dtype=loss.dtype)
         for rows, logits in _chunks(x, weight, bias, chunk):
@@ -134,5 +150,9 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad, *_):
         to_x, to_weight, to_bias = ctx.saved_tensors
         scale = (grad * ctx.largest).to(to_weight.dtype)
-        return ((to_x * scale).to(to_x.dtype), (to_weight * scale).to(ctx.dtypes[0]),
-                (to_bias * scale).to(ctx.dtypes[1]), *(None,) * 7)
+        return (
+            (to_x * scale).to(to_x.dtype),
+            (to_weight * scale).to(ctx.dtypes[0]),
+            (to_bias * scale).to(ctx.dtypes[1]),
+            *(None,) * 7,
+        )

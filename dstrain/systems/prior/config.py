@@ -103,24 +103,40 @@ class Config(SystemConfig):
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if self.training_clamp_l2norm and self.prediction != "x_start":
-            raise ConfigError(f"training_clamp_l2norm clamps a predicted x_start, and prediction is {self.prediction}: "
-                              "leave it out, or predict x_start")
-        clamps = [name for name in ("training_clamp_l2norm", "sampling_clamp_l2norm", "sampling_final_clamp_l2norm",
-                                    "init_image_embed_l2norm") if getattr(self, name)]
+            raise ConfigError(
+                f"training_clamp_l2norm clamps a predicted x_start, and prediction is {self.prediction}: "
+                "leave it out, or predict x_start"
+            )
+        clamps = [
+            name
+            for name in (
+                "training_clamp_l2norm",
+                "sampling_clamp_l2norm",
+                "sampling_final_clamp_l2norm",
+                "init_image_embed_l2norm",
+            )
+            if getattr(self, name)
+        ]
         if clamps and (not self.normalize_embeds or self.image_embed_stats):
-            raise ConfigError(f"{clamps[0]} needs data of one length: with normalize_embeds=false or image_embed_stats "
-                              "they have none; leave it out")
+            raise ConfigError(
+                f"{clamps[0]} needs data of one length: with normalize_embeds=false or image_embed_stats "
+                "they have none; leave it out"
+            )
         if self.image_embed_scale is not None and self.image_embed_stats is not None:
             raise ConfigError("image_embed_scale and image_embed_stats both scale the embeddings: give one of the two")
         if self.beta_schedule == "jsd" and self.prediction == "eps":
-            raise ConfigError("prediction=eps and beta_schedule=jsd: its last timestep is noise alone, from which eps "
-                              "tells nothing of x_start; predict x_start or v")
+            raise ConfigError(
+                "prediction=eps and beta_schedule=jsd: its last timestep is noise alone, from which eps "
+                "tells nothing of x_start; predict x_start or v"
+            )
         outside = [steps for steps in self.evaluate_steps if not 1 <= steps <= self.timesteps]
         if outside:
             raise ConfigError(f"evaluate_steps: {outside} are not between 1 and timesteps={self.timesteps}")
         if self.num_candidates > 1 and self.text_embed_dim not in (None, self.image_embed_dim):
-            raise ConfigError(f"text_embed_dim={self.text_embed_dim} and image_embed_dim={self.image_embed_dim} "
-                              "differ, so no candidate can be compared with its text: write model.num_candidates=1")
+            raise ConfigError(
+                f"text_embed_dim={self.text_embed_dim} and image_embed_dim={self.image_embed_dim} "
+                "differ, so no candidate can be compared with its text: write model.num_candidates=1"
+            )
         if self.lucidrains is not None:
             self._check_lucidrains()
         if self.heads * self.dim_head < 2:
@@ -130,19 +146,26 @@ class Config(SystemConfig):
     def _check_lucidrains(self) -> None:
         for field in ("text_embed_dim", "text_encodings_dim"):
             if getattr(self, field) not in (None, self.image_embed_dim):
-                raise ConfigError(f"{field}={getattr(self, field)}: in model.lucidrains all embeddings are as wide as "
-                                  f"image_embed_dim={self.image_embed_dim}; leave it out")
+                raise ConfigError(
+                    f"{field}={getattr(self, field)}: in model.lucidrains all embeddings are as wide as "
+                    f"image_embed_dim={self.image_embed_dim}; leave it out"
+                )
         if self.embedding_proj_norm:
-            raise ConfigError("embedding_proj_norm: model.lucidrains has no projection of the text embedding; leave it "
-                              "out")
+            raise ConfigError(
+                "embedding_proj_norm: model.lucidrains has no projection of the text embedding; leave it out"
+            )
         if self.dim_head % 2 and self.lucidrains.rotary_emb:
             raise ConfigError(f"dim_head={self.dim_head}: rotary positions turn pairs of channels; take an even width")
-        if self.image_embed_dim < 4 or self.image_embed_dim % 2 and not self.lucidrains.timestep_table:
-            raise ConfigError(f"image_embed_dim={self.image_embed_dim}: model.lucidrains takes 4 and more, and without "
-                              "timestep_table even numbers")
+        if self.image_embed_dim < 4 or (self.image_embed_dim % 2 and not self.lucidrains.timestep_table):
+            raise ConfigError(
+                f"image_embed_dim={self.image_embed_dim}: model.lucidrains takes 4 and more, and without "
+                "timestep_table even numbers"
+            )
         if self.lucidrains.image_cond_drop_prob and not self.text_cond_drop_prob:
-            raise ConfigError("lucidrains.image_cond_drop_prob is above 0 and text_cond_drop_prob is 0: guidance drops "
-                              "both, so raise the latter, or leave the former out")
+            raise ConfigError(
+                "lucidrains.image_cond_drop_prob is above 0 and text_cond_drop_prob is 0: guidance drops "
+                "both, so raise the latter, or leave the former out"
+            )
 
     @property
     def text_tokens(self) -> int:
@@ -161,16 +184,20 @@ class Config(SystemConfig):
     def conflicts(self, run: Run) -> list[str]:
         problems = []
         if run.samples.num_steps > self.timesteps:
-            problems.append(f"samples.num_steps={run.samples.num_steps} is above model.timesteps={self.timesteps}: "
-                            "take fewer")
+            problems.append(
+                f"samples.num_steps={run.samples.num_steps} is above model.timesteps={self.timesteps}: take fewer"
+            )
         if run.samples.guidance_scale != 1 and not self.text_cond_drop_prob:
-            problems.append(f"samples.guidance_scale={run.samples.guidance_scale} needs a model that was trained "
-                            "without texts at times: write samples.guidance_scale=1, or model.text_cond_drop_prob=0.1")
+            problems.append(
+                f"samples.guidance_scale={run.samples.guidance_scale} needs a model that was trained "
+                "without texts at times: write samples.guidance_scale=1, or model.text_cond_drop_prob=0.1"
+            )
         return problems
 
     @classmethod
-    def with_encoders(cls, model: dict[str, Any], text_encoder: str | None = None,
-                      tokenizer: str | None = None) -> dict[str, Any]:
+    def with_encoders(
+        cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
+    ) -> dict[str, Any]:
         if text_encoder is not None:
             model = {**model, "text_encoder": text_encoder}
         return super().with_encoders(model, tokenizer=tokenizer)
@@ -179,17 +206,35 @@ class Config(SystemConfig):
         """The keyword arguments of PriorTransformer, or of LucidrainsPrior."""
         if self.lucidrains is not None:
             return self._lucidrains_arguments()
-        fields = {"image_embed_dim", "max_text_len", "depth", "heads", "dim_head", "dropout", "self_cond", "norm_in",
-                  "embedding_proj_norm"}
-        return {**self.model_dump(include=fields), "learns_null": self.text_cond_drop_prob > 0,
-                "text_embed_dim": self.text_embed_dim or self.image_embed_dim,
-                "text_encodings_dim": self.text_encodings_dim or self.image_embed_dim}
+        fields = {
+            "image_embed_dim",
+            "max_text_len",
+            "depth",
+            "heads",
+            "dim_head",
+            "dropout",
+            "self_cond",
+            "norm_in",
+            "embedding_proj_norm",
+        }
+        return {
+            **self.model_dump(include=fields),
+            "learns_null": self.text_cond_drop_prob > 0,
+            "text_embed_dim": self.text_embed_dim or self.image_embed_dim,
+            "text_encodings_dim": self.text_encodings_dim or self.image_embed_dim,
+        }
 
     def _lucidrains_arguments(self) -> dict[str, Any]:
         own = self.lucidrains
         fields = {"ff_mult", "norm_out", "final_proj", "normformer", "rotary_emb", "cosine_similarity"}
-        return {**self.model_dump(include={"max_text_len", "depth", "heads", "dim_head", "dropout", "self_cond",
-                                           "norm_in"}), **own.model_dump(include=fields),
-                "dim": self.image_embed_dim, "timesteps": self.timesteps if own.timestep_table else None,
-                "reads_encodings": own.condition_on_text_encodings, "learns_null": self.text_cond_drop_prob > 0,
-                "learns_null_image": self.image_drop_prob > 0}
+        return {
+            **self.model_dump(
+                include={"max_text_len", "depth", "heads", "dim_head", "dropout", "self_cond", "norm_in"}
+            ),
+            **own.model_dump(include=fields),
+            "dim": self.image_embed_dim,
+            "timesteps": self.timesteps if own.timestep_table else None,
+            "reads_encodings": own.condition_on_text_encodings,
+            "learns_null": self.text_cond_drop_prob > 0,
+            "learns_null_image": self.image_drop_prob > 0,
+        }

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Embedding, Linear, dropout_of
 
-_COSINE_SCALE = 16.0                              # the temperature of cosines
-_PLAIN_BIAS = 128.0                               # versions without cosines multiply the relative bias by it
-_BUCKETS, _FARTHEST = 32, 128                     # of the relative bias
-_ROTATED = 32                                     # channels of a head, at most
-_HIDDEN = -10000.0                                # added to the scores of tokens that a token may not see
+_COSINE_SCALE = 16.0  # the temperature of cosines
+_PLAIN_BIAS = 128.0  # versions without cosines multiply the relative bias by it
+_BUCKETS, _FARTHEST = 32, 128  # of the relative bias
+_ROTATED = 32  # channels of a head, at most
+_HIDDEN = -10000.0  # added to the scores of tokens that a token may not see
 
 
 class LucidrainsPrior(nn.Module):
@@ -35,23 +35,52 @@ class LucidrainsPrior(nn.Module):
     learns_null_image  whether there is null_image_embed, which replaces noisy embeddings that are `image_dropped`.
     """
 
-    def __init__(self, dim: int, max_text_len: int, depth: int, heads: int, dim_head: int, dropout: float = 0.0, *,
-                 timesteps: int | None = 1000, ff_mult: int = 4, norm_in: bool = False, norm_out: bool = True,
-                 final_proj: bool = True, normformer: bool = False, rotary_emb: bool = True,
-                 cosine_similarity: bool = True, self_cond: bool = False, reads_encodings: bool = True,
-                 learns_null: bool = True, learns_null_image: bool = True) -> None:
+    def __init__(
+        self,
+        dim: int,
+        max_text_len: int,
+        depth: int,
+        heads: int,
+        dim_head: int,
+        dropout: float = 0.0,
+        *,
+        timesteps: int | None = 1000,
+        ff_mult: int = 4,
+        norm_in: bool = False,
+        norm_out: bool = True,
+        final_proj: bool = True,
+        normformer: bool = False,
+        rotary_emb: bool = True,
+        cosine_similarity: bool = True,
+        self_cond: bool = False,
+        reads_encodings: bool = True,
+        learns_null: bool = True,
+        learns_null_image: bool = True,
+    ) -> None:
         super().__init__()
         self.dim, self.max_text_len = dim, max_text_len
         self.reads_encodings, self.self_cond = reads_encodings and max_text_len > 0, self_cond
-        self.to_time_embeds = nn.Sequential(Embedding(timesteps, dim) if timesteps else nn.Sequential(
-            Sinusoids(dim), TimestepMLP(dim)))
+        self.to_time_embeds = nn.Sequential(
+            Embedding(timesteps, dim) if timesteps else nn.Sequential(Sinusoids(dim), TimestepMLP(dim))
+        )
         self.learned_query = nn.Parameter(torch.empty(dim))
         self.null_text_encodings = nn.Parameter(torch.empty(1, max_text_len, dim)) if max_text_len else None
         self.null_text_embeds = nn.Parameter(torch.empty(1, 1, dim)) if learns_null else None
         self.null_image_embed = nn.Parameter(torch.empty(1, dim)) if learns_null_image else None
         self.causal_transformer = CausalTransformer(
-            dim, depth, heads, dim_head, ff_mult, dropout, norm_in=norm_in, norm_out=norm_out, final_proj=final_proj,
-            normformer=normformer, rotary_emb=rotary_emb, cosine_similarity=cosine_similarity)
+            dim,
+            depth,
+            heads,
+            dim_head,
+            ff_mult,
+            dropout,
+            norm_in=norm_in,
+            norm_out=norm_out,
+            final_proj=final_proj,
+            normformer=normformer,
+            rotary_emb=rotary_emb,
+            cosine_similarity=cosine_similarity,
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -60,9 +89,17 @@ class LucidrainsPrior(nn.Module):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
 
-    def forward(self, x: Tensor, t: Tensor, text_embed: Tensor, text_encodings: Tensor | None = None,
-                text_mask: Tensor | None = None, dropped: Tensor | None = None, self_cond: Tensor | None = None,
-                image_dropped: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        text_embed: Tensor,
+        text_encodings: Tensor | None = None,
+        text_mask: Tensor | None = None,
+        dropped: Tensor | None = None,
+        self_cond: Tensor | None = None,
+        image_dropped: Tensor | None = None,
+    ) -> Tensor:
         """(B, D), (B,), (B, D), (B, L, D), bool (B, L), bool (B,), (B, D), bool (B,) -> (B, D).
 
         text_mask  False where an encoding is padding, which a learned one replaces. None: where an encoding is zeros.
@@ -76,28 +113,52 @@ class LucidrainsPrior(nn.Module):
                 seen = (text_encodings != 0).any(dim=-1) if text_mask is None else text_mask
                 seen = seen if dropped is None else seen & ~dropped[:, None]
                 encodings = torch.where(seen[:, :, None], text_encodings.to(dtype), encodings)
-            tokens.append(encodings)                                                              # (B, L, D)
+            tokens.append(encodings)  # (B, L, D)
         if dropped is not None:
             text_embed = torch.where(dropped[:, None], self.null_text_embeds[0], text_embed)
         if image_dropped is not None:
             x = torch.where(image_dropped[:, None], self.null_image_embed, x)
         last = (self_cond.to(dtype),) if self.self_cond else ()
         single = (text_embed, self.to_time_embeds(t), x, *last, self.learned_query.expand(len(x), -1))
-        tokens = torch.cat((*tokens, torch.stack(single, dim=1)), dim=1)                          # (B, N, D)
+        tokens = torch.cat((*tokens, torch.stack(single, dim=1)), dim=1)  # (B, N, D)
         return self.causal_transformer(tokens)[:, -1]
 
 
 class CausalTransformer(nn.Module):
     """(B, N, D) -> (B, N, D); the first norm and the last projection are there by choice."""
 
-    def __init__(self, dim: int, depth: int, heads: int, dim_head: int, ff_mult: int, dropout: float, *, norm_in: bool,
-                 norm_out: bool, final_proj: bool, normformer: bool, rotary_emb: bool, cosine_similarity: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        heads: int,
+        dim_head: int,
+        ff_mult: int,
+        dropout: float,
+        *,
+        norm_in: bool,
+        norm_out: bool,
+        final_proj: bool,
+        normformer: bool,
+        rotary_emb: bool,
+        cosine_similarity: bool,
+    ) -> None:
         super().__init__()
         self.init_norm = GainNorm(dim) if norm_in else nn.Identity()
         self.rel_pos_bias = RelativeBias(heads)
         self.layers = nn.ModuleList(
-            LucidrainsBlock(dim, heads, dim_head, ff_mult, dropout, normformer=normformer, rotary_emb=rotary_emb,
-                            cosine_similarity=cosine_similarity) for _ in range(depth))
+            LucidrainsBlock(
+                dim,
+                heads,
+                dim_head,
+                ff_mult,
+                dropout,
+                normformer=normformer,
+                rotary_emb=rotary_emb,
+                cosine_similarity=cosine_similarity,
+            )
+            for _ in range(depth)
+        )
         self.norm = GainNorm(dim, by_largest=True) if norm_out else nn.Identity()
         self.project_out = Linear(dim, dim, bias=False) if final_proj else nn.Identity()
 
@@ -111,12 +172,27 @@ class CausalTransformer(nn.Module):
 class LucidrainsBlock(nn.ModuleList):
     """Attention and MLP, each on normalized tokens and added to them; the original has them in a list."""
 
-    def __init__(self, dim: int, heads: int, dim_head: int, ff_mult: int, dropout: float, *, normformer: bool,
-                 rotary_emb: bool, cosine_similarity: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        dim_head: int,
+        ff_mult: int,
+        dropout: float,
+        *,
+        normformer: bool,
+        rotary_emb: bool,
+        cosine_similarity: bool,
+    ) -> None:
         inner = ff_mult * dim
-        mlp = nn.Sequential(GainNorm(dim), Linear(dim, 2 * inner, bias=False), SwiGLU(),
-                            GainNorm(inner) if normformer else nn.Identity(), dropout_of(dropout),
-                            Linear(inner, dim, bias=False))
+        mlp = nn.Sequential(
+            GainNorm(dim),
+            Linear(dim, 2 * inner, bias=False),
+            SwiGLU(),
+            GainNorm(inner) if normformer else nn.Identity(),
+            dropout_of(dropout),
+            Linear(inner, dim, bias=False),
+        )
         super().__init__([SharedKeyAttention(dim, heads, dim_head, dropout, rotary_emb, cosine_similarity), mlp])
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
@@ -131,8 +207,9 @@ class SharedKeyAttention(nn.Module):
     Similarities are cosines times 16, or, without, q.k / sqrt(d).
     """
 
-    def __init__(self, dim: int, heads: int, dim_head: int, dropout: float, rotary_emb: bool,
-                 cosine_similarity: bool) -> None:
+    def __init__(
+        self, dim: int, heads: int, dim_head: int, dropout: float, rotary_emb: bool, cosine_similarity: bool
+    ) -> None:
         super().__init__()
         self.heads, self.dropout, self.rotary_emb, self.cosine = heads, dropout, rotary_emb, cosine_similarity
         self.norm = GainNorm(dim)
@@ -149,19 +226,22 @@ class SharedKeyAttention(nn.Module):
         """(B, N, D), (heads, N, N + 1) -> (B, N, D)."""
         batch, count, _ = x.shape
         x = self.norm(x)
-        query = self.to_q(x).view(batch, count, self.heads, -1).transpose(1, 2)                   # (B, heads, N, d)
-        key, value = self.to_kv(x).chunk(2, dim=-1)                                               # (B, N, d) each
+        query = self.to_q(x).view(batch, count, self.heads, -1).transpose(1, 2)  # (B, heads, N, d)
+        key, value = self.to_kv(x).chunk(2, dim=-1)  # (B, N, d) each
         if self.rotary_emb:
             query, key = rotated(query), rotated(key)
-        key, value = (torch.cat((null.expand(batch, 1, -1), tokens), dim=1)[:, None].expand(-1, self.heads, -1, -1)
-                      for null, tokens in zip(self.null_kv, (key, value)))                        # (B, heads, N + 1, d)
+        key, value = (
+            torch.cat((null.expand(batch, 1, -1), tokens), dim=1)[:, None].expand(-1, self.heads, -1, -1)
+            for null, tokens in zip(self.null_kv, (key, value))
+        )  # (B, heads, N + 1, d)
         if self.cosine:
             query, key, scale = F.normalize(query, dim=-1), F.normalize(key, dim=-1), _COSINE_SCALE
         else:
             bias, scale = _PLAIN_BIAS * bias, query.shape[-1] ** -0.5
         later = torch.full((count, count + 1), _HIDDEN, dtype=bias.dtype, device=x.device).triu(2)
-        x = attend(query, key, value, (bias + later)[None].to(query.dtype), self.dropout if self.training else 0.0,
-                   scale=scale)
+        x = attend(
+            query, key, value, (bias + later)[None].to(query.dtype), self.dropout if self.training else 0.0, scale=scale
+        )
         return self.to_out(x.transpose(1, 2).reshape(batch, count, -1))
 
 
@@ -174,7 +254,7 @@ class RelativeBias(nn.Module):
 
     def forward(self, count: int) -> Tensor:
         places = torch.arange(count + 1, device=self.relative_attention_bias.weight.device)
-        distance = (places[:count, None] - places[None]).clamp(min=0)                             # (N, N + 1)
+        distance = (places[:count, None] - places[None]).clamp(min=0)  # (N, N + 1)
         exact = _BUCKETS // 2
         steps = torch.log(distance.clamp(min=exact).float() / exact) / math.log(_FARTHEST / exact) * (_BUCKETS - exact)
         far = (exact + steps.long()).clamp(max=_BUCKETS - 1)
@@ -226,8 +306,11 @@ class TimestepMLP(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Sequential(Linear(dim, 2 * dim), nn.SiLU()),
-                                 nn.Sequential(Linear(2 * dim, 2 * dim), nn.SiLU()), Linear(2 * dim, dim))
+        self.net = nn.Sequential(
+            nn.Sequential(Linear(dim, 2 * dim), nn.SiLU()),
+            nn.Sequential(Linear(2 * dim, 2 * dim), nn.SiLU()),
+            Linear(2 * dim, dim),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x.to(self.net[2].weight.dtype))
@@ -237,7 +320,7 @@ def rotated(x: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021) on the first channels of (..., N, d), neighbours in pairs; float32 angles."""
     count, width = x.shape[-2], min(_ROTATED, x.shape[-1])
     rates = 10000.0 ** -(torch.arange(0, width, 2, device=x.device).float() / width)
-    angles = torch.arange(count, device=x.device).float()[:, None] * rates                        # (N, width / 2)
+    angles = torch.arange(count, device=x.device).float()[:, None] * rates  # (N, width / 2)
     pairs = x[..., :width].float().unflatten(-1, (-1, 2))
     even, odd, cos, sin = pairs[..., 0], pairs[..., 1], angles.cos(), angles.sin()
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)

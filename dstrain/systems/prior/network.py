@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear, dropout_of, named, timestep_features
 
-EXTRA_TOKENS = 4                                  # text embed, timestep, noisy image embed, learned query
-_HIDDEN = -10000.0                                # added to the scores of tokens that a token may not see
+EXTRA_TOKENS = 4  # text embed, timestep, noisy image embed, learned query
+_HIDDEN = -10000.0  # added to the scores of tokens that a token may not see
 
 
 class PriorTransformer(nn.Module):
@@ -31,10 +31,22 @@ class PriorTransformer(nn.Module):
     dropout             share of values dropped after attention and within the MLP.
     """
 
-    def __init__(self, image_embed_dim: int = 768, text_embed_dim: int = 768, text_encodings_dim: int = 768,
-                 max_text_len: int = 77, depth: int = 12, heads: int = 12, dim_head: int = 64, dropout: float = 0.0, *,
-                 learns_null: bool = True, self_cond: bool = False, norm_in: bool = False,
-                 embedding_proj_norm: bool = False) -> None:
+    def __init__(
+        self,
+        image_embed_dim: int = 768,
+        text_embed_dim: int = 768,
+        text_encodings_dim: int = 768,
+        max_text_len: int = 77,
+        depth: int = 12,
+        heads: int = 12,
+        dim_head: int = 64,
+        dropout: float = 0.0,
+        *,
+        learns_null: bool = True,
+        self_cond: bool = False,
+        norm_in: bool = False,
+        embedding_proj_norm: bool = False,
+    ) -> None:
         super().__init__()
         width = heads * dim_head
         self.width, self.max_text_len = width, max_text_len
@@ -47,8 +59,9 @@ class PriorTransformer(nn.Module):
         self.positional_embedding = nn.Parameter(torch.empty(1, max_text_len + EXTRA_TOKENS, width))
         self.prd_embedding = nn.Parameter(torch.empty(1, 1, width))
         self.null_text_embed = nn.Parameter(torch.empty(1, text_embed_dim)) if learns_null else None
-        self.null_text_encodings = (nn.Parameter(torch.empty(1, max_text_len, text_encodings_dim))
-                                    if learns_null and max_text_len else None)
+        self.null_text_encodings = (
+            nn.Parameter(torch.empty(1, max_text_len, text_encodings_dim)) if learns_null and max_text_len else None
+        )
         self.transformer_blocks = nn.ModuleList(PriorBlock(width, heads, dropout) for _ in range(depth))
         self.norm_in = nn.LayerNorm(width) if norm_in else None
         self.norm_out = nn.LayerNorm(width)
@@ -61,9 +74,16 @@ class PriorTransformer(nn.Module):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
 
-    def forward(self, x: Tensor, t: Tensor, text_embed: Tensor, text_encodings: Tensor | None = None,
-                text_mask: Tensor | None = None, dropped: Tensor | None = None,
-                self_cond: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        text_embed: Tensor,
+        text_encodings: Tensor | None = None,
+        text_mask: Tensor | None = None,
+        dropped: Tensor | None = None,
+        self_cond: Tensor | None = None,
+    ) -> Tensor:
         """(B, D), (B,), (B, T), (B, L, E), bool (B, L), bool (B,), (B, D) -> (B, D).
 
         text_mask  False where an encoding is padding, which no token sees. None: nothing is hidden, and attention is
@@ -79,20 +99,20 @@ class PriorTransformer(nn.Module):
         text_embed = text_embed.to(dtype)
         if self.embedding_proj_norm is not None:
             text_embed = self.embedding_proj_norm(text_embed)
-        image = self.proj_in(x.to(dtype))                                                         # (B, W)
+        image = self.proj_in(x.to(dtype))  # (B, W)
         if self.self_cond_proj is not None:
             image = image + self.self_cond_proj(self_cond.to(dtype))
         tokens = torch.stack((self.embedding_proj(text_embed), self.time_embedding(t), image), dim=1)
-        tokens = torch.cat((tokens, self.prd_embedding.expand(len(x), -1, -1)), dim=1)            # (B, 4, W)
+        tokens = torch.cat((tokens, self.prd_embedding.expand(len(x), -1, -1)), dim=1)  # (B, 4, W)
         if self.max_text_len:
             tokens = torch.cat((self.encoder_hidden_states_proj(text_encodings.to(dtype)), tokens), dim=1)
-        tokens = tokens + self.positional_embedding                                               # (B, N, W)
+        tokens = tokens + self.positional_embedding  # (B, N, W)
         if self.norm_in is not None:
             tokens = self.norm_in(tokens)
         mask = self._mask(text_mask, tokens)
         for block in self.transformer_blocks:
             tokens = block(tokens, mask)
-        return self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])                         # (B, D)
+        return self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])  # (B, D)
 
     def _mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
         """What is added to the scores: 0 where a token sees another, (B, 1, N, N)."""
@@ -100,7 +120,7 @@ class PriorTransformer(nn.Module):
             return None
         count = tokens.shape[1]
         later = torch.full((count, count), _HIDDEN, dtype=tokens.dtype, device=tokens.device).triu(1)
-        padding = F.pad((~text_mask).to(tokens.dtype) * _HIDDEN, (0, EXTRA_TOKENS))               # (B, N)
+        padding = F.pad((~text_mask).to(tokens.dtype) * _HIDDEN, (0, EXTRA_TOKENS))  # (B, N)
         return padding[:, None, None] + later
 
 
@@ -112,8 +132,11 @@ class PriorBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attn1 = Attention(width, heads, dropout)
         self.norm3 = nn.LayerNorm(width)
-        self.ff = named(net=nn.Sequential(named(proj=Linear(width, 4 * width), gelu=nn.GELU()), dropout_of(dropout),
-                                          Linear(4 * width, width)))
+        self.ff = named(
+            net=nn.Sequential(
+                named(proj=Linear(width, 4 * width), gelu=nn.GELU()), dropout_of(dropout), Linear(4 * width, width)
+            )
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.attn1(self.norm1(x), mask)
@@ -131,7 +154,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         batch, count, width = x.shape
-        split = lambda y: y.view(batch, count, self.heads, width // self.heads).transpose(1, 2)
+
+        def split(y):
+            return y.view(batch, count, self.heads, width // self.heads).transpose(1, 2)
+
         x = attend(split(self.to_q(x)), split(self.to_k(x)), split(self.to_v(x)), mask)
         return self.to_out(x.transpose(1, 2).reshape(batch, count, width))
 

@@ -15,18 +15,38 @@ from diffusers.utils.torch_utils import randn_tensor
 class PriorPipeline(DiffusionPipeline):
     """The options are those of the run's recipe, by their names there: see its README.md."""
 
-    def __init__(self, prior, scheduler, normalize_embeds=True, num_candidates=2, init_image_embed_l2norm=False,
-                 sampling_clamp_l2norm=False, sampling_final_clamp_l2norm=False):
+    def __init__(
+        self,
+        prior,
+        scheduler,
+        normalize_embeds=True,
+        num_candidates=2,
+        init_image_embed_l2norm=False,
+        sampling_clamp_l2norm=False,
+        sampling_final_clamp_l2norm=False,
+    ):
         super().__init__()
         self.register_modules(prior=prior, scheduler=scheduler)
         self.register_to_config(
-            normalize_embeds=normalize_embeds, num_candidates=num_candidates,
-            init_image_embed_l2norm=init_image_embed_l2norm, sampling_clamp_l2norm=sampling_clamp_l2norm,
-            sampling_final_clamp_l2norm=sampling_final_clamp_l2norm)
+            normalize_embeds=normalize_embeds,
+            num_candidates=num_candidates,
+            init_image_embed_l2norm=init_image_embed_l2norm,
+            sampling_clamp_l2norm=sampling_clamp_l2norm,
+            sampling_final_clamp_l2norm=sampling_final_clamp_l2norm,
+        )
 
     @torch.no_grad()
-    def __call__(self, text_embed, text_encodings=None, text_mask=None, null_text_embed=None, null_text_encodings=None,
-                 guidance_scale=1.0, num_inference_steps=64, generator=None):
+    def __call__(
+        self,
+        text_embed,
+        text_encodings=None,
+        text_mask=None,
+        null_text_embed=None,
+        null_text_encodings=None,
+        guidance_scale=1.0,
+        num_inference_steps=64,
+        generator=None,
+    ):
         """Image embeddings (B, D): for each text the one of num_candidates that is nearest to its embedding.
 
         text_embed (B, D); where the prior reads tokens, text_encodings (B, up to L, E) and text_mask (B, up to L).
@@ -44,10 +64,13 @@ class PriorPipeline(DiffusionPipeline):
             mask = mask[:, short:] if text_mask is None else text_mask.to(device).bool()
             mask = F.pad(mask, (0, short))
         count = options.num_candidates
-        conditions = [None if value is None else value.repeat(count, *[1] * (value.ndim - 1))
-                      for value in (text, encodings, mask)]
-        null = [None if value is None else value.to(device, dtype).expand(len(conditions[0]), *[-1] * (value.ndim - 1))
-                for value in (null_text_embed, null_text_encodings)]
+        conditions = [
+            None if value is None else value.repeat(count, *[1] * (value.ndim - 1)) for value in (text, encodings, mask)
+        ]
+        null = [
+            None if value is None else value.to(device, dtype).expand(len(conditions[0]), *[-1] * (value.ndim - 1))
+            for value in (null_text_embed, null_text_encodings)
+        ]
         x = randn_tensor((len(conditions[0]), self.prior.config.embedding_dim), generator, device, dtype)
         x = self._rescaled(x) if options.init_image_embed_l2norm else x
         self.scheduler.set_timesteps(num_inference_steps)
@@ -61,7 +84,7 @@ class PriorPipeline(DiffusionPipeline):
             respaced = {"prev_timestep": following} if isinstance(self.scheduler, UnCLIPScheduler) else {}
             x = self.scheduler.step(out, t, x, generator=generator, **respaced).prev_sample
         x = self._rescaled(x) if options.sampling_final_clamp_l2norm else x
-        drawn = self.prior.post_process_latents(x).unflatten(0, (count, len(text)))               # (count, B, D)
+        drawn = self.prior.post_process_latents(x).unflatten(0, (count, len(text)))  # (count, B, D)
         self.maybe_free_model_hooks()
         if count == 1:
             return drawn[0]
@@ -75,8 +98,9 @@ class PriorPipeline(DiffusionPipeline):
     def _clamped(self, out, x, t):
         """A prediction whose x_start has the length of the data."""
         kind, signal = self.scheduler.config.prediction_type, self.scheduler.alphas_cumprod[t].sqrt().to(x.device)
-        noise = (1 - signal ** 2).sqrt()
-        x_start = self._rescaled({"sample": out, "epsilon": (x - noise * out) / signal,
-                                  "v_prediction": signal * x - noise * out}[kind])
+        noise = (1 - signal**2).sqrt()
+        x_start = self._rescaled(
+            {"sample": out, "epsilon": (x - noise * out) / signal, "v_prediction": signal * x - noise * out}[kind]
+        )
         eps = (x - signal * x_start) / noise
         return {"sample": x_start, "epsilon": eps, "v_prediction": signal * eps - noise * x_start}[kind]

@@ -31,15 +31,15 @@ from dstrain.systems.prior.lucidrains import LucidrainsBlock, LucidrainsPrior
 from dstrain.systems.prior.network import PriorBlock, PriorTransformer
 
 TEXT = ("text_embed", "text_encodings", "text_mask")
-MEASURED_STEPS = 64                               # the paper's samples take as many
-_PROMPTS = 64                                     # texts encoded at once
+MEASURED_STEPS = 64  # the paper's samples take as many
+_PROMPTS = 64  # texts encoded at once
 
 
 class PriorSystem(System):
     """Ramesh et al. 2022, section 2.2. `config` says what each choice means."""
 
     in_pipeline = "prior"
-    generates = False                             # embeddings cannot be looked at
+    generates = False  # embeddings cannot be looked at
     sampling = CHOICES
 
     def __init__(self, config: Config) -> None:
@@ -47,10 +47,11 @@ class PriorSystem(System):
         self.parts = {"denoiser": self.denoise}
         self.averaged, self.samplers = ("denoiser",), samplers.SAMPLERS
         self.shape, self.draws_embeddings = (config.image_embed_dim,), config.image_embed_dim
-        self.diffusion = GaussianDiffusion(schedule.betas(config.beta_schedule, config.timesteps),
-                                           prediction=config.prediction, variance="fixed_small")
+        self.diffusion = GaussianDiffusion(
+            schedule.betas(config.beta_schedule, config.timesteps), prediction=config.prediction, variance="fixed_small"
+        )
         self.timesteps = UniformSampler(config.timesteps)
-        self.mean, self.std = weights.statistics(config)                                          # (D,) each
+        self.mean, self.std = weights.statistics(config)  # (D,) each
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._encoder: TextEncoder | None = None
 
@@ -101,8 +102,10 @@ class PriorSystem(System):
         tokens = self.config.text_tokens
         if missing := self._missing(texts):
             if "caption" not in texts:
-                raise ConfigError(f"data: there is neither {missing} nor a caption to each image_embed: cache text "
-                                  "embeddings, give captions, or (for text_encodings) set model.max_text_len=0")
+                raise ConfigError(
+                    f"data: there is neither {missing} nor a caption to each image_embed: cache text "
+                    "embeddings, give captions, or (for text_encodings) set model.max_text_len=0"
+                )
             texts = self.text_encoder(device).encode(captions_of(texts["caption"]))
         inputs = {"text_embed": self._text_embed(texts["text_embed"])}
         if tokens:
@@ -110,11 +113,13 @@ class PriorSystem(System):
             encodings = self._of_width(texts["text_encodings"].float(), width, "text_encodings_dim")
             short = tokens - encodings.shape[1]
             if short < 0:
-                raise ConfigError(f"data: text_encodings have {encodings.shape[1]} tokens, model.max_text_len is "
-                                  f"{tokens}: make both equal")
+                raise ConfigError(
+                    f"data: text_encodings have {encodings.shape[1]} tokens, model.max_text_len is "
+                    f"{tokens}: make both equal"
+                )
             mask = texts.get("text_mask", torch.ones(encodings.shape[:2], device=encodings.device)).bool()
-            inputs["text_encodings"] = F.pad(encodings, (0, 0, 0, short))                         # (B, L, E)
-            inputs["text_mask"] = F.pad(mask, (0, short))                                         # (B, L)
+            inputs["text_encodings"] = F.pad(encodings, (0, 0, 0, short))  # (B, L, E)
+            inputs["text_mask"] = F.pad(mask, (0, short))  # (B, L)
         return inputs
 
     def _text_embed(self, embed: Tensor) -> Tensor:
@@ -124,16 +129,20 @@ class PriorSystem(System):
 
     def _of_width(self, values: Tensor, width: int, field: str) -> Tensor:
         if values.shape[-1] != width:
-            raise ConfigError(f"data: {field.removesuffix('_dim')} is {values.shape[-1]} wide in the data and {width} "
-                              f"in the model: set model.{field}={values.shape[-1]}, or give other data")
+            raise ConfigError(
+                f"data: {field.removesuffix('_dim')} is {values.shape[-1]} wide in the data and {width} "
+                f"in the model: set model.{field}={values.shape[-1]}, or give other data"
+            )
         return values
 
     def text_encoder(self, device: torch.device) -> TextEncoder:
         """The frozen encoder, loaded at the first caption: cached embeddings need none."""
         if self._encoder is None:
             if self.config.text_encoder is None:
-                raise ConfigError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
-                                  "hub name of the encoder of the data's embeddings (generate: --text-encoder)")
+                raise ConfigError(
+                    "model.text_encoder: texts are to be encoded and none is named; give the folder or "
+                    "hub name of the encoder of the data's embeddings (generate: --text-encoder)"
+                )
             self._encoder = TextEncoder(self.config.text_encoder, self.config.text_tokens or None)
         return self._encoder.to(device)
 
@@ -158,7 +167,7 @@ class PriorSystem(System):
 
     def _losses(self, nets: Nets, example: Example, drop_prob: float) -> Terms:
         x_start, key = example["x_start"], example["key"]
-        noise = rng.normal(key, "noise", self.shape)                                            # (B, D)
+        noise = rng.normal(key, "noise", self.shape)  # (B, D)
         t, _ = self.timesteps.sample(rng.uniform(key, "timestep"))
         x_t = self.diffusion.q_sample(x_start, t, noise)
         image_dropped = rng.uniform(key, "drop_image") < (self.config.image_drop_prob if drop_prob else 0.0)
@@ -174,14 +183,15 @@ class PriorSystem(System):
             prediction = self._rescaled(prediction)
         target = self.diffusion.target(x_start, x_t, t, noise)
         losses = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
-        loss = losses[self.config.loss](prediction, target, reduction="none").mean(dim=1)         # (B,)
+        loss = losses[self.config.loss](prediction, target, reduction="none").mean(dim=1)  # (B,)
         return {"loss": loss, "quartile": 4 * t // self.config.timesteps}
 
-    def network_inputs(self, conditions: dict[str, Tensor], dropped: Tensor,
-                       image_dropped: Tensor | None = None) -> dict[str, Tensor]:
+    def network_inputs(
+        self, conditions: dict[str, Tensor], dropped: Tensor, image_dropped: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The network's keyword arguments. Only a model that has a null text or image drops it; None: as the text."""
         inputs = {name: conditions[name] for name in TEXT if name in conditions}
-        inputs.setdefault("text_mask", dropped.new_ones(len(dropped), 0))       # attention is causal only with a mask
+        inputs.setdefault("text_mask", dropped.new_ones(len(dropped), 0))  # attention is causal only with a mask
         inputs |= {"dropped": dropped} if self.config.text_cond_drop_prob else {}
         image_too = {"image_dropped": dropped if image_dropped is None else image_dropped}
         return inputs | (image_too if self.config.image_drop_prob else {})
@@ -212,20 +222,30 @@ class PriorSystem(System):
             raise ConfigError("prompts: a prior draws for texts; give them with --prompts FILE, one on each line")
         conditions = self._texts({name: request.conditions[name] for name in TEXT if name in request.conditions})
         keys, count = rng.keys_of_seeds(request.seeds), self.config.num_candidates
-        drawn = self._draw(nets, conditions, keys, request, count)                                # (count, N, D)
+        drawn = self._draw(nets, conditions, keys, request, count)  # (count, N, D)
         if count == 1:
             return drawn[0]
         nearest = F.cosine_similarity(drawn, conditions["text_embed"][None], dim=2).argmax(dim=0)
         return drawn[nearest, torch.arange(len(keys), device=nearest.device)]
 
-    def _draw(self, nets: Nets, conditions: dict[str, Tensor], keys: Tensor, request: Request, count: int,
-              progress: Progress = iter) -> Tensor:
+    def _draw(
+        self,
+        nets: Nets,
+        conditions: dict[str, Tensor],
+        keys: Tensor,
+        request: Request,
+        count: int,
+        progress: Progress = iter,
+    ) -> Tensor:
         """`count` candidates for each key, all in one chain: (count, N, D)."""
         prefixes = ["", *(f"candidate/{j}/" for j in range(1, count))]
-        normal = lambda name: torch.cat([rng.normal(keys, prefix + name, self.shape) for prefix in prefixes])
+
+        def normal(name):
+            return torch.cat([rng.normal(keys, prefix + name, self.shape) for prefix in prefixes])
+
         repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
         network = self._chained(nets, repeated, request)
-        x = normal("start")                                                                       # (count * N, D)
+        x = normal("start")  # (count * N, D)
         if self.config.init_image_embed_l2norm:
             x = self._rescaled(x)
         sampler, noise = self.sampler(request.sampler), lambda i: normal(f"noise/{i}")
@@ -244,17 +264,22 @@ class PriorSystem(System):
         """The guided network of one chain. With self_cond it remembers the last x_start for its next call."""
         scale, active = request.guidance_scale, samplers.within(request.guidance_interval, self.diffusion.noise_of)
         if scale != 1 and not self.config.text_cond_drop_prob:
-            raise ConfigError("guidance_scale: this model has no null text, since text_cond_drop_prob is 0; sample "
-                              "with guidance_scale 1, or train with text_cond_drop_prob above 0")
+            raise ConfigError(
+                "guidance_scale: this model has no null text, since text_cond_drop_prob is 0; sample "
+                "with guidance_scale 1, or train with text_cond_drop_prob above 0"
+            )
         none = torch.zeros_like(conditions["text_embed"][:, 0], dtype=torch.bool)
         inputs, null = self.network_inputs(conditions, none), self.network_inputs(conditions, ~none)
         last: list[Tensor] = []
 
         def network(x_t: Tensor, t: Tensor) -> Tensor:
             own = {"self_cond": last.pop() if last else torch.zeros_like(x_t)} if self.config.self_cond else {}
-            out = at_boundary(samplers.guided(nets["denoiser"], inputs | own, null | own, scale, active=active,
-                                              rescale=request.guidance_rescale)(x_t, t))
-            x_start = self.diffusion.x_start_of(out, x_t, t)             # both t and these tables are the whole chain's
+            out = at_boundary(
+                samplers.guided(
+                    nets["denoiser"], inputs | own, null | own, scale, active=active, rescale=request.guidance_rescale
+                )(x_t, t)
+            )
+            x_start = self.diffusion.x_start_of(out, x_t, t)  # both t and these tables are the whole chain's
             if self.config.sampling_clamp_l2norm:
                 x_start = self._rescaled(x_start)
                 out = self.diffusion.target(x_start, x_t, t, self.diffusion.eps_of(x_start, x_t, t))
@@ -270,12 +295,16 @@ class PriorSystem(System):
         image = self._embedding(example["x_start"])
         text, other = example["text_embed"], example.get("other_text_embed")
         comparable = text.shape[1] == image.shape[1]
-        cosine = lambda a, b: F.cosine_similarity(a, b, dim=1)
+
+        def cosine(a, b):
+            return F.cosine_similarity(a, b, dim=1)
+
         terms = {"similarity/text_image": cosine(text, image)} if comparable else {}
         for count in steps:
             request = Request(example["key"], num_steps=count)
-            drawn = self._draw(nets, {name: example[name] for name in TEXT if name in example}, example["key"], request,
-                               1, progress)[0]
+            drawn = self._draw(
+                nets, {name: example[name] for name in TEXT if name in example}, example["key"], request, 1, progress
+            )[0]
             cosines = {"image": cosine(drawn, image)}
             if comparable:
                 cosines["text"] = cosine(drawn, text)
@@ -293,7 +322,7 @@ class PriorSystem(System):
         encoder, row_of = self.text_encoder(torch.device("cpu")), {}
         rows = torch.tensor([row_of.setdefault(text, len(row_of)) for text in texts])
         distinct = list(row_of)
-        batches = [self._texts(encoder.encode(distinct[i:i + _PROMPTS])) for i in range(0, len(distinct), _PROMPTS)]
+        batches = [self._texts(encoder.encode(distinct[i : i + _PROMPTS])) for i in range(0, len(distinct), _PROMPTS)]
         return {name: torch.cat([batch[name] for batch in batches])[rows] for name in batches[0]}
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:

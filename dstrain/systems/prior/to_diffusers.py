@@ -54,9 +54,14 @@ image_embeds = pipeline({texts}num_inference_steps={steps}, generator=noise)    
 """
 # Relative; diffusers' sinusoids are of float32's exp, and its schedulers' tables are float32.
 TOLERATED = {"with text": 3e-4, "without text": 3e-4, "code": 5e-3}
-_SCALE, _STEPS = 2.0, 64                                 # of the card's embeddings
-_OPTIONS = ("normalize_embeds", "num_candidates", "init_image_embed_l2norm", "sampling_clamp_l2norm",
-            "sampling_final_clamp_l2norm")               # of PriorPipeline
+_SCALE, _STEPS = 2.0, 64  # of the card's embeddings
+_OPTIONS = (
+    "normalize_embeds",
+    "num_candidates",
+    "init_image_embed_l2norm",
+    "sampling_clamp_l2norm",
+    "sampling_final_clamp_l2norm",
+)  # of PriorPipeline
 _NULL = Path("prior") / "null_text.safetensors"
 
 
@@ -77,8 +82,13 @@ def _steps(system: PriorSystem) -> int:
     return min(_STEPS, system.config.timesteps)
 
 
-def save(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path,
-         statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
+def save(
+    system: PriorSystem,
+    nets: Mapping[str, nn.Module],
+    folder: Path,
+    statistics: Callable[[], dict[str, Any]] = dict,
+    classes: Callable[[], Sequence[str]] = tuple,
+) -> None:
     """Writes the folder; `statistics` and `classes` are for other systems.
 
     ConfigError: a field of the model that diffusers' network cannot express.
@@ -114,8 +124,10 @@ def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, exa
     texts = (inputs["text_embed"], inputs.get("text_encodings"), inputs["text_mask"])
     results = {"with text": relative_error(exported(x_t, t, *texts)[0], nets["denoiser"](x_t, t, **inputs))}
     if "dropped" in inputs:
-        null = {name: value.to(device).expand(count, *[-1] * (value.ndim - 1))
-                for name, value in load_file(folder / _NULL).items()}
+        null = {
+            name: value.to(device).expand(count, *[-1] * (value.ndim - 1))
+            for name, value in load_file(folder / _NULL).items()
+        }
         texts = (null["null_text_embed"], null.get("null_text_encodings"), torch.ones_like(inputs["text_mask"]))
         truth = nets["denoiser"](x_t, t, **inputs | {"dropped": ~inputs["dropped"]})
         results["without text"] = relative_error(exported(x_t, t, *texts)[0], truth)
@@ -126,7 +138,10 @@ def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, exa
 def drawn(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """What the code of `about` draws, by the trained network and our ancestral sampler: float32 (B, D)."""
     config, device, generator = system.config, group.device(), torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(shape, generator=generator).to(device)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
     texts = {"text_embed": normal(2, config.text_embed_dim or config.image_embed_dim)}
     if tokens := config.max_text_len:
         texts["text_encodings"] = normal(2, tokens, config.image_embed_dim)
@@ -135,7 +150,10 @@ def drawn(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
     scale = _SCALE if config.text_cond_drop_prob else 1.0
     network = system._chained(nets, repeated, Request(torch.arange(2), guidance_scale=scale))
-    noise = lambda *_: normal(2 * count, *system.shape)
+
+    def noise(*_):
+        return normal(2 * count, *system.shape)
+
     x = system._rescaled(noise()) if config.init_image_embed_l2norm else noise()
     x = samplers.ancestral(system.diffusion.respaced(str(_steps(system))), network, x, noise)
     x = system._rescaled(x) if config.sampling_final_clamp_l2norm else x
@@ -145,21 +163,30 @@ def drawn(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
 
 
 def _arguments(config: Config) -> dict[str, Any]:
-    return {"num_attention_heads": config.heads, "attention_head_dim": config.dim_head, "num_layers": config.depth,
-            "embedding_dim": config.image_embed_dim, "num_embeddings": config.max_text_len,
-            "additional_embeddings": EXTRA_TOKENS, "dropout": config.dropout,
-            "norm_in_type": "layer" if config.norm_in else None,
-            "embedding_proj_norm_type": "layer" if config.embedding_proj_norm else None,
-            "encoder_hid_proj_type": "linear" if config.max_text_len else None,
-            "embedding_proj_dim": config.text_embed_dim}
+    return {
+        "num_attention_heads": config.heads,
+        "attention_head_dim": config.dim_head,
+        "num_layers": config.depth,
+        "embedding_dim": config.image_embed_dim,
+        "num_embeddings": config.max_text_len,
+        "additional_embeddings": EXTRA_TOKENS,
+        "dropout": config.dropout,
+        "norm_in_type": "layer" if config.norm_in else None,
+        "embedding_proj_norm_type": "layer" if config.embedding_proj_norm else None,
+        "encoder_hid_proj_type": "linear" if config.max_text_len else None,
+        "embedding_proj_dim": config.text_embed_dim,
+    }
 
 
 def _scheduler(system: PriorSystem) -> Any:
     from diffusers import DDPMScheduler, UnCLIPScheduler
 
     config = system.config
-    common = {"num_train_timesteps": config.timesteps, "prediction_type": PREDICTIONS[config.prediction],
-              "clip_sample": False}
+    common = {
+        "num_train_timesteps": config.timesteps,
+        "prediction_type": PREDICTIONS[config.prediction],
+        "clip_sample": False,
+    }
     if config.beta_schedule in ("cosine", "squaredcos_cap_v2") and config.prediction != "v":
         return UnCLIPScheduler(**common, variance_type="fixed_small_log")
     betas = system.diffusion.tables["betas"].float().tolist()

@@ -26,8 +26,7 @@ _REMEDIES = (
     (r"", "depth, heads and dim_head"),
 )
 _LUCIDRAINS_REMEDIES = (
-    (r"^null_|^to_time",
-     "image_embed_dim, text_cond_drop_prob, max_text_len, timesteps and lucidrains.timestep_table"),
+    (r"^null_|^to_time", "image_embed_dim, text_cond_drop_prob, max_text_len, timesteps and lucidrains.timestep_table"),
     (r"init_norm", "image_embed_dim and norm_in"),
     (r"transformer\.norm", "image_embed_dim and lucidrains.norm_out"),
     (r"project_out", "image_embed_dim and lucidrains.final_proj"),
@@ -43,22 +42,25 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
     """
     dim = config.image_embed_dim
     if config.image_embed_stats is None:
-        return torch.zeros(dim), torch.full((dim,), 1 / (config.image_embed_scale or dim ** 0.5))
+        return torch.zeros(dim), torch.full((dim,), 1 / (config.image_embed_scale or dim**0.5))
     path = Path(config.image_embed_stats)
     names, values = ("clip_mean", "clip_std"), {}
     for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         try:
             with safe_open(file, "pt") as content:
-                values |= {name: content.get_tensor(name).float().flatten() for name in names if name in content.keys()}
+                values |= {name: content.get_tensor(name).float().flatten() for name in names if name in content}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"image_embed_stats: {file} is no readable safetensors file ({error})") from None
     for name in names:
         if name not in values:
-            raise ConfigError(f"image_embed_stats: {path} holds no {name}; name a safetensors file with clip_mean and "
-                              "clip_std, such as that of a diffusers prior")
+            raise ConfigError(
+                f"image_embed_stats: {path} holds no {name}; name a safetensors file with clip_mean and "
+                "clip_std, such as that of a diffusers prior"
+            )
         if len(values[name]) != dim:
-            raise ConfigError(f"image_embed_stats: {name} in {path} is {len(values[name])} wide, image_embed_dim is "
-                              f"{dim}")
+            raise ConfigError(
+                f"image_embed_stats: {name} in {path} is {len(values[name])} wide, image_embed_dim is {dim}"
+            )
     if not bool((values["clip_std"] > 0).all()):
         raise ConfigError(f"image_embed_stats: clip_std in {path} is not above 0 everywhere; leave it out")
     return values["clip_mean"], values["clip_std"]
@@ -74,29 +76,39 @@ def adapt(state: dict[str, Tensor], network: nn.Module, config: Config, mean: Te
     is_lucidrains = any("causal_transformer." in name for name in state)
     if config.lucidrains is not None:
         if not is_lucidrains:
-            raise ConfigError("weights: the file is no prior of DALLE2-pytorch: give one, or leave model.lucidrains "
-                              "out where it is one of diffusers")
+            raise ConfigError(
+                "weights: the file is no prior of DALLE2-pytorch: give one, or leave model.lucidrains "
+                "out where it is one of diffusers"
+            )
         return _adapt_lucidrains(state, network, config)
     if is_lucidrains:
-        raise ConfigError("weights: the file is a prior of DALLE2-pytorch: write model.lucidrains={} and the sizes of "
-                          "its config, with what differs from the original's defaults (launch/prior.md)")
+        raise ConfigError(
+            "weights: the file is a prior of DALLE2-pytorch: write model.lucidrains={} and the sizes of "
+            "its config, with what differs from the original's defaults (launch/prior.md)"
+        )
     shapes = fitting.shapes_of(network)
     state, notes = dict(state), []
     of_file = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
     if of_file[1] is not None and bool(of_file[1].any()):
-        if not all(a.numel() == len(b) and torch.allclose(a.float().flatten(), b, rtol=1e-3, atol=1e-5)
-                   for a, b in zip(of_file, (mean, std))):
-            raise ConfigError("weights: the file's clip_mean and clip_std are not the recipe's scale of image "
-                              "embeddings; set model.image_embed_stats to the file, and model.normalize_embeds to what "
-                              "it was made with")
+        if not all(
+            a.numel() == len(b) and torch.allclose(a.float().flatten(), b, rtol=1e-3, atol=1e-5)
+            for a, b in zip(of_file, (mean, std))
+        ):
+            raise ConfigError(
+                "weights: the file's clip_mean and clip_std are not the recipe's scale of image "
+                "embeddings; set model.image_embed_stats to the file, and model.normalize_embeds to what "
+                "it was made with"
+            )
         notes.append("clip_mean, clip_std: as in the recipe")
     elif of_file[1] is not None:
         notes.append("clip_mean, clip_std: not set in the file; image embeddings are scaled by the recipe")
     for name in shapes.keys() - state.keys():
         if name.startswith(("null_text_", "self_cond_proj")):
             state[name] = torch.zeros(shapes[name])
-            notes.append(f"{name}: absent in the file, begins at 0" + (
-                "; guide samples only after training with dropped texts" if name.startswith("null") else ""))
+            notes.append(
+                f"{name}: absent in the file, begins at 0"
+                + ("; guide samples only after training with dropped texts" if name.startswith("null") else "")
+            )
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _REMEDIES)
     return state, sorted(notes)
 
@@ -114,27 +126,34 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
         state = {name.removeprefix("net."): values for name, values in state.items() if name.startswith("net.")}
     rotary = [name for name in state if name.endswith("rotary_emb.freqs")]
     if bool(rotary) != config.lucidrains.rotary_emb and (rotary or is_original):
-        raise ConfigError(f"weights: the file has {'' if rotary else 'no '}rotary positions; set "
-                          f"model.lucidrains.rotary_emb={str(bool(rotary)).lower()}")
+        raise ConfigError(
+            f"weights: the file has {'' if rotary else 'no '}rotary positions; set "
+            f"model.lucidrains.rotary_emb={str(bool(rotary)).lower()}"
+        )
     state = {name: values for name, values in state.items() if name not in rotary}
     if "null_text_embed" in state:
         state["null_text_encodings"] = state.pop("null_text_embed")
-        notes.append("null_text_embed: the encodings of empty places. The file is of version 1.8 or before, and does "
-                     "not tell its attention: model.lucidrains.cosine_similarity is true from version 1.4 on, false "
-                     "before")
+        notes.append(
+            "null_text_embed: the encodings of empty places. The file is of version 1.8 or before, and does "
+            "not tell its attention: model.lucidrains.cosine_similarity is true from version 1.4 on, false "
+            "before"
+        )
     elif "null_text_embeds" in state and not config.lucidrains.cosine_similarity:
-        raise ConfigError("model.lucidrains.cosine_similarity=false: the file is of version 1.9 or later, whose "
-                          "attention is by cosines; leave it out")
+        raise ConfigError(
+            "model.lucidrains.cosine_similarity=false: the file is of version 1.9 or later, whose "
+            "attention is by cosines; leave it out"
+        )
     if "null_text_encodings" in state and not state["null_text_encodings"].shape.numel():
-        del state["null_text_encodings"]                                  # the original's max_text_len=0
+        del state["null_text_encodings"]  # the original's max_text_len=0
     for name in ("null_text_embeds", "null_image_embed"):
         if name in state and name not in shapes:
             del state[name]
             notes.append(f"{name}: of no use without dropped inputs, and left")
         elif name in shapes and name not in state:
             state[name] = torch.zeros(shapes[name])
-            notes.append(f"{name}: absent in the file, begins at 0; guide samples only after training with dropped "
-                         "texts")
+            notes.append(
+                f"{name}: absent in the file, begins at 0; guide samples only after training with dropped texts"
+            )
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _LUCIDRAINS_REMEDIES)
     return state, sorted(notes)
 
@@ -143,9 +162,11 @@ def _require_schedule(betas: Tensor | None, config: Config) -> None:
     expected = torch.as_tensor(schedule.betas(config.beta_schedule, config.timesteps)).float()
     if betas is not None and (betas.shape != expected.shape or not torch.allclose(betas.float(), expected, rtol=1e-3)):
         ends = f", from {float(betas.flatten()[0]):.3g} to {float(betas.flatten()[-1]):.3g}," if betas.numel() else ""
-        raise ConfigError(f"weights: the file's {betas.numel()} betas{ends} are not those of "
-                          f"model.beta_schedule={config.beta_schedule} and model.timesteps={config.timesteps}: set "
-                          "both to what the file was made with")
+        raise ConfigError(
+            f"weights: the file's {betas.numel()} betas{ends} are not those of "
+            f"model.beta_schedule={config.beta_schedule} and model.timesteps={config.timesteps}: set "
+            "both to what the file was made with"
+        )
 
 
 def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
@@ -163,9 +184,13 @@ def require_expressible(config: Config) -> None:
     if config.lucidrains is not None:
         raise ConfigError("lucidrains: diffusers' PriorTransformer is another network; take --format safetensors")
     if config.self_cond:
-        raise ConfigError("self_cond: diffusers' PriorTransformer has no input for the previous prediction; only "
-                          "models without self_cond are exported there; take --format safetensors")
+        raise ConfigError(
+            "self_cond: diffusers' PriorTransformer has no input for the previous prediction; only "
+            "models without self_cond are exported there; take --format safetensors"
+        )
     if config.max_text_len and config.text_encodings_dim not in (None, config.image_embed_dim):
-        raise ConfigError(f"text_encodings_dim: diffusers' PriorTransformer takes text encodings as wide as image "
-                          f"embeddings, {config.image_embed_dim}, and these are {config.text_encodings_dim}; take "
-                          "--format safetensors")
+        raise ConfigError(
+            f"text_encodings_dim: diffusers' PriorTransformer takes text encodings as wide as image "
+            f"embeddings, {config.image_embed_dim}, and these are {config.text_encodings_dim}; take "
+            "--format safetensors"
+        )

@@ -31,8 +31,10 @@ class Temperature(Section):
     @model_validator(mode="after")
     def _falls(self) -> "Temperature":
         if self.schedule != "constant" and self.minimum > self.start:
-            raise ConfigError(f"minimum {self.minimum:g} is above start {self.start:g}: temperatures only fall; raise "
-                              "start, or take schedule constant")
+            raise ConfigError(
+                f"minimum {self.minimum:g} is above start {self.start:g}: temperatures only fall; raise "
+                "start, or take schedule constant"
+            )
         return self
 
 
@@ -77,13 +79,17 @@ class Discrete(Section):
     @model_validator(mode="after")
     def _fits(self) -> "Discrete":
         if (self.levels is not None) != (self.quantizer == "fsq"):
-            raise ConfigError(f"levels belong to quantizer fsq, quantizer is {self.quantizer}: give both, such as "
-                              "quantizer=fsq levels=[8,6,5] num_tokens=240, or neither (levels=null)")
+            raise ConfigError(
+                f"levels belong to quantizer fsq, quantizer is {self.quantizer}: give both, such as "
+                "quantizer=fsq levels=[8,6,5] num_tokens=240, or neither (levels=null)"
+            )
         if self.levels is not None:
             require_levels(self.levels, self.num_tokens, "num_tokens")
         if self.kl_weight and self.quantizer != "gumbel":
-            raise ConfigError(f"kl_weight {self.kl_weight:g}: quantizer {self.quantizer} has no distribution of tokens "
-                              "that could be compared with a uniform one: write kl_weight=0")
+            raise ConfigError(
+                f"kl_weight {self.kl_weight:g}: quantizer {self.quantizer} has no distribution of tokens "
+                "that could be compared with a uniform one: write kl_weight=0"
+            )
         if self.normalization and min(self.normalization[1]) <= 0:
             raise ConfigError(f"normalization: the standard deviations {list(self.normalization[1])} must be above 0")
         return self
@@ -118,8 +124,10 @@ class KL(Section):
         if not self.block_out_channels:
             raise ConfigError("block_out_channels is empty: give a width for each resolution, such as [128, 256]")
         if any(width % self.norm_num_groups for width in self.block_out_channels):
-            raise ConfigError(f"block_out_channels {list(self.block_out_channels)}: every width must be a multiple of "
-                              f"norm_num_groups, {self.norm_num_groups}")
+            raise ConfigError(
+                f"block_out_channels {list(self.block_out_channels)}: every width must be a multiple of "
+                f"norm_num_groups, {self.norm_num_groups}"
+            )
         return self
 
 
@@ -137,18 +145,24 @@ class Config(SystemConfig):
     def _check(self) -> "Config":
         if (self.discrete is None) == (self.kl is None):
             number = "neither is" if self.kl is None else "both are"
-            raise ConfigError(f"discrete and kl: {number} given; give the section of the kind you want ({{}} is all "
-                              "defaults), null for the other")
+            raise ConfigError(
+                f"discrete and kl: {number} given; give the section of the kind you want ({{}} is all "
+                "defaults), null for the other"
+            )
         if self.image_size % self.factor:
             whole = max(self.image_size // self.factor, 1) * self.factor
             by = "kl.block_out_channels" if self.kl else "discrete.num_layers"
-            raise ConfigError(f"image_size {self.image_size} is no multiple of {self.factor}, the downsampling of "
-                              f"{by}; take {whole} or {whole + self.factor}, or another {by}")
+            raise ConfigError(
+                f"image_size {self.image_size} is no multiple of {self.factor}, the downsampling of "
+                f"{by}; take {whole} or {whole + self.factor}, or another {by}"
+            )
         if self.discrete and self.discrete.normalization:
             means, stds = self.discrete.normalization
             if not len(means) == len(stds) == self.channels:
-                raise ConfigError(f"discrete.normalization has {len(means)} means and {len(stds)} deviations, channels "
-                                  f"is {self.channels}: give one of each for every channel")
+                raise ConfigError(
+                    f"discrete.normalization has {len(means)} means and {len(stds)} deviations, channels "
+                    f"is {self.channels}: give one of each for every channel"
+                )
         require_pictures(self.kind.perceptual, self.kind.discriminator, self.shape, f"{self.kind_name}.")
         return self
 
@@ -181,7 +195,9 @@ class Config(SystemConfig):
         problems = self.unequal(run, image_size="image_size", channels="channels")
         problems += missing_weights(self.kind.perceptual, f"model.{self.kind_name}.perceptual")
         if self.discrete and self.discrete.kl_form == "legacy" and self.discrete.kl_weight and not run.batch.micro:
-            problems.append("model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "
-                            "learned, and without batch.micro changes with the number of ranks: write batch.micro=, "
-                            "what a rank takes at a time, or model.discrete.kl_form=per_sample")
+            problems.append(
+                "model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "
+                "learned, and without batch.micro changes with the number of ranks: write batch.micro=, "
+                "what a rank takes at a time, or model.discrete.kl_form=per_sample"
+            )
         return problems

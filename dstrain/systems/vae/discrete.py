@@ -6,6 +6,7 @@ Notation: B samples, C channels, K tokens, D = codebook_dim, h = H / 2 ** num_la
 are normalized inside, and `decode` undoes it. State-dict names are the original's, so that its files load unchanged.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -23,17 +24,17 @@ Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 class Relaxed(NamedTuple):
     """What one pass with relaxed tokens gives to the loss."""
 
-    out: Tensor                                   # the decoder's output, (B, C or 2C, H, W)
-    logits: Tensor                                # of the tokens, (B, K, h, w)
+    out: Tensor  # the decoder's output, (B, C or 2C, H, W)
+    logits: Tensor  # of the tokens, (B, K, h, w)
 
 
 class Rounded(NamedTuple):
     """What one pass with another quantizer gives to the loss."""
 
-    out: Tensor                                   # the decoder's output, (B, C or 2C, H, W)
-    tokens: Tensor                                # int64 (B, h, w)
-    commitment: Tensor                            # see nn/lookup_free.Quantized: (B,)
-    codebook: Tensor                              # (B,)
+    out: Tensor  # the decoder's output, (B, C or 2C, H, W)
+    tokens: Tensor  # int64 (B, h, w)
+    commitment: Tensor  # see nn/lookup_free.Quantized: (B,)
+    codebook: Tensor  # (B,)
 
 
 class DiscreteVAE(nn.Module):
@@ -45,40 +46,56 @@ class DiscreteVAE(nn.Module):
     normalization   means and standard deviations by channel; None: 0.5 and 0.5, for alpha 0 and 1.
     """
 
-    def __init__(self, image_size: int = 256, num_tokens: int = 512, codebook_dim: int = 512, num_layers: int = 3,
-                 num_resnet_blocks: int = 0, hidden_dim: int = 64, channels: int = 3, *, quantizer: str = "gumbel",
-                 levels: tuple[int, ...] = (), sampling: str = "soft", logit_laplace: bool = False,
-                 normalization: Normalization | None = None) -> None:
+    def __init__(
+        self,
+        image_size: int = 256,
+        num_tokens: int = 512,
+        codebook_dim: int = 512,
+        num_layers: int = 3,
+        num_resnet_blocks: int = 0,
+        hidden_dim: int = 64,
+        channels: int = 3,
+        *,
+        quantizer: str = "gumbel",
+        levels: tuple[int, ...] = (),
+        sampling: str = "soft",
+        logit_laplace: bool = False,
+        normalization: Normalization | None = None,
+    ) -> None:
         super().__init__()
-        if image_size % 2 ** num_layers:
-            raise ConfigError(f"image_size: {image_size} is no multiple of 2 ** num_layers, {2 ** num_layers}")
+        if image_size % 2**num_layers:
+            raise ConfigError(f"image_size: {image_size} is no multiple of 2 ** num_layers, {2**num_layers}")
         self.sampling, self.logit_laplace, self.num_tokens = sampling, logit_laplace, num_tokens
         self.normalize = Normalize(*(normalization or default_normalization(channels)))
         self.quantizer: FiniteScalar | CosineQuantizer | None = None
         if quantizer == "gumbel":
             self.codebook = Codebook(num_tokens, codebook_dim)
         else:
-            self.quantizer = (FiniteScalar(hidden_dim, levels) if quantizer == "fsq" else
-                              CosineQuantizer(hidden_dim, num_tokens, codebook_dim))
+            self.quantizer = (
+                FiniteScalar(hidden_dim, levels)
+                if quantizer == "fsq"
+                else CosineQuantizer(hidden_dim, num_tokens, codebook_dim)
+            )
         widths = [channels, *[hidden_dim] * num_layers]
-        down = [Down(before, after) for before, after in zip(widths, widths[1:])]
+        down = [Down(before, after) for before, after in itertools.pairwise(widths)]
         residual = [ResBlock(hidden_dim) for _ in range(2 * num_resnet_blocks)]
-        gumbel = self.quantizer is None           # others project to their codes and back themselves
+        gumbel = self.quantizer is None  # others project to their codes and back themselves
         entry = [nn.Conv2d(codebook_dim, hidden_dim, 1)] if num_resnet_blocks and gumbel else []
         widths = [codebook_dim if gumbel and not num_resnet_blocks else hidden_dim, *[hidden_dim] * num_layers]
-        up = [Up(before, after) for before, after in zip(widths, widths[1:])]
+        up = [Up(before, after) for before, after in itertools.pairwise(widths)]
         to_logits = [nn.Conv2d(hidden_dim, num_tokens, 1)] if gumbel else []
         self.encoder = nn.Sequential(*down, *residual[:num_resnet_blocks], *to_logits)
-        self.decoder = nn.Sequential(*entry, *residual[num_resnet_blocks:], *up,
-                                     nn.Conv2d(hidden_dim, channels * (1 + logit_laplace), 1))
+        self.decoder = nn.Sequential(
+            *entry, *residual[num_resnet_blocks:], *up, nn.Conv2d(hidden_dim, channels * (1 + logit_laplace), 1)
+        )
 
     def forward(self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None) -> Relaxed | Rounded:
         """Images in [0, 1]; for relaxed tokens Gumbel noise (B, K, h, w) and temperatures (B,)."""
         if self.quantizer is None:
-            logits = wide(self._encoded(x))                                                       # (B, K, h, w)
+            logits = wide(self._encoded(x))  # (B, K, h, w)
             tokens = relax(logits, noise, temperature, self.sampling)
             return Relaxed(wide(self.decoder(self.codebook(tokens))), logits)
-        vectors = self._encoded(x).movedim(1, -1)                                                 # (B, h, w, D)
+        vectors = self._encoded(x).movedim(1, -1)  # (B, h, w, D)
         coded = self.quantizer(vectors, vectors.new_ones(vectors.shape[:-1], dtype=torch.float32))
         return Rounded(wide(self.decoder(channels_first(coded.x))), coded.tokens, coded.commitment, coded.codebook)
 
@@ -112,7 +129,7 @@ class Normalize(nn.Module):
     def __init__(self, means: tuple[float, ...], stds: tuple[float, ...]) -> None:
         super().__init__()
         self._means, self._stds = means, stds
-        for name in ("means", "stds"):            # .float(): zero.Init would create them in the compute dtype
+        for name in ("means", "stds"):  # .float(): zero.Init would create them in the compute dtype
             self.register_buffer(name, torch.empty(len(means), 1, 1).float(), persistent=False)
         self.reset_parameters()
 
@@ -157,8 +174,13 @@ class ResBlock(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(dim, dim, 3, padding=1), nn.ReLU(), nn.Conv2d(dim, dim, 3, padding=1),
-                                 nn.ReLU(), nn.Conv2d(dim, dim, 1))
+        self.net = nn.Sequential(
+            nn.Conv2d(dim, dim, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(dim, dim, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(dim, dim, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.net(x)

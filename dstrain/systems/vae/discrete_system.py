@@ -19,15 +19,18 @@ from dstrain.systems.vae.system import AutoencoderSystem
 
 
 class DiscreteSystem(AutoencoderSystem):
-    remedies = {"discriminator": (
-        (r"main\.0\.", "channels and discrete.discriminator.base_channels"),
-        (r"", "discrete.discriminator.base_channels and n_layers"),
-    ), "autoencoder": (
-        (r"^codebook", "discrete.num_tokens, discrete.codebook_dim and discrete.quantizer"),
-        (r"^quantizer", "discrete.quantizer, levels, num_tokens, codebook_dim and hidden_dim"),
-        (r"\.net\.", "discrete.num_resnet_blocks, num_layers and hidden_dim"),
-        (r"", "discrete.num_layers, num_resnet_blocks, hidden_dim, num_tokens, codebook_dim and channels"),
-    )}
+    remedies = {
+        "discriminator": (
+            (r"main\.0\.", "channels and discrete.discriminator.base_channels"),
+            (r"", "discrete.discriminator.base_channels and n_layers"),
+        ),
+        "autoencoder": (
+            (r"^codebook", "discrete.num_tokens, discrete.codebook_dim and discrete.quantizer"),
+            (r"^quantizer", "discrete.quantizer, levels, num_tokens, codebook_dim and hidden_dim"),
+            (r"\.net\.", "discrete.num_resnet_blocks, num_layers and hidden_dim"),
+            (r"", "discrete.num_layers, num_resnet_blocks, hidden_dim, num_tokens, codebook_dim and channels"),
+        ),
+    }
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -38,16 +41,25 @@ class DiscreteSystem(AutoencoderSystem):
     def autoencoder(self) -> nn.Module:
         discrete = self.discrete
         return DiscreteVAE(
-            self.config.image_size, discrete.num_tokens, discrete.codebook_dim, discrete.num_layers,
-            discrete.num_resnet_blocks, discrete.hidden_dim, self.config.channels, quantizer=discrete.quantizer,
-            levels=discrete.levels or (), sampling=discrete.sampling,
-            logit_laplace=discrete.reconstruction == "logit_laplace", normalization=discrete.normalization)
+            self.config.image_size,
+            discrete.num_tokens,
+            discrete.codebook_dim,
+            discrete.num_layers,
+            discrete.num_resnet_blocks,
+            discrete.hidden_dim,
+            self.config.channels,
+            quantizer=discrete.quantizer,
+            levels=discrete.levels or (),
+            sampling=discrete.sampling,
+            logit_laplace=discrete.reconstruction == "logit_laplace",
+            normalization=discrete.normalization,
+        )
 
     def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
         """The decoder's output, by one relaxed sample or by tokens; what the code costs, see `_coding`."""
         passed = self._pass(nets, example)
         terms, coding = self._coding(passed, example)
-        if self.relaxed and self.discrete.kl_form == "legacy":     # nats of the whole micro-batch, in a mean of samples
+        if self.relaxed and self.discrete.kl_form == "legacy":  # nats of the whole micro-batch, in a mean of samples
             coding = len(coding) * coding
         return passed.out, terms, coding
 
@@ -82,10 +94,14 @@ class DiscreteSystem(AutoencoderSystem):
         """Temperature and weight of the KL, (B,): by step, for held-out data the ends of both schedules."""
         discrete = self.discrete
         if "step" in example:
-            return (temperature_at(discrete.temperature, example["step"]),
-                    weight_at(discrete.kl_weight, discrete.kl_warmup, example["step"]))
-        return tuple(torch.full_like(example["x_start"][:, 0, 0, 0], value) for value in (
-            final_temperature(discrete.temperature), discrete.kl_weight))
+            return (
+                temperature_at(discrete.temperature, example["step"]),
+                weight_at(discrete.kl_weight, discrete.kl_warmup, example["step"]),
+            )
+        return tuple(
+            torch.full_like(example["x_start"][:, 0, 0, 0], value)
+            for value in (final_temperature(discrete.temperature), discrete.kl_weight)
+        )
 
     def _coding(self, passed: Relaxed | Rounded, example: Example) -> tuple[Terms, Tensor]:
         """Terms of the tokens and their weighted sum, (B,): gumbel: kl, the divergence from uniform in nats a sample;
@@ -94,10 +110,11 @@ class DiscreteSystem(AutoencoderSystem):
         if self.relaxed:
             temperature, weight = self._schedules(example)
             kl = kl_to_uniform(passed.logits)
-            unit = 1 if self.discrete.kl_form == "legacy" else self.values        # legacy weighs undivided nats
+            unit = 1 if self.discrete.kl_form == "legacy" else self.values  # legacy weighs undivided nats
             return {"kl": kl, "kl_weight": weight, "temperature": temperature}, weight * kl / unit
-        terms = {} if self.discrete.quantizer == "fsq" else {"commitment": passed.commitment,
-                                                             "codebook": passed.codebook}
+        terms = (
+            {} if self.discrete.quantizer == "fsq" else {"commitment": passed.commitment, "codebook": passed.codebook}
+        )
         return terms, self.discrete.commitment_weight * passed.commitment + passed.codebook
 
     def _tokens(self, passed: Relaxed | Rounded) -> Tensor:
@@ -105,8 +122,11 @@ class DiscreteSystem(AutoencoderSystem):
 
     def distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
         x, kind = (example["x_start"] + 1) / 2, self.discrete.reconstruction
-        recon = (losses.logit_laplace(out, x) if kind == "logit_laplace" else
-                 losses.error(kind, out, nets["autoencoder"].normalize.do(x)))
+        recon = (
+            losses.logit_laplace(out, x)
+            if kind == "logit_laplace"
+            else losses.error(kind, out, nets["autoencoder"].normalize.do(x))
+        )
         if not self.picture_loss.perceives:
             return {"recon": recon}
         return {"recon": recon} | self.picture_loss.perceptual(self.picture(nets, out), example["x_start"])
@@ -131,7 +151,8 @@ class DiscreteSystem(AutoencoderSystem):
         names = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
         architecture = {name: getattr(self.discrete, name) for name in names} | {
             "channels": self.config.channels,
-            "normalization": self.discrete.normalization or default_normalization(self.config.channels)}
+            "normalization": self.discrete.normalization or default_normalization(self.config.channels),
+        }
         if not self.relaxed:
             architecture |= {"quantizer": self.discrete.quantizer, "levels": list(self.discrete.levels or ())}
         return architecture, nets["autoencoder"].state_dict()

@@ -10,32 +10,48 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-_LOG_VARIANCE = (-30.0, 20.0)                     # limits of diffusers' posterior, and LDM's
+_LOG_VARIANCE = (-30.0, 20.0)  # limits of diffusers' posterior, and LDM's
 
 
 class Pass(NamedTuple):
     """What one pass gives to the loss."""
 
-    picture: Tensor                               # (B, C, H, W)
-    mean: Tensor                                  # of the posterior, (B, c, h, w)
-    log_variance: Tensor                          # of the posterior, (B, c, h, w)
+    picture: Tensor  # (B, C, H, W)
+    mean: Tensor  # of the posterior, (B, c, h, w)
+    log_variance: Tensor  # of the posterior, (B, c, h, w)
 
 
 class KLAutoencoder(nn.Module):
     """Arguments as AutoencoderKL's; quant_conv is its use_quant_conv and use_post_quant_conv."""
 
-    def __init__(self, channels: int, block_out_channels: tuple[int, ...], layers_per_block: int, latent_channels: int,
-                 norm_num_groups: int, quant_conv: bool, mid_block_add_attention: bool) -> None:
+    def __init__(
+        self,
+        channels: int,
+        block_out_channels: tuple[int, ...],
+        layers_per_block: int,
+        latent_channels: int,
+        norm_num_groups: int,
+        quant_conv: bool,
+        mid_block_add_attention: bool,
+    ) -> None:
         super().__init__()
         from diffusers import AutoencoderKL  # slow to import, and only this network needs it
 
         levels = len(block_out_channels)
         whole = AutoencoderKL(
-            in_channels=channels, out_channels=channels, down_block_types=("DownEncoderBlock2D",) * levels,
-            up_block_types=("UpDecoderBlock2D",) * levels, block_out_channels=block_out_channels,
-            layers_per_block=layers_per_block, latent_channels=latent_channels, norm_num_groups=norm_num_groups,
-            use_quant_conv=quant_conv, use_post_quant_conv=quant_conv, mid_block_add_attention=mid_block_add_attention)
-        self.config = whole.config                # what diffusers saves beside the weights
+            in_channels=channels,
+            out_channels=channels,
+            down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels,
+            block_out_channels=block_out_channels,
+            layers_per_block=layers_per_block,
+            latent_channels=latent_channels,
+            norm_num_groups=norm_num_groups,
+            use_quant_conv=quant_conv,
+            use_post_quant_conv=quant_conv,
+            mid_block_add_attention=mid_block_add_attention,
+        )
+        self.config = whole.config  # what diffusers saves beside the weights
         self.encoder, self.decoder = whole.encoder, whole.decoder
         self.quant_conv, self.post_quant_conv = whole.quant_conv, whole.post_quant_conv
 
@@ -46,7 +62,7 @@ class KLAutoencoder(nn.Module):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and logarithm of the variance of the posterior: (B, C, H, W) -> float32 (B, c, h, w) each."""
-        moments = self.encoder(x.to(self.encoder.conv_in.weight.dtype))                           # (B, 2c, h, w)
+        moments = self.encoder(x.to(self.encoder.conv_in.weight.dtype))  # (B, 2c, h, w)
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
         mean, log_variance = moments.float().chunk(2, dim=1)

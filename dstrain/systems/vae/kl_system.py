@@ -19,16 +19,19 @@ from dstrain.systems.vae.system import AutoencoderSystem
 
 
 class KLSystem(AutoencoderSystem):
-    remedies = {"discriminator": (
-        (r"main\.0\.", "channels and kl.discriminator.base_channels"),
-        (r"", "kl.discriminator.base_channels and n_layers"),
-    ), "autoencoder": (
-        (r"^codebook", "model.discrete (the file is of a discrete VAE) or"),
-        (r"conv_in|conv_out", "channels, kl.latent_channels and kl.block_out_channels"),
-        (r"quant_conv", "kl.latent_channels and kl.quant_conv"),
-        (r"mid_block\.attentions", "kl.mid_block_add_attention and kl.block_out_channels"),
-        (r"", "kl.block_out_channels and kl.layers_per_block"),
-    )}
+    remedies = {
+        "discriminator": (
+            (r"main\.0\.", "channels and kl.discriminator.base_channels"),
+            (r"", "kl.discriminator.base_channels and n_layers"),
+        ),
+        "autoencoder": (
+            (r"^codebook", "model.discrete (the file is of a discrete VAE) or"),
+            (r"conv_in|conv_out", "channels, kl.latent_channels and kl.block_out_channels"),
+            (r"quant_conv", "kl.latent_channels and kl.quant_conv"),
+            (r"mid_block\.attentions", "kl.mid_block_add_attention and kl.block_out_channels"),
+            (r"", "kl.block_out_channels and kl.layers_per_block"),
+        ),
+    }
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -38,8 +41,14 @@ class KLSystem(AutoencoderSystem):
     def autoencoder(self) -> nn.Module:
         config = self.kl
         return KLAutoencoder(
-            self.config.channels, config.block_out_channels, config.layers_per_block, config.latent_channels,
-            config.norm_num_groups, config.quant_conv, config.mid_block_add_attention)
+            self.config.channels,
+            config.block_out_channels,
+            config.layers_per_block,
+            config.latent_channels,
+            config.norm_num_groups,
+            config.quant_conv,
+            config.mid_block_add_attention,
+        )
 
     def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
         """The picture, the divergence (kl, in nats a sample) and its weighted value."""

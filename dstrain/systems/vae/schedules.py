@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dstrain.systems.vae.config import Temperature
 
-_INTERVAL = 100                                   # steps between two updates of the legacy temperature
+_INTERVAL = 100  # steps between two updates of the legacy temperature
 
 
 def temperature_at(schedule: Temperature, step: Tensor) -> Tensor:

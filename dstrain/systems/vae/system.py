@@ -34,14 +34,14 @@ class AutoencoderSystem(System):
     in_pipeline = "vae"
     starts_from_data = True
     averaged = ("autoencoder",)
-    remedies: dict[str, Remedies]                 # by part, for weights that do not fit: pattern of a name -> fields
+    remedies: dict[str, Remedies]  # by part, for weights that do not fit: pattern of a name -> fields
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.picture_loss = PictureLoss(config.kind.perceptual, config.kind.discriminator)
         self.parts = self.picture_loss.parts("autoencoder", self.learn)
-        self.values = config.channels * config.image_size ** 2                    # of an image
-        self.side = config.image_size // config.factor                            # of the latents or tokens
+        self.values = config.channels * config.image_size**2  # of an image
+        self.side = config.image_size // config.factor  # of the latents or tokens
 
     def networks(self) -> dict[str, nn.Module]:
         return {"autoencoder": self.autoencoder()} | self.picture_loss.networks(self.config.channels)
@@ -71,7 +71,8 @@ class AutoencoderSystem(System):
             of_distance = gradient(self.picture_loss.total(terms), leaf)
             layer = LastLayer(entered[0], last.kernel_size[0]) if by_last_layer else None
             critique, of_critique = self.picture_loss.critique(
-                nets, example, self.picture(nets, leaf), example["x_start"], of_distance, leaf, layer)
+                nets, example, self.picture(nets, leaf), example["x_start"], of_distance, leaf, layer
+            )
             terms |= critique
             value = self.picture_loss.total(terms) + terms["critique_weight"] * terms["critique"] + coding
             pull = (out * (of_distance + of_critique)).flatten(1).sum(1) + coding
@@ -102,7 +103,7 @@ class AutoencoderSystem(System):
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """reconstruction: each original and, to the right of it, its reconstructions."""
-        shown = torch.cat([example["x_start"], *self.reconstructions(nets, example)], dim=3)      # (B, C, H, n W)
+        shown = torch.cat([example["x_start"], *self.reconstructions(nets, example)], dim=3)  # (B, C, H, n W)
         return {"reconstruction": to_uint8(shown)}
 
     @abstractmethod

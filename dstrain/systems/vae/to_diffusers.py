@@ -29,7 +29,7 @@ from dstrain.systems.base import Example
 from dstrain.systems.vae.kl_system import KLSystem
 from dstrain.systems.vae.system import AutoencoderSystem
 
-TOLERATED = {"code": 1e-3}                       # relative; on a GPU the trained network's convolutions are others
+TOLERATED = {"code": 1e-3}  # relative; on a GPU the trained network's convolutions are others
 _CODE = """\
 import torch
 from diffusers import AutoencoderKL
@@ -52,8 +52,13 @@ def _shape(system: AutoencoderSystem) -> tuple[int, ...]:
     return 2, config.channels, config.image_size, config.image_size
 
 
-def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
-         statistics: Callable[[], dict[str, Any]], classes: Callable[[], Sequence[str]] = tuple) -> None:
+def save(
+    system: AutoencoderSystem,
+    nets: Mapping[str, nn.Module],
+    folder: Path,
+    statistics: Callable[[], dict[str, Any]],
+    classes: Callable[[], Sequence[str]] = tuple,
+) -> None:
     """Writes config.json and weights. `statistics` gives scaling_factor, 1 / std of latents; `classes` are unused."""
     from diffusers import AutoencoderKL
 
@@ -80,8 +85,11 @@ def errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, exampl
     codes = system.codes(nets, example)
     mean, std = posterior(read.vae, example["x_start"])
     decoded = read.vae.decode(codes["latent_mean"]).sample
-    return {"mean": relative_error(mean, codes["latent_mean"]), "std": relative_error(std, codes["latent_std"]),
-            "decoded": relative_error(decoded, nets["autoencoder"].decode(codes["latent_mean"]))}
+    return {
+        "mean": relative_error(mean, codes["latent_mean"]),
+        "std": relative_error(std, codes["latent_std"]),
+        "decoded": relative_error(decoded, nets["autoencoder"].decode(codes["latent_mean"])),
+    }
 
 
 @torch.no_grad()

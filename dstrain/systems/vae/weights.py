@@ -10,7 +10,7 @@ from dstrain.nn.fitting import Remedies, require_fit, shapes_of
 from dstrain.recipe import ConfigError
 
 _CLASS = "AutoencoderKL"
-_PART = "vae."                                    # of a DALL-E checkpoint, whose other entries are the transformer's
+_PART = "vae."  # of a DALL-E checkpoint, whose other entries are the transformer's
 
 # Layers of attention in older files of diffusers, such as Stable Diffusion's, and their names of today.
 _ATTENTION = re.compile(r"(attentions\.\d+\.)(query|key|value|proj_attn)\.")
@@ -27,22 +27,29 @@ def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> t
     if inner and not shapes.keys() & state.keys():
         notes.append(f"{len(inner)} weights of the part {_PART} were taken, {len(state) - len(inner)} others left out")
         state = inner
-    state = {_ATTENTION.sub(lambda match: f"{match[1]}{_NEW_NAMES[match[2]]}.", name): tensor
-             for name, tensor in state.items()}
+    state = {
+        _ATTENTION.sub(lambda match: f"{match[1]}{_NEW_NAMES[match[2]]}.", name): tensor
+        for name, tensor in state.items()
+    }
     other_kind = {"codebook.weight", "encoder.conv_in.weight"} & (state.keys() ^ shapes.keys())
     if len(other_kind) == 2:
         in_file, in_recipe = ("discrete", "kl") if "codebook.weight" in state else ("kl", "discrete")
         raise ConfigError(f"weights: the file is a {in_file} autoencoder, not model.{in_recipe}: set model.{in_file}")
-    differing = {name: tuple(tensor.shape) for name, tensor in state.items() if name in shapes
-                 and tuple(tensor.shape) != shapes[name]}
+    differing = {
+        name: tuple(tensor.shape)
+        for name, tensor in state.items()
+        if name in shapes and tuple(tensor.shape) != shapes[name]
+    }
     if len(differing) > 1 and set(differing.values()) <= {(0,), (1,)}:
         name, shape = next(iter(differing.items()))
-        raise ConfigError(f"weights: {name} has shape {shape} in the file and {shapes[name]} in the network: a "
-                          "placeholder, which ZeRO-3 leaves for a weight on other ranks. Gather the weights from the "
-                          "DeepSpeed folder beside it (vae-ds-cp, with zero_to_fp32.py) and give that file")
+        raise ConfigError(
+            f"weights: {name} has shape {shape} in the file and {shapes[name]} in the network: a "
+            "placeholder, which ZeRO-3 leaves for a weight on other ranks. Gather the weights from the "
+            "DeepSpeed folder beside it (vae-ds-cp, with zero_to_fp32.py) and give that file"
+        )
     for name, shape in differing.items():
         if shape == (*shapes[name], 1, 1):
-            state[name] = state[name][:, :, 0, 0]                         # attention as convolutions of 1 x 1
+            state[name] = state[name][:, :, 0, 0]  # attention as convolutions of 1 x 1
     require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], remedies)
     return state, notes
 
@@ -53,11 +60,15 @@ def require_same(diffusers_config: Mapping[str, Any], network_config: Mapping[st
     network_config: empty for a network that is none of diffusers'; then only the class is compared.
     """
     if diffusers_config.get("_class_name") != _CLASS:
-        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')}, system vae takes "
-                          f"an {_CLASS}")
-    for name, default, remedy in (("norm_num_groups", 32, "set model.kl.norm_num_groups to it"),
-                                  ("act_fn", "silu", "this network has no other")):
+        raise ConfigError(
+            f"weights: config.json is of class {diffusers_config.get('_class_name')}, system vae takes an {_CLASS}"
+        )
+    for name, default, remedy in (
+        ("norm_num_groups", 32, "set model.kl.norm_num_groups to it"),
+        ("act_fn", "silu", "this network has no other"),
+    ):
         value = diffusers_config.get(name, default)
         if network_config and value != network_config[name]:
-            raise ConfigError(f"weights: {name} is {value} in config.json and {network_config[name]} in the network; "
-                              f"{remedy}")
+            raise ConfigError(
+                f"weights: {name} is {value} in config.json and {network_config[name]} in the network; {remedy}"
+            )

@@ -17,6 +17,7 @@ def main(folder: Path, niceness: int) -> None:
     os.nice(niceness)
     from dstrain.recipe import ConfigError  # takes long
     from dstrain.tracking.report import page
+
     try:
         page.write([folder], folder / "report.html")
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """metrics.jsonl as columns: read line by line, since long runs have more lines than dictionaries fit into memory."""
 
+import itertools
 import json
 from array import array
 from collections.abc import Iterator
@@ -11,20 +12,20 @@ import numpy as np
 
 from dstrain.disk import small
 
-_LONGEST = small.MEGABYTE                    # bytes of a line
-_MOST_NAMES = 500                            # columns
-_TAIL = 1 << 18                              # bytes at the end, which hold the newest lines
+_LONGEST = small.MEGABYTE  # bytes of a line
+_MOST_NAMES = 500  # columns
+_TAIL = 1 << 18  # bytes at the end, which hold the newest lines
 
 
 @dataclass
 class Metrics:
     """Columns of a metrics.jsonl. A line is a row; values that are absent from it take no room."""
 
-    steps: np.ndarray                        # int64 (rows,), ascending
-    times: np.ndarray                        # float64 (rows,): seconds since 1970, NaN where a line has none
-    columns: dict[str, tuple[np.ndarray, np.ndarray]]            # by name: rows int64 (n,), values float64 (n,)
-    foreign: int = 0                         # lines that are half-written, or none of ours
-    dropped: set[str] = field(default_factory=set)               # names beyond the most that are kept
+    steps: np.ndarray  # int64 (rows,), ascending
+    times: np.ndarray  # float64 (rows,): seconds since 1970, NaN where a line has none
+    columns: dict[str, tuple[np.ndarray, np.ndarray]]  # by name: rows int64 (n,), values float64 (n,)
+    foreign: int = 0  # lines that are half-written, or none of ours
+    dropped: set[str] = field(default_factory=set)  # names beyond the most that are kept
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of a column; empty where there is none."""
@@ -59,7 +60,7 @@ def read(path: Path) -> Metrics:
             rows[name].append(row)
             values[name].append(value)
     steps, times = np.array(steps, np.int64), np.array(times)
-    order = np.argsort(steps, kind="stable")             # foreign lines may stand anywhere
+    order = np.argsort(steps, kind="stable")  # foreign lines may stand anywhere
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     columns = {}
@@ -104,7 +105,7 @@ def _numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
         elif value is None or type(value) in (int, float):
             try:
                 yield name, np.nan if value is None else float(value)
-            except OverflowError:                        # an integer of hundreds of digits
+            except OverflowError:  # an integer of hundreds of digits
                 yield name, np.nan
 
 
@@ -115,10 +116,10 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
         return np.arange(count)
     bounds = np.linspace(0, count, max(most // 2, 1) + 1).astype(np.int64)
     kept = {0, count - 1}
-    for first, end in zip(bounds[:-1], bounds[1:]):
+    for first, end in itertools.pairwise(bounds):
         part = values[first:end]
         if np.isnan(part).all():
-            kept.add(int(first))                         # a gap stays one
+            kept.add(int(first))  # a gap stays one
         else:
             kept |= {int(first + np.nanargmin(part)), int(first + np.nanargmax(part))}
     return np.array(sorted(kept))

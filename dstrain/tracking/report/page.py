@@ -19,14 +19,14 @@ from dstrain.tracking.figures import duration
 from dstrain.tracking.report import metrics, pictures
 from dstrain.tracking.report.record import Record, read
 
-_POINTS = 300_000                            # of all curves together: some 5 MB of text
-_PER_CURVE = 2000                            # two for each pixel of a wide chart
-_PICTURE_BYTES = 12 << 20                    # of all pictures together, before base64
-_GRIDS = 200                                 # pictures of all kinds and runs together, or a few more
+_POINTS = 300_000  # of all curves together: some 5 MB of text
+_PER_CURVE = 2000  # two for each pixel of a wide chart
+_PICTURE_BYTES = 12 << 20  # of all pictures together, before base64
+_GRIDS = 200  # pictures of all kinds and runs together, or a few more
 _MOST_MARKS = 200
-_SHOWN = 200                                 # lines of a log, and of bad files
+_SHOWN = 200  # lines of a log, and of bad files
 _QUARTER = re.compile(r"(.*)_q([0-3])")
-_FIRST = ("loss", "held_out/loss", "lr", "grad_norm", "samples_per_second")      # the order of the charts begins so
+_FIRST = ("loss", "held_out/loss", "lr", "grad_norm", "samples_per_second")  # the order of the charts begins so
 _COLORS = ("#1f4e9c", "#c2571a", "#3a7d44", "#7b4aa0", "#b0343c", "#2b8a9e", "#8a6d1f", "#d16ba5", "#5b6470", "#82a01f")
 
 
@@ -38,10 +38,10 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     _plotly()
     folders = [folder.resolve() for folder in dict.fromkeys(folders)]
     names = [folder.name for folder in folders]
-    if len(set(names)) < len(names):                         # runs of one name are told apart by their folders
+    if len(set(names)) < len(names):  # runs of one name are told apart by their folders
         above = Path(os.path.commonpath([folder.parent for folder in folders]))
         names = [str(folder.relative_to(above)) for folder in folders]
-    make = out.parent.resolve() not in folders               # a run's folder that is taken away meanwhile stays so
+    make = out.parent.resolve() not in folders  # a run's folder that is taken away meanwhile stays so
     records = [read(folder, None if len(folders) == 1 else name) for folder, name in zip(folders, names)]
     text = html(records)
     if out.is_dir():
@@ -54,16 +54,35 @@ def write(folders: Sequence[Path], out: Path) -> Path:
 def html(records: Sequence[Record]) -> str:
     """The page of one or several runs."""
     from jinja2 import Environment, PackageLoader, select_autoescape
-    environment = Environment(loader=PackageLoader("dstrain.tracking.report", "."), autoescape=select_autoescape(),
-                              trim_blocks=True, lstrip_blocks=True)
-    grids, plots = _pictures(records)                        # before remarks are shown: it may add some
-    drawn = {"runs": [_run(record, place) for place, record in enumerate(records)], "charts": _charts(records),
-             "grids": grids}
+
+    environment = Environment(
+        loader=PackageLoader("dstrain.tracking.report", "."),
+        autoescape=select_autoescape(),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    grids, plots = _pictures(records)  # before remarks are shown: it may add some
+    drawn = {
+        "runs": [_run(record, place) for place, record in enumerate(records)],
+        "charts": _charts(records),
+        "grids": grids,
+    }
     return environment.get_template("page.html").render(
-        records=records, drawn=drawn, plots=plots, plotly=_plotly(), version=__version__, duration=duration,
-        now=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"), facts=[_facts(record) for record in records],
-        differences=_differences(records), show=as_text, when=_when, as_json=partial(json.dumps, indent=2),
-        shown=_SHOWN, colors=_COLORS)
+        records=records,
+        drawn=drawn,
+        plots=plots,
+        plotly=_plotly(),
+        version=__version__,
+        duration=duration,
+        now=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        facts=[_facts(record) for record in records],
+        differences=_differences(records),
+        show=as_text,
+        when=_when,
+        as_json=partial(json.dumps, indent=2),
+        shown=_SHOWN,
+        colors=_COLORS,
+    )
 
 
 def _plotly() -> str:
@@ -84,17 +103,21 @@ def _run(record: Record, place: int) -> dict[str, Any]:
     marks += [("rollback", event["step"]) for event in record.rollbacks]
     if len(marks) > _MOST_MARKS:
         record.remarks.append(f"of {len(marks)} resumes and rollbacks the last {_MOST_MARKS} are marked on the curves")
-    return {"label": record.label, "color": _COLORS[place % len(_COLORS)], "clock": clock,
-            "batch": record.run.batch.global_ if record.run else None,
-            "marks": [{"kind": kind, "step": step} for kind, step in marks[-_MOST_MARKS:]]}
+    return {
+        "label": record.label,
+        "color": _COLORS[place % len(_COLORS)],
+        "clock": clock,
+        "batch": record.run.batch.global_ if record.run else None,
+        "marks": [{"kind": kind, "step": step} for kind, step in marks[-_MOST_MARKS:]],
+    }
 
 
 def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Curves by chart. Quarters of the timesteps share one, and so do the EMA and the training weights, held out."""
-    charts: dict[str, list[tuple[int, str, str]]] = {}       # title: run, column, name within the chart
+    charts: dict[str, list[tuple[int, str, str]]] = {}  # title: run, column, name within the chart
     for place, record in enumerate(records):
         for column in record.metrics.columns:
-            if column == "images_seen":                      # an axis
+            if column == "images_seen":  # an axis
                 continue
             title, name = column, ""
             if match := _QUARTER.fullmatch(column):
@@ -109,8 +132,13 @@ def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
         known = [place for place, first in enumerate(_FIRST) if title == first or title.startswith(f"{first} by ")]
         return known[0] if known else len(_FIRST), list(charts).index(title)
 
-    return [{"title": title, "traces": [_trace(records[place], place, column, name, most) for place, column, name
-                                        in charts[title]]} for title in sorted(charts, key=rank)]
+    return [
+        {
+            "title": title,
+            "traces": [_trace(records[place], place, column, name, most) for place, column, name in charts[title]],
+        }
+        for title in sorted(charts, key=rank)
+    ]
 
 
 def _trace(record: Record, place: int, column: str, name: str, most: int) -> dict[str, Any]:
@@ -123,8 +151,11 @@ def _trace(record: Record, place: int, column: str, name: str, most: int) -> dic
 def _pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
     """Grids by kind: of each run the steps and their pictures; and the plots of evaluations, by path."""
     most = max(4, _GRIDS // max(1, sum(len(record.pictures) for record in records)))
-    chosen = [(kind, place, pictures.spaced(list(steps), most)) for place, record in enumerate(records)
-              for kind, steps in record.pictures.items()]
+    chosen = [
+        (kind, place, pictures.spaced(list(steps), most))
+        for place, record in enumerate(records)
+        for kind, steps in record.pictures.items()
+    ]
     plots = [(record, plot) for record in records for *_, plot in record.evaluations if plot.is_file()]
     share = _PICTURE_BYTES // max(1, len(plots) + sum(len(steps) for *_, steps in chosen))
 
@@ -143,8 +174,9 @@ def _pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Pat
         images = [(step, picture(record, record.pictures[kind][step])) for step in steps]
         images = [(step, image) for step, image in images if image]
         if images:
-            grids.setdefault(kind, []).append({"run": place, "steps": [step for step, _ in images],
-                                               "images": [image for _, image in images]})
+            grids.setdefault(kind, []).append(
+                {"run": place, "steps": [step for step, _ in images], "images": [image for _, image in images]}
+            )
     embedded = {plot: picture(record, plot) for record, plot in plots}
     return [{"title": kind, "runs": runs} for kind, runs in grids.items()], embedded
 
@@ -161,7 +193,7 @@ def _facts(record: Record) -> dict[str, str]:
 
     put("samples seen", "images_seen", "{:,.0f}")
     put("loss", "loss")
-    if state.loss is not None and not math.isfinite(state.loss):         # the column's last value is an older one
+    if state.loss is not None and not math.isfinite(state.loss):  # the column's last value is an older one
         facts["loss"] = str(state.loss)
     put("held-out loss", "held_out/loss")
     put("samples/s", "samples_per_second")

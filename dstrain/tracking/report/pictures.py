@@ -10,10 +10,10 @@ from PIL import Image
 
 from dstrain.disk import small
 
-_LARGEST = 256 * small.MEGABYTE              # bytes of a file that is opened
-_WIDTHS = (1600, 1100, 760, 520, 360, 240)   # tried in turn until a picture fits
+_LARGEST = 256 * small.MEGABYTE  # bytes of a file that is opened
+_WIDTHS = (1600, 1100, 760, 520, 360, 240)  # tried in turn until a picture fits
 _FILM_WIDTHS = _WIDTHS[2:]
-_FRAMES = 64                                 # of a film that is made smaller
+_FRAMES = 64  # of a film that is made smaller
 _NAME = re.compile(r"step_(\d{1,18})(?:_(\w+))?\.(png|gif)")
 _KINDS = {"PNG": "image/png", "GIF": "image/gif", "WEBP": "image/webp"}
 
@@ -27,8 +27,10 @@ def series(samples: Path) -> dict[str, dict[int, Path]]:
     for path in sorted(samples.glob("step_*"), key=lambda path: (path.suffix == ".gif", path.name)):
         if match := _NAME.fullmatch(path.name):
             found.setdefault(match[2] or "samples", {})[int(match[1])] = path
-    return {name: dict(sorted(steps.items())) for name, steps in sorted(found.items(), key=lambda item: (
-        item[0] != "samples", item[0]))}
+    return {
+        name: dict(sorted(steps.items()))
+        for name, steps in sorted(found.items(), key=lambda item: (item[0] != "samples", item[0]))
+    }
 
 
 def spaced(steps: Sequence[int], most: int) -> list[int]:
@@ -63,11 +65,11 @@ def _shrunk(image: Image.Image, most: int) -> bytes:
     frames = []
     for number in spaced(range(count), _FRAMES):
         image.seek(number)
-        frames.append(_as_wide(image.convert("RGB"), widths[0]))     # as small as may be: a film has many frames
+        frames.append(_as_wide(image.convert("RGB"), widths[0]))  # as small as may be: a film has many frames
     for width in dict.fromkeys(widths):
         file = io.BytesIO()
         first, *others = (_as_wide(frame, width) for frame in frames)
-        film = dict(save_all=True, append_images=others, duration=duration, loop=0) if others else {}
+        film = {"save_all": True, "append_images": others, "duration": duration, "loop": 0} if others else {}
         first.save(file, "WEBP", quality=80, method=2, **film)
         if file.tell() <= most:
             break
@@ -75,5 +77,8 @@ def _shrunk(image: Image.Image, most: int) -> bytes:
 
 
 def _as_wide(image: Image.Image, width: int) -> Image.Image:
-    return image if width == image.width else image.resize((width, max(1, round(image.height * width / image.width))),
-                                                           Image.Resampling.LANCZOS)
+    return (
+        image
+        if width == image.width
+        else image.resize((width, max(1, round(image.height * width / image.width))), Image.Resampling.LANCZOS)
+    )

@@ -18,7 +18,7 @@ from dstrain.tracking.figures import table
 from dstrain.tracking.report import metrics, pictures
 from dstrain.tracking.report.state import State, state
 
-_MOST = 100                                  # evaluations, bad files, marks and lines of the log that are shown
+_MOST = 100  # evaluations, bad files, marks and lines of the log that are shown
 _Read = TypeVar("_Read")
 
 
@@ -31,17 +31,17 @@ class Record:
     state: State
     metrics: metrics.Metrics
     run: Run | None
-    differing: list[tuple[str, Any, Any]] = field(default_factory=list)      # key, value, default
-    settings: dict[str, Any] = field(default_factory=dict)                   # DeepSpeed's
-    starts: list[dict[str, Any]] = field(default_factory=list)               # of events.jsonl: one of each command
+    differing: list[tuple[str, Any, Any]] = field(default_factory=list)  # key, value, default
+    settings: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's
+    starts: list[dict[str, Any]] = field(default_factory=list)  # of events.jsonl: one of each command
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    hours: np.ndarray | None = None                                          # after each row of metrics
-    pictures: dict[str, dict[int, Path]] = field(default_factory=dict)       # by kind and step
-    evaluations: list[tuple[str, str, Path]] = field(default_factory=list)   # name, table as text, plot
-    bad_files: list[str] = field(default_factory=list)                       # name and reason
-    log: list[str] = field(default_factory=list)                             # without its lines of metrics
-    recipe: str = ""                                                         # YAML, whole
-    data: str = ""                                                           # fingerprint
+    hours: np.ndarray | None = None  # after each row of metrics
+    pictures: dict[str, dict[int, Path]] = field(default_factory=dict)  # by kind and step
+    evaluations: list[tuple[str, str, Path]] = field(default_factory=list)  # name, table as text, plot
+    bad_files: list[str] = field(default_factory=list)  # name and reason
+    log: list[str] = field(default_factory=list)  # without its lines of metrics
+    recipe: str = ""  # YAML, whole
+    data: str = ""  # fingerprint
     remarks: list[str] = field(default_factory=list)
 
     def flat(self) -> dict[str, Any]:
@@ -54,8 +54,10 @@ def read(folder: Path, label: str | None = None) -> Record:
     if not (folder / "run.yaml").exists():
         if state(folder).state == "beginning":
             raise ConfigError(f"{folder}: the training that holds it has not begun yet: wait for its first report")
-        raise ConfigError(f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
-                          "example runs/dit-small")
+        raise ConfigError(
+            f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
+            "example runs/dit-small"
+        )
     remarks: list[str] = []
 
     def attempt(name: str, reader: Callable[[Path], _Read], otherwise: _Read) -> _Read:
@@ -63,7 +65,7 @@ def read(folder: Path, label: str | None = None) -> Record:
             return reader(folder / name)
         except FileNotFoundError:
             return otherwise
-        except (OSError, ValueError) as error:               # ConfigError is a ValueError
+        except (OSError, ValueError) as error:  # ConfigError is a ValueError
             remarks.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
             return otherwise
 
@@ -92,8 +94,9 @@ def read(folder: Path, label: str | None = None) -> Record:
     if not record.pictures:
         remarks.append("samples/ holds no picture")
     if not record.starts and record.state.state != "beginning":
-        remarks.append("events.jsonl tells no start (earlier versions wrote none): hardware, versions and resumes are "
-                       "unknown")
+        remarks.append(
+            "events.jsonl tells no start (earlier versions wrote none): hardware, versions and resumes are unknown"
+        )
     return record
 
 
@@ -109,17 +112,24 @@ def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _differing(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
     """Entries of a recipe that are not their schema's defaults: key, value, default."""
     from dstrain import systems  # loads torch, which nothing else here needs
+
     model = {}
     try:
         fields = systems.config_class(run.system).model_fields.items()
-        model = {field.alias or name: field.get_default(call_default_factory=True) for name, field in fields
-                 if not field.is_required()}
-    except Exception as error:                               # a system from outside may raise anything
+        model = {
+            field.alias or name: field.get_default(call_default_factory=True)
+            for name, field in fields
+            if not field.is_required()
+        }
+    except Exception as error:  # a system from outside may raise anything
         remarks.append(f"the system {run.system} is not here, so that the defaults of its model are unknown: {error}")
     values = dict(flat(plain(run)))
     defaults = dict(flat(plain(Run()) | {"system": None, "model": plain(model)}))
-    return [(key, value, defaults.get(key)) for key, value in values.items()
-            if key not in ("name", "folder") and value != defaults.get(key)]
+    return [
+        (key, value, defaults.get(key))
+        for key, value in values.items()
+        if key not in ("name", "folder") and value != defaults.get(key)
+    ]
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

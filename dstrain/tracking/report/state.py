@@ -13,8 +13,8 @@ from dstrain.recipe import ConfigError, load
 from dstrain.tracking.figures import duration
 from dstrain.tracking.report import metrics
 
-_BESIDE = ("wandb: ", "report.html ")        # lines that may follow the one of a run's end
-_DEPTH = 4                                   # levels of folders in which runs are looked for
+_BESIDE = ("wandb: ", "report.html ")  # lines that may follow the one of a run's end
+_DEPTH = 4  # levels of folders in which runs are looked for
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class State:
     """Where a run stands; None: its folder does not say."""
 
     run: str
-    state: str                               # beginning (no report yet), running, complete, stopped, dead, imported, or
-                                             # unknown: no locks there
+    state: str  # beginning (no report yet), running, complete, stopped, dead, imported, or
+    # unknown: no locks there
     step: int | None
     steps: int | None
     loss: float | None
     samples_per_second: float | None
     seconds_left: float | None
-    checkpoint: int | None                   # step of the newest one
-    seconds_since: float | None              # the last line of metrics.jsonl
-    picture: str | None                      # path of the newest one
-    note: str | None                         # the last line of log.txt
+    checkpoint: int | None  # step of the newest one
+    seconds_since: float | None  # the last line of metrics.jsonl
+    picture: str | None  # path of the newest one
+    note: str | None  # the last line of log.txt
 
 
 def runs(folders: Iterable[Path]) -> list[Path]:
@@ -46,7 +46,7 @@ def runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def _within(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / "run.yaml").is_file() or _held(folder / ".lock"):       # a start writes run.yaml after its checks
+    if (folder / "run.yaml").is_file() or _held(folder / ".lock"):  # a start writes run.yaml after its checks
         yield folder
     elif depth:
         try:
@@ -70,17 +70,27 @@ def state(folder: Path) -> State:
     step, note = latest.get("step"), last_line(folder / "log.txt")
     steps, rate, saved = run.steps if run else None, latest.get("samples_per_second"), checkpoints(folder)
     left = None
-    if run and step is not None and rate and rate > 0 and step < steps:      # 0 seconds: the run was to end there
+    if run and step is not None and rate and rate > 0 and step < steps:  # 0 seconds: the run was to end there
         left = latest.get("seconds_left") or (steps - step) * run.batch.global_ / rate
     if steps is not None and step is not None and step >= steps:
-        word = "complete"                                    # though it may be held until the last files are written
+        word = "complete"  # though it may be held until the last files are written
     elif (held := _held(folder / ".lock")) is not False and not _ends(folder, note):
         word = "unknown" if not held else "beginning" if step is None else "running"
     else:
         word = _ended(note) or ("imported" if saved == [0] and step is None else "dead")
-    return State(folder.name if folder.name else str(folder), word, None if step is None else int(step), steps,
-                 latest.get("loss"), rate, left, max(saved, default=None), None if when is None else time.time() - when,
-                 _newest_picture(folder / "samples"), note)
+    return State(
+        folder.name if folder.name else str(folder),
+        word,
+        None if step is None else int(step),
+        steps,
+        latest.get("loss"),
+        rate,
+        left,
+        max(saved, default=None),
+        None if when is None else time.time() - when,
+        _newest_picture(folder / "samples"),
+        note,
+    )
 
 
 def table(states: list[State]) -> str:
@@ -89,21 +99,37 @@ def table(states: list[State]) -> str:
     for one in states:
         step = "-" if one.step is None else f"{one.step:,} of {one.steps:,}" if one.steps else f"{one.step:,}"
         running = one.state in ("running", "unknown")
-        rows.append((one.run, one.state, step, *("-" if value is None else f"{value:.4g}" for value in
-                     (one.loss, one.samples_per_second)), duration(one.seconds_left if running else None),
-                     "-" if one.checkpoint is None else f"{one.checkpoint:,}",
-                     "-" if one.seconds_since is None else f"{duration(one.seconds_since)} ago", one.picture or "-"))
+        rows.append(
+            (
+                one.run,
+                one.state,
+                step,
+                *("-" if value is None else f"{value:.4g}" for value in (one.loss, one.samples_per_second)),
+                duration(one.seconds_left if running else None),
+                "-" if one.checkpoint is None else f"{one.checkpoint:,}",
+                "-" if one.seconds_since is None else f"{duration(one.seconds_since)} ago",
+                one.picture or "-",
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     lines += [f"{one.run}: {one.note}" for one in states if one.state == "dead" and one.note]
-    return "\n".join(lines + [f"{one.run}: its run.yaml is missing or damaged" for one in states
-                              if one.steps is None and one.state != "beginning"])
+    return "\n".join(
+        lines
+        + [
+            f"{one.run}: its run.yaml is missing or damaged"
+            for one in states
+            if one.steps is None and one.state != "beginning"
+        ]
+    )
 
 
 def as_json(one: State) -> dict[str, Any]:
     """A state as JSON has it: numbers that are not finite become null."""
-    return {name: None if isinstance(value, float) and not abs(value) < float("inf") else value
-            for name, value in asdict(one).items()}
+    return {
+        name: None if isinstance(value, float) and not abs(value) < float("inf") else value
+        for name, value in asdict(one).items()
+    }
 
 
 def last_line(path: Path, tail: int = 1 << 14) -> str | None:
@@ -148,7 +174,7 @@ def _held(lock: Path) -> bool | None:
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)   # given back at once: a start waits for it
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once: a start waits for it
         return False
     except BlockingIOError:
         return True

@@ -72,8 +72,11 @@ def options(out: Path, data: Path, tower: str, **changes) -> embeddings.EmbedOpt
 
 
 def files(out: Path) -> dict[str, str]:
-    return {str(path.relative_to(out)): hashlib.blake2b(path.read_bytes()).hexdigest()
-            for path in sorted(out.rglob("*")) if path.is_file() and path.name != ".lock"}
+    return {
+        str(path.relative_to(out)): hashlib.blake2b(path.read_bytes()).hexdigest()
+        for path in sorted(out.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
 
 
 def _embed(rank: int, wanted: embeddings.EmbedOptions) -> int:
@@ -149,8 +152,10 @@ def test_unfinished_and_other_embeddings_are_refused(tmp_path, tower):
         open_pairs(out, (1.0, 0.0, 0.0), "train")
     other = tmp_path / "other"
     towers.clip(other, seed=1)
-    for changes, words in (({"dtype": "float32"}, "dtype float16 there, float32 here"),
-                           ({"text_encodings": True}, "text_encodings")):
+    for changes, words in (
+        ({"dtype": "float32"}, "dtype float16 there, float32 here"),
+        ({"text_encodings": True}, "text_encodings"),
+    ):
         with pytest.raises(ConfigError, match=words):
             embeddings.embed(options(out, data, tower, **changes))
     with pytest.raises(ConfigError, match="image_encoder .* there"):
@@ -180,7 +185,7 @@ def test_other_pairs_of_the_same_names(tmp_path, tower):
             embeddings.embed(options(out, changed, tower))
     assert files(out) == before
     said = []
-    for text in ("the cat", "the dog"):          # tar members of the same sizes and places
+    for text in ("the cat", "the dog"):  # tar members of the same sizes and places
         (data / "part0" / "002.txt").write_text(text)
         source = open_captioned(tars(tmp_path / text, data), 16)
         assert len(pickle.loads(pickle.dumps(source))) == COUNT
@@ -198,7 +203,7 @@ def test_unreadable_pairs(tmp_path, tower):
     out = tmp_path / "out"
     assert embeddings.embed(options(out, data, tower, max_bad_fraction=0.2))["unreadable"] == 2
     before = files(out)
-    assert embeddings.embed(options(out, data, tower, max_bad_fraction=0.2))["unreadable"] == 2     # nothing is made anew
+    assert embeddings.embed(options(out, data, tower, max_bad_fraction=0.2))["unreadable"] == 2  # nothing is made anew
     assert files(out) == before
     named = {name for note in (out / "done").iterdir() for name, _ in json.loads(note.read_text())["unreadable"]}
     assert named == {"part0/004.png", "part1/003.png"}
@@ -206,7 +211,7 @@ def test_unreadable_pairs(tmp_path, tower):
     names = [source.name(i) for i in range(COUNT)]
     bad = names.index("part0/004.png")
     assert torch.equal(made.read(bad)["image_embed"], made.read(bad + 1)["image_embed"])
-    with pytest.raises(ConfigError, match="2 of 11 pairs cannot be read"):       # also of shards that are there
+    with pytest.raises(ConfigError, match="2 of 11 pairs cannot be read"):  # also of shards that are there
         embeddings.embed(options(out, data, tower))
 
 
@@ -218,8 +223,10 @@ def test_the_command(tmp_path, tower):
     words = ("--image-encoder", tower, "--text-encoder", tower, "--data", data, "--batch", "3", "--shard-size", "4")
     said = launch("launch/encode.py", *words, "--out", tmp_path / "two").stdout
     assert "11 pairs in" in said and files(tmp_path / "two") == files(tmp_path / "one")
-    for wrong, message in ((words[:2], "--out"),
-                           (("--text-encoder", tower, "--data", data, "--out", "x"), "both towers"),
-                           ((*words, "--out", "x", "--no-flip"), "flip: not for embedding pairs")):
+    for wrong, message in (
+        (words[:2], "--out"),
+        (("--text-encoder", tower, "--data", data, "--out", "x"), "both towers"),
+        ((*words, "--out", "x", "--no-flip"), "flip: not for embedding pairs"),
+    ):
         done = launch("launch/encode.py", *wrong, num=1, check=False)
         assert done.returncode != 0 and message in done.stdout and "Traceback" not in done.stdout

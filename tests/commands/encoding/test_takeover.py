@@ -44,7 +44,7 @@ def fast_dit(root: Path) -> np.ndarray:
     for i in range(NUMBER):
         np.save(root / "imagenet256_features" / f"{i}.npy", codes[i] * np.float32(0.18215))
         np.save(root / "imagenet256_labels" / f"{i}.npy", np.array([LABELS[i]]))
-    return codes[:, None]                                                                     # (n, flips, moments, ...)
+    return codes[:, None]  # (n, flips, moments, ...)
 
 
 def lightning(root: Path) -> np.ndarray:
@@ -52,9 +52,15 @@ def lightning(root: Path) -> np.ndarray:
     codes = drawn(1, 2)
     root.mkdir(parents=True)
     for rank, rows in enumerate((slice(0, 10), slice(10, NUMBER))):
-        save_file({"latents": torch.from_numpy(codes[rows, 0].copy()), "labels": torch.tensor(LABELS[rows]),
-                   "latents_flip": torch.from_numpy(codes[rows, 1].copy())},
-                  root / f"latents_rank{rank:02d}_shard000.safetensors", {"dtype": "torch.float32"})
+        save_file(
+            {
+                "latents": torch.from_numpy(codes[rows, 0].copy()),
+                "labels": torch.tensor(LABELS[rows]),
+                "latents_flip": torch.from_numpy(codes[rows, 1].copy()),
+            },
+            root / f"latents_rank{rank:02d}_shard000.safetensors",
+            {"dtype": "torch.float32"},
+        )
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in ((0.5, -1.0, 2.0), (0.5, 1.0, 4.0)))
     torch.save({"mean": mean, "std": std}, root / "latents_stats.pt")
     return codes[:, :, None]
@@ -83,8 +89,17 @@ def edm2_zip(root: Path) -> np.ndarray:
 
 
 def options(root, vae, **changes):
-    return EncodeOptions(**dict(out=root / "out", from_latents=str(root / "theirs"), first_stage=str(vae), batch=4,
-                                shard_size=9, dtype="float32") | changes)
+    return EncodeOptions(
+        **{
+            "out": root / "out",
+            "from_latents": str(root / "theirs"),
+            "first_stage": str(vae),
+            "batch": 4,
+            "shard_size": 9,
+            "dtype": "float32",
+        }
+        | changes
+    )
 
 
 @pytest.mark.parametrize("write", [fast_dit, lightning, edm2, edm2_zip])
@@ -123,8 +138,10 @@ def test_normalized_by_channel(tmp_path, vae):
             return (Path.touch, (tmp_path / "executed",))
 
     path = tmp_path / "theirs" / "latents_stats.pt"
-    for content, words in ((pickle.dumps(Hostile(), protocol=2), "holds no mean and std of 3 channels"),
-                           (None, "is missing")):
+    for content, words in (
+        (pickle.dumps(Hostile(), protocol=2), "holds no mean and std of 3 channels"),
+        (None, "is missing"),
+    ):
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(ConfigError, match=words):
             encode(options(tmp_path, vae, normalize=True, out=tmp_path / "none"))
@@ -151,15 +168,19 @@ def test_what_cannot_be_taken_over(tmp_path, vae):
     wide = first_stage.save(tmp_path / "wide", latent_channels=4)
     fast, shards, listed = (tmp_path / name for name in ("fast", "lightning", "edm2"))
     for root, changes, words in (
-            (fast, dict(first_stage=None), "name what encoded them: --first-stage PATH"),
-            (fast, dict(first_stage=str(wide)), "makes latents of 4 channels, those in .* have 3"),
-            (fast, dict(image_size=20), "stand for 16 pixels"),
-            (fast, dict(latent_scale=0.0), "multiplied by a number above 0"),
-            (fast, dict(data="x"), "--data is for encoding"),
-            (fast, dict(normalize=True), "latents_stats.pt is missing"),
-            (fast, dict(from_latents=str(tmp_path)), "holds no latents of a known layout"),
-            (fast, dict(from_latents=None, latent_scale=2.0, data="builtin:fashion", image_size=16),
-             "--latent-scale is for --from-latents")):
+        (fast, {"first_stage": None}, "name what encoded them: --first-stage PATH"),
+        (fast, {"first_stage": str(wide)}, "makes latents of 4 channels, those in .* have 3"),
+        (fast, {"image_size": 20}, "stand for 16 pixels"),
+        (fast, {"latent_scale": 0.0}, "multiplied by a number above 0"),
+        (fast, {"data": "x"}, "--data is for encoding"),
+        (fast, {"normalize": True}, "latents_stats.pt is missing"),
+        (fast, {"from_latents": str(tmp_path)}, "holds no latents of a known layout"),
+        (
+            fast,
+            {"from_latents": None, "latent_scale": 2.0, "data": "builtin:fashion", "image_size": 16},
+            "--latent-scale is for --from-latents",
+        ),
+    ):
         with pytest.raises(ConfigError, match=words):
             encode(options(root, vae, **changes))
     (fast / "theirs" / "imagenet256_labels" / "4.npy").unlink()
@@ -170,15 +191,21 @@ def test_what_cannot_be_taken_over(tmp_path, vae):
     with pytest.raises(ConfigError, match="latents_rank01_shard000.safetensors is no whole safetensors file"):
         encode(options(shards, vae))
     path = listed / "theirs" / "vae-sd" / "dataset.json"
-    for text, words in (('{"labels": null}', "lists no files with labels"), ("{", "lists no files with labels"),
-                        ('{"labels": [["../../x.npy", 1]]}', "no .npy below this folder"),
-                        ('{"labels": [["00000/img00000000.png", 1]]}', "give it to --data where these are images")):
+    for text, words in (
+        ('{"labels": null}', "lists no files with labels"),
+        ("{", "lists no files with labels"),
+        ('{"labels": [["../../x.npy", 1]]}', "no .npy below this folder"),
+        ('{"labels": [["00000/img00000000.png", 1]]}', "give it to --data where these are images"),
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
             encode(options(listed, vae))
     archive = tmp_path / "theirs.zip"
-    for members, words in (({"a.npy": b"", "dataset.json": b'{"labels": [["b.npy", 1]]}'}, "does not hold, b.npy"),
-                           ({"a.npy": b""}, "lists no files with labels"), (None, "it is no zip file")):
+    for members, words in (
+        ({"a.npy": b"", "dataset.json": b'{"labels": [["b.npy", 1]]}'}, "does not hold, b.npy"),
+        ({"a.npy": b""}, "lists no files with labels"),
+        (None, "it is no zip file"),
+    ):
         with zipfile.ZipFile(archive, "w") as file:
             for name, content in (members or {}).items():
                 file.writestr(name, content)
@@ -191,9 +218,11 @@ def test_what_cannot_be_taken_over(tmp_path, vae):
 
 def test_a_zip_of_latents_believes_no_header(tmp_path):
     """Oracle: the rule of bad_files.py: a header that promises a terabyte, or Python objects, is a bad sample."""
-    headers = {"0.npy": {"descr": "<f4", "fortran_order": False, "shape": (2, 4, 4)},
-               "1.npy": {"descr": "<f4", "fortran_order": False, "shape": (2, 1 << 19, 1 << 19)},
-               "2.npy": {"descr": "|O", "fortran_order": False, "shape": (2, 4, 4)}}
+    headers = {
+        "0.npy": {"descr": "<f4", "fortran_order": False, "shape": (2, 4, 4)},
+        "1.npy": {"descr": "<f4", "fortran_order": False, "shape": (2, 1 << 19, 1 << 19)},
+        "2.npy": {"descr": "|O", "fortran_order": False, "shape": (2, 4, 4)},
+    }
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for name, header in headers.items():
             content = io.BytesIO()
@@ -208,7 +237,8 @@ def test_a_zip_of_latents_believes_no_header(tmp_path):
 
 
 def test_damaged_and_hostile_files(tmp_path, vae):
-    """Oracle: the rule of bad_files.py; a header that promises a terabyte, a pickle and a short file are read by none.
+    """Oracle: the rule of bad_files.py; a header that promises a terabyte, a pickle and a short
+    file are read by none.
     """
     codes = fast_dit(tmp_path / "theirs")
     features = tmp_path / "theirs" / "imagenet256_features"

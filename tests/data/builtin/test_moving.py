@@ -19,22 +19,26 @@ DIRECTIONS = {"moving left": (-1, 0), "moving right": (1, 0), "moving up": (0, -
 
 def centre(video: torch.Tensor) -> torch.Tensor:
     """The centre of mass of each frame, (x, y) in pixels: (T, C, H, W) -> float64 (T, 2)."""
-    mass = video.double().sum(1)                                                                  # (T, H, W)
+    mass = video.double().sum(1)  # (T, H, W)
     y, x = (torch.arange(size, dtype=torch.float64) for size in mass.shape[1:])
     total = mass.sum((1, 2))
     return torch.stack(((mass.sum(1) * x).sum(1) / total, (mass.sum(2) * y).sum(1) / total), dim=1)
 
 
 @settings(max_examples=60, deadline=None)
-@given(index=st.integers(0, 9999), num_frames=st.sampled_from([2, 5, 17]), height=st.sampled_from([32, 48]),
-       width=st.sampled_from([32, 40, 64]))
+@given(
+    index=st.integers(0, 9999),
+    num_frames=st.sampled_from([2, 5, 17]),
+    height=st.sampled_from([32, 48]),
+    width=st.sampled_from([32, 40, 64]),
+)
 def test_it_moves_where_the_caption_says(index, num_frames, height, width):
     """Oracle: the centre of mass: monotonic in the caption's direction and far, still across; a bouncing one turns."""
     source = MovingFashion(num_frames, height, width)
     item = source[index]
     assert item["video"].shape == (num_frames, 1, height, width) and item["frames"] == num_frames
     caption = captions_of(item["caption"][None])[0]
-    step = centre(item["video"]).diff(dim=0)                                                      # (T - 1, 2)
+    step = centre(item["video"]).diff(dim=0)  # (T - 1, 2)
     way = torch.tensor([width, height]) - 2 * min(width, height) // 3
     for words, direction in DIRECTIONS.items():
         if caption.endswith(words):
@@ -48,7 +52,7 @@ def test_it_moves_where_the_caption_says(index, num_frames, height, width):
         if num_frames == 17:
             moved = step.abs().sum(0)
             assert (moved > 0.8 * way.min()).all()
-            assert ((step > 0).any(0) & (step < 0).any(0))[way.argmax()]                          # turns at a border
+            assert ((step > 0).any(0) & (step < 0).any(0))[way.argmax()]  # turns at a border
 
 
 def test_every_item_in_every_motion_once():
@@ -66,7 +70,7 @@ def test_every_item_in_every_motion_once():
         assert source.classes[item["label"]] in source.caption(index)
         assert item["label"] == source.items.labels[source._parts(index)[0]]
     first = [source.caption(index).split(" ", 1)[1] for index in range(50)]
-    assert len({words.split(" ")[-1] for words in first}) == len(MOTIONS) and len(set(first)) > 25    # a part is varied
+    assert len({words.split(" ")[-1] for words in first}) == len(MOTIONS) and len(set(first)) > 25  # a part is varied
 
 
 def test_an_item_that_rests_on_a_pixel_is_itself():
@@ -79,13 +83,14 @@ def test_an_item_that_rests_on_a_pixel_is_itself():
         for frame, left, top in zip(item["video"][:, 0], x.tolist(), y.tolist()):
             assert 0 <= left <= 8 and 0 <= top <= 8
             outside = frame.clone()
-            outside[int(top):int(top) + 17, int(left):int(left) + 17] = 0
+            outside[int(top) : int(top) + 17, int(left) : int(left) + 17] = 0
             assert not outside.any()
     from dstrain.data.builtin.moving import _pasted
+
     placed = _pasted(image, torch.tensor([3.0, 3.5]), torch.tensor([7.0, 16.0]), 32, 32)
     assert torch.equal(placed[0, 7:23, 3:19], image) and placed[0].sum() == image.sum()
     between = (image[:, 1:].float() + image[:, :-1]) / 2
-    assert (placed[1, 16:, 4:19].float() - between).abs().max() <= 0.5                            # halfway
+    assert (placed[1, 16:, 4:19].float() - between).abs().max() <= 0.5  # halfway
 
 
 def test_a_function_of_the_index():

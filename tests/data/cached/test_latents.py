@@ -47,14 +47,35 @@ print(source.describe().split(", ")[1])
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-def write(folder, number=50, size=16, flips=2, kind="latents", seed=0, classes=("a", "b", "c"), stage="stage",
-          image_size=16, shape=None, channels=1):
+def write(
+    folder,
+    number=50,
+    size=16,
+    flips=2,
+    kind="latents",
+    seed=0,
+    classes=("a", "b", "c"),
+    stage="stage",
+    image_size=16,
+    shape=None,
+    channels=1,
+):
     """A folder as launch/encode.py leaves it, with random codes; and all of these in one array."""
     folder.mkdir(parents=True)
     rng, shape = np.random.default_rng(seed), shape or ([3, 4, 4] if kind == "latents" else [4, 4])
-    encoding = {"kind": kind, "shape": shape, "dtype": "float16" if kind == "latents" else "int32", "number": number,
-                "flips": flips, "image_size": image_size, "channels": channels, "shard_size": size, "batch": 4,
-                "first_stage": stage, "data": "random"}
+    encoding = {
+        "kind": kind,
+        "shape": shape,
+        "dtype": "float16" if kind == "latents" else "int32",
+        "number": number,
+        "flips": flips,
+        "image_size": image_size,
+        "channels": channels,
+        "shard_size": size,
+        "batch": 4,
+        "first_stage": stage,
+        "data": "random",
+    }
     records, every = [], []
     for k in range(-(-number // size)):
         rows = min(size, number - k * size)
@@ -65,10 +86,12 @@ def write(folder, number=50, size=16, flips=2, kind="latents", seed=0, classes=(
             codes = rng.integers(0, 99, (rows, flips, *shape), dtype=np.int32)
         label = (np.arange(k * size, k * size + rows) % len(classes)).astype(np.int64)
         path = folder / shards.shard_name(k)
-        path.write_bytes(shards.pack({"moments" if kind == "latents" else "tokens": codes, "label": label,
-                                      "source": np.arange(rows)},
-                                     {"encoding": shards.short(encoding), "number": k, "bad": [],
-                                      "sums": shards.sums(codes)}))
+        path.write_bytes(
+            shards.pack(
+                {"moments" if kind == "latents" else "tokens": codes, "label": label, "source": np.arange(rows)},
+                {"encoding": shards.short(encoding), "number": k, "bad": [], "sums": shards.sums(codes)},
+            )
+        )
         records.append(shards.record(path, shards.check(path)))
         every.append(codes)
     (folder / shards.INDEX).write_bytes(render(shards.body_of(encoding, list(classes), records, {})))
@@ -111,8 +134,15 @@ def test_the_global_batch_at_any_world_and_worker_count(tmp_path, num_workers):
     for world, micro in ((1, 24), (2, 4)):
         parts = []
         for rank in range(world):
-            with Batches(Latents(tmp_path / "x"), global_batch=24, micro_batch=micro, seed=3, rank=rank, world=world,
-                         num_workers=num_workers) as batches:
+            with Batches(
+                Latents(tmp_path / "x"),
+                global_batch=24,
+                micro_batch=micro,
+                seed=3,
+                rank=rank,
+                world=world,
+                num_workers=num_workers,
+            ) as batches:
                 parts += batches.at(7)
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         rows = whole["position"].argsort()
@@ -129,8 +159,13 @@ def test_more_shards_than_a_process_may_open(tmp_path):
     """
     codes = write(tmp_path / "x", number=300, size=1, flips=1)
     np.save(tmp_path / "codes.npy", codes)
-    done = subprocess.run([sys.executable, "-c", FEW_FILES, tmp_path / "x", tmp_path / "codes.npy"], text=True,
-                          capture_output=True, env=environment(), timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES, tmp_path / "x", tmp_path / "codes.npy"],
+        text=True,
+        capture_output=True,
+        env=environment(),
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "3 classes of 100\n"
     write(tmp_path / "few", number=10, size=1, flips=1)
@@ -234,11 +269,20 @@ def test_damaged_index(tmp_path):
 def stage(tmp_path):
     """A first stage, latents that say they are of it, and the overrides of a recipe that reads them."""
     from dstrain.encoders.autoencoder import Autoencoder
+
     path = first_stage.save(tmp_path / "vae")
     write(tmp_path / "x", stage=Autoencoder(str(path)).fingerprint())
-    words = [f"data.path={tmp_path / 'x'}", "data.image_size=16", "data.channels=1", "model.patch_size=1",
-             "model.hidden_size=32", "model.depth=1", "model.num_heads=2", "model.num_classes=3",
-             f"folder={tmp_path / 'run'}"]
+    words = [
+        f"data.path={tmp_path / 'x'}",
+        "data.image_size=16",
+        "data.channels=1",
+        "model.patch_size=1",
+        "model.hidden_size=32",
+        "model.depth=1",
+        "model.num_heads=2",
+        "model.num_classes=3",
+        f"folder={tmp_path / 'run'}",
+    ]
     return tmp_path, path, words
 
 
@@ -271,21 +315,33 @@ def test_the_index_fills_in_the_recipe(stage):
         alone.sample(alone.networks(), Request(torch.arange(2)))
 
 
-@pytest.mark.parametrize("name, side", [("dit-b4-imagenet256", 32), ("dit-xl2-imagenet256", 32),
-                                        ("dit-xl2-imagenet512", 64)])
+@pytest.mark.parametrize(
+    "name, side", [("dit-b4-imagenet256", 32), ("dit-xl2-imagenet256", 32), ("dit-xl2-imagenet512", 64)]
+)
 def test_the_published_recipes_read_latents(tmp_path, name, side):
     """Oracle: --dry-run of each recipe on what its first command leaves of an autoencoder of Stable Diffusion's layout:
     all is in order, and the samples are the cached ones.
     """
     path = first_stage.save(tmp_path / "stage", channels=3, depth=4, latent_channels=4)
-    write(tmp_path / "cache", number=20, size=20, shape=[4, side, side], classes=[f"n{i:04}" for i in range(1000)],
-          stage=Autoencoder(str(path)).fingerprint(), image_size=8 * side, channels=3)
-    options = JobOptions(ROOT / f"launch/recipes/{name}.yaml", ROOT / "ds_configs/zero1.json", (
-        f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={path}", f"folder={tmp_path / 'run'}"), dry_run=True)
+    write(
+        tmp_path / "cache",
+        number=20,
+        size=20,
+        shape=[4, side, side],
+        classes=[f"n{i:04}" for i in range(1000)],
+        stage=Autoencoder(str(path)).fingerprint(),
+        image_size=8 * side,
+        channels=3,
+    )
+    options = JobOptions(
+        ROOT / f"launch/recipes/{name}.yaml",
+        ROOT / "ds_configs/zero1.json",
+        (f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={path}", f"folder={tmp_path / 'run'}"),
+        dry_run=True,
+    )
     job = prepare(options, 8, "cuda")
     assert job.run.data.codes.shape == (4, side, side) and job.run.data.workers is None
     assert any("20 cached images (latents" in remark for remark in job.remarks)
-
 
 
 def test_recipes_that_do_not_fit(stage):
@@ -299,20 +355,24 @@ def test_recipes_that_do_not_fit(stage):
     write(folder / "larger", stage=Latents(folder / "x").encoding["first_stage"], image_size=32)
     given = f"model.first_stage.path={path}"
     for more, message in (
-            ([], "every.sample=300: pictures need the autoencoder.*model.first_stage.path"),
-            ([f"model.first_stage.path={other}"], f"{other} is the autoencoder .* the latents in data.path are of"),
-            ([f"model.first_stage.path={coarse}"], "first_stage.factor: 4 in the recipe, 8 in autoencoder"),
-            ([given, "model.first_stage.factor=8"], "set first_stage.factor to 4"),
-            ([given, "model.in_channels=4"], "set in_channels to 3"),
-            ([given, "model.patch_size=3"], "multiple of 12"),
-            ([given, "data.image_size=32"], "write data.image_size=16"),
-            ([given, "data.channels=3"], "write data.channels=1"),
-            ([given, f"data.path={folder / 'plain'}", "data.flip=true"], "write data.flip=false"),
-            ([given, f"data.path={folder / 'ids'}"], "holds cached tokens of images, and dit learns from images or cached latents"),
-            ([given, f"data.held_out_path={folder / 'unseen'}"], "has first_stage another"),
-            ([given, f"data.held_out_path={folder / 'larger'}"], "has image_size 32, .*has 16"),
-            ([given, "model.first_stage.scaling_factor=0"], "model.first_stage.scaling_factor=0.*greater than 0"),
-            ([given, "model.num_classes=2"], "has 3 classes")):
+        ([], "every.sample=300: pictures need the autoencoder.*model.first_stage.path"),
+        ([f"model.first_stage.path={other}"], f"{other} is the autoencoder .* the latents in data.path are of"),
+        ([f"model.first_stage.path={coarse}"], "first_stage.factor: 4 in the recipe, 8 in autoencoder"),
+        ([given, "model.first_stage.factor=8"], "set first_stage.factor to 4"),
+        ([given, "model.in_channels=4"], "set in_channels to 3"),
+        ([given, "model.patch_size=3"], "multiple of 12"),
+        ([given, "data.image_size=32"], "write data.image_size=16"),
+        ([given, "data.channels=3"], "write data.channels=1"),
+        ([given, f"data.path={folder / 'plain'}", "data.flip=true"], "write data.flip=false"),
+        (
+            [given, f"data.path={folder / 'ids'}"],
+            "holds cached tokens of images, and dit learns from images or cached latents",
+        ),
+        ([given, f"data.held_out_path={folder / 'unseen'}"], "has first_stage another"),
+        ([given, f"data.held_out_path={folder / 'larger'}"], "has image_size 32, .*has 16"),
+        ([given, "model.first_stage.scaling_factor=0"], "model.first_stage.scaling_factor=0.*greater than 0"),
+        ([given, "model.num_classes=2"], "has 3 classes"),
+    ):
         with pytest.raises(ConfigError, match=message):
             prepared([*words, *more])
     shard = folder / "x" / "shard_00000.safetensors"
@@ -327,12 +387,19 @@ def test_another_export_to_the_same_path(stage):
     """Oracle: the values of both exports, in the refusal to go on; a finished run draws with those it learned in."""
     folder, path, words = stage
     words = [*words, f"model.first_stage.path={path}"]
-    images = [*words, "data.path=builtin:fashion", "model.first_stage.factor=4", "model.in_channels=3",
-              "model.num_classes=10"]
+    images = [
+        *words,
+        "data.path=builtin:fashion",
+        "model.first_stage.factor=4",
+        "model.in_channels=3",
+        "model.num_classes=10",
+    ]
     online, cached = prepared(images).run, prepared(words).run
     (folder / "run.yaml").write_text(recipe.dump(online))
     old, fixed = recipe.load(folder / "run.yaml"), online.model["first_stage"]
-    assert (fixed["scaling_factor"], fixed["shift"]) == (0.5, 0.0) and recipe.refused(old, prepared(images).run, DIT) == []
+    assert (fixed["scaling_factor"], fixed["shift"]) == (0.5, 0.0) and recipe.refused(
+        old, prepared(images).run, DIT
+    ) == []
     assert fixed["fingerprint"] == cached.model["first_stage"]["fingerprint"] == cached.model["codes"]["first_stage"]
 
     first_stage.save(path, scaling_factor=0.75, shift_factor=0.25)
@@ -365,7 +432,8 @@ def test_other_latents_when_a_run_goes_on(stage):
 
 
 def test_an_image_folder_may_have_an_index(tmp_path):
-    """Oracle: the same folder without it: somebody's own JSON makes no cache of pictures, nor a cache's damage images.
+    """Oracle: the same folder without it: somebody's own JSON makes no cache of pictures, nor a
+    cache's damage images.
     """
     root = pictures.folder(tmp_path / "data", 2, 3)
     data = Data(path=str(root), image_size=16, channels=1)
@@ -422,6 +490,7 @@ def test_a_step_names_the_samples_of_the_next(tmp_path):
     """Oracle: the batches themselves: what a step takes was expected one step earlier, mirrored where it is, once the
     run has begun or gone on; and naming them changes no batch.
     """
+
     class Observed(Latents):
         def expect(self, index, mirrored=None, chance=None):
             seen.append(("expected", *zip(index.tolist(), mirrored.tolist())))
@@ -432,7 +501,16 @@ def test_a_step_names_the_samples_of_the_next(tmp_path):
             return super().take(index, mirrored, chance)
 
     write(tmp_path / "cache")
-    settings = dict(global_batch=8, micro_batch=2, seed=3, rank=1, world=2, num_workers=0, flip=True, steps=9)
+    settings = {
+        "global_batch": 8,
+        "micro_batch": 2,
+        "seed": 3,
+        "rank": 1,
+        "world": 2,
+        "num_workers": 0,
+        "flip": True,
+        "steps": 9,
+    }
     plain = Latents(tmp_path / "cache")
     plain.expects = False
     for first in (0, 5):
@@ -444,5 +522,5 @@ def test_a_step_names_the_samples_of_the_next(tmp_path):
                 assert all(torch.equal(batch[name], other[name]) for name in batch)
         takes = [place for place, event in enumerate(seen) if event[0] == "taken"]
         assert len(takes) >= 6
-        for number, place in enumerate(takes[2:], 2):            # two micro-batches a step
-            assert ("expected", *seen[place][1:]) in seen[:takes[number - 2]]
+        for number, place in enumerate(takes[2:], 2):  # two micro-batches a step
+            assert ("expected", *seen[place][1:]) in seen[: takes[number - 2]]

@@ -37,8 +37,9 @@ def test_lossless_videos_come_back(tmp_path, kind):
     assert all(torch.equal(frame, video[COUNT - 1]) for frame in video[COUNT:])
 
 
-@pytest.mark.parametrize("suffix, options", [(".webp", {}), (".apng", {}), (".png", {}), (".gif", {}),
-                                             (".apng", {"default_image": True})])
+@pytest.mark.parametrize(
+    "suffix, options", [(".webp", {}), (".apng", {}), (".png", {}), (".gif", {}), (".apng", {"default_image": True})]
+)
 def test_animated_pictures_come_back(tmp_path, suffix, options):
     """Oracle: the frames that were written; 8 x 8 x 4 colours, which a GIF holds; a default image is no frame."""
     frames = moving(COUNT) // np.array([32, 32, 64], np.uint8) * np.array([32, 32, 64], np.uint8)
@@ -55,7 +56,7 @@ def test_lossy_videos_are_near(tmp_path, kind):
     video, real = whole(write(tmp_path / kind, frames, codec, options=options), height=64, width=96)
     assert real == COUNT
     video, written = video[:COUNT].float(), as_clip(frames).float()
-    distance = (video[:, None] - written[None]).abs().mean((2, 3, 4))                             # (N, N)
+    distance = (video[:, None] - written[None]).abs().mean((2, 3, 4))  # (N, N)
     assert torch.equal(distance.argmin(1), torch.arange(COUNT))
     assert distance.diagonal().max() < 8
 
@@ -81,10 +82,10 @@ def test_a_window_is_a_slice_of_the_whole(tmp_path, kind, monkeypatch):
         begun.clear()
         video, real, again = read_clip(path, Cut(5, 32, 48, stride=2), (start + 0.5) / (COUNT - 8), listing)
         assert again is listing and real == 5
-        assert torch.equal(video, full[start:start + 9:2]), start
-        assert begun[-1] == start + 8                             # no frame behind the window is decoded
+        assert torch.equal(video, full[start : start + 9 : 2]), start
+        assert begun[-1] == start + 8  # no frame behind the window is decoded
         late += begun[0] > 0
-        assert not late or start - begun[0] < 26                  # at most two keyframes back
+        assert not late or start - begun[0] < 26  # at most two keyframes back
     seeks = kind not in ("vp8.webm", "mpeg4.avi", "refresh.mkv")
     assert (late > 8) == seeks, late
 
@@ -96,7 +97,7 @@ def test_keyframes_that_say_too_much(tmp_path):
     listing = list_frames(path)
     wrong = listing._replace(keyframes=tuple((place and place + 3, time + 7) for place, time in listing.keyframes))
     video, _, _ = read_clip(path, Cut(4, 32, 48), 0.999, wrong)
-    assert torch.equal(video, full[COUNT - 4:COUNT])
+    assert torch.equal(video, full[COUNT - 4 : COUNT])
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.avi", "a.mov", "a.gif", "a.webp", "a.apng"])
@@ -105,7 +106,7 @@ def test_red_is_red(tmp_path, name):
     frames = np.zeros((4, 32, 32, 3), np.uint8)
     frames[..., 0] = 255
     if name.split(".")[1] in ("gif", "webp", "apng"):
-        frames[1:, 0, 0, 1] = [1, 2, 3]                           # equal frames would be merged
+        frames[1:, 0, 0, 1] = [1, 2, 3]  # equal frames would be merged
         path = write_pictures(tmp_path / name, frames)
     else:
         codec = {"a.webm": "libvpx-vp9", "a.avi": "mpeg4"}.get(name, "libx264")
@@ -113,7 +114,7 @@ def test_red_is_red(tmp_path, name):
     video, _ = whole(path, 1, 32, 32)
     assert video[0, 0, 8:, 8:].min() > 240 and video[0, 1:, 8:, 8:].max() < 12
     grey, _ = whole(path, 1, 32, 32, channels=1)
-    assert grey.shape[1] == 1 and 70 < grey[0, 0, 16, 16] < 82                             # 0.299 * 255
+    assert grey.shape[1] == 1 and 70 < grey[0, 0, 16, 16] < 82  # 0.299 * 255
 
 
 @pytest.mark.parametrize("name", ["a.webp", "a.apng", "a.mkv"])
@@ -137,6 +138,7 @@ def test_what_is_transparent_is_white(tmp_path, name):
 def test_a_telephone_held_upright(tmp_path, angle):
     """Oracle: the frames turned by numpy, where the file says so."""
     import av
+
     path = tmp_path / "a.mov"
     frames = moving(3, 48, 32)
     with av.open(str(path), "w") as container:
@@ -192,19 +194,27 @@ def test_windows():
     cut = Cut(3, 8, 8, stride=2)
     assert [cut.window(8, chance / 8) for chance in range(8)] == [range(s, s + 5, 2) for s in (0, 0, 1, 1, 2, 2, 3, 3)]
     assert [list(cut.window(count)) for count in (1, 2, 3, 4, 5, 7)] == [[0], [0], [0, 2], [0, 2], [0, 2, 4], [1, 3, 5]]
-    assert list(cut.window(8, 1 - 2 ** -24)) == [3, 5, 7]
+    assert list(cut.window(8, 1 - 2**-24)) == [3, 5, 7]
 
 
-@pytest.mark.parametrize("fault, error", [
-    ("empty", "Invalid|end of file|EOF"), ("text", "Invalid"), ("playlist", "Invalid|whitelist"),
-    ("truncated", "ends after|Invalid|moov|frame"), ("sound only", "no video stream"), ("huge", "exceed the cap"),
-])
+@pytest.mark.parametrize(
+    "fault, error",
+    [
+        ("empty", "Invalid|end of file|EOF"),
+        ("text", "Invalid"),
+        ("playlist", "Invalid|whitelist"),
+        ("truncated", "ends after|Invalid|moov|frame"),
+        ("sound only", "no video stream"),
+        ("huge", "exceed the cap"),
+    ],
+)
 def test_files_that_cannot_be_read(tmp_path, fault, error, monkeypatch):
     """Oracle: the contract: an error that says why; a playlist never leads to another file."""
     path = write(tmp_path / "a.mp4", moving(COUNT), "libx264")
     sound = path.read_bytes()
     if fault == "sound only":
         import av
+
         with av.open(str(path), "w") as container:
             stream = container.add_stream("aac", rate=8000)
             frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
@@ -215,8 +225,14 @@ def test_files_that_cannot_be_read(tmp_path, fault, error, monkeypatch):
         monkeypatch.setattr(pixels, "PIXEL_CAP", 100)
     else:
         (tmp_path / "other.mp4").write_bytes(sound)
-        path.write_bytes({"empty": b"", "text": b"not a video\n" * 50, "truncated": sound[:len(sound) // 2],
-                          "playlist": b"ffconcat version 1.0\nfile other.mp4\n"}[fault])
+        path.write_bytes(
+            {
+                "empty": b"",
+                "text": b"not a video\n" * 50,
+                "truncated": sound[: len(sound) // 2],
+                "playlist": b"ffconcat version 1.0\nfile other.mp4\n",
+            }[fault]
+        )
     with pytest.raises(Exception, match=error):
         read_clip(path, Cut(5, 32, 32))
 
@@ -235,6 +251,7 @@ def test_a_file_whose_end_is_missing(tmp_path):
     lies before."""
     path = write(tmp_path / "a.mp4", moving(COUNT), "libx264", options={"movflags": "+faststart", "bf": "0"})
     import av
+
     fast = tmp_path / "fast.mp4"
     with av.open(str(path)) as source, av.open(str(fast), "w", options={"movflags": "+faststart"}) as target:
         stream = target.add_stream_from_template(source.streams.video[0])
@@ -242,7 +259,7 @@ def test_a_file_whose_end_is_missing(tmp_path):
             if packet.size:
                 packet.stream = stream
                 target.mux(packet)
-    fast.write_bytes(fast.read_bytes()[:-fast.stat().st_size // 4])
+    fast.write_bytes(fast.read_bytes()[: -fast.stat().st_size // 4])
     assert list_frames(fast).count == COUNT
     assert read_clip(fast, Cut(3, 32, 48), 0.0)[1] == 3
     with pytest.raises(Exception, match="ends after|Invalid|damaged"):

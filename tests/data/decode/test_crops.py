@@ -28,7 +28,10 @@ def numbers(count, seed):
 
 def reference_random(picture, size, draws, least=0.8, most=1.0):
     """ADM's random crop in its own words: a side, then rows, then columns, each uniform among whole numbers."""
-    pick = lambda count: int(draws.pop(0) * count)
+
+    def pick(count):
+        return int(draws.pop(0) * count)
+
     low, high = math.ceil(size / most), math.ceil(size / least)
     side = low + pick(high - low + 1)
     while min(picture.size) >= 2 * side:
@@ -37,11 +40,12 @@ def reference_random(picture, size, draws, least=0.8, most=1.0):
     array = np.array(picture.resize(tuple(round(x * scale) for x in picture.size), Image.Resampling.BICUBIC))
     y = pick(array.shape[0] - size + 1)
     x = pick(array.shape[1] - size + 1)
-    return array[y:y + size, x:x + size]
+    return array[y : y + size, x : x + size]
 
 
-@pytest.mark.parametrize("width, height, size", [(100, 75, 32), (75, 180, 32), (32, 32, 32), (20, 33, 32),
-                                                 (500, 375, 64)])
+@pytest.mark.parametrize(
+    "width, height, size", [(100, 75, 32), (75, 180, 32), (32, 32, 32), (20, 33, 32), (500, 375, 64)]
+)
 def test_random(width, height, size):
     """Oracle: ADM's rule, by the same draws."""
     for seed in range(6):
@@ -58,8 +62,9 @@ def test_random_resized(monkeypatch, scale, ratio):
         draws = numbers(22, seed)
         uniforms, places = iter(draws), iter(draws[20:])
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "uniform_",
-                          lambda _, low, high: torch.tensor([low + next(uniforms) * (high - low)]))
+            patch.setattr(
+                torch.Tensor, "uniform_", lambda _, low, high: torch.tensor([low + next(uniforms) * (high - low)])
+            )
             patch.setattr(torch, "randint", lambda low, high, size: torch.tensor([int(next(places) * high)]))
             truth = theirs(image(90, 60 + seed))
         assert np.array_equal(Crop("random_resized", scale, ratio)(image(90, 60 + seed), 24, 24, draws).image, truth)
@@ -71,7 +76,7 @@ def test_dalle():
     array = np.arange(64 * 80 * 3).reshape(64, 80, 3) % 251
     cut = Crop("dalle")(Image.fromarray(array.astype(np.uint8)), 24, 24, [0.0, 0.99, 0.55, 0.99, 0.0])
     means = array[:, 16:].reshape(32, 2, 32, 2, 3).mean((1, 3))[8:, :24]
-    assert np.abs(np.asarray(cut.image).astype(int) - means).max() <= 1   # Pillow rounds twice
+    assert np.abs(np.asarray(cut.image).astype(int) - means).max() <= 1  # Pillow rounds twice
     assert (cut.top, cut.left) == (8, 8)
     sides = {Crop("dalle")(image(100, 90), 32, 32, [0, 0, draw / 100, 0.999, 0.999]).top + 32 for draw in range(100)}
     assert sides == set(range(36, 49))
@@ -103,36 +108,53 @@ def test_a_crop_belongs_to_the_key(tmp_path):
     """Oracle: one rank that reads by itself; a sample's crop changes from epoch to epoch and is the same on any rank
     and worker, and after a resume."""
     source = open_sources(Data(path=str(pictures.folder(tmp_path / "data")), image_size=16, crop="random"))[0]
-    of = lambda rank, world, **more: Batches(source, global_batch=10, micro_batch=10 // world, seed=1, rank=rank,
-                                             world=world, steps=4, **more)
+
+    def of(rank, world, **more):
+        return Batches(
+            source, global_batch=10, micro_batch=10 // world, seed=1, rank=rank, world=world, steps=4, **more
+        )
+
     alone = [next(of(0, 1).at(step)) for step in range(4)]
     for rank in range(2):
         with of(rank, 2, num_workers=1) as batches:
             for step in (2, 3):
                 part = next(batches.at(step))
-                assert torch.equal(part["image"], alone[step]["image"][5 * rank:5 * rank + 5])
+                assert torch.equal(part["image"], alone[step]["image"][5 * rank : 5 * rank + 5])
     index = [source.order(10, 1).index_at(torch.arange(20) + 20 * epoch).tolist() for epoch in range(2)]
-    first, second = (torch.cat([batch["image"] for batch in alone[2 * epoch:2 * epoch + 2]]) for epoch in range(2))
-    flips = [torch.cat([rng.uniform(batch["key"], "flip") < 0.5 for batch in alone[2 * epoch:2 * epoch + 2]])
-             for epoch in range(2)]
+    first, second = (torch.cat([batch["image"] for batch in alone[2 * epoch : 2 * epoch + 2]]) for epoch in range(2))
+    flips = [
+        torch.cat([rng.uniform(batch["key"], "flip") < 0.5 for batch in alone[2 * epoch : 2 * epoch + 2]])
+        for epoch in range(2)
+    ]
     first[flips[0]], second[flips[1]] = first[flips[0]].flip(-1), second[flips[1]].flip(-1)
     changed = [not torch.equal(first[row], second[index[1].index(index[0][row])]) for row in range(20)]
     assert sum(changed) >= 15
 
 
-@pytest.mark.parametrize("entries, words", [
-    ({"crop": "random"}, "28 x 28 pixels, which are not cropped"), ({"size_conditions": True}, "not cropped")])
+@pytest.mark.parametrize(
+    "entries, words",
+    [({"crop": "random"}, "28 x 28 pixels, which are not cropped"), ({"size_conditions": True}, "not cropped")],
+)
 def test_of_the_built_in_images(entries, words):
     with pytest.raises(ConfigError, match=words):
         open_sources(Data(**entries))
 
 
-@pytest.mark.parametrize("entries, words", [
-    ({"crop_scale": [0.5, 1]}, "is of data.crop=random"), ({"crop": "random", "draft": True}, "data.draft=false"),
-    ({"crop": "random", "crop_scale": [1, 0.5]}, "lower number"), ({"crop": "random", "crop_ratio": [1, 2]}, "resized"),
-    ({"crop": "dalle", "buckets": [[32, 32]]}, "cuts squares"), ({"max_upscale": 2}, "data.buckets"),
-    ({"buckets": [[32, 32], [32, 32]]}, "twice"), ({"buckets": {"pixels": 9}}, "makes no shape"),
-    ({"buckets": {"pixel": 9}}, "a rule is"), ({"num_frames": 5, "crop": "random"}, "not of clips")])
+@pytest.mark.parametrize(
+    "entries, words",
+    [
+        ({"crop_scale": [0.5, 1]}, "is of data.crop=random"),
+        ({"crop": "random", "draft": True}, "data.draft=false"),
+        ({"crop": "random", "crop_scale": [1, 0.5]}, "lower number"),
+        ({"crop": "random", "crop_ratio": [1, 2]}, "resized"),
+        ({"crop": "dalle", "buckets": [[32, 32]]}, "cuts squares"),
+        ({"max_upscale": 2}, "data.buckets"),
+        ({"buckets": [[32, 32], [32, 32]]}, "twice"),
+        ({"buckets": {"pixels": 9}}, "makes no shape"),
+        ({"buckets": {"pixel": 9}}, "a rule is"),
+        ({"num_frames": 5, "crop": "random"}, "not of clips"),
+    ],
+)
 def test_entries_that_do_not_fit(entries, words):
     """Oracle: an error that names the entry and the remedy."""
     with pytest.raises(ValueError, match=words):

@@ -26,7 +26,7 @@ from dstrain.data.formats.base import Request
 from dstrain.data.open import open_sources
 from dstrain.data.sources.images import open_images
 from dstrain.recipe import Cache, ConfigError, Data, NotRead
-from tests.data.formats.test_hugging_face import as_parquet, same, saved, table  # noqa: F401 (plain is a fixture)
+from tests.data.formats.test_hugging_face import as_parquet, same, saved, table
 from tests.support.launch import ROOT, environment
 from tests.support.ranges import serving
 
@@ -69,9 +69,13 @@ def test_every_form_of_an_address(web, cache):
     content = {name: content_of(web, name) for name in ("a-00.tar", "a-01.tar")}
     content["sub/b.tar"] = content_of(web, "sub/b.tar", 10)
     both = [("a-00.tar", False), ("a-01.tar", False)]
-    forms = {f"{web.address}": [*both, ("sub", True)], f"{web.address}/": [*both, ("sub", True)],
-             f"{web.address}/a-{{00..01}}.tar": both, f"{web.address}/a-00.tar?signed=1": both[:1],
-             f"{web.address}/a-00.tar {web.address}/sub/b.tar": [both[0], ("sub", True)]}
+    forms = {
+        f"{web.address}": [*both, ("sub", True)],
+        f"{web.address}/": [*both, ("sub", True)],
+        f"{web.address}/a-{{00..01}}.tar": both,
+        f"{web.address}/a-00.tar?signed=1": both[:1],
+        f"{web.address}/a-00.tar {web.address}/sub/b.tar": [both[0], ("sub", True)],
+    }
     for form, names in forms.items():
         files = pickle.loads(pickle.dumps(files_at(form, cache)))
         assert files.names() == names
@@ -91,11 +95,11 @@ def test_every_form_of_an_address(web, cache):
     asked = len(web.asked)
     assert files_at(f"{web.address}/", cache).span("a-01.tar", 0, 9_000_000) == content["a-01.tar"]
     assert files_at(f"{web.address}/", cache).span("a-01.tar", 8_000_000, 9) == content["a-01.tar"][8_000_000:8_000_009]
-    assert len(web.asked) == asked + 3                      # its three blocks, once
+    assert len(web.asked) == asked + 3  # its three blocks, once
     newer = files_at(f"{web.address}/", cache).stat("").version
     content_of(web, "a-02.tar", 10)
     assert files_at(f"{web.address}/", cache).stat("").version != newer
-    content["a-00.tar"] = content_of(web, "a-00.tar", 9_000_001)               # another version, of other bytes
+    content["a-00.tar"] = content_of(web, "a-00.tar", 9_000_001)  # another version, of other bytes
     assert files_at(f"{web.address}/", cache).span("a-00.tar", 1, 9) == content["a-00.tar"][1:10]
 
 
@@ -107,7 +111,7 @@ def test_a_store_that_fails_is_asked_again_and_then_ends_the_run(web, cache, wai
     assert files_at(web.address, cache).span("a.tar", 10, 20) == content[10:30]
     content = content_of(web, "a.tar", 2000)
     if fault != "slow":
-        assert waits in ([0.2, 1.0], [0.2])                 # aiohttp itself repeats what a server has not begun to answer
+        assert waits in ([0.2, 1.0], [0.2])  # aiohttp itself repeats what a server has not begun to answer
         files = files_at(web.address, cache)
         files.stat("a.tar")
         web.broken, waits[:] = 1000, []
@@ -125,21 +129,23 @@ def test_a_server_without_ranges(web, cache):
     content, web.ranges = content_of(web, "a.tar"), False
     files = files_at(web.address, cache)
     for start in (BLOCK + 5, 3, 8_000_000):
-        assert files.span("a.tar", start, 100) == content[start:start + 100]
-    assert web.bytes_sent <= 2 * len(content)               # the answer that showed it, and the file
+        assert files.span("a.tar", start, 100) == content[start : start + 100]
+    assert web.bytes_sent <= 2 * len(content)  # the answer that showed it, and the file
 
 
 def test_what_is_wrong_at_the_start_is_one_line(web, cache, waits, monkeypatch):
     """Oracle: the table of errors of an address: wrong, refused, no server, no library; before anything is read."""
     content_of(web, "secret.parquet", 10)
-    reached = {f"{web.address}/none/": "the store has no such object, folder or bucket",
-               f"{web.address}/none.parquet": "none.parquet: the store has no such object",
-               f"{web.address}/none.tar": "^http.*none.tar: the store has no such object",
-               f"{web.address}/none.zip": "^http.*none.zip: the store has no such object",
-               f"{web.address}/secret.parquet": "the store refuses it .*403.*give credentials .* by user:password@",
-               "s3://bucket/x.parquet": "pip install 'dstrain\\[remote\\]'",
-               "gs://bucket/x.tar": "^gs:// needs a library that is not installed.*pip install 'dstrain\\[remote\\]'",
-               f"{web.address}/x{{3..1}}.parquet": "stands for none or for more than"}
+    reached = {
+        f"{web.address}/none/": "the store has no such object, folder or bucket",
+        f"{web.address}/none.parquet": "none.parquet: the store has no such object",
+        f"{web.address}/none.tar": "^http.*none.tar: the store has no such object",
+        f"{web.address}/none.zip": "^http.*none.zip: the store has no such object",
+        f"{web.address}/secret.parquet": "the store refuses it .*403.*give credentials .* by user:password@",
+        "s3://bucket/x.parquet": "pip install 'dstrain\\[remote\\]'",
+        "gs://bucket/x.tar": "^gs:// needs a library that is not installed.*pip install 'dstrain\\[remote\\]'",
+        f"{web.address}/x{{3..1}}.parquet": "stands for none or for more than",
+    }
     for package in ("s3fs", "gcsfs"):
         monkeypatch.setitem(sys.modules, package, None)
     for address, message in reached.items():
@@ -148,14 +154,14 @@ def test_what_is_wrong_at_the_start_is_one_line(web, cache, waits, monkeypatch):
         assert "\n" not in str(error.value)
     with pytest.raises(NotRead, match="127.0.0.1:9/x.parquet cannot be read: the store does not answer"):
         open_images("http://127.0.0.1:9/x.parquet", 16, request=Request(SUFFIXES, cache=cache))
-    assert waits == pytest.approx([0.2, 1.0])               # no longer: the address is as likely to be at fault
+    assert waits == pytest.approx([0.2, 1.0])  # no longer: the address is as likely to be at fault
     (Path(cache.folder) / "x").write_text("a file")
     with pytest.raises(ConfigError, match="data.cache.folder=.*cannot be written"):
         files_at(web.address, Cache(folder=f"{cache.folder}/x"))
 
 
 @pytest.mark.parametrize("gb", [0.1, 0.01])
-def test_samples_equal_to_the_plain_folder(web, tmp_path, plain, gb):    # noqa: F811
+def test_samples_equal_to_the_plain_folder(web, tmp_path, plain, gb):
     """Oracle: the plain folder: order, labels, classes and pixels; of a cache larger and smaller than the data."""
     cache = Cache(folder=str(tmp_path / "cache"), gb=gb)
     request = Request(SUFFIXES, cache=cache)
@@ -169,19 +175,19 @@ def test_samples_equal_to_the_plain_folder(web, tmp_path, plain, gb):    # noqa:
     train, unseen = open_sources(Data(path=f"{web.address}/p", image_size=16, cache=cache))
     same(train, plain)
     assert len(unseen) == 2
-    if gb == 0.01:                                          # more is known of the server than fits
+    if gb == 0.01:  # more is known of the server than fits
         source = open_images(f"{web.address}/p", 16, request=request)
         source.layout.files.stat(ballast.name)
         same(source, plain)
-        assert min(path.stat().st_size for path in entries(cache)) < 10_000    # samples, and no blocks
+        assert min(path.stat().st_size for path in entries(cache)) < 10_000  # samples, and no blocks
 
 
-def test_containers_at_an_address(web, cache, plain):                    # noqa: F811
+def test_containers_at_an_address(web, cache, plain):
     """Oracle: the plain folder: tar shards by a pattern, and a zip file, read by ranges."""
     paths = sorted(plain.rglob("*.png"))
     for number in range(2):
         with tarfile.open(web.folder / f"shard-{number}.tar", "w") as shard:
-            for place, path in enumerate(paths[11 * number:11 * number + 11], 11 * number):
+            for place, path in enumerate(paths[11 * number : 11 * number + 11], 11 * number):
                 shard.add(path, f"{place:03}.png")
                 label = tarfile.TarInfo(f"{place:03}.cls")
                 label.size = 2
@@ -194,11 +200,11 @@ def test_containers_at_an_address(web, cache, plain):                    # noqa:
         same(open_images(f"{web.address}/{address}", 16, request=request), plain)
 
 
-def test_batches_by_workers_are_read_ahead(web, cache, plain):           # noqa: F811
+def test_batches_by_workers_are_read_ahead(web, cache, plain):
     """Oracle: batches of the plain folder, without workers and with one; a store that fails ends them as NotRead."""
     as_parquet()(web.folder / "p", table(plain))
     source = open_images(f"{web.address}/p", 16, request=Request(SUFFIXES, cache=cache))
-    common = dict(global_batch=6, micro_batch=3, seed=1, steps=4)
+    common = {"global_batch": 6, "micro_batch": 3, "seed": 1, "steps": 4}
     with Batches(open_images(plain, 16), **common) as expected:
         batches = [batch for step in range(4) for batch in expected.at(step)]
     for workers in (0, 1):
@@ -212,10 +218,10 @@ def test_batches_by_workers_are_read_ahead(web, cache, plain):           # noqa:
     deadline = time.monotonic() + 60
     while len(entries(Cache(folder=f"{cache.folder}-2"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(entries(Cache(folder=f"{cache.folder}-2"))) == 2          # both files, though nobody has read a sample
+    assert len(entries(Cache(folder=f"{cache.folder}-2"))) == 2  # both files, though nobody has read a sample
 
 
-def test_a_store_that_fails_in_a_run_is_no_bad_file(web, tmp_path, waits, plain):        # noqa: F811
+def test_a_store_that_fails_in_a_run_is_no_bad_file(web, tmp_path, waits, plain):
     """Oracle: BadFiles' list, which stays empty, and `problem`, by which the training loop saves and ends."""
     as_parquet()(web.folder / "p", table(plain))
     cache = Cache(folder=str(tmp_path / "cache"), gb=0.1)
@@ -252,16 +258,17 @@ def cached(folder: Path) -> dict[tuple[str, int], int]:
 
 def test_the_cache_is_bounded_and_shared(tmp_path):
     """Oracle: the bytes of the folder, never above the limit, while three processes fill it; the ledger counts them."""
-    processes = [multiprocessing.get_context("fork").Process(target=fill, args=(str(tmp_path), seed))
-                 for seed in range(3)]
+    processes = [
+        multiprocessing.get_context("fork").Process(target=fill, args=(str(tmp_path), seed)) for seed in range(3)
+    ]
     for process in processes:
         process.start()
     folder, most = tmp_path / "dstrain-cache", 0
     while any(process.is_alive() for process in processes):
-        before, after = cached(folder), cached(folder)      # what is in both was there between them, all at once
+        before, after = cached(folder), cached(folder)  # what is in both was there between them, all at once
         most = max(most, sum(size for key, size in before.items() if key in after))
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert most <= 1_000_000 + 3 * 40_000                     # each process fills one more entry meanwhile
+    assert most <= 1_000_000 + 3 * 40_000  # each process fills one more entry meanwhile
     used = sum(cached(folder).values())
     assert 500_000 < used <= int((folder / "ledger").read_bytes()) <= 1_000_000
     (folder / "ledger").write_text("damaged")
@@ -279,7 +286,7 @@ def test_the_oldest_go_first(tmp_path):
     cache.write(f"{10:032x}", bytes(1000))
     there = [number for number in range(11) if cache.read(f"{number:032x}", 1000, 0, 1) is not None]
     assert there == list(range(2, 11)) and (tmp_path / "own.txt").exists()
-    cache.write("f" * 32, bytes(20_000))                    # above the limit: left out
+    cache.write("f" * 32, bytes(20_000))  # above the limit: left out
     assert cache.read("f" * 32, 20_000, 0, 1) is None
     with pytest.raises(ConfigError, match="does not fit into the cache.*data.cache.gb="):
         cache.whole("e" * 32, 20_000, lambda path: None)
@@ -302,11 +309,17 @@ while True:
 
 
 def test_killed_in_the_middle_of_a_fill(web, cache):
-    """Oracle: the bytes on the server's disk: after kill -9 at any moment another process reads them, and none waits."""
+    """Oracle: the bytes on the server's disk: after kill -9 at any moment another process reads
+    them, and none waits.
+    """
     content = content_of(web, "a.tar")
     for moment in (0.02, 0.05, 0.09, 0.13):
-        process = subprocess.Popen([sys.executable, "-c", _FILLS, web.address, cache.folder], env=environment(),
-                                   cwd=ROOT, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _FILLS, web.address, cache.folder],
+            env=environment(),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+        )
         assert process.stdout.readline() == b"begins\n"
         time.sleep(moment)
         process.send_signal(signal.SIGKILL)
@@ -314,13 +327,13 @@ def test_killed_in_the_middle_of_a_fill(web, cache):
         files = files_at(web.address, cache)
         assert files.span("a.tar", 0, 9_000_000) == content
         assert files.local("a.tar").read_bytes() == content
-    for number in range(12):                                # what the killed left counts, and goes in the end
+    for number in range(12):  # what the killed left counts, and goes in the end
         files.cache.write(f"{number:032x}", bytes(9_000_000))
     assert not list(files.cache.folder.glob("*.tmp"))
     assert sum(path.stat().st_size for path in files.cache.folder.iterdir() if path.name != "ledger") <= 100_000_000
 
 
-def test_s3(tmp_path, cache, plain):                         # noqa: F811
+def test_s3(tmp_path, cache, plain):
     """Oracle: the plain folder; moto's server stands for S3. Both packages together have 300 MB: not in CI."""
     moto = pytest.importorskip("moto.server", reason="pip install 'moto[s3,server]' s3fs to test against S3's stand-in")
     s3fs = pytest.importorskip("s3fs")

@@ -36,9 +36,11 @@ def test_what_is_no_file_is_not_opened(tmp_path):
                 source[index]
             except BadSample as bad:
                 reasons[bad.path] = bad.reason
-    assert reasons == {f"c0/{name}.png": f"it is a {kind}, and no file"
-                       for name, kind in (("a", "FIFO"), ("b", "socket"), ("c", "device"))}
-    assert source.contents()                                            # a FIFO has a size
+    assert reasons == {
+        f"c0/{name}.png": f"it is a {kind}, and no file"
+        for name, kind in (("a", "FIFO"), ("b", "socket"), ("c", "device"))
+    }
+    assert source.contents()  # a FIFO has a size
     clips = folder_of_clips(tmp_path / "v", texts=True)
     (clips / "v0.webp").unlink()
     (clips / "v1.txt").unlink()
@@ -53,7 +55,7 @@ def test_what_is_no_file_is_not_opened(tmp_path):
     for name in ("index.json", "encoding.json", "shard_00000.safetensors"):
         os.mkfifo(root / name)
     assert not is_encoded(root) and len(open_images(root, 16)) == 5
-    os.mkfifo(root / "dataset.json")                                    # labels may stand there
+    os.mkfifo(root / "dataset.json")  # labels may stand there
     with pytest.raises(ConfigError, match="dataset.json cannot be read .*FIFO"):
         open_images(root, 16)
     os.mkfifo(tmp_path / "captions.tsv")
@@ -68,16 +70,19 @@ def test_too_many_open_files_are_no_bad_file(tmp_path, monkeypatch):
     source = open_images(folder(tmp_path / "d", 1, 3), 16)
     expected, waits = source[0]["image"], []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    restore = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def restore():
+        return resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
     monkeypatch.setattr(storage.time, "sleep", waits.append)
-    lowest = os.dup(0)                                                  # the next that would be given out
+    lowest = os.dup(0)  # the next that would be given out
     os.close(lowest)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
         with pytest.raises(NotRead, match="c0/000.png cannot be read .*Too many open files.*not the file's"):
             source[0]
         assert waits == pytest.approx([0.2, 1.0, 5.0])
-        with pytest.raises(NotRead, match="Too many open files"):       # and no other sample in its place
+        with pytest.raises(NotRead, match="Too many open files"):  # and no other sample in its place
             source.first()
         monkeypatch.setattr(storage.time, "sleep", lambda seconds: restore())
         assert (source[0]["image"] == expected).all()
@@ -85,8 +90,17 @@ def test_too_many_open_files_are_no_bad_file(tmp_path, monkeypatch):
         restore()
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "x"), OSError(errno.ESTALE, "x"), OSError(errno.ENOTCONN, "x"),
-                                   TimeoutError(errno.ETIMEDOUT, "x"), OSError(errno.ENOSPC, "x"), MemoryError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "x"),
+        OSError(errno.ESTALE, "x"),
+        OSError(errno.ENOTCONN, "x"),
+        TimeoutError(errno.ETIMEDOUT, "x"),
+        OSError(errno.ENOSPC, "x"),
+        MemoryError(),
+    ],
+)
 def test_errors_of_the_storage(tmp_path, error):
     """Oracle: errno(3): none of these says anything about the file's content; others do."""
     path = tmp_path / "a"
@@ -101,6 +115,7 @@ def test_errors_of_the_storage(tmp_path, error):
 def test_ffmpegs_own_errors(tmp_path):
     """Oracle: the file, read once more: FFmpeg says EIO and ENOMEM of damaged files, too, and those are bad files."""
     import av
+
     path = tmp_path / "a.mp4"
     path.write_bytes(b"x")
     for kind, number in ((av.error.OSError, errno.EIO), (av.error.MemoryError, errno.ENOMEM)):
@@ -113,6 +128,7 @@ def test_ffmpegs_own_errors(tmp_path):
 
 def test_the_command_ends_with_one_message(capsys):
     """Oracle: the table of exit codes: 1, for a supervisor that starts again; the reason, and no traceback."""
+
     def fail() -> None:
         raise NotRead("/data/a.png cannot be read (OSError: EIO)")
 

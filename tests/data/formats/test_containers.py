@@ -60,7 +60,7 @@ def files_of(root: Path) -> list[Path]:
 def assert_equal(path: str | Path, root: Path, names: bool = True, classes: bool = True, **more) -> None:
     """That a container holds what a folder holds, sample by sample."""
     source, expected = open_images(path, 16, **more), open_images(root, 16)
-    source = pickle.loads(pickle.dumps(source))                        # as in a worker
+    source = pickle.loads(pickle.dumps(source))  # as in a worker
     assert len(source) == len(expected)
     for i in range(len(expected)):
         assert torch.equal(source[i]["image"], expected[i]["image"])
@@ -92,12 +92,13 @@ def test_webdataset(tmp_path, plain):
     assert [source.name(i).partition(".tar/")[2] for i in range(len(source))] == keys
     some, request = tmp_path / "shards" / "out-{00001..00002}.tar", Request(SUFFIXES, captions=True)
     captioned = open_images(some, 16, request=request)
-    assert captions_of(torch.stack([captioned[i]["caption"] for i in range(len(captioned))])) == \
-        [f"no. {i}" for i in range(5, len(files))]
+    assert captions_of(torch.stack([captioned[i]["caption"] for i in range(len(captioned))])) == [
+        f"no. {i}" for i in range(5, len(files))
+    ]
     whole = open_images(tmp_path / "shards", 16, request=request)
     assert whole.layout.notes == {"uncaptioned": 5} and len(whole) == len(files) - 5
     layout = whole.layout
-    for _ in (0, 1):                                                   # as when a large index moves to a disk
+    for _ in (0, 1):  # as when a large index moves to a disk
         assert sum(1 for part in layout.parts() for _ in layout.samples(part)) == len(whole)
         assert layout.watched() and layout.notes == {"uncaptioned": 5}
     (tmp_path / "shards" / "out-00002.tar").rename(tmp_path / "LAST.TAR")
@@ -106,7 +107,8 @@ def test_webdataset(tmp_path, plain):
 
 @pytest.mark.parametrize("damaged", [{"cls": b""}, {"json": b'{"label": 1'}])
 def test_damaged_labels_in_tars(tmp_path, damaged):
-    """Oracle: the contract: beside labelled samples, a label that cannot be read is named; without labels none is read.
+    """Oracle: the contract: beside labelled samples, a label that cannot be read is named; without
+    labels none is read.
     """
     image = io.BytesIO()
     picture(3).save(image, "PNG")
@@ -124,19 +126,39 @@ def test_tars_of_others(tmp_path):
         for key, label in (("b/1", "dog"), ("b/0", "cat")):
             image = io.BytesIO()
             picture(3).save(image, "PNG")
-            writer.write({"__key__": key, "png": image.getvalue(), "seg.png": b"mask", "mp4": b"film",
-                          "cls": label.encode(), "txt": b" a text \n another \n", "json": b"[1]"})
+            writer.write(
+                {
+                    "__key__": key,
+                    "png": image.getvalue(),
+                    "seg.png": b"mask",
+                    "mp4": b"film",
+                    "cls": label.encode(),
+                    "txt": b" a text \n another \n",
+                    "json": b"[1]",
+                }
+            )
+
     def samples(suffixes, **more):
         layout = recognised(str(tmp_path), LocalFiles(tmp_path), Request(suffixes, **more))
-        return [(sample.place.name, sample.label, sample.captions, layout.read(sample.place))
-                for part in layout.parts() for sample in layout.samples(part)]
+        return [
+            (sample.place.name, sample.label, sample.captions, layout.read(sample.place))
+            for part in layout.parts()
+            for sample in layout.samples(part)
+        ]
+
     assert [row[:3] for row in samples(SUFFIXES)] == [("a.tar/b/0", "cat", ()), ("a.tar/b/1", "dog", ())]
     assert samples((".mp4", ".png"), noun="clips", captions=True, labels="none") == [
-        (f"a.tar/b/{number}", None, ("a text", "another"), b"film") for number in (0, 1)]
+        (f"a.tar/b/{number}", None, ("a text", "another"), b"film") for number in (0, 1)
+    ]
 
 
-@pytest.mark.parametrize("name, words", [("0.png", r"a.tar is no readable tar file \(it has two members 0.png"),
-                                         ("1.v2.png", r"a.tar: 1.v2.png has several dots")])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("0.png", r"a.tar is no readable tar file \(it has two members 0.png"),
+        ("1.v2.png", r"a.tar: 1.v2.png has several dots"),
+    ],
+)
 def test_images_that_would_be_lost_without_a_word(tmp_path, name, words):
     """Oracle: the contract: an image that has no key of its own is named."""
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
@@ -162,8 +184,9 @@ def test_columns_are_of_tables(tmp_path):
     assert len(open_sources(Data(mixture=mixture, columns=columns))[0]) == 2
 
 
-@pytest.mark.parametrize("name, command", [("a.tar.gz", "gunzip "), ("a.tgz", "gunzip "),
-                                           ("a.tar.zst", "unzstd --rm ")])
+@pytest.mark.parametrize(
+    "name, command", [("a.tar.gz", "gunzip "), ("a.tgz", "gunzip "), ("a.tar.zst", "unzstd --rm ")]
+)
 def test_a_compressed_tar_is_refused(tmp_path, name, command):
     """Oracle: the command that unpacks it, as its manual says."""
     (tmp_path / name).write_bytes(b"\x1f\x8b")
@@ -252,15 +275,16 @@ def test_npz(tmp_path, save, labels, monkeypatch):
     assert_equal(tmp_path / "samples_10x30x40x3.npz", root, names=False, classes=labels)
     unpacked = list((tmp_path / "cache").rglob("*.npy"))
     assert len(unpacked) == (save is np.savez_compressed)
-    for path in unpacked:                                              # once, and anew where the file has changed
+    for path in unpacked:  # once, and anew where the file has changed
         np.testing.assert_array_equal(np.load(path), np.stack(pixels))
         save(tmp_path / "samples_10x30x40x3.npz", np.stack(pixels[::-1]))
         anew = open_images(tmp_path / "samples_10x30x40x3.npz", 16)
         assert torch.equal(anew[0]["image"], open_images(root, 16)[9]["image"])
 
 
-@pytest.mark.parametrize("labels", [[0.5, 1.7], [0, np.nan], [0, np.inf], [[0, 0], [0, 1]], [[.3, .7], [0, 1]],
-                                    [[3], [2]]])
+@pytest.mark.parametrize(
+    "labels", [[0.5, 1.7], [0, np.nan], [0, np.inf], [[0, 0], [0, 1]], [[0.3, 0.7], [0, 1]], [[3], [2]]]
+)
 def test_labels_of_an_npz_that_are_none(tmp_path, labels):
     """Oracle: the contract: labels are whole numbers or one-hot rows, and nothing else is rounded to one."""
     np.savez(tmp_path / "a.npz", np.zeros((2, 8, 8, 3), np.uint8), np.array(labels))
@@ -285,8 +309,9 @@ def cifar(root: Path, hundred: bool, draw: np.random.Generator) -> None:
         labels = draw.integers(0, 100 if hundred else 10, 20).tolist()
         batch = {"data": data, "filenames": [f"{i}.png" for i in range(20)]}
         (root / name).write_bytes(of_python_2(batch | {"fine_labels" if hundred else "labels": labels}))
-        (root / f"{name}.bin").write_bytes(b"".join(bytes([0] * hundred + [label]) + row.tobytes()
-                                                    for label, row in zip(labels, data)))
+        (root / f"{name}.bin").write_bytes(
+            b"".join(bytes([0] * hundred + [label]) + row.tobytes() for label, row in zip(labels, data))
+        )
     classes = [f"class {i}" for i in range(100 if hundred else 10)]
     meta = {"fine_label_names" if hundred else "label_names": classes}
     (root / ("meta" if hundred else "batches.meta")).write_bytes(of_python_2(meta))
@@ -294,8 +319,10 @@ def cifar(root: Path, hundred: bool, draw: np.random.Generator) -> None:
 
 def of_python_2(content: dict) -> bytes:
     """A pickle as Python 2 wrote it: every text and the bytes of an array are its `str`, opcodes U and T."""
+
     def text(value: bytes) -> bytes:
         return b"U" + bytes([len(value)]) + value if len(value) < 256 else b"T" + struct.pack("<i", len(value)) + value
+
     def value(item: object) -> bytes:
         if isinstance(item, str):
             return text(item.encode())
@@ -306,10 +333,16 @@ def of_python_2(content: dict) -> bytes:
         if isinstance(item, dict):
             return b"}(" + b"".join(value(key) + value(inner) for key, inner in item.items()) + b"u"
         rows, columns = item.shape
-        return (b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\x01b\x87R(K\x01M"
-                + struct.pack("<H", rows) + b"M" + struct.pack("<H", columns) + b"\x86cnumpy\ndtype\nU\x02u1K\0K"
-                b"\x01\x87R(K\x03U\x01|NNN"
-                b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89" + text(item.tobytes()) + b"tb")
+        return (
+            b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\x01b\x87R(K\x01M"
+            + struct.pack("<H", rows)
+            + b"M"
+            + struct.pack("<H", columns)
+            + b"\x86cnumpy\ndtype\nU\x02u1K\0K"
+            b"\x01\x87R(K\x03U\x01|NNN"
+            b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89" + text(item.tobytes()) + b"tb"
+        )
+
     return b"\x80\x02" + value(content) + b"."
 
 
@@ -339,9 +372,13 @@ def test_cifar(tmp_path, hundred, monkeypatch):
             assert [text.replace("_", " ") for text in source.classes] == expected.classes
     own = open_sources(Data(path=str(tmp_path), image_size=32, held_out=0.5))[1]
     assert 0 < len(own) < len(train) and own.name(0).startswith(("data_batch", "train"))
-    (tmp_path / name / ("train" if hundred else "data_batch_1")).write_bytes(pickle.dumps({"data": Path("x"), "labels": [0]}))
-    with pytest.raises(ConfigError, match="cannot be read as a file of CIFAR: it holds no plain array where one is "
-                                          "expected; fetch it anew"):
+    (tmp_path / name / ("train" if hundred else "data_batch_1")).write_bytes(
+        pickle.dumps({"data": Path("x"), "labels": [0]})
+    )
+    with pytest.raises(
+        ConfigError,
+        match="cannot be read as a file of CIFAR: it holds no plain array where one is expected; fetch it anew",
+    ):
         open_sources(Data(path=str(tmp_path / name), image_size=32))
 
 
@@ -349,19 +386,21 @@ def test_cifar(tmp_path, hundred, monkeypatch):
 def test_pickles_of_python_3(protocol):
     """Oracle: pickle itself. Protocol 2 writes the bytes as a text that stands for them, which has no place."""
     data = np.arange(64, dtype=np.uint8).reshape(4, 16)
-    content = pickle.dumps({"data": data, "labels": [1, 2, 3, 2 ** 40], "more": (None, True, 1.5, [], {})}, protocol)
+    content = pickle.dumps({"data": data, "labels": [1, 2, 3, 2**40], "more": (None, True, 1.5, [], {})}, protocol)
     value = read_pickle(content)
-    assert value["labels"] == [1, 2, 3, 2 ** 40] and value["more"] == (None, True, 1.5, [], {})
+    assert value["labels"] == [1, 2, 3, 2**40] and value["more"] == (None, True, 1.5, [], {})
     if protocol == 2:
         with pytest.raises(ConfigError, match="write it with protocol=4"):
             as_array(value["data"])
         return
     array = as_array(value["data"])
-    assert array[:2] == ((4, 16), np.uint8) and content[array.place:array.place + 64] == data.tobytes()
+    assert array[:2] == ((4, 16), np.uint8) and content[array.place : array.place + 64] == data.tobytes()
 
 
-@pytest.mark.parametrize("below, ending", [("MNIST/raw", ""), ("EMNIST/raw", ""), ("FashionMNIST/raw", ".gz"),
-                                            ("KMNIST/raw", ""), ("", ".gz")])
+@pytest.mark.parametrize(
+    "below, ending",
+    [("MNIST/raw", ""), ("EMNIST/raw", ""), ("FashionMNIST/raw", ".gz"), ("KMNIST/raw", ""), ("", ".gz")],
+)
 def test_idx(tmp_path, below, ending, monkeypatch):
     """Oracle: torchvision's reader of the same files, and numpy."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -373,8 +412,10 @@ def test_idx(tmp_path, below, ending, monkeypatch):
         labels = draw.integers(0, 10, number, dtype=np.uint8)
         labels[0] = 9
         expected[split] = images, labels
-        for kind, header, array in (("images-idx3", (0x803, *images.shape), images),
-                                    ("labels-idx1", (0x801, number), labels)):
+        for kind, header, array in (
+            ("images-idx3", (0x803, *images.shape), images),
+            ("labels-idx1", (0x801, number), labels),
+        ):
             content = struct.pack(f">{len(header)}I", *header) + array.tobytes()
             path = tmp_path / "data" / below / f"{prefix}{split}-{kind}-ubyte{ending}"
             path.write_bytes(gzip.compress(content) if ending else content)
@@ -428,9 +469,12 @@ def test_lmdb_pages(tmp_path):
     draw = np.random.default_rng(5)
     values = {draw.bytes(20).hex().encode(): draw.bytes(100 if i % 5 else 5000 + i) for i in range(3000)}
     environment(tmp_path / "a", values)
-    environment(tmp_path / "a", {key: value[::-1] for key, value in list(values.items())[:700]})     # pages used again
-    with lmdb.open(str(tmp_path / "a"), readonly=True, lock=False) as env, env.begin() as transaction, \
-            open(tmp_path / "a" / "data.mdb", "rb") as file:
+    environment(tmp_path / "a", {key: value[::-1] for key, value in list(values.items())[:700]})  # pages used again
+    with (
+        lmdb.open(str(tmp_path / "a"), readonly=True, lock=False) as env,
+        env.begin() as transaction,
+        open(tmp_path / "a" / "data.mdb", "rb") as file,
+    ):
         assert env.stat()["depth"] == 3
         rows = list(_values(file))
         expected = list(transaction.cursor())
@@ -457,8 +501,13 @@ def test_labels_and_class_list(tmp_path, plain):
     with zipfile.ZipFile(tmp_path / "out.zip", "w") as archive, webdataset.TarWriter(str(tmp_path / "out.tar")) as tar:
         for file in files_of(plain):
             archive.writestr(file.relative_to(plain).as_posix(), file.read_bytes())
-            tar.write({"__key__": f"{file.parent.name}/{file.stem}", "png": file.read_bytes(),
-                       "cls": file.parent.name.encode()})
+            tar.write(
+                {
+                    "__key__": f"{file.parent.name}/{file.stem}",
+                    "png": file.read_bytes(),
+                    "cls": file.parent.name.encode(),
+                }
+            )
     for labels, class_list in (("auto", "list.txt"), ("prefix", "list.txt"), ("prefix", None), ("none", None)):
         request = Request(SUFFIXES, labels=labels, class_list=class_list and str(tmp_path / class_list))
         expected = open_images(plain, 16, request=request)
@@ -505,7 +554,7 @@ def test_bombs_beside_each_other_inflate_in_turn(monkeypatch):
             now.extend([None] * (self.calls == 2))
             together.append(len(now))
             inflated = self.stream.decompress(content, limit)
-            del now[:self.calls == 2]
+            del now[: self.calls == 2]
             return inflated
 
         def __getattr__(self, name):

@@ -26,9 +26,12 @@ from tests.support.clips import moving, write
 from tests.support.launch import environment
 from tests.support.pictures import folder
 
-FEATURES = {"image": {"_type": "Image"}, "label": {"names": ["c0", "c1", "c2"], "_type": "ClassLabel"},
-            "caption": {"dtype": "string", "_type": "Value"},
-            "captions": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"}}
+FEATURES = {
+    "image": {"_type": "Image"},
+    "label": {"names": ["c0", "c1", "c2"], "_type": "ClassLabel"},
+    "caption": {"dtype": "string", "_type": "Value"},
+    "captions": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +42,22 @@ def plain(tmp_path_factory):
 def table(plain: Path) -> pa.Table:
     """The pictures of the plain folder in its order, as `datasets` has them."""
     paths = sorted(plain.rglob("*.png"))
-    columns = {"image": [{"bytes": path.read_bytes(), "path": path.name} for path in paths],
-               "label": [int(path.parent.name[1:]) for path in paths],
-               "caption": [f"caption of {path.stem}" for path in paths],
-               "captions": [[path.stem, path.parent.name] for path in paths]}
+    columns = {
+        "image": [{"bytes": path.read_bytes(), "path": path.name} for path in paths],
+        "label": [int(path.parent.name[1:]) for path in paths],
+        "caption": [f"caption of {path.stem}" for path in paths],
+        "captions": [[path.stem, path.parent.name] for path in paths],
+    }
     metadata = {"huggingface": json.dumps({"info": {"features": FEATURES}})}
-    schema = pa.schema([("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("label", pa.int64()),
-                        ("caption", pa.string()), ("captions", pa.list_(pa.string()))], metadata)
+    schema = pa.schema(
+        [
+            ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+            ("label", pa.int64()),
+            ("caption", pa.string()),
+            ("captions", pa.list_(pa.string())),
+        ],
+        metadata,
+    )
     return pa.table(columns, schema)
 
 
@@ -65,20 +77,27 @@ def as_parquet(**options):
     def write(root: Path, content: pa.Table) -> Path:
         root.mkdir()
         options_of_datasets = {"compression": "none", "use_dictionary": False, "write_page_index": True}
-        for name, rows in (("train-00000-of-00002", content[:11]), ("train-00001-of-00002", content[11:]),
-                           ("test-00000-of-00001", content[:2])):
+        for name, rows in (
+            ("train-00000-of-00002", content[:11]),
+            ("train-00001-of-00002", content[11:]),
+            ("test-00000-of-00001", content[:2]),
+        ):
             pq.write_table(rows, root / f"{name}.parquet", **{"row_group_size": 5, **options_of_datasets, **options})
         (root / "README.md").write_text("x")
         return root
+
     return write
 
 
 FORMS = {
     "save_to_disk": saved,
     "stream": lambda root, content: saved(root, content) if (saved(root, content) / "state.json").unlink() else root,
-    "parquet of datasets": as_parquet(), "parquet, small pages": as_parquet(data_page_size=2000),
-    "parquet, snappy": as_parquet(compression="snappy"), "parquet, dictionary": as_parquet(use_dictionary=True),
-    "parquet, delta": as_parquet(column_encoding={"image.bytes": "DELTA_LENGTH_BYTE_ARRAY"})}
+    "parquet of datasets": as_parquet(),
+    "parquet, small pages": as_parquet(data_page_size=2000),
+    "parquet, snappy": as_parquet(compression="snappy"),
+    "parquet, dictionary": as_parquet(use_dictionary=True),
+    "parquet, delta": as_parquet(column_encoding={"image.bytes": "DELTA_LENGTH_BYTE_ARRAY"}),
+}
 
 
 def same(source, plain: Path) -> None:
@@ -102,7 +121,7 @@ def test_equal_to_the_plain_folder(tmp_path, plain, form):
     assert captioned.fingerprint() == open_images(root, 16, request=request).fingerprint()
     on_disk = open_images(root, 16, index=tmp_path / "index")
     same(on_disk, plain)
-    same(open_images(root, 16, index=tmp_path / "index"), plain)       # found again, and not listed anew
+    same(open_images(root, 16, index=tmp_path / "index"), plain)  # found again, and not listed anew
     several = Request(SUFFIXES, captions=True, columns={"caption": "captions"})
     assert open_images(root, 16, request=several).index.captions(8) == ("001", "c1")
     assert open_images(root, 16, request=Request(SUFFIXES, labels="none")).classes == ()
@@ -111,8 +130,13 @@ def test_equal_to_the_plain_folder(tmp_path, plain, form):
 def test_images_that_are_stored_as_they_are_are_read_by_their_bytes(tmp_path, plain):
     """Oracle: the file's own bytes: what `datasets` writes needs no decoding of a row group for a sample."""
     content = table(plain)
-    for form, by_bytes in (("parquet of datasets", True), ("parquet, small pages", True),
-                           ("parquet, dictionary", True), ("parquet, snappy", False), ("parquet, delta", False)):
+    for form, by_bytes in (
+        ("parquet of datasets", True),
+        ("parquet, small pages", True),
+        ("parquet, dictionary", True),
+        ("parquet, snappy", False),
+        ("parquet, delta", False),
+    ):
         root = FORMS[form](tmp_path / form, content)
         layout = recognised(str(root), LocalFiles(root), Request(SUFFIXES))
         samples = [sample for part in layout.parts() for sample in layout.samples(part)]
@@ -120,8 +144,8 @@ def test_images_that_are_stored_as_they_are_are_read_by_their_bytes(tmp_path, pl
         for sample, image in zip(samples, content["image"].to_pylist()):
             if by_bytes:
                 file = (root / sample.place.name.rpartition("/")[0]).read_bytes()
-                assert file[sample.place.offset:sample.place.offset + sample.place.size] == image["bytes"]
-        assert layout.advice() == ""                                   # row groups are small here
+                assert file[sample.place.offset : sample.place.offset + sample.place.size] == image["bytes"]
+        assert layout.advice() == ""  # row groups are small here
 
 
 def test_splits(tmp_path, plain):
@@ -173,9 +197,15 @@ def test_what_is_wrong_is_named(tmp_path, plain):
     assert source[5]["label"] == 0
 
 
-@pytest.mark.parametrize("labels, classes", [
-    (pa.array(["b", "a", "b"]).dictionary_encode(), ("a", "b")), (pa.array([True, False, True]), ("0", "1")),
-    (pa.array([1.0, 0.0, 1.0]), None), (pa.array([[1], [0], [1]]), ())])
+@pytest.mark.parametrize(
+    "labels, classes",
+    [
+        (pa.array(["b", "a", "b"]).dictionary_encode(), ("a", "b")),
+        (pa.array([True, False, True]), ("0", "1")),
+        (pa.array([1.0, 0.0, 1.0]), None),
+        (pa.array([[1], [0], [1]]), ()),
+    ],
+)
 def test_labels_as_pandas_writes_them(tmp_path, labels, classes):
     """Oracle: labels by hand: categories and truths are classes, fractions are refused, boxes and the like are none."""
     image = io.BytesIO()
@@ -199,10 +229,14 @@ def test_clips_in_parquet(tmp_path):
     for number in range(2):
         write(tmp_path / "clips" / f"{number}.mp4", moving(9, seed=number), "libx264")
     clips = [path.read_bytes() for path in sorted((tmp_path / "clips").iterdir())]
-    content = {"image": [b"a picture"] * 2, "video": [{"bytes": clip, "path": "x.mp4"} for clip in clips],
-               "label": [1, 0], "caption": ["one", "two"]}
+    content = {
+        "image": [b"a picture"] * 2,
+        "video": [{"bytes": clip, "path": "x.mp4"} for clip in clips],
+        "label": [1, 0],
+        "caption": ["one", "two"],
+    }
     pq.write_table(pa.table(content), tmp_path / "a.parquet")
-    section = dict(num_frames=5, image_size=16)
+    section = {"num_frames": 5, "image_size": 16}
     source, _ = open_sources(Data(path=str(tmp_path / "a.parquet"), **section))
     plain, _ = open_sources(Data(path=str(tmp_path / "clips"), **section))
     for index in range(2):
@@ -279,11 +313,14 @@ for root in sys.argv[1:]:
 
 def test_damaged_files_do_not_end_the_process(tmp_path, plain):
     """Oracle: the process, which lives on after bytes of its files were changed at random: no crash, no huge memory."""
-    roots = [str(FORMS[form](tmp_path / form, table(plain)))
-             for form in ("save_to_disk", "parquet of datasets", "parquet, snappy")]
+    roots = [
+        str(FORMS[form](tmp_path / form, table(plain)))
+        for form in ("save_to_disk", "parquet of datasets", "parquet, snappy")
+    ]
     program = f"import resource\nresource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n{_DAMAGE}"
-    done = subprocess.run([sys.executable, "-c", program, "120", *roots], env=environment(), text=True,
-                          capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program, "120", *roots], env=environment(), text=True, capture_output=True, timeout=300
+    )
     assert done.stdout.startswith("refused "), f"{done.returncode}\n{done.stderr[-2000:]}"
     assert int(done.stdout.split()[1]) > 20
 
@@ -293,12 +330,21 @@ def test_bombs(tmp_path):
     value = pa.array([b"\x89PNG" + bytes(2_000_000)] * 100)
     for compression in ("none", "zstd"):
         (tmp_path / compression).mkdir()
-        with pq.ParquetWriter(tmp_path / compression / "x.parquet", pa.schema([("image", pa.binary())]),
-                              compression=compression, dictionary_pagesize_limit=1 << 28) as writer:
+        with pq.ParquetWriter(
+            tmp_path / compression / "x.parquet",
+            pa.schema([("image", pa.binary())]),
+            compression=compression,
+            dictionary_pagesize_limit=1 << 28,
+        ) as writer:
             writer.write_table(pa.table({"image": pa.chunked_array([value] * 8)}), row_group_size=1 << 20)
         assert (tmp_path / compression / "x.parquet").stat().st_size < 3_000_000
-    done = subprocess.run([sys.executable, "-c", _BOMB, str(tmp_path / "none"), str(tmp_path / "zstd")],
-                          env=environment(), text=True, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", _BOMB, str(tmp_path / "none"), str(tmp_path / "zstd")],
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
     (number, listing, reading, *error), zipped = (line.split() for line in done.stdout.splitlines())
     assert number == "800" and int(listing) < 500 and int(reading) < 500 and not error
     assert zipped[0] == "800" and int(zipped[1]) < 500 and int(zipped[2]) < 1800
@@ -312,8 +358,10 @@ def test_files_of_datasets_itself(tmp_path, plain, monkeypatch):
     datasets = pytest.importorskip("datasets", reason="pip install datasets (with pandas, 84 MB) to test against it")
     paths = sorted(plain.rglob("*.png"))
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["c0", "c1", "c2"]))
-    content = datasets.Dataset.from_dict({"image": [str(path) for path in paths],
-                                          "label": [int(path.parent.name[1:]) for path in paths]}, features=features)
+    content = datasets.Dataset.from_dict(
+        {"image": [str(path) for path in paths], "label": [int(path.parent.name[1:]) for path in paths]},
+        features=features,
+    )
     content.save_to_disk(tmp_path / "saved", num_shards=2)
     same(open_images(tmp_path / "saved", 16), plain)
     datasets.DatasetDict(train=content, test=content.select(range(3))).save_to_disk(tmp_path / "both")

@@ -24,7 +24,7 @@ from tests.support.pictures import picture
 
 SYNSETS = ("n01440764", "n01443537", "n02123045", "n04254680")
 WORDS = ("tench, Tinca tinca", "goldfish", "tabby", "soccer ball")
-OF_VAL = (2, 0, 3, 3, 1, 0)                       # the class of each validation image
+OF_VAL = (2, 0, 3, 3, 1, 0)  # the class of each validation image
 
 
 def imagenet(root: Path, val_in_folders: bool) -> Path:
@@ -43,7 +43,7 @@ def write_kit(root: Path) -> None:
     """The development kit: identifiers that are not in the order of the synsets, and a class that has children."""
     data = root / "ILSVRC2012_devkit_t12" / "data"
     data.mkdir(parents=True)
-    numbers = (3, 1, 4, 2)                        # ILSVRC2012_ID of each synset
+    numbers = (3, 1, 4, 2)  # ILSVRC2012_ID of each synset
     rows = np.zeros(5, [(name, object) for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")])
     for place, (number, synset, word) in enumerate(zip(numbers, SYNSETS, WORDS)):
         rows[place] = (number, synset, word, "what it is", 0)
@@ -54,8 +54,10 @@ def write_kit(root: Path) -> None:
 
 def write_solution(root: Path) -> None:
     """Kaggle's, whose rows are in no order."""
-    rows = [f"ILSVRC2012_val_{number:08},{SYNSETS[label]} 1 2 3 4 {SYNSETS[label]} 5 6 7 8 \n"
-            for number, label in enumerate(OF_VAL, 1)]
+    rows = [
+        f"ILSVRC2012_val_{number:08},{SYNSETS[label]} 1 2 3 4 {SYNSETS[label]} 5 6 7 8 \n"
+        for number, label in enumerate(OF_VAL, 1)
+    ]
     (root / "LOC_val_solution.csv").write_text("ImageId,PredictionString\n" + "".join(sorted(rows, key=hash)))
 
 
@@ -80,8 +82,12 @@ def test_the_root_of_imagenet(tmp_path, tree, truth):
         truth(root)
     for section in (Data(path=str(root), image_size=16), Data(path=str(root), image_size=16, held_out=0.3)):
         train, unseen = open_sources(section)
-        own = section.model_copy(update={"path": str(root / tree / "train"),
-                                         "held_out_path": None if section.held_out else str(root / tree / "val")})
+        own = section.model_copy(
+            update={
+                "path": str(root / tree / "train"),
+                "held_out_path": None if section.held_out else str(root / tree / "val"),
+            }
+        )
         plain, share = open_sources(own)
         assert train.fingerprint() == plain.fingerprint() and train.classes == SYNSETS
         assert unseen.fingerprint() == share.fingerprint()
@@ -98,11 +104,15 @@ def test_the_root_of_imagenet(tmp_path, tree, truth):
 
 
 def test_what_is_not_like_imagenet(tmp_path):
-    """Oracle: the contract: refused as before where val/ has other classes, or others stand beside, with any labels; a run
-    takes its own held-out data where these are named.
+    """Oracle: the contract: refused as before where val/ has other classes, or others stand beside, with any labels;
+    a run takes its own held-out data where these are named.
     """
-    for names in (("train/a", "train/b", "val/a", "val/c"), ("train/a", "train/b", "val/a", "other/c"),
-                  ("train/a", "val/a"), ("train", "val")):
+    for names in (
+        ("train/a", "train/b", "val/a", "val/c"),
+        ("train/a", "train/b", "val/a", "other/c"),
+        ("train/a", "val/a"),
+        ("train", "val"),
+    ):
         shutil.rmtree(tmp_path / "d", ignore_errors=True)
         for name in names:
             flat(tmp_path / "d" / name)
@@ -114,8 +124,9 @@ def test_what_is_not_like_imagenet(tmp_path):
     train, unseen = open_sources(Data(path=str(root), image_size=16, held_out_path=str(other.parent)))
     assert len(train) == 12 and set(labels_of(unseen).values()) == {2}
     assert lines("dit-small", f"folder={tmp_path / 'r'}", f"data.path={root}", "model.num_classes=4", *TINY)[:2] == [
-        f"data: {root}: 12 images, 4 classes of 3, no captions", "held out: 6 images, 4 classes of 1 (n01443537) to 2 "
-        "(n01440764), no captions"]
+        f"data: {root}: 12 images, 4 classes of 3, no captions",
+        "held out: 6 images, 4 classes of 1 (n01443537) to 2 (n01440764), no captions",
+    ]
 
 
 def test_the_kit_as_torchvision_reads_it(tmp_path, monkeypatch):
@@ -123,7 +134,7 @@ def test_the_kit_as_torchvision_reads_it(tmp_path, monkeypatch):
     root = imagenet(tmp_path / "d", False)
     write_kit(root)
     shutil.make_archive(str(tmp_path / "kit"), "gztar", root, "ILSVRC2012_devkit_t12")
-    monkeypatch.setattr(original, "_verify_archive", lambda *names: None)         # by the hash of the real one
+    monkeypatch.setattr(original, "_verify_archive", lambda *names: None)  # by the hash of the real one
     original.parse_devkit_archive(tmp_path, "kit.tar.gz")
     _, synsets = original.load_meta_file(tmp_path)
     source = open_images(root / "val", 16)
@@ -141,9 +152,12 @@ def test_a_kit_that_does_not_fit(tmp_path):
     assert set(labels_of(open_sources(section)[0]).values()) == {0, 1, 2, 3}
     data = root / "ILSVRC2012_devkit_t12" / "data"
     truth = data / "ILSVRC2012_validation_ground_truth.txt"
-    for content, message in (("3\n1\n", "no label of ILSVRC2012_val_00000003.JPEG, only of 2 images"),
-                             ("3\n5\n" * 3, "no synset such as n01440764 for image 2"), (b"\xff\xfe", "cannot be read"),
-                             ("", "no synset such as")):
+    for content, message in (
+        ("3\n1\n", "no label of ILSVRC2012_val_00000003.JPEG, only of 2 images"),
+        ("3\n5\n" * 3, "no synset such as n01440764 for image 2"),
+        (b"\xff\xfe", "cannot be read"),
+        ("", "no synset such as"),
+    ):
         truth.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ConfigError, match=message):
             open_sources(section)
@@ -153,8 +167,9 @@ def test_a_kit_that_does_not_fit(tmp_path):
         open_sources(section)
 
 
-@pytest.mark.parametrize("text", ["{0}\n{1}\n{2}\n{3}\n", "{0} great white\n{1} a, b\n{2} c\n{3} d e\n\n",
-                                  "{0},x\n{1},\n{2}\n{3}\n"])
+@pytest.mark.parametrize(
+    "text", ["{0}\n{1}\n{2}\n{3}\n", "{0} great white\n{1} a, b\n{2} c\n{3} d e\n\n", "{0},x\n{1},\n{2}\n{3}\n"]
+)
 def test_a_list_of_classes(tmp_path, text):
     """Oracle: the order of the lines is the label; a class without images keeps its number."""
     order = (SYNSETS[2], SYNSETS[0], "n09999999", SYNSETS[3])
@@ -171,9 +186,11 @@ def test_a_list_of_classes(tmp_path, text):
     named = ("great white", "a, b", "c", "d e") if "great" in text else order
     assert titles(str(root / "train"), str(tmp_path / "order"), source.classes) == named
     flat(root / "train" / "n00000001")
-    for changes, message in (({}, "class folders n00000001 are not among the 4 of data.class_list="),
-                             ({"class_list": str(tmp_path / "no")}, "data.class_list=.*cannot be read"),
-                             ({"path": str(flat(tmp_path / "flat"))}, "no class folders.*data.labels=prefix")):
+    for changes, message in (
+        ({}, "class folders n00000001 are not among the 4 of data.class_list="),
+        ({"class_list": str(tmp_path / "no")}, "data.class_list=.*cannot be read"),
+        ({"path": str(flat(tmp_path / "flat"))}, "no class folders.*data.labels=prefix"),
+    ):
         with pytest.raises(ConfigError, match=message):
             open_sources(data.model_copy(update=changes))
     for content, message in (("", "has no lines"), ("a\n\nb\n", "an empty line"), ("a\nb\na\n", "names a twice")):
@@ -209,7 +226,7 @@ def test_classes_in_names(tmp_path):
     flat(root, ("plain.png",))
     with pytest.raises(ConfigError, match="plain.png does not begin with its class, as cat_1.png does"):
         open_sources(data)
-    pets = flat(tmp_path / "p", names[:2] + ("dog_5.png", "cat_8.png"))
+    pets = flat(tmp_path / "p", (*names[:2], "dog_5.png", "cat_8.png"))
     words = [f"folder={tmp_path / 'r'}", f"data.path={pets}", *TINY]
     (problem,) = lines("dit-small", *words)
     assert "write data.labels=prefix" in problem
@@ -218,9 +235,15 @@ def test_classes_in_names(tmp_path):
 
 def test_captions_beside_images(tmp_path):
     """Oracle: the texts that were written; images without one are left out, an empty one is a bad sample."""
-    texts = {"a/0.png": "one\n\n two \n", "a/1.png": {"caption": "three", "width": 5}, "a/2.png": None,
-             "b/3.png": {"prompt": ["four", "five"]}, "b/4.png": " \n", "b/5.png": {"width": 3},
-             "b/c/6.png": b"\xff\xfe"}
+    texts = {
+        "a/0.png": "one\n\n two \n",
+        "a/1.png": {"caption": "three", "width": 5},
+        "a/2.png": None,
+        "b/3.png": {"prompt": ["four", "five"]},
+        "b/4.png": " \n",
+        "b/5.png": {"width": 3},
+        "b/c/6.png": b"\xff\xfe",
+    }
     root = flat(tmp_path / "d", tuple(texts))
     for name, text in texts.items():
         if isinstance(text, dict):

@@ -60,7 +60,9 @@ def listed(path: Path, request: Request = CAPTIONED) -> list:
     return [sample for part in layout.parts() for sample in layout.samples(part)]
 
 
-@pytest.mark.parametrize("name", [f"list.{kind}" for kind in KINDS] + [f"metadata.{kind}" for kind in KINDS[::2] + KINDS[3:]])
+@pytest.mark.parametrize(
+    "name", [f"list.{kind}" for kind in KINDS] + [f"metadata.{kind}" for kind in KINDS[::2] + KINDS[3:]]
+)
 def test_a_table_is_the_folder_that_it_lists(tmp_path, name):
     """Oracle: the plain folder of classes: order, names, labels, pixels; and the captions that were written."""
     root = folder(tmp_path / "d", 3, 3)
@@ -99,19 +101,34 @@ def test_ranks_and_workers_read_a_list_alike(tmp_path):
 def test_columns_by_name(tmp_path, kind):
     """Oracle: the rows: columns that data.columns names, numbers as labels, captions in a list and in two columns."""
     root = folder(tmp_path / "d", 2, 3)
-    rows = [{"id": place, "url_local": os.path.join(root, name) if place % 2 else f"./{name}", "long": f"long {place}",
-             "short": [f"a{place}", "", f"b{place}"] if kind in ("jsonl", "parquet") else f"a{place}",
-             "category": place * 5} for place, name in enumerate(row["path"] for row in rows_of(root))]
+    rows = [
+        {
+            "id": place,
+            "url_local": os.path.join(root, name) if place % 2 else f"./{name}",
+            "long": f"long {place}",
+            "short": [f"a{place}", "", f"b{place}"] if kind in ("jsonl", "parquet") else f"a{place}",
+            "category": place * 5,
+        }
+        for place, name in enumerate(row["path"] for row in rows_of(root))
+    ]
     path = write_table(tmp_path / "d" / f"l.{kind}", rows)
-    request = Request(SUFFIXES, captions=True,
-                      columns={"path": "url_local", "caption": ["short", "long"], "label": "category"})
+    request = Request(
+        SUFFIXES, captions=True, columns={"path": "url_local", "caption": ["short", "long"], "label": "category"}
+    )
     samples = listed(path, request)
     assert [sample.label for sample in samples] == [0, 5, 10, 15, 20, 25]
     assert [sample.captions for sample in samples] == [
-        (*((f"a{n}", f"b{n}") if kind in ("jsonl", "parquet") else (f"a{n}",)), f"long {n}") for n in range(6)]
+        (*((f"a{n}", f"b{n}") if kind in ("jsonl", "parquet") else (f"a{n}",)), f"long {n}") for n in range(6)
+    ]
     source = open_images(path, 16, request=request)
     assert source.classes == tuple(map(str, range(26))) and source.class_counts().nonzero()[0].tolist() == [
-        0, 5, 10, 15, 20, 25]
+        0,
+        5,
+        10,
+        15,
+        20,
+        25,
+    ]
     assert [source.name(n) for n in range(2)] == [rows[0]["url_local"][2:], rows[1]["url_local"]]
     assert np.array_equal(source[1]["image"], open_images(root, 16)[1]["image"])
     with pytest.raises(ConfigError, match="no column with the paths of images, only id, url_local, long, short, cat"):
@@ -141,7 +158,7 @@ def test_labels_of_a_table(tmp_path, kind):
     numbers = tuple(map(str, range(11)))
     assert labels(["9", "10", "9"]) == ([9, 10, 9], numbers)
     assert labels([9, 10, 9]) == ([9, 10, 9], numbers)
-    assert labels(["9.0", "10.0", "9.0"]) == ([9, 10, 9], numbers)     # pandas, where a column had gaps
+    assert labels(["9.0", "10.0", "9.0"]) == ([9, 10, 9], numbers)  # pandas, where a column had gaps
     with pytest.raises(ConfigError, match="1.5 is neither a whole number nor a name" if kind == "csv" else "label"):
         labels([1.5, 2.0, 3.0])
     with pytest.raises(ConfigError, match="the label -1 is no number from 0"):
@@ -153,8 +170,11 @@ def test_labels_of_a_table(tmp_path, kind):
     assert labels([9, 9, 9], labels="prefix") == ([1, 0, 1], ("a", "b"))
     assert labels([9, 9, 9], labels="prefix", class_list=str(tmp_path / "order")) == ([1, 3, 1], order)
     assert labels([9, 9, 9], labels="none") == ([0, 0, 0], ())
-    for values, message in (([1, None, 1], "[23]: no label"), ([5, 0, 0], "the class 5 is not among"),
-                            (["dog", "b", "b"], "'dog' is not among the 5 of data.class")):
+    for values, message in (
+        ([1, None, 1], "[23]: no label"),
+        ([5, 0, 0], "the class 5 is not among"),
+        (["dog", "b", "b"], "'dog' is not among the 5 of data.class"),
+    ):
         with pytest.raises(ConfigError, match=message):
             labels(values, class_list=str(tmp_path / "order"))
 
@@ -169,8 +189,9 @@ def test_files_that_are_not_there(tmp_path):
     source = open_images(path, 16)
     for limit, folder_of_run in ((0.3, tmp_path / "run"), (0.2, tmp_path / "other")):
         folder_of_run.mkdir()
-        with Batches(source, global_batch=11, micro_batch=11, seed=0, folder=folder_of_run, flip=False,
-                     max_bad_fraction=limit) as batches:
+        with Batches(
+            source, global_batch=11, micro_batch=11, seed=0, folder=folder_of_run, flip=False, max_bad_fraction=limit
+        ) as batches:
             if limit == 0.3:
                 (batch,) = list(batches.at(0))
                 assert len(batch["image"]) == 11
@@ -184,22 +205,30 @@ def test_files_that_are_not_there(tmp_path):
         listed(root / "l.csv")
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("l.csv", b"path,text\nc0/000.png,x\nc0/001.png,caf\xe9\n", "line 3: byte 0xe9 is no UTF-8.*iconv"),
-    ("l.jsonl", '{"path": "a"}\n{"path": "caf\u00e9"}\n'.encode("latin-1"), "line 2: byte 0xe9 is no UTF-8"),
-    ("l.csv", "path\n".encode("utf-16"), "line 1: byte 0xff is no UTF-8"),
-    ("l.csv", b"", "l.csv is empty: write a first line with the names"), ("l.csv", b"path,text\n", "has no rows"),
-    ("l.csv", b"path,text\nc0/000.png,x\n,y\n", "line 3: no path in the column path"),
-    ("l.csv", b"path,text\nhttps://x.org/a.png,x\n", "line 2: https://x.org/a.png is an address.*img2dataset"),
-    ("l.csv", b'path,text\nc0/000.png,"' + b"x" * 200_000, "is a quotation mark left open"),
-    ("l.jsonl", b'{"path": "c0/000.png"}\n[1]\n', "line 2: no JSON object"),
-    ("l.jsonl", b'{"path": "c0/000.png", "text": {"a": 1}}\n', "line 1: .*is no caption: name the column"),
-    ("l.csv", b"path,label,label\nc0/000.png,1,2\n", "line 1: two columns are called label"),
-    ("l.csv", b"path,text\nc0/000.png,a dog, running\n", "line 2: more fields than the first line has"),
-    ("l.csv", b"path\nc0/clip.mp4\n", "lists videos: write data.num_frames=17"),
-    ("metadata.csv", b"file_name,text\nc0/000.png,x\n", "has metadata.csv and metadata.jsonl: which of them counts"),
-    ("l.parquet", b"PAR1" + bytes(100) + b"PAR1", "is no readable parquet file"),
-])
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("l.csv", b"path,text\nc0/000.png,x\nc0/001.png,caf\xe9\n", "line 3: byte 0xe9 is no UTF-8.*iconv"),
+        ("l.jsonl", '{"path": "a"}\n{"path": "caf\u00e9"}\n'.encode("latin-1"), "line 2: byte 0xe9 is no UTF-8"),
+        ("l.csv", "path\n".encode("utf-16"), "line 1: byte 0xff is no UTF-8"),
+        ("l.csv", b"", "l.csv is empty: write a first line with the names"),
+        ("l.csv", b"path,text\n", "has no rows"),
+        ("l.csv", b"path,text\nc0/000.png,x\n,y\n", "line 3: no path in the column path"),
+        ("l.csv", b"path,text\nhttps://x.org/a.png,x\n", "line 2: https://x.org/a.png is an address.*img2dataset"),
+        ("l.csv", b'path,text\nc0/000.png,"' + b"x" * 200_000, "is a quotation mark left open"),
+        ("l.jsonl", b'{"path": "c0/000.png"}\n[1]\n', "line 2: no JSON object"),
+        ("l.jsonl", b'{"path": "c0/000.png", "text": {"a": 1}}\n', "line 1: .*is no caption: name the column"),
+        ("l.csv", b"path,label,label\nc0/000.png,1,2\n", "line 1: two columns are called label"),
+        ("l.csv", b"path,text\nc0/000.png,a dog, running\n", "line 2: more fields than the first line has"),
+        ("l.csv", b"path\nc0/clip.mp4\n", "lists videos: write data.num_frames=17"),
+        (
+            "metadata.csv",
+            b"file_name,text\nc0/000.png,x\n",
+            "has metadata.csv and metadata.jsonl: which of them counts",
+        ),
+        ("l.parquet", b"PAR1" + bytes(100) + b"PAR1", "is no readable parquet file"),
+    ],
+)
 def test_tables_that_cannot_be_read(tmp_path, name, content, message):
     """Oracle: the contract: one sentence with the file, the line and what is wrong."""
     root = folder(tmp_path / "d", 1, 1)
@@ -214,8 +243,11 @@ def test_tables_that_cannot_be_read(tmp_path, name, content, message):
 
 def test_rows_are_read_in_bounded_memory(tmp_path):
     """Oracle: tracemalloc and Arrow's own count: the peak of 10,000 rows, 30 MB, is that of 500 within 12 MB."""
-    lines = {"csv": "a/{0}.png,{0:03000}\n", "tsv": "a/{0}.png\t{0:03000}\n",
-             "jsonl": '{{"path": "a/{0}.png", "text": "{0:03000}"}}\n'}
+    lines = {
+        "csv": "a/{0}.png,{0:03000}\n",
+        "tsv": "a/{0}.png\t{0:03000}\n",
+        "jsonl": '{{"path": "a/{0}.png", "text": "{0:03000}"}}\n',
+    }
     for kind in KINDS:
         peaks = []
         for count in (500, 10_000):
@@ -251,8 +283,16 @@ def test_lists_of_videos(tmp_path):
     names = ["000001_000050/a1.mp4", "000051_000100/b2.mp4"]
     clips(tmp_path / "web" / "videos", names)
     plain = open_videos(tmp_path / "web" / "videos", Cut(2, 16, 16))
-    rows = [{"videoid": Path(name).stem, "contentUrl": "https://x", "duration": "PT1S", "name": f"a {name}",
-             "page_dir": Path(name).parent.name} for name in names]
+    rows = [
+        {
+            "videoid": Path(name).stem,
+            "contentUrl": "https://x",
+            "duration": "PT1S",
+            "name": f"a {name}",
+            "page_dir": Path(name).parent.name,
+        }
+        for name in names
+    ]
     (tmp_path / "web" / "metadata").mkdir()
     sora = [{"path": str(tmp_path / "web" / "videos" / name), "text": f"a {name}", "num_frames": 4} for name in names]
     for path, table in ((tmp_path / "web" / "metadata" / "results_2M_train.csv", rows), (tmp_path / "sora.csv", sora)):
@@ -268,8 +308,15 @@ def test_lists_of_videos(tmp_path):
     (lists / "classInd.txt").write_text("1 Archery\r\n2 Yo\r\n")
     (lists / "trainlist01.txt").write_text("".join(f"{name} {2 - n % 2}\r\n" for n, name in enumerate(names)))
     (lists / "testlist01.txt").write_text(f"{names[1]}\n")
-    train, unseen = open_sources(Data(path=str(lists / "trainlist01.txt"), image_size=16, num_frames=2, flip=False,
-                                      held_out_path=str(lists / "testlist01.txt")))
+    train, unseen = open_sources(
+        Data(
+            path=str(lists / "trainlist01.txt"),
+            image_size=16,
+            num_frames=2,
+            flip=False,
+            held_out_path=str(lists / "testlist01.txt"),
+        )
+    )
     assert train.classes == unseen.classes == ("Archery", "Yo") and unseen[0]["label"] == 0
     assert [train[index]["label"] for index in range(3)] == [1, 0, 1]
     assert captions_of(train[1]["caption"][None]) == ["Archery"]

@@ -29,12 +29,21 @@ def refusal(**entries) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("write, place", [
-    (fast_dit, ""), (fast_dit, "imagenet256_features"), (lightning, ""), (lightning, ".."), (edm2, ""),
-    (edm2, "vae-sd/00000"), (edm2_zip, "")])
+@pytest.mark.parametrize(
+    "write, place",
+    [
+        (fast_dit, ""),
+        (fast_dit, "imagenet256_features"),
+        (lightning, ""),
+        (lightning, ".."),
+        (edm2, ""),
+        (edm2, "vae-sd/00000"),
+        (edm2_zip, ""),
+    ],
+)
 def test_latents_of_others(tmp_path, monkeypatch, capsys, write, place):
-    """Oracle: the labels that were written, out of what the command of the message has made; it finds the folder that is
-    meant from within and from outside.
+    """Oracle: the labels that were written, out of what the command of the message has made; it finds the folder that
+    is meant from within and from outside.
     """
     root = tmp_path / "of others" / ("theirs.zip" if write is edm2_zip else "theirs")
     root.parent.mkdir()
@@ -42,7 +51,9 @@ def test_latents_of_others(tmp_path, monkeypatch, capsys, write, place):
     text = refusal(path=str((root / place).resolve()))
     command = re.search(r"launch/encode.py --from-latents .* --out DIR", text).group()
     values = {"PATH": str(first_stage.save(tmp_path / "vae")), "DIR": str(tmp_path / "out")}
-    code, _, error = here("encode.py", [values.get(word, word) for word in shlex.split(command)[1:]], monkeypatch, capsys)
+    code, _, error = here(
+        "encode.py", [values.get(word, word) for word in shlex.split(command)[1:]], monkeypatch, capsys
+    )
     assert code == 0, error
     source = Latents(tmp_path / "out")
     assert sorted(source[index]["label"] for index in range(len(source))) == sorted(LABELS)
@@ -98,16 +109,25 @@ def test_a_category_of_lsun_without_val(tmp_path):
     words = [f"folder={tmp_path / 'run'}", f"data.path={tmp_path / 'lsun'}"]
     labelled = ("dit-small", *words, "model.num_classes=2")
     (problem,) = lines(*labelled)
-    assert "holds out bedroom_val_lmdb alone" in problem and "add church_val_lmdb, or write data.held_out=0.02" in problem
+    assert (
+        "holds out bedroom_val_lmdb alone" in problem and "add church_val_lmdb, or write data.held_out=0.02" in problem
+    )
     for start in (lines(*labelled, "data.held_out=0.2"), lines("vae-small", *words)):
         assert start[0].startswith(f"data: {tmp_path / 'lsun'}")
     shutil.copytree(tmp_path / "lsun" / "bedroom_val_lmdb", tmp_path / "lsun" / "church_val_lmdb")
     assert "8 images, 2 classes of 4" in lines(*labelled)[1]
 
 
-@pytest.mark.parametrize("entries", [
-    {}, {"labels": "prefix"}, {"num_frames": 5}, {"num_frames": 5, "captions": "captions.tsv", "buckets": [1, 5]},
-    {"columns": {"path": "picture", "label": "kind"}}])
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {"labels": "prefix"},
+        {"num_frames": 5},
+        {"num_frames": 5, "captions": "captions.tsv", "buckets": [1, 5]},
+        {"columns": {"path": "picture", "label": "kind"}},
+    ],
+)
 def test_the_check_of_unreadable_samples(tmp_path, monkeypatch, capsys, entries):
     """Oracle: the names of the broken files: the command of the message lists them all."""
     root, suffix = tmp_path / "all broken", ".mp4" if "num_frames" in entries else ".png"
@@ -133,16 +153,21 @@ def test_the_check_of_unreadable_samples(tmp_path, monkeypatch, capsys, entries)
 
 @pytest.mark.parametrize("recipe", ["dit-small", "iddpm-small"])
 def test_another_number_of_classes(tmp_path, recipe):
-    """Oracle: the folders: the entry of the message is taken, also with weights of ten classes, whose table is drawn anew
-    as the message says.
+    """Oracle: the folders: the entry of the message is taken, also with weights of ten classes, whose table is drawn
+    anew as the message says.
     """
     run, _ = checked(load(ROOT / "launch" / "recipes" / f"{recipe}.yaml"))
     system = systems.build(run.system, run.model)
     (part,) = system.parts
-    save_file({name: value.clone() for name, value in system.networks()[part].state_dict().items()},
-              tmp_path / "ten.safetensors")
-    words = [f"folder={tmp_path / 'run'}", f"data.path={folder(tmp_path / 'two')}",
-             f"init_from={tmp_path / 'ten.safetensors'}"]
+    save_file(
+        {name: value.clone() for name, value in system.networks()[part].state_dict().items()},
+        tmp_path / "ten.safetensors",
+    )
+    words = [
+        f"folder={tmp_path / 'run'}",
+        f"data.path={folder(tmp_path / 'two')}",
+        f"init_from={tmp_path / 'ten.safetensors'}",
+    ]
     (text,) = lines(recipe, *words)
     entry = re.search(r"write (model\.num_classes=\d+) \(weights of init_from then lose", text).group(1)
     found = lines(recipe, *words, entry)

@@ -1,6 +1,7 @@
 """What an index of very many samples costs a rank and its workers: python -m tests.data.check_index_scale [SAMPLES]
 
-It makes an index of SAMPLES (100,000,000) entries directly, whose names are those of 1,000 real pictures again and again,
+It makes an index of SAMPLES (100,000,000) entries directly, whose names are those of 1,000 real pictures again
+and again,
 and one of 1,000 entries, and measures each in processes of their own: seconds from opening to the first batch, and the
 memory of the rank and of 8 workers that belongs to them alone (anonymous and shared, by proportion; not the page
 cache). Needs 50 bytes of disk a sample, in a temporary folder.
@@ -32,7 +33,7 @@ from dstrain.disk import atomic, sealed
 from tests.support.pictures import folder as folder_of_pictures
 
 FILES, CLASSES = 1000, 10
-_KINDS = ((2, 0), (4, 0), (1, 1), (1, 3), (2, 1), (4, 3))      # ranks, workers of each
+_KINDS = ((2, 0), (4, 0), (1, 1), (1, 3), (2, 1), (4, 3))  # ranks, workers of each
 
 
 def make_index(root: Path, number: int, kept: Path) -> None:
@@ -48,12 +49,18 @@ def make_index(root: Path, number: int, kept: Path) -> None:
     building = kept / "building"
     building.mkdir(parents=True)
     sizes = {"names": number * length, "name_ends": number * 8, "name_hash": number * 8, "label": number * 4}
-    with open(building / "names.bin", "wb") as texts, open(building / "name_ends.bin", "wb") as ends, \
-            open(building / "name_hash.bin", "wb") as hashed, open(building / "label.bin", "wb") as numbers:
+    with (
+        open(building / "names.bin", "wb") as texts,
+        open(building / "name_ends.bin", "wb") as ends,
+        open(building / "name_hash.bin", "wb") as hashed,
+        open(building / "label.bin", "wb") as numbers,
+    ):
         for start in range(0, number, CHUNK * FILES):
             count = min(CHUNK * FILES, number - start)
-            texts.write(b"".join(encoded) * (count // FILES) + b"".join(encoded[:count % FILES]))
-            ends.write(((np.arange(start, start + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(length)).tobytes())
+            texts.write(b"".join(encoded) * (count // FILES) + b"".join(encoded[: count % FILES]))
+            ends.write(
+                ((np.arange(start, start + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(length)).tobytes()
+            )
             hashed.write(np.resize(hashes, count).tobytes())
             numbers.write(np.resize(labels, count).tobytes())
     state = {"number": number, "sizes": sizes, "kinds": ["int", False], "classes": [], "most": 0}
@@ -82,19 +89,31 @@ def measure(root: Path, kept: Path, num_workers: int, held_out: float) -> dict[s
         first = time.perf_counter() - start
         for step in range(1, 40):
             list(batches.at(step))
-        return {"opened": round(opened, 2), "first": round(first, 2), "MB": round(memory(), 1), "samples": len(source),
-                "fingerprint": fingerprint}
+        return {
+            "opened": round(opened, 2),
+            "first": round(first, 2),
+            "MB": round(memory(), 1),
+            "samples": len(source),
+            "fingerprint": fingerprint,
+        }
 
 
 def require_one_order(source: Images, kinds: tuple[tuple[int, int], ...] = _KINDS) -> None:
     """The samples of 3 steps are the same at each (ranks, workers) as at (1, 0); at 1,024 ranks, by counting."""
+
     def taken(world: int, num_workers: int) -> list[dict[str, torch.Tensor]]:
         steps = []
         for rank in range(world):
-            with Batches(source, global_batch=16, micro_batch=4, seed=5, rank=rank, world=world,
-                         num_workers=num_workers) as batches:
-                steps.append([{name: value.clone() for name, value in batch.items()} for step in range(3)
-                              for batch in batches.at(step)])
+            with Batches(
+                source, global_batch=16, micro_batch=4, seed=5, rank=rank, world=world, num_workers=num_workers
+            ) as batches:
+                steps.append(
+                    [
+                        {name: value.clone() for name, value in batch.items()}
+                        for step in range(3)
+                        for batch in batches.at(step)
+                    ]
+                )
         rows = {name: torch.cat([batch[name] for batches in steps for batch in batches]) for name in steps[0][0]}
         order = (rows["step"] * 16 + rows["position"]).argsort()
         return {name: values[order] for name, values in rows.items()}
@@ -116,10 +135,14 @@ def main(number: int) -> None:
         for name, count in (("small", FILES), ("large", number)):
             make_index(root, count, work / name)
             for num_workers, held_out in ((0, 0.0), (8, 0.0), (8, 0.02)):
-                for attempt in range(1 + (held_out > 0)):           # the first one makes the split
+                for attempt in range(1 + (held_out > 0)):  # the first one makes the split
                     words = [str(root), str(work / name), str(num_workers), str(held_out)]
-                    out = subprocess.run([sys.executable, "-m", "tests.data.check_index_scale", "--measure", *words],
-                                         capture_output=True, text=True, check=True).stdout
+                    out = subprocess.run(
+                        [sys.executable, "-m", "tests.data.check_index_scale", "--measure", *words],
+                        capture_output=True,
+                        text=True,
+                        check=True,
+                    ).stdout
                     print(f"{count:,} entries, {num_workers} workers, {held_out} held out: {out.strip()}", flush=True)
         require_one_order(open_images(root, 16, index=work / "large"))
         print("one order at 1, 2, 4 and 1,024 ranks, with 0, 1 and 3 workers")

@@ -41,15 +41,22 @@ from tests.support.launch import here
 from tests.support.pictures import folder, picture
 
 WORDS = st.text("ab\u00e9Z_.-", min_size=1, max_size=4).filter(lambda name: name.strip(".") and name[0] != ".")
-TREES = st.dictionaries(WORDS, st.lists(st.lists(WORDS, min_size=1, max_size=3), min_size=1, max_size=5), min_size=1,
-                        max_size=4)
+TREES = st.dictionaries(
+    WORDS, st.lists(st.lists(WORDS, min_size=1, max_size=3), min_size=1, max_size=5), min_size=1, max_size=4
+)
 
 
 def plain(root: Path) -> tuple[list[str], list[int], tuple[str, ...]]:
     """Names, labels and classes of class folders, as os.walk lists them."""
     classes = sorted(os.listdir(root))
-    of_class = [sorted(os.path.relpath(os.path.join(place, name), root) for place, _, names in os.walk(root / folder)
-                       for name in names) for folder in classes]
+    of_class = [
+        sorted(
+            os.path.relpath(os.path.join(place, name), root)
+            for place, _, names in os.walk(root / folder)
+            for name in names
+        )
+        for folder in classes
+    ]
     return sum(of_class, []), [label for label, names in enumerate(of_class) for _ in names], tuple(classes)
 
 
@@ -64,8 +71,9 @@ def test_what_it_holds(tmp_path_factory, tree, share):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(b"")
     names, labels, classes = plain(work / "data")
-    unseen = [int.from_bytes(blake2b(os.fsencode(name), digest_size=8).digest(), "little") < share * 2.0 ** 64
-              for name in names]
+    unseen = [
+        int.from_bytes(blake2b(os.fsencode(name), digest_size=8).digest(), "little") < share * 2.0**64 for name in names
+    ]
     for split in ("train", "held_out") if share else ("train",):
         own = [place for place in range(len(names)) if unseen[place] == (split == "held_out")]
         for kept in (None, work / "index", work / "index"):
@@ -91,8 +99,13 @@ def test_one_source_wherever_it_is_kept(tmp_path):
         batches = []
         for source, num_workers in ((memory, 0), (disk, 0), *([(disk, 2)] if share else [])):
             with Batches(source, global_batch=8, micro_batch=4, seed=3, num_workers=num_workers) as both:
-                batches.append([{name: value.clone() for name, value in batch.items()} for step in range(4)
-                                for batch in both.at(step)])
+                batches.append(
+                    [
+                        {name: value.clone() for name, value in batch.items()}
+                        for step in range(4)
+                        for batch in both.at(step)
+                    ]
+                )
         for others in batches[1:]:
             assert all(torch.equal(one[name], other[name]) for one, other in zip(batches[0], others) for name in one)
 
@@ -104,7 +117,10 @@ def test_found_again_until_the_data_change(tmp_path, monkeypatch, capsys):
     root, listed, samples = folder(tmp_path / "d", 2, 3), [], Folders.samples
     (root / "c1" / "deep").mkdir()
     monkeypatch.setattr(Folders, "samples", lambda self, part: listed.append(part) or samples(self, part))
-    opened = lambda: len(open_images(root, 16, index=tmp_path / "i"))
+
+    def opened():
+        return len(open_images(root, 16, index=tmp_path / "i"))
+
     assert opened() == 6 and listed == ["c0", "c1"] and opened() == 6 and len(listed) == 2
     picture(1).save(root / "c1" / "deep" / "a.png")
     assert opened() == 7 and len(listed) == 4 and "c1/deep changed since" in capsys.readouterr().out
@@ -116,11 +132,14 @@ def test_found_again_until_the_data_change(tmp_path, monkeypatch, capsys):
     assert len(listed) == 10
     assert len(open_images(root, 16, run=tmp_path / "run")) == 8 and len(listed) == 10
     name = next((tmp_path / "i").glob("*/names.bin"))
-    for column, damage in (("names", lambda content: content[:-1]), ("names", lambda content: content[:-1] + b"h"),
-                           ("label", lambda content: content[:-4] + bytes(4)),
-                           ("name_ends", lambda content: b"\0" + content[1:]),
-                           ("name_hash", lambda content: content[:20] + bytes((content[20] ^ 1,)) + content[21:])):
-        damaged = name.with_name(f"{column}.bin")               # it is noticed, and made anew
+    for column, damage in (
+        ("names", lambda content: content[:-1]),
+        ("names", lambda content: content[:-1] + b"h"),
+        ("label", lambda content: content[:-4] + bytes(4)),
+        ("name_ends", lambda content: b"\0" + content[1:]),
+        ("name_hash", lambda content: content[:20] + bytes((content[20] ^ 1,)) + content[21:]),
+    ):
+        damaged = name.with_name(f"{column}.bin")  # it is noticed, and made anew
         content, before = damaged.read_bytes(), len(listed)
         damaged.write_bytes(damage(content))
         assert opened() == 8 and len(listed) == before + 3 and damaged.read_bytes() == content
@@ -135,17 +154,25 @@ def test_damaged_splits_and_those_of_other_data_are_made_anew(tmp_path):
     """Oracle: the source in memory: splits that are cut off, gone, of other data or without their header."""
     root, kept, other = folder(tmp_path / "d", 2, 20), tmp_path / "i", folder(tmp_path / "e", 2, 20)
     (other / "c0" / "000.png").rename(other / "c0" / "x.png")
-    opened = lambda path: open_images(path, 16, index=kept, held_out=0.3)
+
+    def opened(path):
+        return open_images(path, 16, index=kept, held_out=0.3)
+
     expected = open_images(root, 16, held_out=0.3)
     names = [expected.name(place) for place in range(len(expected))]
     foreign, splits = (opened(path).index.folder / "held_out-0.3" for path in (other, root))
     train, header = splits / "train.bin", splits / "index.json"
     mapped = opened(root)
-    for damage in (lambda: os.truncate(train, 4), train.unlink, lambda: (splits / "held_out.bin").write_bytes(b"ab"),
-                   lambda: train.write_bytes(bytes((train.read_bytes()[0] ^ 1,)) + train.read_bytes()[1:]),
-                   header.unlink, lambda: shutil.copytree(foreign, splits, dirs_exist_ok=True)):
+    for damage in (
+        lambda: os.truncate(train, 4),
+        train.unlink,
+        lambda: (splits / "held_out.bin").write_bytes(b"ab"),
+        lambda: train.write_bytes(bytes((train.read_bytes()[0] ^ 1,)) + train.read_bytes()[1:]),
+        header.unlink,
+        lambda: shutil.copytree(foreign, splits, dirs_exist_ok=True),
+    ):
         shutil.copy(train, tmp_path / "train.bin")
-        os.replace(tmp_path / "train.bin", train)           # `mapped` keeps its own file: a shared one would be cut off
+        os.replace(tmp_path / "train.bin", train)  # `mapped` keeps its own file: a shared one would be cut off
         damage()
         again = opened(root)
         assert [again.name(place) for place in range(len(again))] == names
@@ -160,16 +187,19 @@ def test_a_flipped_byte_of_a_large_index_is_found_when_it_is_used(tmp_path, monk
     part ends the reading and counts no picture as broken; removing what the message says makes it anew.
     """
     root, kept = folder(tmp_path / "d", 2, 20), tmp_path / "i"
-    for module in ("index", "verified"):                                     # large enough not to be read at the start
+    for module in ("index", "verified"):  # large enough not to be read at the start
         monkeypatch.setattr(f"dstrain.data.{module}.CHECKED", 0)
     monkeypatch.setattr("dstrain.data.index.verified._BLOCK", 64)
-    opened = lambda: open_images(root, 16, index=kept, held_out=0.3)
+
+    def opened():
+        return open_images(root, 16, index=kept, held_out=0.3)
+
     whole = opened()
     names = [whole.name(place) for place in range(len(whole))]
     for file in ("names.bin", "name_ends.bin", "label.bin", "held_out-0.3/train.bin"):
         path = whole.index.folder / file
         content = path.read_bytes()
-        path.unlink()                                                        # `whole` keeps its own
+        path.unlink()  # `whole` keeps its own
         path.write_bytes(content[:70] + bytes((content[70] ^ 16,)) + content[71:])
         again, found, refused = opened(), [], []
         for place in range(len(again)):
@@ -179,7 +209,10 @@ def test_a_flipped_byte_of_a_large_index_is_found_when_it_is_used(tmp_path, monk
                 refused.append(str(error))
         assert all(found) and found and refused and len(found) + len(refused) == len(names), file
         assert f"{path} was altered after it was written (from byte 64 on): remove {path.parent}" in refused[0]
-        with Batches(again, global_batch=28, micro_batch=28, seed=1) as batches, pytest.raises(NotRead, match="altered"):
+        with (
+            Batches(again, global_batch=28, micro_batch=28, seed=1) as batches,
+            pytest.raises(NotRead, match="altered"),
+        ):
             next(batches.at(0))
         shutil.rmtree(path.parent)
         assert [opened().name(place) for place in range(len(names))] == names and path.read_bytes() == content
@@ -202,8 +235,8 @@ def test_verified_columns(tmp_path, dtype):
     if dtype is not None:
         assert np.array_equal(column[np.array([9, 0, len(values) - 1])], values[[9, 0, -1]])
     for place in (0, 4095, 4096, 256 * 4096, 300 * 4096 - 1, 300 * 4096, len(content) - 1):
-        path.unlink()                                                        # the old one is still mapped
-        path.write_bytes(content[:place] + bytes((content[place] ^ 128,)) + content[place + 1:])
+        path.unlink()  # the old one is still mapped
+        path.write_bytes(content[:place] + bytes((content[place] ^ 128,)) + content[place + 1 :])
         column = Verified(path, dtype, len(content))
         assert not column.is_whole()
         for block in {0, 1, 2, 255, 256, 299, 300, place // 4096}:
@@ -216,12 +249,12 @@ def test_verified_columns(tmp_path, dtype):
                 assert column[first] == values[first]
     path.unlink()
     path.write_bytes(bytes(byte ^ 128 * (place in (7, 15)) for place, byte in enumerate(content[:16])) + content[16:])
-    assert not Verified(path, dtype, len(content)).is_whole()                # the upper bits of two words
+    assert not Verified(path, dtype, len(content)).is_whole()  # the upper bits of two words
     for file, damage in ((path, b"x"), (path.with_suffix(".sums"), b"x" * 8)):
         file.write_bytes(file.read_bytes() + damage)
         with pytest.raises(ValueError, match="bytes"):
             Verified(path, dtype, len(content))
-        file.write_bytes(file.read_bytes()[:-len(damage)])
+        file.write_bytes(file.read_bytes()[: -len(damage)])
 
 
 def test_two_commands_read_one_table(tmp_path, monkeypatch):
@@ -238,7 +271,7 @@ def test_two_commands_read_one_table(tmp_path, monkeypatch):
 def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):
     """Oracle: the splits of one command: the second one waits for the first, and writes nothing of its own."""
     root, writes, write = folder(tmp_path / "d", 2, 20), [], Index.write_splits
-    layout, index = open_index(root, Request(SUFFIXES), tmp_path / "i")
+    _layout, index = open_index(root, Request(SUFFIXES), tmp_path / "i")
 
     def slow(self, held_out: float) -> None:
         writes.append(held_out)
@@ -276,7 +309,8 @@ def test_an_interrupted_listing_goes_on(tmp_path, monkeypatch):
     made = open_images(root, 16, index=tmp_path / "i").index.folder
     assert listed == ["c0", "c1", "c2", "c2", "c3"]
     assert {file.name: file.read_bytes() for file in made.iterdir()} == {
-        file.name: file.read_bytes() for file in whole.iterdir()}
+        file.name: file.read_bytes() for file in whole.iterdir()
+    }
     listed.clear()
     with pytest.raises(KeyboardInterrupt):
         open_images(root, 16, index=tmp_path / "j")
@@ -391,11 +425,16 @@ def test_faults_of_the_storage(tmp_path, monkeypatch):
             open_images(root, 16, index=kept)
 
 
-@pytest.mark.parametrize("labels, texts, message", [
-    ([1, None], [["a"], ["b"]], "n1 has no label, and those before it a number"),
-    ([1, "x"], [["a"], ["b"]], "n1 has a class as its label"),
-    ([1, -1], [["a"], ["b"]], "n1 has the label -1"),
-    ([1, 1], [["a"], []], "n1 has no caption, unlike those before"), ([], [], "no images in it")])
+@pytest.mark.parametrize(
+    "labels, texts, message",
+    [
+        ([1, None], [["a"], ["b"]], "n1 has no label, and those before it a number"),
+        ([1, "x"], [["a"], ["b"]], "n1 has a class as its label"),
+        ([1, -1], [["a"], ["b"]], "n1 has the label -1"),
+        ([1, 1], [["a"], []], "n1 has no caption, unlike those before"),
+        ([], [], "no images in it"),
+    ],
+)
 def test_samples_are_alike(tmp_path, monkeypatch, labels, texts, message):
     """Oracle: the contract: the first sample that differs is named, in memory and on the disk."""
     monkeypatch.setattr(formats, "LAYOUTS", (Bundle,))
@@ -414,13 +453,14 @@ def test_pixel_sizes(tmp_path):
     sizes = pixel_sizes(source.layout, source.index)[:].copy()
     assert sizes.dtype == np.int32 and sizes.tolist() == [
         [0, 0] if name == "c1/000.png" else list(Image.open(root / name).size)
-        for name in map(source.name, range(len(source)))]
+        for name in map(source.name, range(len(source)))
+    ]
     content = (root / "c0" / "x.png").read_bytes()
     (root / "c0" / "x.png").write_bytes(b"")
     assert pixel_sizes(source.layout, source.index)[3].tolist() == [50, 20]
     (root / "c0" / "x.png").write_bytes(content)
     table = source.index.folder / "sizes.bin"
-    table.write_bytes(b"\1" + table.read_bytes()[1:])                        # altered, it is made anew
+    table.write_bytes(b"\1" + table.read_bytes()[1:])  # altered, it is made anew
     assert np.array_equal(pixel_sizes(source.layout, source.index)[:], sizes)
 
 
@@ -441,7 +481,7 @@ def test_the_description(tmp_path):
     picture(1, 50, 20).save(root / "c0" / "x.png")
     (root / "c1" / "000.png").write_bytes(b"no picture")
     content = (root / "c1" / "001.png").read_bytes()
-    (root / "c1" / "001.png").write_bytes(content[:len(content) // 2])
+    (root / "c1" / "001.png").write_bytes(content[: len(content) // 2])
     data = Data(path=str(root), index=str(tmp_path / "i"))
     quick, whole = (index_data(IndexOptions(data, check=check)) for check in (False, True))
     assert json.loads(json.dumps(whole)) == whole
@@ -486,7 +526,9 @@ def _ranks(rank: int, root: Path, kept: Path, empty: Path) -> list[tuple]:
 
 def test_what_is_built_in_has_no_index():
     """Oracle: by hand: the data of the package are named, and not looked for as a folder."""
-    with pytest.raises(ConfigError, match="^data.path=builtin:fashion is in the package, and neither listed nor packed"):
+    with pytest.raises(
+        ConfigError, match="^data.path=builtin:fashion is in the package, and neither listed nor packed"
+    ):
         index_data(IndexOptions(Data(path="builtin:fashion")))
 
 
@@ -506,7 +548,7 @@ def test_many_samples_cost_a_process_nothing(tmp_path):
     """
     root = folder(tmp_path / "d", check_index_scale.CLASSES, check_index_scale.FILES // check_index_scale.CLASSES)
     check_index_scale.make_index(root, 300_000, tmp_path / "i")
-    open_images(root, 16, index=tmp_path / "i", held_out=0.1)                  # makes the split
+    open_images(root, 16, index=tmp_path / "i", held_out=0.1)  # makes the split
     tracemalloc.start()
     source: Images = open_images(root, 16, index=tmp_path / "i", held_out=0.1)
     assert isinstance(source.index, Index) and 250_000 < len(source) < 290_000
@@ -517,4 +559,3 @@ def test_many_samples_cost_a_process_nothing(tmp_path):
     tracemalloc.stop()
     assert len(pickled) < 4096 and peak < 2 << 20
     check_index_scale.require_one_order(open_images(root, 16, index=tmp_path / "i"), ((2, 0), (4, 0)))
-

@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 
 def opened(folder, **entries):
-    kept = {"index": str(folder.with_name("index"))}                          # else it would be the user's cache
+    kept = {"index": str(folder.with_name("index"))}  # else it would be the user's cache
     return open_sources(Data(path=str(folder), image_size=32, **kept | {"buckets": SHAPES} | entries))
 
 
@@ -87,7 +87,7 @@ def test_an_index_on_a_disk(folder, tmp_path):
     sent = pickle.loads(pickle.dumps(again))
     assert sent.members.array is None and torch.equal(sent[5]["image"], plain[5]["image"])
     sizes = {path: path.stat().st_size for path in files}
-    for path in files:                             # damaged, all are made anew
+    for path in files:  # damaged, all are made anew
         for damaged in (path.read_bytes()[:-1], path.read_bytes()[:-9] + b"\1" + path.read_bytes()[-8:]):
             path.write_bytes(damaged)
             assert opened(folder, index=str(tmp_path))[0].name(39) == plain.name(39)
@@ -105,10 +105,11 @@ def test_a_step_has_one_shape_on_all_ranks(folder, workers):
     """Oracle: the pictures of all ranks together are those of one rank, at 2 and 4 ranks, in one shape a step; the
     steps of an epoch pass over all pictures, but for what waits for the next one."""
     source = opened(folder)[0]
-    alone = [list(batches(source, micro=8).at(step))[0] for step in range(STEPS)]
+    alone = [next(iter(batches(source, micro=8).at(step))) for step in range(STEPS)]
     for world in (2, 4):
-        ranks = [batches(source, rank, world, 8 // world, num_workers=workers if world == 2 else 0)
-                 for rank in range(world)]
+        ranks = [
+            batches(source, rank, world, 8 // world, num_workers=workers if world == 2 else 0) for rank in range(world)
+        ]
         for step in range(STEPS):
             parts = [next(iter(rank.at(step))) for rank in ranks]
             assert torch.equal(torch.cat([part["image"] for part in parts]), alone[step]["image"])
@@ -176,17 +177,21 @@ def test_sizes_and_crops_of_a_batch(folder):
             scale = max(wide / image.width, high / image.height)
             across, down = round(image.width * scale) - wide, round(image.height * scale) - high
             assert size[2:4] == [down // 2, across // 2]
-            assert turned["size"][row].tolist() == size[:3] + [across - across // 2] + size[4:]
+            assert turned["size"][row].tolist() == [*size[:3], across - across // 2, *size[4:]]
 
 
-@pytest.mark.parametrize("recipe, entries, words", [
-    ("vae-small", ["data.buckets=[[32,32]]"], "data.buckets: vae has no use for it"),
-    ("iddpm-small", ["data.size_conditions=true"], "data.size_conditions: iddpm .*choose system=dit"),
-    ("iddpm-small", ["data.buckets=[[32,33]]"], "32 x 33 in data.buckets are no multiples of"),
-    ("iddpm-small-upsampler", ["data.buckets=[[64,32]]"], "leave data.buckets out"),
-    ("dit-small", ["data.buckets=[[32,33]]"], "32 x 33 in data.buckets are no multiples of 4"),
-    ("dit-small", ["samples.size=[32,33]"], "multiples of 4"),
-    ("iddpm-small-upsampler", ["samples.size=[32,32]"], "of one size; leave it out")])
+@pytest.mark.parametrize(
+    "recipe, entries, words",
+    [
+        ("vae-small", ["data.buckets=[[32,32]]"], "data.buckets: vae has no use for it"),
+        ("iddpm-small", ["data.size_conditions=true"], "data.size_conditions: iddpm .*choose system=dit"),
+        ("iddpm-small", ["data.buckets=[[32,33]]"], "32 x 33 in data.buckets are no multiples of"),
+        ("iddpm-small-upsampler", ["data.buckets=[[64,32]]"], "leave data.buckets out"),
+        ("dit-small", ["data.buckets=[[32,33]]"], "32 x 33 in data.buckets are no multiples of 4"),
+        ("dit-small", ["samples.size=[32,33]"], "multiples of 4"),
+        ("iddpm-small-upsampler", ["samples.size=[32,32]"], "of one size; leave it out"),
+    ],
+)
 def test_where_sizes_are_refused(recipe, entries, words):
     """Oracle: a line that names the entry and the remedy, before anything is read."""
     with pytest.raises(ConfigError, match=words):
@@ -200,8 +205,12 @@ def test_the_model_knows_its_buckets(folder):
     """Oracle: the entries of `data`; a rule is written out as shapes, which `load` reads back; built-in images have one
     size."""
     rule = "data.buckets={pixels: 1024, step: 8}"
-    run, problems = checked(load(RECIPES / "dit-small.yaml", [f"data.path={folder}", "data.size_conditions=true", rule,
-                                                              "data.channels=3", "model.num_classes=2"]))
+    run, problems = checked(
+        load(
+            RECIPES / "dit-small.yaml",
+            [f"data.path={folder}", "data.size_conditions=true", rule, "data.channels=3", "model.num_classes=2"],
+        )
+    )
     assert not problems and run.model["sizes"] == [[40, 24], [32, 32], [24, 40]] and run.model["size_conditions"]
     assert run.data.buckets == tuple(map(tuple, run.model["sizes"]))
     with pytest.raises(ConfigError, match="builtin:fashion have one size"):

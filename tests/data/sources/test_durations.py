@@ -17,10 +17,10 @@ from tests.support.clips import LOSSLESS, LOSSY, moving, write, write_pictures
 from tests.support.launch import ROOT
 from tests.support.pictures import folder as folder_of_images
 
-LENGTHS = (11, 5, 3, 1, 9, 8, 2, 12, 7, 6, 4, 10, 9, 5, 3)                 # frames of the clips
-KINDS = ("clip.webp", "ffv1.avi", "h264.mp4", "vp9.webm", "clip.gif")      # some say it in a header, some are counted
+LENGTHS = (11, 5, 3, 1, 9, 8, 2, 12, 7, 6, 4, 10, 9, 5, 3)  # frames of the clips
+KINDS = ("clip.webp", "ffv1.avi", "h264.mp4", "vp9.webm", "clip.gif")  # some say it in a header, some are counted
 BUCKETS = [3, 9, 5]
-BY_LENGTH = {1: 3, 2: 3, 3: 3, 4: 3, 5: 5, 6: 5, 7: 5, 8: 5, 9: 9, 10: 9, 11: 9, 12: 9}       # by hand
+BY_LENGTH = {1: 3, 2: 3, 3: 3, 4: 3, 5: 5, 6: 5, 7: 5, 8: 5, 9: 9, 10: 9, 11: 9, 12: 9}  # by hand
 STEPS = 10
 
 
@@ -45,9 +45,10 @@ def folder(tmp_path_factory):
 
 
 def opened(folder, buckets=BUCKETS, run=None, **entries):
-    entries.setdefault("index", str(Path(folder).with_name("index")))                # else it would be the user's cache
-    return open_sources(Data(path=str(folder), image_size=16, num_frames=max(buckets), buckets=buckets, **entries),
-                        run=run)
+    entries.setdefault("index", str(Path(folder).with_name("index")))  # else it would be the user's cache
+    return open_sources(
+        Data(path=str(folder), image_size=16, num_frames=max(buckets), buckets=buckets, **entries), run=run
+    )
 
 
 def batches(source, rank=0, world=1, micro=4, **options):
@@ -84,18 +85,20 @@ def test_a_stride_takes_longer_clips(folder):
 
 
 def test_an_index_on_a_disk(folder, tmp_path, monkeypatch):
-    """Oracle: by hand; frames are counted once for both splits and all later commands, and a worker receives no list."""
+    """Oracle: by hand; frames are counted once for both splits and all later commands, and a
+    worker receives no list.
+    """
     plain, run = opened(folder)[0], tmp_path / "run"
     kept = opened(folder, index=None, run=run)[0]
     (table,) = run.glob("index/*/frames.bin")
     assert np.fromfile(table, np.int32).tolist() == [LENGTHS[number] for number in range(15)]
-    monkeypatch.setattr("dstrain.data.sources.sizes.count_frames", None)               # a second count would fail
+    monkeypatch.setattr("dstrain.data.sources.sizes.count_frames", None)  # a second count would fail
     opened(folder, index=None, run=run, held_out=0.5)
     again = opened(folder, index=None, run=run)[0]
     assert [plain.name(i) for i in range(15)] == [kept.name(i) for i in range(15)] == [again.name(i) for i in range(15)]
     sent = pickle.loads(pickle.dumps(again))
     assert sent.members.array is None and torch.equal(sent[7]["video"], plain[7]["video"])
-    assert opened(folder, [5, 1], index=None, run=run)[0].counts == (10, 5)    # another rule, by the same table
+    assert opened(folder, [5, 1], index=None, run=run)[0].counts == (10, 5)  # another rule, by the same table
 
 
 def test_one_length_a_step_at_any_number_of_ranks(folder):
@@ -111,7 +114,7 @@ def test_one_length_a_step_at_any_number_of_ranks(folder):
             assert torch.equal(torch.cat([part[name] for part in parts]), values), name
     with batches(source, num_workers=2) as read:
         assert all(torch.equal(next(read.at(step))["video"], whole[step]["video"]) for step in range(STEPS))
-    for epoch in range(4):                         # 5 samples a step fit into each bucket
+    for epoch in range(4):  # 5 samples a step fit into each bucket
         taken = source.order(5, 3).index_at(torch.arange(15 * epoch, 15 * epoch + 15))
         assert sorted(taken.tolist()) == list(range(15))
 
@@ -151,27 +154,40 @@ def test_images_are_a_bucket_of_their_own(folder, tmp_path):
     assert len(source) == 20 and source.ends == (5, 10, 15, 20)
     assert [source[index]["video"].shape[0] for index in (0, 5, 10, 15, 19)] == [9, 5, 3, 1, 1]
     assert {source.squares()[index]["video"].shape[0] for index in range(len(source))} == {9}
-    assert source[15]["frames"] == 1 and source.name(15) in {path.relative_to(images).as_posix()
-                                                             for path in images.rglob("*.png")}
+    assert source[15]["frames"] == 1 and source.name(15) in {
+        path.relative_to(images).as_posix() for path in images.rglob("*.png")
+    }
     steps = [[next(batches(source, rank, 2, 2).at(step))["video"].shape[1] for rank in range(2)] for step in range(4)]
     assert all(len(set(ranks)) == 1 for ranks in steps) and sorted(ranks[0] for ranks in steps) == [1, 3, 5, 9]
     assert opened(folder, images=str(images), held_out=0.5)[1].ends[-1] < 15
 
 
-@pytest.mark.parametrize("recipe, entries, words", [
-    ("phenaki-tokenizer-small", ["data.num_frames=5", "data.buckets=[4,5]"],
-     "data.buckets: 4 is not 1 \\+ a multiple of model.temporal_patch_size 2: take 3 or 5"),
-    ("phenaki-small", ["data.num_frames=5", "data.buckets=[1,5]", "model.beginnings=[]"],
-     "data.buckets: phenaki takes clips of one length: leave it out, or choose system=phenaki.tokenizer"),
-    ("dit-small", ["data.buckets=[1,5]"], "numbers of frames, of clips")])
+@pytest.mark.parametrize(
+    "recipe, entries, words",
+    [
+        (
+            "phenaki-tokenizer-small",
+            ["data.num_frames=5", "data.buckets=[4,5]"],
+            "data.buckets: 4 is not 1 \\+ a multiple of model.temporal_patch_size 2: take 3 or 5",
+        ),
+        (
+            "phenaki-small",
+            ["data.num_frames=5", "data.buckets=[1,5]", "model.beginnings=[]"],
+            "data.buckets: phenaki takes clips of one length: leave it out, or choose system=phenaki.tokenizer",
+        ),
+        ("dit-small", ["data.buckets=[1,5]"], "numbers of frames, of clips"),
+    ],
+)
 def test_where_durations_are_refused(recipe, entries, words):
     """Oracle: a line that names the entry and the remedy, before anything is read."""
     with pytest.raises(ConfigError, match=words):
-        run, problems = checked(load(ROOT / "launch" / "recipes" / f"{recipe}.yaml", entries))
+        _run, problems = checked(load(ROOT / "launch" / "recipes" / f"{recipe}.yaml", entries))
         raise ConfigError(*problems)
 
 
 def test_built_in_clips_have_one_length():
     """Oracle: a line that names the entry and the remedy."""
-    with pytest.raises(ConfigError, match="data.buckets: the clips of builtin:moving-fashion have one length: leave it"):
+    with pytest.raises(
+        ConfigError, match="data.buckets: the clips of builtin:moving-fashion have one length: leave it"
+    ):
         opened("builtin:moving-fashion", flip=False)

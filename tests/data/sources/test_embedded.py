@@ -20,13 +20,14 @@ from tests.support.pictures import picture
 def test_builtin_emoji():
     """Oracle: the pairs: what a prior trains on is what the decoder trains on, each picture with its own embedding."""
     train, unseen = open_sources(completed(Data(path=EMOJI, embeddings=BUILTIN)))
-    pairs = open_pairs(BUILTIN, (.8, .1, .1), "train")
+    pairs = open_pairs(BUILTIN, (0.8, 0.1, 0.1), "train")
     assert train.images.rows.tolist() == pairs.rows.tolist() and (len(train), len(unseen)) == (1528, 382)
     assert not {*train.images.rows.tolist()} & {*unseen.images.rows.tolist()}
     for index in (0, 77, 381):
         item = unseen[index]
-        assert torch.equal(item["image_embed"], torch.from_numpy(
-            builtin_pairs().tables["image_embed"][unseen.images.row(index)]))
+        assert torch.equal(
+            item["image_embed"], torch.from_numpy(builtin_pairs().tables["image_embed"][unseen.images.row(index)])
+        )
         assert item["image"].shape == (3, 32, 32) and item["image"].dtype == torch.uint8
     assert train.fingerprint() != unseen.fingerprint() and BUILTIN not in Emoji().fingerprint()
     batch, bad = train.read_batch(torch.tensor([3, 5]), mirrored=torch.tensor([True, False]))
@@ -48,14 +49,23 @@ def made(tmp_path_factory):
     picture(99).save(root / "data" / "a" / "alone.png")
     towers.clip(root / "clip")
     tower = str(root / "clip")
-    caches.embed(caches.EmbedOptions(root / "pairs", str(root / "data"), tower, tower, batch=3, shard_size=4,
-                                     dtype="float32"))
+    caches.embed(
+        caches.EmbedOptions(root / "pairs", str(root / "data"), tower, tower, batch=3, shard_size=4, dtype="float32")
+    )
     return root
 
 
 def data_of(root, **changes) -> Data:
-    return Data(**{"path": str(root / "data"), "embeddings": str(root / "pairs"), "image_size": 16, "held_out": 0.3,
-                   "workers": 0} | changes)
+    return Data(
+        **{
+            "path": str(root / "data"),
+            "embeddings": str(root / "pairs"),
+            "image_size": 16,
+            "held_out": 0.3,
+            "workers": 0,
+        }
+        | changes
+    )
 
 
 def test_a_folder(made):
@@ -83,13 +93,14 @@ def test_other_images_are_refused(made, tmp_path):
     (tmp_path / "half" / "pairs.json").write_text(json.dumps(plan | {"complete": False}))
     np.save(tmp_path / "no.npy", np.zeros(3))
     for changes, message in (
-            ({"path": str(tmp_path / "data")}, "data.embeddings=.*pairs is not of these images: .*or of other names"),
-            ({"path": EMOJI, "held_out": 0}, "is not of these images: builtin:emoji-pairs goes with"),
-            ({"embeddings": BUILTIN}, "is not of these images: builtin:emoji-pairs goes with"),
-            ({"embeddings": str(tmp_path / "other")}, "does not say of which images it is"),
-            ({"embeddings": str(tmp_path / "half")}, "data.embeddings=.*half is not embedded to the end"),
-            ({"embeddings": str(tmp_path)}, "data.embeddings=.* holds no embedding pairs"),
-            ({"path": str(made / "pairs"), "held_out": 0}, "goes with images, and .* holds others"),
-            ({"buckets": [[16, 16]]}, "one source of squares")):
+        ({"path": str(tmp_path / "data")}, "data.embeddings=.*pairs is not of these images: .*or of other names"),
+        ({"path": EMOJI, "held_out": 0}, "is not of these images: builtin:emoji-pairs goes with"),
+        ({"embeddings": BUILTIN}, "is not of these images: builtin:emoji-pairs goes with"),
+        ({"embeddings": str(tmp_path / "other")}, "does not say of which images it is"),
+        ({"embeddings": str(tmp_path / "half")}, "data.embeddings=.*half is not embedded to the end"),
+        ({"embeddings": str(tmp_path)}, "data.embeddings=.* holds no embedding pairs"),
+        ({"path": str(made / "pairs"), "held_out": 0}, "goes with images, and .* holds others"),
+        ({"buckets": [[16, 16]]}, "one source of squares"),
+    ):
         with pytest.raises(ConfigError, match=message):
             open_sources(completed(data_of(made, **changes)))

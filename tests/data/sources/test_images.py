@@ -25,8 +25,7 @@ from tests.support.pictures import BROKEN, bomb, break_file, folder, picture
 
 BUILTIN = Path(images.__file__).parent / "builtin"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-needs_debian = pytest.mark.skipif(not DEBIAN.exists(),
-                                  reason="Debian's dataset-fashion-mnist is not installed")
+needs_debian = pytest.mark.skipif(not DEBIAN.exists(), reason="Debian's dataset-fashion-mnist is not installed")
 
 
 def reference_crop(image: Image.Image, size: int) -> np.ndarray:
@@ -37,7 +36,7 @@ def reference_crop(image: Image.Image, size: int) -> np.ndarray:
     image = image.resize(tuple(round(x * scale) for x in image.size), resample=Image.BICUBIC)
     array = np.array(image)
     y, x = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
-    return array[y:y + size, x:x + size]
+    return array[y : y + size, x : x + size]
 
 
 # ---------------------------------------------------------------------------------------- built-in
@@ -87,7 +86,7 @@ def test_builtin_pixels_are_real():
     assert torch.equal(at28["image"], first[None])
     for channel in at32["image"]:
         assert torch.equal(channel[2:-2, 2:-2], first)
-    assert at32["image"].sum() == 3 * first.sum(dtype=torch.int64)        # the border is black
+    assert at32["image"].sum() == 3 * first.sum(dtype=torch.int64)  # the border is black
 
 
 @pytest.mark.parametrize("size", [8, 16, 28, 32, 64])
@@ -99,7 +98,7 @@ def test_builtin_at_any_size(size, channels):
     items = torch.stack([source[i]["image"] for i in range(20)])
     assert items.shape[1:] == (channels, size, size)
     usual = torch.stack([small[i]["image"] for i in range(20)]).float().mean()
-    border = 1 if size == 28 else 28 ** 2 / 32 ** 2  # the share that is not border
+    border = 1 if size == 28 else 28**2 / 32**2  # the share that is not border
     assert abs(items.float().mean() - usual * border) < 2
 
 
@@ -120,8 +119,7 @@ def test_crop_is_bit_exact(mode):
         assert np.array_equal(center_crop(image, size), reference_crop(image, size)), shape
 
 
-@pytest.mark.parametrize("size", [(500, 375), (375, 500), (640, 427), (427, 640), (333, 500),
-                                  (256, 256), (1300, 975)])
+@pytest.mark.parametrize("size", [(500, 375), (375, 500), (640, 427), (427, 640), (333, 500), (256, 256), (1300, 975)])
 def test_jpeg_pixels_are_those_of_the_original(tmp_path, size):
     """Oracle: open, convert to RGB, crop by definition, as the original loader does, at common
     photo sizes.
@@ -143,9 +141,20 @@ def test_draft_is_close_but_not_the_same(tmp_path):
     assert (exact - draft).abs().mean() < 4
 
 
-@pytest.mark.parametrize("mode,suffix", [
-    ("RGB", ".png"), ("L", ".png"), ("LA", ".png"), ("P", ".png"), ("1", ".png"), ("RGBA", ".webp"),
-    ("CMYK", ".jpg"), ("RGB", ".BMP"), ("RGB", ".JPEG")])
+@pytest.mark.parametrize(
+    "mode,suffix",
+    [
+        ("RGB", ".png"),
+        ("L", ".png"),
+        ("LA", ".png"),
+        ("P", ".png"),
+        ("1", ".png"),
+        ("RGBA", ".webp"),
+        ("CMYK", ".jpg"),
+        ("RGB", ".BMP"),
+        ("RGB", ".JPEG"),
+    ],
+)
 def test_every_mode_becomes_rgb(tmp_path, mode, suffix):
     """Oracle: Pillow's own conversion to RGB of the saved file (all opaque here)."""
     path = tmp_path / f"a{suffix}"
@@ -214,7 +223,7 @@ def test_a_truncated_jpeg_is_bad(tmp_path):
     """Oracle: the contract: no grey lower half is ever learned."""
     picture(5, 300, 200).save(tmp_path / "a.jpg")
     data = (tmp_path / "a.jpg").read_bytes()
-    (tmp_path / "a.jpg").write_bytes(data[:len(data) * 2 // 3])
+    (tmp_path / "a.jpg").write_bytes(data[: len(data) * 2 // 3])
     with pytest.raises(OSError, match="truncated"):
         read_image(tmp_path / "a.jpg", 64)
 
@@ -246,8 +255,7 @@ def test_classes_and_order(tmp_path):
     """Oracle: sorted folders and paths, any depth, any case of suffix; hidden and other files are
     passed over.
     """
-    for name in ("dog/2.PNG", "dog/deep/er/1.png", "cat/9.webp", "cat/._9.png", "cat/readme.txt",
-                 ".git/x.png"):
+    for name in ("dog/2.PNG", "dog/deep/er/1.png", "cat/9.webp", "cat/._9.png", "cat/readme.txt", ".git/x.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         if name.lower().endswith("png") or name.endswith("webp"):
             picture(1).save(tmp_path / name)
@@ -276,20 +284,32 @@ def write(path):
     path.write_bytes(b"no picture")
 
 
-@pytest.mark.parametrize("make,message", [
-    (lambda root: None, "does not exist"),
-    (lambda root: root.mkdir(), "no images in it, and no other file: put images into it"),
-    (lambda root: (root / "a").mkdir(parents=True), "no images in it, and no other file"),
-    (lambda root: write(root / "a.mp4"), "files ending in .png .* It holds a.mp4: data.num_frames=17 reads clips"),
-    (lambda root: (write(root / "a/x.TIF"), write(root / "a/y.tif")), "holds a/.* and 1 like it: convert them to PNG"),
-    (lambda root: write(root / "0.npy"), "holds 0.npy: launch/encode.md names the latents of others that .*arr_0=images"),
-    (lambda root: (write(root / "a.zip"), write(root / "b.zip")), "name the file, data.path=.*root/[ab].zip; data.m"),
-    (lambda root: (write(root / "readme"), write(root / "a.rar")), "holds a.rar: unpack it first"),
-    (lambda root: write(root / "a.bin"), "holds a.bin: launch/data.md has all forms that are read"),
-    (lambda root: (folder(root), (root / "c9").mkdir()), "without images: c9"),
-    (lambda root: (folder(root), picture(0).save(root / "x.png")), "beside class folders"),
-    (lambda root: root.write_text("a file"), "is not a folder"),
-])
+@pytest.mark.parametrize(
+    "make,message",
+    [
+        (lambda root: None, "does not exist"),
+        (lambda root: root.mkdir(), "no images in it, and no other file: put images into it"),
+        (lambda root: (root / "a").mkdir(parents=True), "no images in it, and no other file"),
+        (lambda root: write(root / "a.mp4"), "files ending in .png .* It holds a.mp4: data.num_frames=17 reads clips"),
+        (
+            lambda root: (write(root / "a/x.TIF"), write(root / "a/y.tif")),
+            "holds a/.* and 1 like it: convert them to PNG",
+        ),
+        (
+            lambda root: write(root / "0.npy"),
+            "holds 0.npy: launch/encode.md names the latents of others that .*arr_0=images",
+        ),
+        (
+            lambda root: (write(root / "a.zip"), write(root / "b.zip")),
+            "name the file, data.path=.*root/[ab].zip; data.m",
+        ),
+        (lambda root: (write(root / "readme"), write(root / "a.rar")), "holds a.rar: unpack it first"),
+        (lambda root: write(root / "a.bin"), "holds a.bin: launch/data.md has all forms that are read"),
+        (lambda root: (folder(root), (root / "c9").mkdir()), "without images: c9"),
+        (lambda root: (folder(root), picture(0).save(root / "x.png")), "beside class folders"),
+        (lambda root: root.write_text("a file"), "is not a folder"),
+    ],
+)
 def test_unusable_folders(tmp_path, make, message):
     """Oracle: the contract: a ValueError with the path and what to do."""
     make(tmp_path / "root")
@@ -354,7 +374,7 @@ def test_some_sizes_stand_for_many(tmp_path, monkeypatch):
     assert sampled != source.contents() and len(asked) == 6
 
 
-@pytest.mark.parametrize("wrong", [dict(channels=2), dict(split="test"), dict(held_out=1.0)])
+@pytest.mark.parametrize("wrong", [{"channels": 2}, {"split": "test"}, {"held_out": 1.0}])
 def test_wrong_arguments(tmp_path, wrong):
     """Oracle: the contract: a ValueError that names the argument."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -365,7 +385,9 @@ def test_wrong_arguments(tmp_path, wrong):
 
 @pytest.mark.parametrize("name", ["ffv1.avi", "ffv1.mkv", "png.mov", "h264.mp4", "vp9.webm"])
 def test_a_video_under_the_name_of_a_picture(tmp_path, name):
-    """Oracle: real files of each container: all samples are videos, and the refusal says which systems learn from them."""
+    """Oracle: real files of each container: all samples are videos, and the refusal says which
+    systems learn from them.
+    """
     codec, pixels = (clips.LOSSLESS | {key: (own, "yuv420p") for key, (own, _) in clips.LOSSY.items()})[name]
     clip = clips.write(tmp_path / name, clips.moving(3), codec, pixels)
     (tmp_path / "d").mkdir()

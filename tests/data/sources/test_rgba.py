@@ -44,7 +44,7 @@ def test_size_that_needs_no_resizing(tmp_path):
 def test_what_is_invisible_does_not_show(tmp_path):
     """Oracle: only red is visible, so that no scaled pixel may have green in it, however the green lies beside it."""
     array = np.zeros((100, 100, 4), np.uint8)
-    array[..., 1], array[30:70, 30:70] = 255, (255, 0, 0, 255)                # invisible green about a red square
+    array[..., 1], array[30:70, 30:70] = 255, (255, 0, 0, 255)  # invisible green about a red square
     pixels = read_image(save(tmp_path / "a.png", array), 23, 4)
     visible = pixels[3] > 0
     assert bool(visible.any()) and not bool(visible.all())

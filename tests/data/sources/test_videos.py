@@ -28,7 +28,7 @@ from tests.support.pictures import picture
 from tests.support.sources import global_batches, same
 
 CUT = Cut(5, 16, 16)
-LONG = (11, 5, 3, 1, 20, 9)                       # frames of the clips
+LONG = (11, 5, 3, 1, 20, 9)  # frames of the clips
 
 twelve = partial(global_batches, global_batch=12, micro_batch=3)
 
@@ -80,8 +80,10 @@ def test_the_class_is_the_caption_where_there_is_none(tmp_path):
 def test_a_captions_file(tmp_path, suffix):
     """Oracle: the captions that were written, commas, quotes and all, in another order than the clips."""
     texts = {f"v{n}.webp": f'"{n}", a caf\u00e9' for n in reversed(range(6))}
-    lines = {".csv": ["caption,length,file", *('"""%s"", a caf\u00e9",7,%s' % (n, f"v{n}.webp") for n in range(6))],
-             ".jsonl": [json.dumps({"file": name, "caption": text, "other": 1}) for name, text in texts.items()]}
+    lines = {
+        ".csv": ["caption,length,file", *('"""{}"", a caf\u00e9",7,{}'.format(n, f"v{n}.webp") for n in range(6))],
+        ".jsonl": [json.dumps({"file": name, "caption": text, "other": 1}) for name, text in texts.items()],
+    }
     rows = lines.get(suffix, [f"{name}\t{text}" for name, text in texts.items()])
     (tmp_path / f"captions{suffix}").write_text("\n".join(rows) + "\n\n", encoding="utf-8")
     source = open_videos(folder(tmp_path), CUT, captions=tmp_path / f"captions{suffix}")
@@ -104,15 +106,22 @@ def test_fingerprint_notices_changes(tmp_path):
     assert source.fingerprint() != before
 
 
-@pytest.mark.parametrize("name, text, message", [
-    ("a.txt", "v0.webp\tx\nv1.webp\ty\n", "no caption of v2.webp and 3 more, of 6 clips"),
-    ("a.txt", "".join(f"v{n}.webp\tx\n" for n in range(8)), "v6.webp and 1 more not among the 6"),
-    ("a.txt", "v0.webp x\n", "line 1: no file and caption"), ("a.txt", "v0.webp\t \n", "line 1: no file and caption"),
-    ("a.txt", "v0.webp\tx\n\nv0.webp\ty\n", "line 3: v0.webp a second time"),
-    ("a.csv", "name,caption\nv0.webp,x\n", "line 2: no file and caption"),
-    ("a.jsonl", '{"file": "v0.webp"}\n', "line 1: no file and caption"), ("a.jsonl", "[1]\n", "line 1"),
-    ("a.jsonl", "nonsense\n", "line 1"), ("a.txt", b"\xff\xfe\t\n", "cannot be read"), (None, "", "cannot be read"),
-])
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("a.txt", "v0.webp\tx\nv1.webp\ty\n", "no caption of v2.webp and 3 more, of 6 clips"),
+        ("a.txt", "".join(f"v{n}.webp\tx\n" for n in range(8)), "v6.webp and 1 more not among the 6"),
+        ("a.txt", "v0.webp x\n", "line 1: no file and caption"),
+        ("a.txt", "v0.webp\t \n", "line 1: no file and caption"),
+        ("a.txt", "v0.webp\tx\n\nv0.webp\ty\n", "line 3: v0.webp a second time"),
+        ("a.csv", "name,caption\nv0.webp,x\n", "line 2: no file and caption"),
+        ("a.jsonl", '{"file": "v0.webp"}\n', "line 1: no file and caption"),
+        ("a.jsonl", "[1]\n", "line 1"),
+        ("a.jsonl", "nonsense\n", "line 1"),
+        ("a.txt", b"\xff\xfe\t\n", "cannot be read"),
+        (None, "", "cannot be read"),
+    ],
+)
 def test_a_captions_file_that_does_not_fit(tmp_path, name, text, message):
     """Oracle: the contract: refused, with the first file or line and the count."""
     folder(tmp_path)
@@ -161,7 +170,7 @@ def test_windows_are_drawn_by_the_key(tmp_path):
             expected = written[[min(start + i, count - 1) for i in range(5)]]
             assert torch.equal(batch["video"][row], expected.flip(-1) if flip[row] else expected)
             assert batch["frames"][row] == min(count, 5)
-    assert len(starts) > 20                                               # of 7 + 1 + 1 + 1 + 16 + 5
+    assert len(starts) > 20  # of 7 + 1 + 1 + 1 + 16 + 5
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -224,11 +233,11 @@ def test_images_are_mixed_in(tmp_path):
     """Oracle: counting over epochs: the share exactly, every video once an epoch, every image in its turn by chance."""
     images = folder_of_images(tmp_path / "images", 1, 7)
     source = open_videos(folder(tmp_path / "clips"), CUT, images=images, image_share=0.4)
-    assert isinstance(source, Mixed) and len(source) == 10                # 6 / (1 - 0.4)
+    assert isinstance(source, Mixed) and len(source) == 10  # 6 / (1 - 0.4)
     pictures = [source.images[index]["video"] for index in range(7)]
     assert all(torch.equal(video, video[:1].expand_as(video)) for video in pictures)
     met = np.zeros(7, int)
-    batches = twelve(source, range(50), flip=False)               # 60 epochs
+    batches = twelve(source, range(50), flip=False)  # 60 epochs
     index = Order(10, 3).index_at(torch.arange(600))
     for row, number in enumerate(index.tolist()):
         batch, at = batches[row // 12], row % 12
@@ -285,40 +294,49 @@ def test_splits(tmp_path):
     train, unseen = open_sources(data)
     names = [{source.name(i) for i in range(len(source))} for source in (train, unseen)]
     assert not names[0] & names[1] and len(names[0] | names[1]) == 40 and 3 < len(names[1]) < 20
-    train, unseen = open_sources(Data(path=str(folder(tmp_path / "a", ("c0", "c1"))), image_size=16, num_frames=2,
-                                      held_out_path=str(root)))
+    train, unseen = open_sources(
+        Data(path=str(folder(tmp_path / "a", ("c0", "c1"))), image_size=16, num_frames=2, held_out_path=str(root))
+    )
     assert len(train) == 6 and len(unseen) == 40 and unseen[0]["label"] == 1
     with pytest.raises(ValueError, match="data.held_out_path=.*no captions"):
-        open_videos(folder(tmp_path / "b", texts=True), CUT, split="held_out",
-                    held_out_path=folder(tmp_path / "c"))
+        open_videos(folder(tmp_path / "b", texts=True), CUT, split="held_out", held_out_path=folder(tmp_path / "c"))
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"frame_stride": 2}, "data.frame_stride: of clips"),
-    ({"captions": "x", "height": 8}, "data.height, data.captions"),
-    ({"num_frames": 5, "channels": 4}, "channels=3"), ({"num_frames": 0}, "num_frames"),
-    ({"num_frames": 5, "images": "x", "image_share": 1.0}, "image_share=1 lies between"),
-])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"frame_stride": 2}, "data.frame_stride: of clips"),
+        ({"captions": "x", "height": 8}, "data.height, data.captions"),
+        ({"num_frames": 5, "channels": 4}, "channels=3"),
+        ({"num_frames": 0}, "num_frames"),
+        ({"num_frames": 5, "images": "x", "image_share": 1.0}, "image_share=1 lies between"),
+    ],
+)
 def test_sections_that_mean_nothing(given, message):
     """Oracle: the contract: refused with the key and the remedy."""
     with pytest.raises(ValueError, match=message):
         Data(**given)
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"path": "builtin:fashion", "num_frames": 5}, "data.path=builtin:moving-fashion"),
-    ({"path": "builtin:moving-fashion", "flip": False}, "data.num_frames=17"),
-    ({"path": "builtin:moving-fashion", "num_frames": 5}, "data.flip=false"),
-    ({"path": "builtin:moving-fashion", "num_frames": 5, "frame_stride": 2, "images": "x"},
-     "data.frame_stride, data.images: builtin"),
-    ({"path": "builtin:moving-fashion", "num_frames": 5, "flip": False, "image_size": 6}, "at least 8"),
-    ({"path": "{clips}"}, "holds videos: write data.num_frames=17"),
-    ({"path": "{clips}/none", "num_frames": 5}, "does not exist"),
-    ({"path": "{empty}", "num_frames": 5}, "no clips in it"),
-])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"path": "builtin:fashion", "num_frames": 5}, "data.path=builtin:moving-fashion"),
+        ({"path": "builtin:moving-fashion", "flip": False}, "data.num_frames=17"),
+        ({"path": "builtin:moving-fashion", "num_frames": 5}, "data.flip=false"),
+        (
+            {"path": "builtin:moving-fashion", "num_frames": 5, "frame_stride": 2, "images": "x"},
+            "data.frame_stride, data.images: builtin",
+        ),
+        ({"path": "builtin:moving-fashion", "num_frames": 5, "flip": False, "image_size": 6}, "at least 8"),
+        ({"path": "{clips}"}, "holds videos: write data.num_frames=17"),
+        ({"path": "{clips}/none", "num_frames": 5}, "does not exist"),
+        ({"path": "{empty}", "num_frames": 5}, "no clips in it"),
+    ],
+)
 def test_data_that_do_not_fit(tmp_path, given, message):
     """Oracle: the contract: refused with the key and the remedy."""
     (tmp_path / "empty").mkdir()
@@ -355,9 +373,10 @@ def test_what_the_system_does_not_learn_from_is_told_first(tmp_path):
             require_kind(Data(path=path, flip=False), "dit", ["images"], learners)
     cached = {"flips": 1, "scaling_factor": None, "first_stage": "x"}
     for kind, shape, own, message in (
-            ("tokens", (2, 4, 4), "clips", "tokens of videos, and x learns from videos: .*, or choose system=phenaki$"),
-            ("tokens", (4, 4), "images", "tokens of images, and x learns from images: give a folder of images$"),
-            ("latents", (4, 4, 4), "images", "latents, and x learns from images: .*, or choose system=dit$")):
+        ("tokens", (2, 4, 4), "clips", "tokens of videos, and x learns from videos: .*, or choose system=phenaki$"),
+        ("tokens", (4, 4), "images", "tokens of images, and x learns from images: give a folder of images$"),
+        ("latents", (4, 4, 4), "images", "latents, and x learns from images: .*, or choose system=dit$"),
+    ):
         with pytest.raises(ValueError, match=f"holds cached {message}"):
             require_kind(Data(codes=dict(cached, kind=kind, shape=shape)), "x", [own], learners)
 
@@ -371,7 +390,8 @@ def test_what_a_captions_file_may_hold(tmp_path):
 
 
 def test_still_pictures_are_named(tmp_path):
-    """Oracle: by hand: pictures where clips are expected are said to be such; animated ones, and single frames, are not.
+    """Oracle: by hand: pictures where clips are expected are said to be such; animated ones, and
+    single frames, are not.
     """
     for number in range(3):
         picture(number, 16, 16).save(tmp_path / f"{number}.png")

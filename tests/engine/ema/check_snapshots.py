@@ -29,7 +29,7 @@ from tests.support.tiny import Tiny
 SAVED, HALF, LAST, EVERY = 12, 24, 80, 2
 PARTS = ("a", "b")
 DIRECT = (0.05, 0.075, 0.15)
-WIDE = 0.2                  # tracked directly, too
+WIDE = 0.2  # tracked directly, too
 CASES = {"fp32-0": (0, 3), "fp32-1": (1, 1), "fp32-2": (2, 0), "fp32-3": (3, 2), "bf16-3": (3, 1)}
 
 
@@ -47,11 +47,13 @@ class Trial:
         if stage == 3:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
         self.lines: list[str] = []
-        self.engines = Engines(lambda: {part: Tiny() for part in PARTS}, run,
-                               resolve(config, run, group.world(), "cpu"), decays)
+        self.engines = Engines(
+            lambda: {part: Tiny() for part in PARTS}, run, resolve(config, run, group.world(), "cpu"), decays
+        )
         self.ema = EmaShadow(self.engines.masters, run.ema, PARTS)
-        self.saves = Checkpoints(folder / "checkpoints", self.engines, self.ema, History(), Save(keep=9),
-                                 self.lines.append)
+        self.saves = Checkpoints(
+            folder / "checkpoints", self.engines, self.ema, History(), Save(keep=9), self.lines.append
+        )
         self.direct = {(part, width): 0.0 for part in PARTS for width in (*DIRECT, WIDE)}
         self.times = dict.fromkeys(PARTS, 0)
         if group.rank() == 0:
@@ -104,7 +106,7 @@ def train(folder: Path) -> None:
         again = Trial(folder / name, stage, name[:4])
         assert again.saves.resume() == SAVED
         kept = [path for path in seals(folder / name) if not path.endswith(".aside")]
-        assert kept == list(whole)[:SAVED // EVERY], "later snapshots are still there"
+        assert kept == list(whole)[: SAVED // EVERY], "later snapshots are still there"
         group.barrier()
         again.steps(SAVED, HALF, save=HALF)
         assert seals(folder / name) == whole, f"{name}: resumed is not uninterrupted"

@@ -1,5 +1,6 @@
 """Averages of any width from snapshots that are written here, without training: values, shares of ranks, refusals."""
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -22,24 +23,38 @@ SHAPES = {"block.weight": (5, 7), "bias": (3,), "gain": (), "last": (2, 1, 4)}
 WIDTHS = (0.05, 0.1)
 
 
-def snapshot(folder: Path, step: int, updates: int, dtype: str = "F32", widths: tuple[float, ...] = WIDTHS,
-             parts: tuple[str, ...] = ("net",)) -> dict[float, dict[str, torch.Tensor]]:
+def snapshot(
+    folder: Path,
+    step: int,
+    updates: int,
+    dtype: str = "F32",
+    widths: tuple[float, ...] = WIDTHS,
+    parts: tuple[str, ...] = ("net",),
+) -> dict[float, dict[str, torch.Tensor]]:
     """Writes a snapshot of a part "net" as two ranks would, every tensor in three pieces; its averages by width."""
     path, generator = folder / f"step_{step:08d}", torch.Generator().manual_seed(step)
     path.mkdir(parents=True)
-    truth = {width: {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-             for width in widths}
+    truth = {
+        width: {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()} for width in widths
+    }
     for rank in range(2):
         entries = []
         for width, named in truth.items():
             for name, values in named.items():
                 edges = [0, values.numel() // 3, values.numel() // 2, values.numel()]
-                entries += [(f"ema.{width!r}", Fragment(name, SHAPES[name], start, end - start),
-                             values.flatten()[start:end])
-                            for number, (start, end) in enumerate(zip(edges, edges[1:])) if number % 2 == rank]
+                entries += [
+                    (f"ema.{width!r}", Fragment(name, SHAPES[name], start, end - start), values.flatten()[start:end])
+                    for number, (start, end) in enumerate(itertools.pairwise(edges))
+                    if number % 2 == rank
+                ]
         write_shard(path / shard_name("net", rank, 2), entries, {"part": "net"}, dtype)
-    counters = {"updates": updates, "skipped": 0, "stage": 2, "scaler": {},
-                "averages": {"widths": list(widths), "began": 0, "updates": updates}}
+    counters = {
+        "updates": updates,
+        "skipped": 0,
+        "stage": 2,
+        "scaler": {},
+        "averages": {"widths": list(widths), "began": 0, "updates": updates},
+    }
     validate.write_common(path, ({}, dict.fromkeys(parts, counters)))
     names = sorted(file.name for file in path.iterdir())
     (path / NAME).write_bytes(render({"files": hash_files(path, names), "step": step, "world": 2}))
@@ -51,8 +66,9 @@ def combined(folder: Path) -> Combined:
 
 
 def mixed(coefficients, sources: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: sum(x * named[name].double() for x, named in zip(coefficients, sources, strict=True))
-            for name in SHAPES}
+    return {
+        name: sum(x * named[name].double() for x, named in zip(coefficients, sources, strict=True)) for name in SHAPES
+    }
 
 
 @pytest.mark.parametrize("world", [1, 3, 8])
@@ -97,12 +113,14 @@ def test_half_precision(tmp_path):
     truth = [snapshot(tmp_path, step, step, "BF16") for step in (10, 20)]
     part = combined(tmp_path)
     solution = published_solution([(step, width) for step in (10, 20) for width in WIDTHS], 20, 0.07)
-    expected = mixed(solution / solution.sum(), [{name: values.bfloat16() for name, values in named.items()}
-                                                 for kinds in truth for named in kinds.values()])
+    expected = mixed(
+        solution / solution.sum(),
+        [{name: values.bfloat16() for name, values in named.items()} for kinds in truth for named in kinds.values()],
+    )
     shares = {"block.weight": range(3, 30), "last": range(8)}
     chunks = [torch.from_numpy(chunk[0]).double() for chunk in part.values([part.solve(0.07)], shares)]
     for (name, share), values in zip(shares.items(), chunks, strict=True):
-        assert torch.allclose(values, expected[name].flatten()[share.start:share.stop], rtol=0, atol=1e-5)
+        assert torch.allclose(values, expected[name].flatten()[share.start : share.stop], rtol=0, atol=1e-5)
 
 
 def test_before_the_part_learns(tmp_path):
@@ -123,7 +141,7 @@ def test_before_the_part_learns(tmp_path):
     part = combined(tmp_path)
     coefficients = part.solve(0.1).coefficients
     assert coefficients == pytest.approx([0, 1], abs=1e-9)
-    chunk, = part.values([Solution(coefficients, 0.0)], {"bias": range(3)})
+    (chunk,) = part.values([Solution(coefficients, 0.0)], {"bias": range(3)})
     assert np.allclose(chunk[0], later[0.1]["bias"].numpy(), atol=1e-6)
     assert not part.makes(0.001)
 
@@ -135,8 +153,11 @@ def test_the_widths_that_are_made(tmp_path, monkeypatch):
     for step in (10, 20):
         snapshot(tmp_path, step, step)
     part = combined(tmp_path)
-    with pytest.raises(ConfigError, match=r"--ema 0.25: the 2 snapshots up to step 20 make no average of that width of "
-                                          r"net: the nearest misses its profile by (\d+)%") as error:
+    with pytest.raises(
+        ConfigError,
+        match=r"--ema 0.25: the 2 snapshots up to step 20 make no average of that width of "
+        r"net: the nearest misses its profile by (\d+)%",
+    ) as error:
         part.solve(0.25)
     assert not part.makes(0.25)
     percent, low, high = re.search(r"by (\d+)%. They make those from ([\d.]+) to ([\d.]+);", str(error.value)).groups()
@@ -145,8 +166,9 @@ def test_the_widths_that_are_made(tmp_path, monkeypatch):
     usual = [round(0.005 * number, 3) for number in range(1, 58)]
     assert [float(low), float(high)] == [next(filter(part.makes, order)) for order in (usual, usual[::-1])]
     misfits = {width: part._solution(width).misfit for width in usual}
-    assert any(0.1 < other < 0.2 for other in misfits.values()) and any(0.05 < other <= 0.1
-                                                                        for other in misfits.values())
+    assert any(0.1 < other < 0.2 for other in misfits.values()) and any(
+        0.05 < other <= 0.1 for other in misfits.values()
+    )
     assert {width for width, other in misfits.items() if other <= 0.1} == set(filter(part.makes, usual))
     monkeypatch.setattr(combine, "MISFIT", misfit)
     assert part.makes(0.25) and part.solve(0.25).misfit == misfit
@@ -185,5 +207,5 @@ def test_snapshots_at_one_time(tmp_path):
     part = combined(tmp_path)
     solution = published_solution([(time, width) for time in (8, 16) for width in WIDTHS], 16, 0.07)
     expected = mixed(solution / solution.sum(), [*first.values(), *last.values()])
-    chunk, = part.values([part.solve(0.07)], {"block.weight": range(35)})
+    (chunk,) = part.values([part.solve(0.07)], {"block.weight": range(35)})
     assert torch.allclose(torch.from_numpy(chunk[0]).double(), expected["block.weight"].flatten(), rtol=0, atol=1e-5)

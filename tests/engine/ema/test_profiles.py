@@ -21,6 +21,7 @@ def published(width: float) -> float:
 
 def published_solution(averages: list[tuple[float, float]], time: float, width: float) -> np.ndarray:
     """The paper's appendix C in its own terms: A x = b with inner products by ratios of times, unscaled."""
+
     def product(t_a: float, g_a: float, t_b: float, g_b: float) -> float:
         power = g_b if t_a < t_b else -g_a
         return (g_a + 1) * (g_b + 1) * (t_a / t_b) ** power / ((g_a + g_b + 1) * max(t_a, t_b))
@@ -36,9 +37,9 @@ def test_width(width):
     gamma = exponent(width)
     assert gamma == pytest.approx(published(width), rel=1e-9, abs=1e-6)
     s = (np.arange(10**6) + 0.5) / 10**6
-    p = (gamma + 1) * s ** gamma / 10**6
+    p = (gamma + 1) * s**gamma / 10**6
     assert p.sum() == pytest.approx(1, rel=1e-6)
-    assert np.sqrt((p * s ** 2).sum() - (p * s).sum() ** 2) == pytest.approx(width, rel=1e-5)
+    assert np.sqrt((p * s**2).sum() - (p * s).sum() ** 2) == pytest.approx(width, rel=1e-5)
 
 
 def test_published_figures():
@@ -48,14 +49,19 @@ def test_published_figures():
 
 @pytest.mark.parametrize("time, width", [(60, 0.03), (60, 0.075), (60, 0.15), (60, 0.25), (44, 0.12), (57, 0.08)])
 def test_solution(time, width):
-    """Oracle: the published linear system, set up independently and solved by numpy; its misfit by numeric integration."""
+    """Oracle: the published linear system, set up independently and solved by numpy; its misfit by
+    numeric integration.
+    """
     solution, expected = solve(AVERAGES, Average(time, width)), published_solution(AVERAGES, time, width)
     assert solution.coefficients == pytest.approx(expected, rel=1e-6, abs=1e-9)
     s = (np.arange(200_000) + 0.5) * max(TIMES) / 200_000
-    profile = lambda t, w: np.where(s <= t, (published(w) + 1) * s ** published(w) / t ** (published(w) + 1), 0)
+
+    def profile(t, w):
+        return np.where(s <= t, (published(w) + 1) * s ** published(w) / t ** (published(w) + 1), 0)
+
     target = profile(time, width)
     made = sum(x * profile(*average) for x, average in zip(expected, AVERAGES))
-    misfit = np.sqrt(((made - target) ** 2).sum() / (target ** 2).sum())
+    misfit = np.sqrt(((made - target) ** 2).sum() / (target**2).sum())
     assert solution.misfit == pytest.approx(misfit, rel=1e-2, abs=1e-5)
 
 
@@ -67,10 +73,13 @@ def test_a_sum_of_one():
     assert abs(sum(plain.coefficients) - 1) > 0.01 and sum(solution.coefficients) == pytest.approx(1, abs=1e-12)
     assert solution.coefficients == pytest.approx(np.array(plain.coefficients) / sum(plain.coefficients), rel=1e-9)
     s = (np.arange(200_000) + 0.5) * 60 / 200_000
-    profile = lambda t, w: np.where(s <= t, (published(w) + 1) * s ** published(w) / t ** (published(w) + 1), 0)
+
+    def profile(t, w):
+        return np.where(s <= t, (published(w) + 1) * s ** published(w) / t ** (published(w) + 1), 0)
+
     made = sum(x * profile(*average) for x, average in zip(solution.coefficients, averages))
     target = profile(60, 0.2)
-    misfit = np.sqrt(((made - target) ** 2).sum() / (target ** 2).sum())
+    misfit = np.sqrt(((made - target) ** 2).sum() / (target**2).sum())
     assert solution.misfit == pytest.approx(misfit, rel=1e-3) and solution.misfit > 1.005 * plain.misfit
 
 
@@ -80,5 +89,5 @@ def test_what_is_at_hand():
     index = AVERAGES.index(Average(40, 0.10))
     assert solution.coefficients == pytest.approx(np.eye(len(AVERAGES))[index], abs=1e-9) and solution.misfit < 1e-6
     assert solve([Average(60, 0.05)], Average(60, 0.25)).misfit > 0.5
-    times = [Average(10.0 ** 8 * number, width) for number in (1, 2) for width in (0.002, 0.2)]     # no overflow
+    times = [Average(10.0**8 * number, width) for number in (1, 2) for width in (0.002, 0.2)]  # no overflow
     assert np.isfinite(solve(times, Average(2e8, 0.1)).misfit)

@@ -21,7 +21,7 @@ class Flats:
 
     def step(self, step: int) -> None:
         for number, flat in enumerate(self.flats):
-            flat.copy_(torch.arange(len(flat)) + 10.0 * number + step ** 2)
+            flat.copy_(torch.arange(len(flat)) + 10.0 * number + step**2)
 
     @contextmanager
     def showing(self, values: list[torch.Tensor]):
@@ -45,19 +45,28 @@ def test_update(warmup):
     for flats in masters.values():
         flats.step(7)
     shadow = EmaShadow(masters, Ema(decays=(0.5, 0.9), warmup=warmup), ("one", "two"))
-    expected = {(part, decay): [flat.tolist() for flat in masters[part].flats] for part in ("one", "two")
-                for decay in (0.5, 0.9)}
+    expected = {
+        (part, decay): [flat.tolist() for flat in masters[part].flats]
+        for part in ("one", "two")
+        for decay in (0.5, 0.9)
+    }
     for step in range(STEPS):
         applied = {"one": step != 4, "two": step > 5}
         for flats in masters.values():
             flats.step(step)
-        shadow.update(step, {part: Flag(torch.tensor(float(flag)) if step % 2 else flag) for part, flag in applied.items()}
-                      if step != 8 else {})
+        shadow.update(
+            step,
+            {part: Flag(torch.tensor(float(flag)) if step % 2 else flag) for part, flag in applied.items()}
+            if step != 8
+            else {},
+        )
         for (part, decay), values in expected.items():
             if applied[part] and step != 8:
                 d = min(decay, (1 + step) / (10 + step)) if warmup else decay
-                expected[part, decay] = [[d * old + (1 - d) * new for old, new in zip(olds, flat.tolist())]
-                                         for olds, flat in zip(values, masters[part].flats)]
+                expected[part, decay] = [
+                    [d * old + (1 - d) * new for old, new in zip(olds, flat.tolist())]
+                    for olds, flat in zip(values, masters[part].flats)
+                ]
     assert set(shadow.flats) == {"one", "two"}
     for (part, decay), values in expected.items():
         for flat, numbers in zip(shadow.flats[part][decay], values, strict=True):
@@ -78,8 +87,14 @@ def test_profiles():
         for flats in masters.values():
             flats.step(step)
         parts = {"one", "two"} if step != 8 else {"two"}
-        shadow.update(step, {part: Flag(torch.tensor(float(flag)) if step % 2 else flag) for part, flag in applied.items()
-                             if part in parts})
+        shadow.update(
+            step,
+            {
+                part: Flag(torch.tensor(float(flag)) if step % 2 else flag)
+                for part, flag in applied.items()
+                if part in parts
+            },
+        )
         for part in parts:
             history[part] += [[flat.tolist() for flat in masters[part].flats]] if applied[part] else []
     for part, seen in history.items():
@@ -95,12 +110,16 @@ def test_profiles():
 
 
 def test_an_average_goes_on_or_begins_anew():
-    """Oracle: an average that was not interrupted, where the checkpoint has all its widths; else, and after a reset, the
-    masters of that moment, and a time that counts from there. Averages by decay, and other parts, are left alone.
+    """Oracle: an average that was not interrupted, where the checkpoint has all its widths; else, and after a reset,
+    the masters of that moment, and a time that counts from there. Averages by decay, and other parts, are left alone.
     """
     masters = {"one": Flats(3, 2), "two": Flats(1)}
-    make = lambda *widths: EmaShadow(masters, Ema(decays=(0.9,), profiles=widths), ("one", "two"))
-    values = lambda shadow, width, part="one": [flat.tolist() for flat in shadow.flats[part][width]]
+
+    def make(*widths):
+        return EmaShadow(masters, Ema(decays=(0.9,), profiles=widths), ("one", "two"))
+
+    def values(shadow, width, part="one"):
+        return [flat.tolist() for flat in shadow.flats[part][width]]
 
     def train(*shadows: EmaShadow, first: int) -> None:
         for step in range(first, first + STEPS):

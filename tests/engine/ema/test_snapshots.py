@@ -108,7 +108,8 @@ def test_earlier_and_again(trained, monkeypatch):
         values, own = (flat(read_weights(folder, part, "ema.0.1")) for folder in (path, snapshot))
         assert (values - own).norm() < 1e-7 * own.norm()
     assert load_file(path / "common.safetensors").keys() == {f"buffer/{part}/scale.table" for part in PARTS} | {
-        "system/values"}
+        "system/values"
+    }
     before = path.stat().st_ino
     assert reconstruct(ReconstructOptions(run, (0.1,), SAVED))[0].path.stat().st_ino == before
     (run / "averages" / f"step_{EVERY:08d}").rename(run / "elsewhere")
@@ -118,13 +119,18 @@ def test_earlier_and_again(trained, monkeypatch):
 
 
 def test_refusals(trained, tmp_path, capsys):
-    """Oracle: the messages: nothing to make it of, a step without, before the first; a width that is not in them; damage."""
+    """Oracle: the messages: nothing to make it of, a step without, before the first; a width that
+    is not in them; damage.
+    """
     run = trained / "fp32-0"
     for step, text in ((EVERY - 1, "lies before the first snapshot"), (EVERY + 1, "is of no snapshot")):
         with pytest.raises(ConfigError, match=rf"--step {step} {text} of .*; there are 2, 4, 6, ..., 76, 78, 80"):
             reconstruct(ReconstructOptions(run, (0.1,), step))
-    with pytest.raises(ConfigError, match=r"--ema 0.25: the 2 snapshots up to step 4 make no average .* of a: .*\d%. "
-                                          r"They make those from 0.0\d+ to 0.1\d* *"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--ema 0.25: the 2 snapshots up to step 4 make no average .* of a: .*\d%. "
+        r"They make those from 0.0\d+ to 0.1\d* *",
+    ):
         reconstruct(ReconstructOptions(run, (0.1, 0.25), 4))
     assert not (run / "reconstructed" / "0.25").exists()
     with pytest.raises(ConfigError, match="holds no snapshots of averages: the first is written at step 2"):
@@ -144,8 +150,8 @@ def test_refusals(trained, tmp_path, capsys):
 
 
 def test_profiles_that_begin_later(tmp_path):
-    """Oracle: an average tracked directly since that step: with ema.profiles switched on at step 6, widths are shares of
-    the updates since, and snapshots from before, had there been some, are not used; said when the run goes on.
+    """Oracle: an average tracked directly since that step: with ema.profiles switched on at step 6, widths are shares
+    of the updates since, and snapshots from before, had there been some, are not used; said when the run goes on.
     """
     early = Trial(tmp_path, 2, "fp32", profiles=(), snapshots=0)
     early.saves.resume()
@@ -165,7 +171,7 @@ def test_profiles_that_begin_later(tmp_path):
     assert again.saves.resume() == 66
     again.steps(66, 72)
     assert [snapshot.step for snapshot in usable(tmp_path, 72)] == [68, 70, 72]
-    assert [snapshot.step for snapshot in usable(tmp_path, 66)][0] == 8
+    assert next(snapshot.step for snapshot in usable(tmp_path, 66)) == 8
 
 
 def test_the_way_back(tmp_path):
@@ -177,7 +183,10 @@ def test_the_way_back(tmp_path):
     trial.steps(0, 8, save=4)
     before = seals(tmp_path)
     assert trial.saves.go_back(8, "trouble") == 4
-    assert [name for name in seals(tmp_path) if name.endswith(".aside")] == ["step_00000006.aside", "step_00000008.aside"]
+    assert [name for name in seals(tmp_path) if name.endswith(".aside")] == [
+        "step_00000006.aside",
+        "step_00000008.aside",
+    ]
     assert [snapshot.step for snapshot in usable(tmp_path, None)] == [2, 4]
     trial.steps(50, 52)
     trial.steps(4, 8)
@@ -195,8 +204,10 @@ def test_half_precision(tmp_path):
         trial.steps(0, 40)
     sizes = [sum(file.stat().st_size for file in (folder / "averages").glob("*/a-*")) for folder in runs.values()]
     assert sizes[1] < 0.75 * sizes[0]
-    whole, half = (flat(read_weights(reconstruct(ReconstructOptions(folder, (0.075,)))[0].path, "a", "ema.0.075"))
-                   for folder in runs.values())
-    assert 0 < (half - whole).norm() < 2 ** -8 * whole.norm()
+    whole, half = (
+        flat(read_weights(reconstruct(ReconstructOptions(folder, (0.075,)))[0].path, "a", "ema.0.075"))
+        for folder in runs.values()
+    )
+    assert 0 < (half - whole).norm() < 2**-8 * whole.norm()
     part = Combined(usable(runs["bf16"], None), "a")
     assert abs(sum(part.solve(0.075).coefficients) - 1) < 1e-3

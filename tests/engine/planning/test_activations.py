@@ -12,7 +12,7 @@ from dstrain.engine.blocks import prepare
 from dstrain.engine.planning.activations import _fused, flops, kept
 from dstrain.nn.layers import Mlp, SelfAttention
 
-B, N, D, H, DEPTH = 2, 8, 16, 24, 3                # samples, tokens, widths, blocks
+B, N, D, H, DEPTH = 2, 8, 16, 24, 3  # samples, tokens, widths, blocks
 TOKENS = B * N
 
 
@@ -22,13 +22,21 @@ def counted(block, recompute):
         network = nn.Sequential(*(block() for _ in range(DEPTH)))
         x = torch.empty(B, N, D, requires_grad=True)
     prepare(network, (type(network[0]),), recompute)
-    loss = lambda: network(x).sum()
+
+    def loss():
+        return network(x).sum()
+
     return kept(loss, [x, *network.parameters()]), flops(loss)
 
 
-@pytest.mark.parametrize("recompute, numbers, products", [
-    ("none", 2 * DEPTH * TOKENS * H + (DEPTH - 1) * TOKENS * D, 6), ("all", (DEPTH - 1) * TOKENS * D, 7),
-    ("attention", DEPTH * TOKENS * (H + D), 6)])
+@pytest.mark.parametrize(
+    "recompute, numbers, products",
+    [
+        ("none", 2 * DEPTH * TOKENS * H + (DEPTH - 1) * TOKENS * D, 6),
+        ("all", (DEPTH - 1) * TOKENS * D, 7),
+        ("attention", DEPTH * TOKENS * (H + D), 6),
+    ],
+)
 def test_a_feed_forward(recompute, numbers, products):
     """Oracle: by hand, in float32. What enters a layer is kept, or what leaves each product; the first input is not
     counted, the loss is. Two products forward, four backward; of the second pass the last product is left out.

@@ -35,6 +35,7 @@ def values() -> None:
 def worlds() -> None:
     from deepspeed.comm import comm
     from deepspeed.utils import groups
+
     linear = nn.functional.linear
     for world in (8, 1, 3):
         with first_of(world):
@@ -48,7 +49,7 @@ def worlds() -> None:
             dist.all_gather_into_tensor(gathered, torch.ones(2))
             dist.all_reduce(gathered)
             assert gathered.shape == (2 * world,) and groups._WORLD_GROUP is not None
-            nn.functional.linear = None                       # as ZeRO-3 puts its own in this place
+            nn.functional.linear = None  # as ZeRO-3 puts its own in this place
         assert not dist.is_initialized() and comm.cdb is None and nn.functional.linear is linear
         assert groups._WORLD_GROUP is None and groups._EXPERT_PARALLEL_GROUP == {}
         assert callable(groups._get_data_parallel_group)

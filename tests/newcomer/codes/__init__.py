@@ -45,7 +45,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)             # (B, 4, N, D / 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (B, 4, N, D / 4)
         x = x + self.project(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
@@ -56,7 +56,7 @@ class Transformer(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         length = config.grid[0] * config.grid[1]
-        self.tokens = nn.Embedding(config.num_tokens + 1, config.dim)          # the last id stands for the beginning
+        self.tokens = nn.Embedding(config.num_tokens + 1, config.dim)  # the last id stands for the beginning
         self.places = nn.Embedding(length, config.dim)
         self.blocks = nn.ModuleList(Block(config.dim) for _ in range(config.depth))
         self.head = nn.Linear(config.dim, config.num_tokens)
@@ -69,7 +69,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = F.pad(tokens, (1, 0), value=self.tokens.num_embeddings - 1)
-        tokens = tokens[:, :self.places.num_embeddings]                        # the last token predicts nothing
+        tokens = tokens[:, : self.places.num_embeddings]  # the last token predicts nothing
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -117,7 +117,7 @@ class TokenModel(System):
         keys, count = rng.keys_of_seeds(request.seeds), self.config.grid[0] * self.config.grid[1]
         tokens = torch.zeros((len(keys), 0), dtype=torch.int64, device=keys.device)
         for place in range(count):
-            shares = nets["transformer"](tokens)[:, -1].softmax(-1).cumsum(-1)                   # (N, ids)
+            shares = nets["transformer"](tokens)[:, -1].softmax(-1).cumsum(-1)  # (N, ids)
             chosen = (shares < rng.uniform(keys, f"token/{place}", (1,))).sum(-1, keepdim=True)
             tokens = torch.cat((tokens, chosen.clamp(max=self.config.num_tokens - 1)), 1)
         pixels = self.codec.decode(tokens.view(len(keys), *self.config.grid))
@@ -129,8 +129,11 @@ class TokenModel(System):
     def synthetic(self, batch_size: int) -> Batch:
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
-        return {"key": key, "position": positions,
-                "tokens": rng.integers(key, "tokens", self.config.num_tokens, self.config.grid)}
+        return {
+            "key": key,
+            "position": positions,
+            "tokens": rng.integers(key, "tokens", self.config.num_tokens, self.config.grid),
+        }
 
 
 def build(config: Config) -> TokenModel:

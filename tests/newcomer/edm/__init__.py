@@ -4,6 +4,8 @@ An example of a system by someone who has read only dstrain/systems/base.py. A r
 `system: edm`. Equation numbers and table 1 are the paper's; sigma is the noise level.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -46,7 +48,7 @@ class Block(nn.Module):
         self.scale = nn.Linear(condition, outer)
         self.norm2, self.conv2 = nn.GroupNorm(8, outer), nn.Conv2d(outer, outer, 3, padding=1)
         self.skip = nn.Conv2d(inner, outer, 1)
-        nn.init.zeros_(self.conv2.weight)         # as in the paper's code: a new block is only its skip connection
+        nn.init.zeros_(self.conv2.weight)  # as in the paper's code: a new block is only its skip connection
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         h = self.conv1(F.silu(self.norm1(x))) * (1 + self.scale(condition)[:, :, None, None])
@@ -89,16 +91,16 @@ class EDM(System):
     def denoised(self, nets: Nets, x: Tensor, sigma: Tensor, label: Tensor) -> Tensor:
         """D(x; sigma), equation 7."""
         s, data = sigma.view(-1, 1, 1, 1), self.config.sigma_data
-        total = (s.square() + data ** 2).sqrt()
+        total = (s.square() + data**2).sqrt()
         out = nets["denoiser"](x / total, sigma.log() / 4, label)
-        return data ** 2 / total.square() * x + s * data / total * out
+        return data**2 / total.square() * x + s * data / total * out
 
     def losses(self, nets: Nets, example: Example) -> Tensor:
         """The loss of equation 8 for each sample, (B,); sigma is log-normal."""
         key, x_start = example["key"], example["x_start"]
         sigma = (rng.normal(key, "sigma", (1,))[:, 0] * 1.2 - 1.2).exp()
         x = x_start + rng.normal(key, "noise", self.shape) * sigma.view(-1, 1, 1, 1)
-        weight = (sigma.square() + self.config.sigma_data ** 2) / (sigma * self.config.sigma_data).square()
+        weight = (sigma.square() + self.config.sigma_data**2) / (sigma * self.config.sigma_data).square()
         return weight * (self.denoised(nets, x, sigma, example["label"]) - x_start).square().flatten(1).mean(1)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
@@ -117,13 +119,16 @@ class EDM(System):
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """Deterministic sampling (algorithm 1; heun or euler), from sigma 80 to 0.002 with rho 7."""
         heun = self.sampler(request.sampler) == "heun"
-        count = max(request.num_steps // (1 + heun), 2)                       # Heun's method calls the network twice
+        count = max(request.num_steps // (1 + heun), 2)  # Heun's method calls the network twice
         ramp = torch.linspace(80 ** (1 / 7), 0.002 ** (1 / 7), count, device=request.seeds.device) ** 7
         sigmas = torch.cat((ramp, torch.zeros_like(ramp[:1])))
         x = rng.normal(rng.keys_of_seeds(request.seeds), "start", self.shape) * sigmas[0]
         label = request.conditions.get("label", request.seeds % self.config.num_classes)
-        slope = lambda x, sigma: (x - self.denoised(nets, x, sigma.expand(len(x)), label)) / sigma
-        for now, then in zip(sigmas, sigmas[1:]):
+
+        def slope(x, sigma):
+            return (x - self.denoised(nets, x, sigma.expand(len(x)), label)) / sigma
+
+        for now, then in itertools.pairwise(sigmas):
             first = slope(x, now)
             further = x + (then - now) * first
             if heun and then > 0:
@@ -137,8 +142,12 @@ class EDM(System):
     def synthetic(self, batch_size: int) -> Batch:
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
-        return {"key": key, "position": positions, "label": rng.integers(key, "label", self.config.num_classes),
-                "image": rng.integers(key, "image", 256, self.shape).to(torch.uint8)}
+        return {
+            "key": key,
+            "position": positions,
+            "label": rng.integers(key, "label", self.config.num_classes),
+            "image": rng.integers(key, "image", 256, self.shape).to(torch.uint8),
+        }
 
 
 def build(config: Config) -> EDM:

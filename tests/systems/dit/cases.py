@@ -4,16 +4,29 @@ import torch
 
 from dstrain.systems.base import Request
 
-TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
-        "num_classes": 10}
-CASES = [TINY, TINY | {"objective": "flow", "learn_sigma": False}, TINY | {"recompute": True, "in_channels": 4},
-         TINY | {"learn_sigma": False, "num_classes": 1, "diffusion": {"prediction": "v", "schedule": "cosine"}},
-         TINY | {"sizes": [[8, 8], [16, 6]], "size_conditions": True, "objective": "flow"},
-         TINY | {"learn_sigma": False, "num_classes": 1, "embedding_dim": 6}]
+TINY = {
+    "image_size": 8,
+    "in_channels": 1,
+    "patch_size": 2,
+    "hidden_size": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 10,
+}
+CASES = [
+    TINY,
+    TINY | {"objective": "flow", "learn_sigma": False},
+    TINY | {"recompute": True, "in_channels": 4},
+    TINY | {"learn_sigma": False, "num_classes": 1, "diffusion": {"prediction": "v", "schedule": "cosine"}},
+    TINY | {"sizes": [[8, 8], [16, 6]], "size_conditions": True, "objective": "flow"},
+    TINY | {"learn_sigma": False, "num_classes": 1, "embedding_dim": 6},
+]
 
 
 def request(system, seeds):
     """Guided, of four steps, by the sampler that is not the usual one where noise matters."""
     embeddings = system.synthetic(16).get("image_embed")
     conditions = {} if embeddings is None else system.conditions_from(embeddings[torch.tensor(seeds) % 16])
-    return Request(torch.tensor(seeds), conditions, 4, None if system.config.objective == "flow" else "ddpm", guidance_scale=1.5)
+    return Request(
+        torch.tensor(seeds), conditions, 4, None if system.config.objective == "flow" else "ddpm", guidance_scale=1.5
+    )

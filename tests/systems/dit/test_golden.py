@@ -65,7 +65,8 @@ def test_losses(tiny, diffusion):
     """Oracle: the original's training losses at given t and noise."""
     network, tensors, _ = tiny
     terms = diffusion.training_losses(
-        lambda x, t: network(x, t, tensors["y"]), tensors["x"], tensors["t"], tensors["noise"])
+        lambda x, t: network(x, t, tensors["y"]), tensors["x"], tensors["t"], tensors["noise"]
+    )
     for name, term in terms.items():
         torch.testing.assert_close(term, tensors[f"loss.{name}"], **CLOSE)
 
@@ -78,7 +79,10 @@ def test_chains(tiny, diffusion, chain):
     scale = 4.0 if "cfg4" in chain else 1.0
     null = torch.full_like(y, meta["config"]["num_classes"])
     guided = samplers.guided(network, {"y": y}, {"y": null}, scale, channels=3)
-    noise = lambda i: golden.stream(f"noise/{i}", x.shape)
+
+    def noise(i):
+        return golden.stream(f"noise/{i}", x.shape)
+
     if chain == "ddim10":
         out = samplers.ddim(diffusion.respaced("ddim10"), guided, x)
     else:
@@ -91,6 +95,7 @@ def test_bits_per_dim(tiny, diffusion):
     network, tensors, _ = tiny
     x = tensors["x"].clamp(-1, 1)
     terms = diffusion.respaced("20").bits_per_dim(
-        lambda x_t, t: network(x_t, t, tensors["y"]), x, lambda i: golden.stream(f"noise/{i}", x.shape))
+        lambda x_t, t: network(x_t, t, tensors["y"]), x, lambda i: golden.stream(f"noise/{i}", x.shape)
+    )
     for name in ("total", "prior", "vb"):
         torch.testing.assert_close(terms[name], tensors[f"bpd20.{name}"], rtol=1e-5, atol=1e-9)

@@ -15,8 +15,15 @@ from dstrain.systems.dit import weights
 from dstrain.systems.dit.network import DiT, DiTBlock, SizeEmbedder
 from tests.support import first_stage
 
-TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
-        "num_classes": 10}
+TINY = {
+    "image_size": 8,
+    "in_channels": 1,
+    "patch_size": 2,
+    "hidden_size": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 10,
+}
 SHAPES = [[8, 8], [12, 6], [4, 16]]
 
 
@@ -26,8 +33,18 @@ def build(**changes):
 
 def network(seed=0, **changes):
     torch.manual_seed(seed)
-    net = DiT(**{"input_size": 8, "patch_size": 2, "in_channels": 1, "hidden_size": 32, "depth": 2, "num_heads": 2,
-                 "num_classes": 10} | changes)
+    net = DiT(
+        **{
+            "input_size": 8,
+            "patch_size": 2,
+            "in_channels": 1,
+            "hidden_size": 32,
+            "depth": 2,
+            "num_heads": 2,
+            "num_classes": 10,
+        }
+        | changes
+    )
     with torch.no_grad():
         for weight in net.parameters():
             weight.normal_(std=0.2)
@@ -36,8 +53,11 @@ def network(seed=0, **changes):
 
 def batch_of(wide, high, count=3, size=None):
     key = rng.keys(0, 0, torch.arange(count))
-    batch = {"key": key, "label": rng.integers(key, "label", 10),
-             "image": rng.integers(key, "image", 256, (1, high, wide)).to(torch.uint8)}
+    batch = {
+        "key": key,
+        "label": rng.integers(key, "label", 10),
+        "image": rng.integers(key, "image", 256, (1, high, wide)).to(torch.uint8),
+    }
     return batch | ({} if size is None else {"size": torch.tensor(size).expand(count, -1)})
 
 
@@ -86,8 +106,10 @@ def test_learns_from_every_shape(objective, recompute):
         example = system.encode(batch_of(wide, high))
         one = system.loss("denoiser", {"denoiser": nets}, example)["loss"]
         one.backward()
-        parts = [system.loss("denoiser", {"denoiser": plain}, {name: value[i:i + 1] for name, value in example.items()})
-                 for i in range(3)]
+        parts = [
+            system.loss("denoiser", {"denoiser": plain}, {name: value[i : i + 1] for name, value in example.items()})
+            for i in range(3)
+        ]
         (sum(part["loss"] for part in parts) / 3).backward()
         assert one.item() == pytest.approx(sum(part["loss"].item() for part in parts) / 3, rel=1e-5)
     for mine, theirs in zip(nets.parameters(), plain.parameters()):
@@ -98,7 +120,10 @@ def test_a_graph_for_each_number_of_tokens(monkeypatch):
     """Oracle: the plain network, at each shape, forward and back; three shapes of 16, 18 and 16 tokens have two graphs,
     and keep them."""
     graphs, compile_ = [], torch.compile
-    count = lambda graph, inputs: graphs.append(graph) or torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def count(graph, inputs):
+        return graphs.append(graph) or torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=count, **options))
     plain, compiled = network(2), network(2)
     prepare(compiled, (DiTBlock,), compiled=True)

@@ -15,8 +15,15 @@ from dstrain.systems.dit import Config
 from dstrain.systems.dit.network import SIZES, DiT
 from tests.support import gloo
 
-TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
-        "num_classes": 10}
+TINY = {
+    "image_size": 8,
+    "in_channels": 1,
+    "patch_size": 2,
+    "hidden_size": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 10,
+}
 
 
 def build(**changes):
@@ -31,8 +38,9 @@ def random(network, scale=0.2):
     return network
 
 
-@pytest.mark.parametrize("size, millions", [("DiT-S/2", 32.96), ("DiT-B/2", 130.5), ("DiT-L/2", 458.1),
-                                            ("DiT-XL/2", 675.1)])
+@pytest.mark.parametrize(
+    "size, millions", [("DiT-S/2", 32.96), ("DiT-B/2", 130.5), ("DiT-L/2", 458.1), ("DiT-XL/2", 675.1)]
+)
 def test_sizes(size, millions):
     """Oracle: published counts, the fixed positions included; latents of 256 px are 32 x 32."""
     config = Config(size=size, first_stage={"path": "x"})
@@ -43,13 +51,20 @@ def test_sizes(size, millions):
     assert count == pytest.approx(millions, rel=1e-3) and len(SIZES) == 12
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"size": "DiT-S/2"}, "give either size or these"), ({"depth": None}, "depth must be given"),
-    ({"image_size": 9}, "multiple of 2"), ({"num_heads": 3}, "multiple of num_heads"),
-    ({"hidden_size": 30}, "multiple of 4"), ({"guidance_channels": 3}, "exceeds in_channels"),
-    ({"size": "DiT-M"}, "DiT-XL/2"),
-    ({"diffusion": {"steps": 4}}, "steps"), ({"first_stage": {"path": "./nowhere"}, "image_size": 64}, "nowhere"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"size": "DiT-S/2"}, "give either size or these"),
+        ({"depth": None}, "depth must be given"),
+        ({"image_size": 9}, "multiple of 2"),
+        ({"num_heads": 3}, "multiple of num_heads"),
+        ({"hidden_size": 30}, "multiple of 4"),
+        ({"guidance_channels": 3}, "exceeds in_channels"),
+        ({"size": "DiT-M"}, "DiT-XL/2"),
+        ({"diffusion": {"steps": 4}}, "steps"),
+        ({"first_stage": {"path": "./nowhere"}, "image_size": 64}, "nowhere"),
+    ],
+)
 def test_config_errors(changes, words):
     """Oracle: a ValueError that names the field and the remedy."""
     with pytest.raises(ValueError, match=words):
@@ -76,9 +91,11 @@ def test_initialization():
 def test_labels_are_dropped_by_key():
     """Oracle: the draws of the key; the share is class_dropout_prob; evaluation drops none."""
     system, seen = build(class_dropout_prob=0.25), []
+
     def network(x, t, y):
         seen.append(y)
         return torch.cat((x, x), 1)
+
     batch = system.synthetic(2000)
     system.loss("denoiser", {"denoiser": network}, system.encode(batch))
     system.evaluate({"denoiser": network}, system.encode(batch))
@@ -120,20 +137,34 @@ def test_requests_that_do_not_fit():
         build().encode({"image": torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "key": torch.zeros(1, dtype=torch.int64)})
 
 
-@pytest.mark.parametrize("objective, sampler", [
-    *(("diffusion", name) for name in samplers.SAMPLERS), *(("flow", name) for name in flow.SAMPLERS)])
+@pytest.mark.parametrize(
+    "objective, sampler",
+    [*(("diffusion", name) for name in samplers.SAMPLERS), *(("flow", name) for name in flow.SAMPLERS)],
+)
 def test_a_picture_belongs_to_its_seed(objective, sampler):
     """Oracle: the same request drawn one by one; as many calls as asked for, of three samples where guidance does not
     act, and of twice three where it does.
     """
     system, shapes = build(objective=objective, learn_sigma=False), []
     network = random(system.networks()["denoiser"])
+
     def counted(x, t, y):
         shapes.append((len(x), len(t), len(y)))
         return network(x, t, y)
-    choices = {"num_steps": 5, "sampler": sampler, "guidance_scale": 1.5, "guidance_rescale": 0.5, "spacing": "karras",
-               "guidance_interval": (0.1, 20.0), "eta": 0.7 if sampler in ETAS else None}
-    request = lambda seeds: Request(torch.tensor(seeds), {"label": torch.tensor(seeds) + 1}, **choices)
+
+    choices = {
+        "num_steps": 5,
+        "sampler": sampler,
+        "guidance_scale": 1.5,
+        "guidance_rescale": 0.5,
+        "spacing": "karras",
+        "guidance_interval": (0.1, 20.0),
+        "eta": 0.7 if sampler in ETAS else None,
+    }
+
+    def request(seeds):
+        return Request(torch.tensor(seeds), {"label": torch.tensor(seeds) + 1}, **choices)
+
     together = system.sample({"denoiser": counted}, request([3, 4, 7]))
     assert set(shapes) == {(3, 3, 3), (6, 6, 6)} and len(shapes) in (4, 5)
     for i, seed in enumerate((3, 4, 7)):
@@ -161,14 +192,22 @@ def test_what_guides():
     """Oracle: with itself as the guide no scale changes anything; a guide of other noise or labels is refused."""
     system = build(learn_sigma=False, class_dropout_prob=0)
     network = random(system.networks()["denoiser"])
-    request = lambda scale: Request(torch.arange(2), {}, 4, "dpm++", scale)
-    draw = lambda scale, **nets: system.sample({"denoiser": network, **nets}, request(scale))
+
+    def request(scale):
+        return Request(torch.arange(2), {}, 4, "dpm++", scale)
+
+    def draw(scale, **nets):
+        return system.sample({"denoiser": network, **nets}, request(scale))
+
     torch.testing.assert_close(draw(3.0, guide=network), draw(1.0), atol=1, rtol=0)
     other = build(learn_sigma=True, depth=1, num_heads=1)
     system.require_guide(other)
     assert not torch.equal(draw(3.0, guide=random(other.networks()["denoiser"])), draw(1.0))
-    for changes, name in (({"objective": "flow"}, "diffusion"), ({"num_classes": 4}, "num_classes"),
-                          ({"diffusion": {"schedule": "cosine"}}, "diffusion")):
+    for changes, name in (
+        ({"objective": "flow"}, "diffusion"),
+        ({"num_classes": 4}, "num_classes"),
+        ({"diffusion": {"schedule": "cosine"}}, "diffusion"),
+    ):
         with pytest.raises(ValueError, match=f"model.*{name} differs"):
             system.require_guide(build(**changes))
 
@@ -177,26 +216,34 @@ def test_what_guides():
 def test_pictures_are_inverted(objective):
     """Oracle: the pictures themselves, nearer with more steps; another seed changes nothing: no noise is drawn."""
     system = build(objective=objective, learn_sigma=False)
-    def network(x, t, y):                         # optimal for pixels of mean 0 and deviation 0.2
+
+    def network(x, t, y):  # optimal for pixels of mean 0 and deviation 0.2
         t = t.view(-1, 1, 1, 1)
         if objective == "flow":
             t = t / 1000
-            return (t - (1 - t) * 0.04) / ((1 - t) ** 2 * 0.04 + t ** 2) * x
+            return (t - (1 - t) * 0.04) / ((1 - t) ** 2 * 0.04 + t**2) * x
         remaining = system.diffusion.tables["alphas_cumprod"].float()[t]
         return (1 - remaining).sqrt() / (remaining * 0.04 + 1 - remaining) * x
+
     nets = {"denoiser": network}
     images = torch.randint(100, 156, (2, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+
     def back(count, seed=0):
         return system.sample(nets, Request(seed + torch.arange(2), {"invert": images}, count)).float()
+
     errors = [float((back(count) - images.float()).abs().mean()) for count in (4, 200)]
     assert errors[1] < 1.0 and errors[1] < errors[0] and torch.equal(back(200, 5), back(200))
     with pytest.raises(ValueError, match="sampler=unipc cannot be inverted"):
         system.sample(nets, Request(torch.arange(2), {"invert": images}, 4, "unipc"))
 
 
-@pytest.mark.parametrize("changes, choices, words", [
-    ({}, {"sampler": "ddpm", "eta": 0.5}, "eta=0.5: the noise of sampler ddpm cannot be chosen"),
-    ({"objective": "flow"}, {"spacing": "trailing"}, "spacing=trailing: .* spaced by linspace or karras")])
+@pytest.mark.parametrize(
+    "changes, choices, words",
+    [
+        ({}, {"sampler": "ddpm", "eta": 0.5}, "eta=0.5: the noise of sampler ddpm cannot be chosen"),
+        ({"objective": "flow"}, {"spacing": "trailing"}, "spacing=trailing: .* spaced by linspace or karras"),
+    ],
+)
 def test_choices_are_checked_before_training(changes, choices, words):
     """Oracle: a ValueError that names the key; the usual choices pass."""
     build(**changes).check_sampling(Samples())
@@ -207,14 +254,20 @@ def test_choices_are_checked_before_training(changes, choices, words):
 def test_labels_of_a_request():
     """Oracle: the labels given, else seed modulo num_classes; num_steps is the number of calls."""
     seen = []
+
     def network(x, t, y):
         seen.append(y.tolist())
         return torch.cat((x, x), 1)
+
     nets, seeds = {"denoiser": network}, torch.tensor([3, 12])
     build().sample(nets, Request(seeds=seeds, num_steps=7))
     assert seen == [[3, 2]] * 7
-    build().sample(nets, Request(seeds=seeds, num_steps=2, sampler="ddpm", guidance_scale=2.0,
-                                 conditions={"label": torch.tensor([5, 6])}))
+    build().sample(
+        nets,
+        Request(
+            seeds=seeds, num_steps=2, sampler="ddpm", guidance_scale=2.0, conditions={"label": torch.tensor([5, 6])}
+        ),
+    )
     assert seen[7:] == [[5, 6, 10, 10]] * 2
     build(objective="flow").sample(nets, Request(seeds=seeds, num_steps=6, sampler="heun"))
     assert len(seen) == 15
@@ -261,8 +314,10 @@ def test_image_embeddings():
     for drop in (0.0, 1.0):
         system = build(embedding_dim=5, num_classes=1, class_dropout_prob=drop)
         nets = {"denoiser": random(system.networks()["denoiser"])}
-        losses[drop] = [system.denoise(nets, example | {"image_embed": values})["loss"]
-                        for values in (embed, 7 * embed, embed.roll(1, 0), torch.zeros_like(embed))]
+        losses[drop] = [
+            system.denoise(nets, example | {"image_embed": values})["loss"]
+            for values in (embed, 7 * embed, embed.roll(1, 0), torch.zeros_like(embed))
+        ]
     torch.testing.assert_close(losses[0.0][0], losses[0.0][1])
     assert len({round(loss.item(), 5) for loss in losses[0.0][::1]}) == 3
     assert len({loss.item() for loss in losses[1.0]}) == 1

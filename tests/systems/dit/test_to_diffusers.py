@@ -1,4 +1,6 @@
-"""A DiT as diffusers' DiTTransformer2DModel and DiTPipeline, there and back; what they cannot express, and what is no DiT."""
+"""A DiT as diffusers' DiTTransformer2DModel and DiTPipeline, there and back; what they cannot
+express, and what is no DiT.
+"""
 
 import json
 
@@ -24,18 +26,29 @@ from dstrain.systems.dit import to_diffusers
 from tests.support import cards, first_stage
 from tests.support.checkpoints import edited, lacking
 
-PUBLISHED = embeddings.get_timestep_embedding      # before `exact_timesteps` is put in its place
+PUBLISHED = embeddings.get_timestep_embedding  # before `exact_timesteps` is put in its place
 pytestmark = pytest.mark.usefixtures("exact_timesteps")
 
-SMALL = {"patch_size": 2, "hidden_size": 32, "depth": 3, "num_heads": 2, "num_classes": 7, "time_freq": "diffusers",
-         "image_size": 16}
+SMALL = {
+    "patch_size": 2,
+    "hidden_size": 32,
+    "depth": 3,
+    "num_heads": 2,
+    "num_classes": 7,
+    "time_freq": "diffusers",
+    "image_size": 16,
+}
 FILE = "diffusion_pytorch_model.safetensors"
 CLASSES = "y_embedder.embedding_table.weight"
 V = {"diffusion": {"schedule": "cosine", "prediction": "v"}, "learn_sigma": False}
 PIXELS = {"in_channels": 1}
-CASES = {"eps": {}, "v": V, "x_start, 100 steps": {"diffusion": {"prediction": "x_start", "num_steps": 100,
-                                                                 "schedule": "quad"}},
-         "never unconditional": {"class_dropout_prob": 0.0}, "other scale": {"scale": 0.3}}
+CASES = {
+    "eps": {},
+    "v": V,
+    "x_start, 100 steps": {"diffusion": {"prediction": "x_start", "num_steps": 100, "schedule": "quad"}},
+    "never unconditional": {"class_dropout_prob": 0.0},
+    "other scale": {"scale": 0.3},
+}
 
 
 def made(tmp_path, changes=(), latents=True):
@@ -44,9 +57,15 @@ def made(tmp_path, changes=(), latents=True):
     if latents:
         stage = first_stage.save(tmp_path / "stage", channels=1, depth=2)
         own = json.loads((stage / "config.json").read_text())
-        changes |= {"first_stage": {"path": str(stage), "factor": 2 ** (len(own["block_out_channels"]) - 1),
-                                    "scaling_factor": changes.pop("scale", None), "shift": changes.pop("shift", None)},
-                    "in_channels": own["latent_channels"]}
+        changes |= {
+            "first_stage": {
+                "path": str(stage),
+                "factor": 2 ** (len(own["block_out_channels"]) - 1),
+                "scaling_factor": changes.pop("scale", None),
+                "shift": changes.pop("shift", None),
+            },
+            "in_channels": own["latent_channels"],
+        }
     system = systems.build("dit", SMALL | changes)
     nets = system.networks()
     generator = torch.Generator().manual_seed(3)
@@ -66,6 +85,7 @@ def probe(system):
 
 
 # --------------------------------------------------------------------------------------------------------------- there
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
@@ -107,8 +127,14 @@ def levels(x):
 
 GUIDED = {"guidance_channels": 2, "in_channels": 3, "learn_sigma": True}
 ENDS = {"diffusion": {"schedule": "jsd", "num_steps": 25, "prediction": "v"}, "learn_sigma": False}
-OURS = {"pixels": (PIXELS, False), "v": (PIXELS | V, False), "noise alone at the end": (PIXELS | ENDS, False), "three channels, two guided": (GUIDED, False),
-        "shift": ({"shift": 0.5}, True), "1,001 labels": ({"num_classes": 1001}, True)}
+OURS = {
+    "pixels": (PIXELS, False),
+    "v": (PIXELS | V, False),
+    "noise alone at the end": (PIXELS | ENDS, False),
+    "three channels, two guided": (GUIDED, False),
+    "shift": ({"shift": 0.5}, True),
+    "1,001 labels": ({"num_classes": 1001}, True),
+}
 
 
 @pytest.mark.parametrize("case", OURS)
@@ -126,11 +152,16 @@ def test_our_pipeline_draws_the_same(tmp_path, case):
     noise = rng.normal(rng.keys_of_seeds(seeds), "start", system.shape)
     for scale, within in ((3.0, None), (1.0, None), (3.0, (0.3, 4.0)), (3.0, (0.0, 0.001))):
         images = pipeline(labels, scale, 25, latents=noise, output_type="pt", guidance_interval=within).images
-        ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 25, "ddim", scale,
-                                           guidance_interval=within)).float()
+        ours = system.sample(
+            nets, Request(seeds, {"label": torch.tensor(labels)}, 25, "ddim", scale, guidance_interval=within)
+        ).float()
         assert (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
-    own, pipeline.scheduler = pipeline.scheduler, DDIMScheduler.from_config(      # as a card says of this spacing
-        pipeline.scheduler.config, timestep_spacing="trailing")
+    own, pipeline.scheduler = (
+        pipeline.scheduler,
+        DDIMScheduler.from_config(  # as a card says of this spacing
+            pipeline.scheduler.config, timestep_spacing="trailing"
+        ),
+    )
     images = pipeline(labels, 3.0, 25, latents=noise, output_type="pt").images
     ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 25, "ddim", 3.0, spacing="trailing"))
     assert (levels(images) - ours.float()).abs().max() <= 1
@@ -150,8 +181,9 @@ def test_learned_variances(tmp_path, monkeypatch, changes):
     system, nets = made(tmp_path, changes, latents=False)
     to_diffusers.save(system, nets, tmp_path / "out")
     pipeline, seeds, drawn = loaded(tmp_path / "out"), torch.arange(3), []
-    pipeline.scheduler = DDPMScheduler.from_config(pipeline.scheduler.config, variance_type="learned_range",
-                                                   timestep_spacing="linspace")
+    pipeline.scheduler = DDPMScheduler.from_config(
+        pipeline.scheduler.config, variance_type="learned_range", timestep_spacing="linspace"
+    )
     keys = rng.keys_of_seeds(seeds)
 
     def noise(shape, **_):
@@ -178,8 +210,9 @@ def test_flow_matching(tmp_path, latents):
     noise = rng.normal(rng.keys_of_seeds(seeds), "start", system.shape)
     for within in (None, (0.3, 4.0)):
         images = pipeline(labels, 2.0, 12, latents=noise, output_type="pt", guidance_interval=within).images
-        ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 12, "euler", 2.0,
-                                           guidance_interval=within)).float()
+        ours = system.sample(
+            nets, Request(seeds, {"label": torch.tensor(labels)}, 12, "euler", 2.0, guidance_interval=within)
+        ).float()
         assert (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "out" / "scheduler")
     scheduler.set_timesteps(sigmas=[1 - step / 8 for step in range(8)])
@@ -217,7 +250,10 @@ def test_other_weights_are_found(tmp_path):
     state = load_file(tmp_path / "out" / "transformer" / FILE)
     state["transformer_blocks.1.norm1.linear.bias"][5] += 0.01
     save_file(state, tmp_path / "out" / "transformer" / FILE, {"format": "pt"})
-    assert to_diffusers.errors(system, nets, tmp_path / "out", probe(system))["with label"] > to_diffusers.TOLERATED["with label"]
+    assert (
+        to_diffusers.errors(system, nets, tmp_path / "out", probe(system))["with label"]
+        > to_diffusers.TOLERATED["with label"]
+    )
 
 
 def test_the_frequencies_do_matter(tmp_path):
@@ -229,10 +265,14 @@ def test_the_frequencies_do_matter(tmp_path):
     assert to_diffusers.errors(official, others, tmp_path / "out", probe(official))["with label"] > 0.01
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"time_freq": "official"}, "time_freq: .*model.time_freq=diffusers and init_from="),
-    ({"mlp_ratio": 2.0}, "mlp_ratio: it is 4 .* and 2 here"),
-    ({"objective": "flow", "flow": {"time_scale": 0.5}}, "flow.time_scale: 0.5 is no whole number")])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"time_freq": "official"}, "time_freq: .*model.time_freq=diffusers and init_from="),
+        ({"mlp_ratio": 2.0}, "mlp_ratio: it is 4 .* and 2 here"),
+        ({"objective": "flow", "flow": {"time_scale": 0.5}}, "flow.time_scale: 0.5 is no whole number"),
+    ],
+)
 def test_what_diffusers_cannot_express(tmp_path, changes, words):
     """Oracle: a ValueError that names the field, and no folder."""
     system, nets = made(tmp_path, changes)
@@ -252,15 +292,18 @@ def test_interpolated_positions_are_no_sinusoids(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------- back
 
-@pytest.mark.parametrize("changes, latents", [({}, True), ({"class_dropout_prob": 0.0}, True), (PIXELS, False),
-                                              (PIXELS | {"class_dropout_prob": 0.0}, False)])
+
+@pytest.mark.parametrize(
+    "changes, latents",
+    [({}, True), ({"class_dropout_prob": 0.0}, True), (PIXELS, False), (PIXELS | {"class_dropout_prob": 0.0}, False)],
+)
 def test_there_and_back(tmp_path, changes, latents):
     """Oracle: the weights themselves, bit for bit, from the pipeline's folder and from the transformer's."""
     system, nets = made(tmp_path, changes, latents)
     to_diffusers.save(system, nets, tmp_path / "out")
     state = nets["denoiser"].state_dict()
     for path in (tmp_path / "out", tmp_path / "out" / "transformer"):
-        (values, notes), = fitted(path, system).values()
+        ((values, notes),) = fitted(path, system).values()
         assert same(values, state)
         counts = f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from "
         assert notes == [f"{counts}{tmp_path / 'out' / 'transformer'} (DiTTransformer2DModel)"]
@@ -269,9 +312,20 @@ def test_there_and_back(tmp_path, changes, latents):
 def theirs(tmp_path, classes=7, **changes):
     """A folder of a random DiTTransformer2DModel that diffusers has made, its blocks' embedders alike."""
     torch.manual_seed(5)
-    network = DiTTransformer2DModel(**{
-        "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 1, "out_channels": 2, "num_layers": 3,
-        "sample_size": 16, "patch_size": 2, "num_embeds_ada_norm": classes, "norm_eps": 1e-6} | changes).eval()
+    network = DiTTransformer2DModel(
+        **{
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "in_channels": 1,
+            "out_channels": 2,
+            "num_layers": 3,
+            "sample_size": 16,
+            "patch_size": 2,
+            "num_embeds_ada_norm": classes,
+            "norm_eps": 1e-6,
+        }
+        | changes
+    ).eval()
     with torch.no_grad():
         for weight in network.parameters():
             weight.normal_(std=0.15)
@@ -283,7 +337,9 @@ def theirs(tmp_path, classes=7, **changes):
 
 @pytest.mark.parametrize("form", ["safetensors", "sharded", "bin", "older"])
 def test_a_folder_that_diffusers_made(tmp_path, form):
-    """Oracle: the outputs of diffusers' network, from each form in which it saves, and under the class's former name."""
+    """Oracle: the outputs of diffusers' network, from each form in which it saves, and under the
+    class's former name.
+    """
     network = theirs(tmp_path)
     folder = tmp_path / "theirs"
     if form == "sharded":
@@ -296,10 +352,12 @@ def test_a_folder_that_diffusers_made(tmp_path, form):
     elif form == "older":
         said = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(said | {"_class_name": "Transformer2DModel"}))
-        save_file({name: value + 1 for name, value in load_file(folder / FILE).items()},
-                  folder / "diffusion_pytorch_model.fp16.safetensors")            # not what is asked for
+        save_file(
+            {name: value + 1 for name, value in load_file(folder / FILE).items()},
+            folder / "diffusion_pytorch_model.fp16.safetensors",
+        )  # not what is asked for
     system, nets = made(tmp_path, PIXELS, latents=False)
-    (values, notes), = fitted(folder, system).values()
+    ((values, notes),) = fitted(folder, system).values()
     nets["denoiser"].load_state_dict(values)
     x, t, y = torch.randn(4, 1, 16, 16), torch.tensor([0, 10, 500, 999]), torch.tensor([0, 6, 7, 3])
     with torch.no_grad():
@@ -311,7 +369,7 @@ def test_other_sizes(tmp_path):
     """Oracle: 7 classes for 4, 16 pixels for 24: fresh rows, and positions interpolated, both counted and told."""
     theirs(tmp_path)
     system, _ = made(tmp_path, PIXELS | {"num_classes": 4, "image_size": 24, "time_freq": "official"}, latents=False)
-    (values, notes), = fitted(tmp_path / "theirs", system).values()
+    ((values, notes),) = fitted(tmp_path / "theirs", system).values()
     assert notes[0].startswith(f"denoiser: {len(values) - 2} tensors loaded, 2 replaced, 0 left")
     assert [note.partition(":")[0] for note in notes[1:3]] == ["pos_embed", CLASSES]
     assert "need model.time_freq=diffusers" in notes[3]
@@ -326,10 +384,14 @@ WRONG = {
     "no side": (lambda f: edited(f, sample_size=None), "sample_size is None in config.json"),
     "no weights": (lambda f: (f / FILE).unlink(), "there is no file"),
     "a layer missing": (lambda f: lacking(f, "transformer_blocks.1.attn1.to_k.bias"), "to_k.bias is missing, num_"),
-    "blocks apart": (lambda f: lacking(f, "transformer_blocks.2.norm1.emb.timestep_embedder.linear_1.bias",
-                                       torch.ones(32)), "blocks.2.norm1.*is not that of block 0.*trained the copies"),
-    "another shape": (lambda f: lacking(f, "proj_out_2.weight", torch.ones(4, 32)),
-                      r"final_layer.linear.weight is \(4, 32\) in the file and \(8, 32\) in the network; set learn_sig"),
+    "blocks apart": (
+        lambda f: lacking(f, "transformer_blocks.2.norm1.emb.timestep_embedder.linear_1.bias", torch.ones(32)),
+        "blocks.2.norm1.*is not that of block 0.*trained the copies",
+    ),
+    "another shape": (
+        lambda f: lacking(f, "proj_out_2.weight", torch.ones(4, 32)),
+        r"final_layer.linear.weight is \(4, 32\) in the file and \(8, 32\) in the network; set learn_sig",
+    ),
     "no json": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
 }
 

@@ -12,8 +12,15 @@ from dstrain.runs.weights import read
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.network import DiT
 
-SMALL = {"input_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 32, "depth": 2, "num_heads": 2,
-         "num_classes": 10}
+SMALL = {
+    "input_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "hidden_size": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 10,
+}
 
 
 def small(**changes):
@@ -54,9 +61,19 @@ def test_files(tmp_path, kind):
     else:
         path = tmp_path / "w.pt"
         wrapped = {f"module._orig_mod.{name}": value for name, value in state.items()}
-        torch.save({"bare": state, "compiled": wrapped,
-                    "train": {"model": {"other": torch.ones(1)}, "ema": state, "opt": {"state": {}, "lr": 1e-4},
-                              "args": argparse.Namespace(model="DiT-XL/2", image_size=256)}}[kind], path)
+        torch.save(
+            {
+                "bare": state,
+                "compiled": wrapped,
+                "train": {
+                    "model": {"other": torch.ones(1)},
+                    "ema": state,
+                    "opt": {"state": {}, "lr": 1e-4},
+                    "args": argparse.Namespace(model="DiT-XL/2", image_size=256),
+                },
+            }[kind],
+            path,
+        )
     found = read(path)
     assert same(found, state)
     fitted, notes = weights.adapt(found, small())
@@ -107,14 +124,17 @@ def test_other_classes(classes):
     assert same(state, before) and len(notes) == 1 and "11 rows" in notes[0]
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"in_channels": 3}, r"final_layer.linear.bias is \(32,\) in the file and \(24,\).*in_channels"),
-    ({"learn_sigma": False}, r"final_layer.linear.bias is \(32,\) in the file and \(16,\).*learn_sigma"),
-    ({"depth": 3}, r"blocks.2.adaLN_modulation.1.bias is absent in the file and \(192,\).*depth"),
-    ({"depth": 1}, r"blocks.1.adaLN_modulation.1.bias is \(192,\) in the file and absent.*depth"),
-    ({"mlp_ratio": 2.0}, r"blocks.0.mlp.fc1.bias is \(128,\) in the file and \(64,\).*mlp_ratio"),
-    ({"hidden_size": 64}, r"hidden_size"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"in_channels": 3}, r"final_layer.linear.bias is \(32,\) in the file and \(24,\).*in_channels"),
+        ({"learn_sigma": False}, r"final_layer.linear.bias is \(32,\) in the file and \(16,\).*learn_sigma"),
+        ({"depth": 3}, r"blocks.2.adaLN_modulation.1.bias is absent in the file and \(192,\).*depth"),
+        ({"depth": 1}, r"blocks.1.adaLN_modulation.1.bias is \(192,\) in the file and absent.*depth"),
+        ({"mlp_ratio": 2.0}, r"blocks.0.mlp.fc1.bias is \(128,\) in the file and \(64,\).*mlp_ratio"),
+        ({"hidden_size": 64}, r"hidden_size"),
+    ],
+)
 def test_what_does_not_fit(changes, words):
     """Oracle: the message names the first differing key, both shapes and the field to change."""
     with torch.device("meta"):

@@ -10,7 +10,7 @@ from dstrain.diffusion import samplers
 from dstrain.systems.iddpm.network import SuperResUNet, UNet
 from tests.support import golden
 
-CLOSE = {"rtol": 1e-5, "atol": 5e-6}                 # values are of order 1, in float32
+CLOSE = {"rtol": 1e-5, "atol": 5e-6}  # values are of order 1, in float32
 # The original's frequencies are of float32's exp, ours exact. A chain makes 3e-4 of it with AVX2, 1e-4 with AVX-512.
 CHAIN = dict.fromkeys(("rtol", "atol"), 1.5e-4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 5e-4)
 KEYS = json.loads((golden.FOLDER / "iddpm_keys.json").read_text())
@@ -35,9 +35,16 @@ def tiny():
     return system, network.requires_grad_(False).eval(), tensors, meta
 
 
-@pytest.mark.parametrize("name, millions", [
-    ("imagenet64_uncond_hybrid", 121.1), ("cifar10_uncond_hybrid", 52.5), ("imagenet64_cond_270M", 273.0),
-    ("lsun_bedroom", 113.7), ("upsampler_64_256", 279.8)])
+@pytest.mark.parametrize(
+    "name, millions",
+    [
+        ("imagenet64_uncond_hybrid", 121.1),
+        ("cifar10_uncond_hybrid", 52.5),
+        ("imagenet64_cond_270M", 273.0),
+        ("lsun_bedroom", 113.7),
+        ("upsampler_64_256", 279.8),
+    ],
+)
 def test_names_and_shapes_of_the_official_models(name, millions):
     """Oracle: state-dict names, in their order, shapes and counts of the published models."""
     system = systems.build("iddpm", section(KEYS[name]["flags"]))
@@ -77,7 +84,7 @@ def test_losses(tiny, changes):
     system = systems.build("iddpm", section(meta["flags"], **changes))
     terms = system.diffusion.training_losses(network, tensors["x"], tensors["t"], tensors["noise"])
     mse, vb, steps = tensors["loss.mse"], tensors["loss.vb"], meta["flags"]["diffusion_steps"]
-    bound = vb * 1000 / steps                                       # the file's vb is weighed as in its loss
+    bound = vb * 1000 / steps  # the file's vb is weighed as in its loss
     expected = {"rescaled_mse": tensors["loss.loss"], "mse": mse + bound, "rescaled_kl": bound * steps, "kl": bound}
     torch.testing.assert_close(terms["mse"], mse, **CLOSE)
     torch.testing.assert_close(terms["loss"], expected[system.diffusion.loss], **CLOSE)
@@ -92,7 +99,10 @@ def test_chains(tiny, chain):
     if chain == "ddim10":
         out = samplers.ddim(system.diffusion.respaced("10"), network, x, clip_denoised=True)
     else:
-        noise = lambda i: golden.stream(f"noise/{i}", x.shape, torch.float32)
+
+        def noise(i):
+            return golden.stream(f"noise/{i}", x.shape, torch.float32)
+
         out = samplers.ancestral(system.diffusion.respaced("10"), network, x, noise, clip_denoised=True)
     torch.testing.assert_close(out, tensors[f"sample.{chain}"], **CHAIN)
 
@@ -101,7 +111,10 @@ def test_bits_per_dim(tiny):
     """Oracle: the original's variational bound over 10 timesteps."""
     system, network, tensors, _ = tiny
     x = tensors["x"].clamp(-1, 1)
-    noise = lambda i: golden.stream(f"noise/{i}", x.shape, torch.float32)
+
+    def noise(i):
+        return golden.stream(f"noise/{i}", x.shape, torch.float32)
+
     terms = system.diffusion.respaced("10").bits_per_dim(network, x, noise)
     for name in ("total", "vb", "mse"):
         torch.testing.assert_close(terms[name], tensors[f"bpd10.{name}"], **CLOSE)

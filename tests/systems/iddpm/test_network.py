@@ -9,8 +9,14 @@ import torch.nn.functional as F
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
 
-SMALL = {"in_channels": 1, "num_channels": 32, "num_res_blocks": 1, "channel_mult": (1, 2), "attention_levels": (1,),
-         "num_heads": 2}
+SMALL = {
+    "in_channels": 1,
+    "num_channels": 32,
+    "num_res_blocks": 1,
+    "channel_mult": (1, 2),
+    "attention_levels": (1,),
+    "num_heads": 2,
+}
 
 
 def randn(*shape, seed=0):
@@ -23,7 +29,7 @@ def random(network, scale=0.1):
         for name, parameter in network.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * scale)
             if parameter.ndim == 1 and name.endswith("weight"):
-                parameter += 1                                            # gains of the normalizations
+                parameter += 1  # gains of the normalizations
     return network
 
 
@@ -40,7 +46,7 @@ def test_attention(num_heads):
     qkv = F.conv1d(block.norm(x).flatten(2), block.qkv.weight, block.qkv.bias)
     width, found = 32 // num_heads, []
     for head in range(num_heads):
-        query, key, value = qkv[:, 3 * width * head:3 * width * (head + 1)].split(width, dim=1)     # (B, d, N) each
+        query, key, value = qkv[:, 3 * width * head : 3 * width * (head + 1)].split(width, dim=1)  # (B, d, N) each
         scale = 1 / math.sqrt(math.sqrt(width))
         weight = torch.softmax(torch.einsum("bct,bcs->bts", query * scale, key * scale), dim=-1)
         found.append(torch.einsum("bts,bcs->bct", weight, value))
@@ -74,7 +80,7 @@ def test_initialization():
         elif name == "label_emb.weight":
             assert float(weight.detach().std()) == pytest.approx(1, rel=0.1)
         elif weight.ndim > 1:
-            bound = 1 / math.sqrt(weight[0].numel())                      # kaiming uniform with a = sqrt(5)
+            bound = 1 / math.sqrt(weight[0].numel())  # kaiming uniform with a = sqrt(5)
             assert 0.9 * bound < float(weight.detach().abs().max()) <= bound, name
     assert not bool(network(randn(2, 1, 8, 8), torch.tensor([1, 2]), torch.tensor([3, 4])).any())
 
@@ -110,8 +116,11 @@ def test_super_resolution():
 def test_heads_of_the_way_up(inputs):
     """Oracle: the attention blocks of each half; another number of heads is another function."""
     network = random(UNet(**SMALL, num_heads_upsample=4))
-    heads = {name.split(".")[0]: layer.num_heads for name, layer in network.named_modules()
-             if isinstance(layer, AttentionBlock)}
+    heads = {
+        name.split(".")[0]: layer.num_heads
+        for name, layer in network.named_modules()
+        if isinstance(layer, AttentionBlock)
+    }
     assert heads == {"input_blocks": 2, "middle_block": 2, "output_blocks": 4}
     assert not torch.allclose(network(*inputs), random(UNet(**SMALL))(*inputs))
 

@@ -17,15 +17,18 @@ def load(name):
     return run, systems.build("iddpm", run.model)
 
 
-@pytest.mark.parametrize("name, official, batch, lr, steps", [
-    ("iddpm-imagenet64-hybrid", "imagenet64_uncond_hybrid", 128, 1e-4, 1_500_000),
-    ("iddpm-imagenet64-vlb", "imagenet64_uncond_hybrid", 128, 1e-4, 1_500_000),
-    ("iddpm-cifar10-hybrid", "cifar10_uncond_hybrid", 128, 1e-4, 500_000),
-    ("iddpm-cifar10-vlb", "cifar10_uncond_hybrid", 128, 1e-4, 500_000),
-    ("iddpm-imagenet64-cond", "imagenet64_cond_270M", 2048, 3e-4, 250_000),
-    ("iddpm-lsun256", "lsun_bedroom", 128, 1e-4, 1_200_000),
-    ("iddpm-upsampler-64-256", "upsampler_64_256", 256, 3e-4, 500_000),
-])
+@pytest.mark.parametrize(
+    "name, official, batch, lr, steps",
+    [
+        ("iddpm-imagenet64-hybrid", "imagenet64_uncond_hybrid", 128, 1e-4, 1_500_000),
+        ("iddpm-imagenet64-vlb", "imagenet64_uncond_hybrid", 128, 1e-4, 1_500_000),
+        ("iddpm-cifar10-hybrid", "cifar10_uncond_hybrid", 128, 1e-4, 500_000),
+        ("iddpm-cifar10-vlb", "cifar10_uncond_hybrid", 128, 1e-4, 500_000),
+        ("iddpm-imagenet64-cond", "imagenet64_cond_270M", 2048, 3e-4, 250_000),
+        ("iddpm-lsun256", "lsun_bedroom", 128, 1e-4, 1_200_000),
+        ("iddpm-upsampler-64-256", "upsampler_64_256", 256, 3e-4, 500_000),
+    ],
+)
 def test_published_recipes(name, official, batch, lr, steps):
     """Oracle: names and shapes of the official file; batch, learning rate and diffusion of the authors' README."""
     run, system = load(name)
@@ -35,10 +38,18 @@ def test_published_recipes(name, official, batch, lr, steps):
     assert (run.batch.global_, run.optimizer.lr, run.steps, run.ema.decays) == (batch, lr, steps, (0.9999,))
     flags, vlb = KEYS[official]["flags"], name.endswith("vlb")
     known = dict(flags, use_kl=vlb)
-    if official == "upsampler_64_256":                                    # the file of keys has the script's defaults
+    if official == "upsampler_64_256":  # the file of keys has the script's defaults
         known |= {"diffusion_steps": 4000, "rescale_timesteps": False, "rescale_learned_sigmas": False}
-    for flag in ("diffusion_steps", "noise_schedule", "use_kl", "predict_xstart", "rescale_timesteps",
-                 "rescale_learned_sigmas", "dropout", "num_heads"):
+    for flag in (
+        "diffusion_steps",
+        "noise_schedule",
+        "use_kl",
+        "predict_xstart",
+        "rescale_timesteps",
+        "rescale_learned_sigmas",
+        "dropout",
+        "num_heads",
+    ):
         assert getattr(system.config, flag) == known[flag], flag
     assert system.config.schedule_sampler == ("loss-second-moment" if vlb else "uniform")
     assert system.config.conflicts(run) == []

@@ -20,13 +20,15 @@ def test_expectation_of_the_weighed_loss(monkeypatch):
     """Oracle: the mean over all timesteps: the sum of p(t) * (weight * loss)(t), t by t, under known p(t)."""
     system = warm(build(learn_sigma=True, **AWARE))
     nets, p = random(system), system.timesteps.probabilities()
-    assert float(p.max() / p.min()) > 5                                   # far from uniform
+    assert float(p.max() / p.min()) > 5  # far from uniform
     one = system.encode(system.synthetic(1))
     example = {name: tensor.expand(20, *tensor.shape[1:]) for name, tensor in one.items()}
     middles = {"aware": (p.cumsum(0) - p / 2).float(), "uniform": (torch.arange(20) + 0.5) / 20}
+
     def terms(kind):
         monkeypatch.setattr("dstrain.systems.iddpm.system.rng.uniform", lambda key, name: middles[kind])
         return system.denoise(nets, example) if kind == "aware" else system.evaluate(nets, example)
+
     aware, uniform = terms("aware"), terms("uniform")
     assert torch.equal(aware["timestep"], torch.arange(20)) and torch.equal(aware["loss_seen"], uniform["loss"])
     for name, term in (("loss", aware["loss_each"]), ("mse", aware["mse"]), ("vb", aware["vb"])):
@@ -57,8 +59,9 @@ def test_held_out_figures_know_no_history():
     trained = aware.loss("denoiser", nets, example)["timestep"]
     warm(aware)
     after = aware.evaluate(nets, example)
-    assert all(torch.equal(before[name], expected[name]) and torch.equal(after[name], expected[name])
-               for name in expected)
+    assert all(
+        torch.equal(before[name], expected[name]) and torch.equal(after[name], expected[name]) for name in expected
+    )
     assert not torch.equal(aware.loss("denoiser", nets, example)["timestep"], trained)
     assert "timestep" not in plain.loss("denoiser", nets, example)
 
@@ -102,9 +105,11 @@ def test_learns(changes):
 def test_labels_of_a_request():
     """Oracle: the labels given, else seed modulo num_classes; none reach an unconditional network."""
     seen = []
+
     def network(x, t, **conditions):
         seen.append([labels.tolist() for labels in conditions.values()])
         return x
+
     nets, seeds = {"denoiser": network}, torch.tensor([3, 12])
     build(**LABELS).sample(nets, Request(seeds, num_steps=3))
     build(**LABELS).sample(nets, Request(seeds, {"label": torch.tensor([5, 6])}, num_steps=1))
@@ -115,19 +120,25 @@ def test_labels_of_a_request():
 
 
 def test_dropped_labels():
-    """Oracle: the draws of the key; the share is class_dropout_prob; evaluation drops none; without it there is no row.
+    """Oracle: the draws of the key; the share is class_dropout_prob; evaluation drops none;
+    without it there is no row.
     """
     system, seen = build(**LABELS, class_dropout_prob=0.25, schedule_sampler="loss-second-moment"), []
+
     def network(x, t, y):
         seen.append(y)
         return x
+
     example = system.encode(system.synthetic(4000))
     system.denoise({"denoiser": network}, example)
     system.evaluate({"denoiser": network}, example)
     dropped = rng.uniform(example["key"], "drop") < 0.25
     assert torch.equal(seen[0], torch.where(dropped, 10, example["label"])) and torch.equal(seen[1], example["label"])
     assert float(dropped.float().mean()) == pytest.approx(0.25, abs=0.03)
-    rows = lambda **changes: len(build(**changes).networks()["denoiser"].label_emb.weight)
+
+    def rows(**changes):
+        return len(build(**changes).networks()["denoiser"].label_emb.weight)
+
     assert rows(**LABELS, class_dropout_prob=0.1) == 11 and rows(**LABELS) == 10
     assert not hasattr(build(class_dropout_prob=0.1).networks()["denoiser"], "label_emb")
     with pytest.raises(ValueError, match=r"labels: \[10\] are not among the 10 classes"):
@@ -145,18 +156,27 @@ def test_guidance(changes):
     if changes:
         conditions |= system.conditions_from(system.synthetic(2)["image"])
     noise = system.diffusion.tables["sqrt_recipm1_alphas_cumprod"]
+
     def by_hand(scale, low, high):
         def network(x, t):
             y = conditions["label"]
-            call = lambda y: nets["denoiser"](x, t, **({"low_res": conditions["low_res"]} if changes else {}), y=y)
+
+            def call(y):
+                return nets["denoiser"](x, t, **({"low_res": conditions["low_res"]} if changes else {}), y=y)
+
             plain, null = call(y), call(torch.full_like(y, 10))
             guided = null[:, :1] + scale * (plain[:, :1] - null[:, :1])
             inside = low <= float(noise[round(float(t[0]) * (1 if changes else 20 / 1000))]) <= high
             return torch.cat((guided, plain[:, 1:]), dim=1) if inside else plain
+
         keys = rng.keys_of_seeds(seeds)
-        draw = lambda name: rng.normal(keys, name, (1, 8, 8))
+
+        def draw(name):
+            return rng.normal(keys, name, (1, 8, 8))
+
         x = samplers.ancestral(system.diffusion, network, draw("start"), lambda i: draw(f"noise/{i}"), True)
         return to_uint8(x)
+
     levels = (float(noise[4]), float(noise[11]))
     for scale, interval in ((3.0, None), (3.0, levels), (1.0, None)):
         found = system.sample(nets, Request(seeds, conditions, 20, "ddpm", scale, guidance_interval=interval))
@@ -169,8 +189,11 @@ def test_labels_out_of_range():
     """Oracle: a ValueError that names them and the classes there are, wherever labels come from."""
     system, seeds = build(**LABELS), torch.arange(2)
     batch = system.synthetic(2) | {"label": torch.tensor([4, 10])}
-    for attempt in (lambda: system.conditions(2, (4, 10)), lambda: system.encode(batch),
-                    lambda: system.sample(random(system), Request(seeds, {"label": torch.tensor([4, 10])}, 2))):
+    for attempt in (
+        lambda: system.conditions(2, (4, 10)),
+        lambda: system.encode(batch),
+        lambda: system.sample(random(system), Request(seeds, {"label": torch.tensor([4, 10])}, 2)),
+    ):
         with pytest.raises(ValueError, match=r"labels: \[10\] are not among the 10 classes, 0 to 9"):
             attempt()
     with pytest.raises(ValueError, match="-1"):
@@ -190,38 +213,58 @@ def test_requests_that_do_not_fit():
     """Oracle: a ValueError that names the choices."""
     system, seeds = build(), torch.arange(1)
     nets = random(system)
-    for request, words in ((Request(seeds, sampler="euler"), "none of dpm.*, ddpm, ddim"),
-                           (Request(seeds, num_steps=21), "21 is not between 1 and the 20"),
-                           (Request(seeds, num_steps=5, guidance_scale=2.0), "no null label; .*_scale 1, or train with")):
+    for request, words in (
+        (Request(seeds, sampler="euler"), "none of dpm.*, ddpm, ddim"),
+        (Request(seeds, num_steps=21), "21 is not between 1 and the 20"),
+        (Request(seeds, num_steps=5, guidance_scale=2.0), "no null label; .*_scale 1, or train with"),
+    ):
         with pytest.raises(ValueError, match=words):
             system.sample(nets, request)
     with pytest.raises(ValueError, match=r"\(1, 8, 8\).*\(3, 8, 8\)"):
         system.encode({"image": torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "key": torch.zeros(1, dtype=torch.int64)})
 
 
-@pytest.mark.parametrize("respacing, sampler, num_steps, visited", [
-    ("", "ddim", 5, [16, 12, 8, 4, 0]), ("", "ddpm", 5, [19, 14, 10, 5, 0]), ("", "ddim", 6, [19, 15, 11, 8, 4, 0]),
-    ("2,3", "ddpm", 5, [19, 14, 10, 9, 0]), ("2,3", "ddim", 2, [10, 0])])
+@pytest.mark.parametrize(
+    "respacing, sampler, num_steps, visited",
+    [
+        ("", "ddim", 5, [16, 12, 8, 4, 0]),
+        ("", "ddpm", 5, [19, 14, 10, 5, 0]),
+        ("", "ddim", 6, [19, 15, 11, 8, 4, 0]),
+        ("2,3", "ddpm", 5, [19, 14, 10, 9, 0]),
+        ("2,3", "ddim", 2, [10, 0]),
+    ],
+)
 def test_timesteps_of_a_chain(respacing, sampler, num_steps, visited):
     """Oracle: the timesteps written out; timestep_respacing holds where it keeps as many as the request asks for."""
     seen = []
+
     def network(x, t):
         seen.append(float(t[0]))
         return x
+
     system = build(timestep_respacing=respacing, rescale_timesteps=False)
     system.sample({"denoiser": network}, Request(torch.arange(1), num_steps=num_steps, sampler=sampler))
     assert seen == visited
 
 
-@pytest.mark.parametrize("sampler, spacing, num_steps, visited", [
-    ("ddim", "trailing", 5, [19, 15, 11, 7, 3]), ("unipc", "leading", 2, [10, 0]), ("dpm++", None, 2, [10, 0]),
-    ("heun", None, 3, [10, 0, 0]), ("heun", "linspace", 5, [19, 10, 0, 0])])
+@pytest.mark.parametrize(
+    "sampler, spacing, num_steps, visited",
+    [
+        ("ddim", "trailing", 5, [19, 15, 11, 7, 3]),
+        ("unipc", "leading", 2, [10, 0]),
+        ("dpm++", None, 2, [10, 0]),
+        ("heun", None, 3, [10, 0, 0]),
+        ("heun", "linspace", 5, [19, 10, 0, 0]),
+    ],
+)
 def test_spacings_of_a_request(sampler, spacing, num_steps, visited):
     """Oracle: the timesteps written out; timestep_respacing holds where no spacing is named and its number fits."""
     seen = []
+
     def network(x, t):
         seen.append(int(t[0]))
         return 0 * x
+
     system = build(timestep_respacing="ddim2", rescale_timesteps=False)
     system.sample({"denoiser": network}, Request(torch.arange(1), {}, num_steps, sampler, spacing=spacing))
     assert seen == visited
@@ -232,9 +275,11 @@ def test_pictures_are_inverted():
     system = build(small_size=4)
     images = torch.randint(100, 156, (2, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     remaining = system.diffusion.tables["alphas_cumprod"].float()
-    def network(x, t, low_res):                   # optimal for pixels of mean 0 and deviation 0.2
+
+    def network(x, t, low_res):  # optimal for pixels of mean 0 and deviation 0.2
         share = remaining[(t * 20 / 1000).round().long()].view(-1, 1, 1, 1)
         return (1 - share).sqrt() / (share * 0.04 + 1 - share) * x
+
     conditions = {"invert": images} | system.conditions_from(images)
     back = system.sample({"denoiser": network}, Request(torch.arange(2), conditions, 20))
     # Twenty steps of first order, there and back: contrast is lost, the pattern is not.
@@ -246,7 +291,10 @@ def test_measure():
     system = build(learn_sigma=True, timestep_respacing="4,4")
     nets, example = random(system), system.encode(system.synthetic(3))
     terms = system.measure(nets, example, 5)
-    noise = lambda i: rng.normal(example["key"], f"bound/{i}", (1, 8, 8))
+
+    def noise(i):
+        return rng.normal(example["key"], f"bound/{i}", (1, 8, 8))
+
     expected = system.diffusion.respaced("5").bits_per_dim(nets["denoiser"], example["x_start"], noise)
     assert torch.equal(terms["total"], expected["total"]) and torch.equal(terms["vb"], expected["vb"].flip(1))
     assert terms["timestep"].tolist() == [[0, 5, 10, 14, 19]] * 3
@@ -305,8 +353,10 @@ def test_samples_follow_the_small_picture():
     """Oracle: the same seeds with another small picture, which alone differs; evaluation sees it, too."""
     system = build(small_size=4)
     nets, seeds = random(system), torch.arange(2)
-    one, two = (system.sample(nets, Request(seeds, {"low_res": torch.full((2, 1, 4, 4), value)}, num_steps=2))
-                for value in (-0.9, 0.9))
+    one, two = (
+        system.sample(nets, Request(seeds, {"low_res": torch.full((2, 1, 4, 4), value)}, num_steps=2))
+        for value in (-0.9, 0.9)
+    )
     assert not torch.equal(one, two)
     example = system.encode(system.synthetic(2))
     other = system.evaluate(nets, example | {"low_res": example["low_res"].flip(0)})
@@ -316,8 +366,17 @@ def test_samples_follow_the_small_picture():
 def test_sizes_that_are_not_square():
     """Oracle: one sample after the other, in loss and gradients; a picture of the size that is asked for, the same in
     any batch; of the model's own size that of a model of squares, to the bit."""
-    section = {"image_size": 8, "in_channels": 1, "num_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 1],
-               "attention_resolutions": [4], "num_heads": 2, "diffusion_steps": 50, "learn_sigma": True}
+    section = {
+        "image_size": 8,
+        "in_channels": 1,
+        "num_channels": 32,
+        "num_res_blocks": 1,
+        "channel_mult": [1, 1],
+        "attention_resolutions": [4],
+        "num_heads": 2,
+        "diffusion_steps": 50,
+        "learn_sigma": True,
+    }
     system, plain = systems.build("iddpm", section | {"sizes": [[8, 8], [12, 6]]}), systems.build("iddpm", section)
     torch.manual_seed(0)
     nets = system.networks()
@@ -328,12 +387,13 @@ def test_sizes_that_are_not_square():
     example = system.encode(system.synthetic(3))
     whole = system.loss("denoiser", nets, example)["loss"]
     gradients = torch.autograd.grad(whole, list(nets["denoiser"].parameters()))
-    rows = [{name: values[i:i + 1] for name, values in example.items()} for i in range(3)]
+    rows = [{name: values[i : i + 1] for name, values in example.items()} for i in range(3)]
     mean = sum(system.loss("denoiser", nets, row)["loss"] for row in rows) / 3
     for one, other in zip(gradients, torch.autograd.grad(mean, list(nets["denoiser"].parameters()))):
         assert torch.allclose(one, other, atol=1e-5, rtol=1e-3)
     seeds = torch.arange(3)
     wide, alone = (system.sample(nets, Request(some, num_steps=3, size=(12, 6))) for some in (seeds, seeds[1:2]))
     assert wide.shape == (3, 1, 6, 12) and (wide[1:2].int() - alone.int()).abs().max() <= 1
-    assert torch.equal(system.sample(nets, Request(seeds, num_steps=3, size=(8, 8))),
-                       plain.sample(nets, Request(seeds, num_steps=3)))
+    assert torch.equal(
+        system.sample(nets, Request(seeds, num_steps=3, size=(8, 8))), plain.sample(nets, Request(seeds, num_steps=3))
+    )

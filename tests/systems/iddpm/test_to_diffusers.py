@@ -1,6 +1,5 @@
 """An IDDPM as diffusers' UNet2DModel and DDPMPipeline, there and back; what they cannot express; what is none."""
 
-
 import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
@@ -17,23 +16,48 @@ from tests.support.checkpoints import edited, lacking
 
 pytestmark = pytest.mark.usefixtures("exact_timesteps")
 
-SMALL = {"image_size": 8, "num_channels": 32, "channel_mult": [1, 2, 2], "num_res_blocks": 1,
-         "attention_resolutions": [4, 2], "num_heads": 4, "in_channels": 3}
+SMALL = {
+    "image_size": 8,
+    "num_channels": 32,
+    "channel_mult": [1, 2, 2],
+    "num_res_blocks": 1,
+    "attention_resolutions": [4, 2],
+    "num_heads": 4,
+    "in_channels": 3,
+}
 FILE = "diffusion_pytorch_model.safetensors"
 CASES = {
-    "plain": {}, "learned variance": {"learn_sigma": True},
+    "plain": {},
+    "learned variance": {"learn_sigma": True},
     "classes, grey": {"class_cond": True, "num_classes": 7, "in_channels": 1, "num_res_blocks": 2},
-    "as for LSUN": {"use_scale_shift_norm": False, "num_heads": 1, "attention_resolutions": [8, 4],
-                    "learn_sigma": True, "rescale_timesteps": False},
+    "as for LSUN": {
+        "use_scale_shift_norm": False,
+        "num_heads": 1,
+        "attention_resolutions": [8, 4],
+        "learn_sigma": True,
+        "rescale_timesteps": False,
+    },
     "timesteps rescaled": {"diffusion_steps": 400, "noise_schedule": "cosine", "learn_sigma": True, "dropout": 0.1},
     "timesteps as they are": {"diffusion_steps": 400, "noise_schedule": "cosine", "rescale_timesteps": False},
     "super-resolution": {"small_size": 4, "learn_sigma": True, "class_cond": True, "num_classes": 5},
     "null label": {"class_cond": True, "num_classes": 5, "class_dropout_prob": 0.1, "learn_sigma": True},
-    "enlarged, null label": {"small_size": 4, "class_cond": True, "num_classes": 5, "class_dropout_prob": 0.1,
-                             "diffusion_steps": 400},
-    "noise alone at the end": {"class_cond": True, "num_classes": 5, "class_dropout_prob": 0.1, "prediction": "v",
-                               "noise_schedule": "linear", "diffusion_steps": 20},
-    "v": {"prediction": "v", "noise_schedule": "quad"}, "x_start": {"predict_xstart": True, "sigma_small": True},
+    "enlarged, null label": {
+        "small_size": 4,
+        "class_cond": True,
+        "num_classes": 5,
+        "class_dropout_prob": 0.1,
+        "diffusion_steps": 400,
+    },
+    "noise alone at the end": {
+        "class_cond": True,
+        "num_classes": 5,
+        "class_dropout_prob": 0.1,
+        "prediction": "v",
+        "noise_schedule": "linear",
+        "diffusion_steps": 20,
+    },
+    "v": {"prediction": "v", "noise_schedule": "quad"},
+    "x_start": {"predict_xstart": True, "sigma_small": True},
     "attention in the middle alone": {"attention_resolutions": [], "num_heads_upsample": 8},
 }
 
@@ -59,6 +83,7 @@ def probe(system):
 
 # --------------------------------------------------------------------------------------------------------------- there
 
+
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(tmp_path, case):
     """Oracle: UNet2DModel as diffusers loads it, its output, and what the card draws; the weights, bit for bit."""
@@ -73,10 +98,11 @@ def test_there_and_back(tmp_path, case):
     assert to_diffusers.about(system)[0] == ("DDPMPipeline" if is_stock else "UNet2DModel")
     state = nets["denoiser"].state_dict()
     for path in (tmp_path / "out", tmp_path / "out" / "unet"):
-        (values, notes), = fitted(path, system).values()
+        ((values, notes),) = fitted(path, system).values()
         assert same(values, state)
-        assert notes[0] == (f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from "
-                            f"{tmp_path / 'out' / 'unet'} (UNet2DModel)")
+        assert notes[0] == (
+            f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from {tmp_path / 'out' / 'unet'} (UNet2DModel)"
+        )
         assert len(notes) == 2 + system.config.has_null and notes[-1].startswith("names and shapes fit")
         assert not system.config.has_null or notes[1].endswith("6 rows in the file is taken for the null label")
 
@@ -104,18 +130,20 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
-@pytest.mark.parametrize("case", ["super-resolution", "classes, grey", "null label", "enlarged, null label",
-                                  "noise alone at the end"])
+@pytest.mark.parametrize(
+    "case", ["super-resolution", "classes, grey", "null label", "enlarged, null label", "noise alone at the end"]
+)
 def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
     """Oracle: `sample` from the same noise and the same conditions, by both schedulers, to one level."""
     system, nets = made(CASES[case])
     to_diffusers.save(system, nets, tmp_path / "out", classes=lambda: ["a", "b", "c"])
-    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", custom_pipeline=str(tmp_path / "out"),
-                                                 trust_remote_code=True)
+    pipeline = DiffusionPipeline.from_pretrained(
+        tmp_path / "out", custom_pipeline=str(tmp_path / "out"), trust_remote_code=True
+    )
     pipeline.set_progress_bar_config(disable=True)
     assert isinstance(pipeline.scheduler, DDPMScheduler) and pipeline.config.id2label["2"] == "c"
     spacing = {"ddim": "trailing"}.get(sampler)
-    if spacing:                                                      # as a card names it
+    if spacing:  # as a card names it
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, timestep_spacing=spacing)
     for label in (system.config.num_classes, 77, -1):
         with pytest.raises(ValueError, match=f"labels are 0 to {system.config.num_classes - 1}"):
@@ -141,8 +169,9 @@ def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
         with pytest.raises(ValueError, match="guidance_scale=2: this unet was trained without dropped labels"):
             pipeline(labels, **small, guidance_scale=2)
     images = pipeline(labels, **small, num_inference_steps=20, latents=start, output_type="pt", **guided).images
-    ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)} | small, 20, sampler, spacing=spacing,
-                                       **guided)).float()
+    ours = system.sample(
+        nets, Request(seeds, {"label": torch.tensor(labels)} | small, 20, sampler, spacing=spacing, **guided)
+    ).float()
     assert (images * 255 - ours).abs().max() <= 1 and ours.std() > 5
     if small:
         small["low_res"] = small["low_res"].flip(0)
@@ -162,10 +191,15 @@ def test_other_weights_are_found(tmp_path):
     assert found["prediction"] > to_diffusers.TOLERATED["prediction"]
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"channel_mult": [2, 2, 2]}, "channel_mult: .* begins with 2"),
-    ({"attention_resolutions": [8]}, "num_heads: .* 4 heads at levels of different width .* 8 and 16 wide"),
-    ({"num_heads_upsample": 2}, "num_heads_upsample: .* 2 and 4"), ({"prediction": "previous_x"}, "prediction: prev")])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"channel_mult": [2, 2, 2]}, "channel_mult: .* begins with 2"),
+        ({"attention_resolutions": [8]}, "num_heads: .* 4 heads at levels of different width .* 8 and 16 wide"),
+        ({"num_heads_upsample": 2}, "num_heads_upsample: .* 2 and 4"),
+        ({"prediction": "previous_x"}, "prediction: prev"),
+    ],
+)
 def test_what_diffusers_cannot_express(tmp_path, changes, words):
     """Oracle: a ValueError that names the flag, and no folder."""
     system, nets = made(changes)
@@ -175,6 +209,7 @@ def test_what_diffusers_cannot_express(tmp_path, changes, words):
 
 
 # ---------------------------------------------------------------------------------------------------------------- back
+
 
 def theirs(folder, system, **changes):
     """A folder of a random UNet2DModel that diffusers has made, with the fields of a system's network."""
@@ -191,21 +226,25 @@ def test_a_folder_that_diffusers_made(tmp_path):
     """Oracle: the outputs of diffusers' network; a width of heads that says the same is taken."""
     system, nets = made({"class_cond": True, "num_classes": 7, "attention_resolutions": [], "num_heads": 1})
     network = theirs(tmp_path / "theirs", system, attention_head_dim=64)
-    (values, notes), = fitted(tmp_path / "theirs", system).values()
+    ((values, notes),) = fitted(tmp_path / "theirs", system).values()
     nets["denoiser"].load_state_dict(values)
     x, t, y = torch.randn(3, 3, 8, 8), torch.tensor([0, 500, 999]), torch.tensor([0, 6, 3])
     with torch.no_grad():
         torch.testing.assert_close(nets["denoiser"](x, t, y), network(x, t, y).sample, rtol=1e-4, atol=1e-5)
     more, _ = made({"class_cond": True, "num_classes": 9, "attention_resolutions": [], "num_heads": 1})
-    (values, notes), = fitted(tmp_path / "theirs", more).values()
+    ((values, notes),) = fitted(tmp_path / "theirs", more).values()
     assert ", 1 replaced, 0 left" in notes[0] and notes[1].startswith("label_emb.weight: 7 rows in the file, 9 in the")
 
 
 WRONG = {
-    "another class": (lambda f: edited(f, _class_name="AutoencoderKL"),
-                      "of class AutoencoderKL, system iddpm takes a UNet"),
-    "other heads": (lambda f: edited(f, attention_head_dim=8),
-                    "attention_head_dim is 8 .* makes 8 heads, and model.num_heads is 4"),
+    "another class": (
+        lambda f: edited(f, _class_name="AutoencoderKL"),
+        "of class AutoencoderKL, system iddpm takes a UNet",
+    ),
+    "other heads": (
+        lambda f: edited(f, attention_head_dim=8),
+        "attention_head_dim is 8 .* makes 8 heads, and model.num_heads is 4",
+    ),
     "other shift": (lambda f: edited(f, resnet_time_scale_shift="default"), "model.use_scale_shift_norm"),
     "other sinusoids": (lambda f: edited(f, flip_sin_to_cos=False), "flip_sin_to_cos is False .* True by this network"),
     "other levels": (lambda f: edited(f, block_out_channels=[32, 64, 96]), r"block_out_channels is \[32, 64, 96\]"),
@@ -213,10 +252,14 @@ WRONG = {
     "labels": (lambda f: edited(f, num_class_embeds=10), "num_class_embeds is 10 in config.json, and None"),
     "labels of another kind": (lambda f: edited(f, class_embed_type="timestep"), "class_embed_type is timestep"),
     "no weights": (lambda f: (f / FILE).unlink(), "there is no file"),
-    "a weight missing": (lambda f: lacking(f, "down_blocks.1.attentions.0.to_k.weight"),
-                         "qkv.weight is absent in the file"),
-    "another shape": (lambda f: lacking(f, "conv_in.weight", torch.ones(32, 1, 3, 3)),
-                      r"input_blocks.0.0.weight is \(32, 1, 3, 3\) in the file and \(32, 3, 3, 3\) in .* in_channels"),
+    "a weight missing": (
+        lambda f: lacking(f, "down_blocks.1.attentions.0.to_k.weight"),
+        "qkv.weight is absent in the file",
+    ),
+    "another shape": (
+        lambda f: lacking(f, "conv_in.weight", torch.ones(32, 1, 3, 3)),
+        r"input_blocks.0.0.weight is \(32, 1, 3, 3\) in the file and \(32, 3, 3, 3\) in .* in_channels",
+    ),
 }
 
 

@@ -14,8 +14,16 @@ from tests.support import golden
 from tests.systems.iddpm.test_golden import section
 
 KEYS = json.loads((golden.FOLDER / "iddpm_keys.json").read_text())
-SMALL = {"image_size": 16, "in_channels": 3, "num_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 2],
-         "attention_resolutions": [8], "num_heads": 2, "learn_sigma": True}
+SMALL = {
+    "image_size": 16,
+    "in_channels": 3,
+    "num_channels": 32,
+    "num_res_blocks": 1,
+    "channel_mult": [1, 2],
+    "attention_resolutions": [8],
+    "num_heads": 2,
+    "learn_sigma": True,
+}
 
 
 def build(**changes):
@@ -80,7 +88,10 @@ def test_a_null_label_is_added():
     The notes say what the last row was taken for.
     """
     before = state_of(build(class_cond=True, num_classes=7))["label_emb.weight"]
-    guided = lambda classes: build(class_cond=True, num_classes=classes, class_dropout_prob=0.1)
+
+    def guided(classes):
+        return build(class_cond=True, num_classes=classes, class_dropout_prob=0.1)
+
     table, notes = fit_labels(guided(7), before)
     torch.testing.assert_close(table, torch.cat((before, before.mean(dim=0, keepdim=True))))
     assert len(notes) == 2 and "the 7 rows in the file are taken for the labels; the null row is their mean" in notes[0]
@@ -99,21 +110,40 @@ def fit_labels(system, table):
     return state["label_emb.weight"], notes
 
 
-@pytest.mark.parametrize("file, network, words", [
-    ({}, {"num_channels": 64}, r"time_embed.0.weight is \(128, 32\) in the file and \(256, 64\).*num_channels"),
-    ({}, {"class_cond": True, "num_classes": 9}, r"label_emb.weight is absent in the file and \(9, 128\).*class_cond"),
-    ({"class_cond": True, "num_classes": 9}, {}, r"label_emb.weight is \(9, 128\) in the file and absent.*class_cond"),
-    ({}, {"small_size": 8}, r"input_blocks.0.0.weight is \(32, 3, 3, 3\) in the file and \(32, 6, 3, 3\).*small_size"),
-    ({}, {"in_channels": 1}, r"input_blocks.0.0.weight is \(32, 3, 3, 3\).*\(32, 1, 3, 3\).*in_channels"),
-    ({}, {"learn_sigma": False}, r"out.2.weight is \(6, 32, 3, 3\) in the file and \(3, 32, 3, 3\).*learn_sigma"),
-    ({}, {"use_scale_shift_norm": False}, r"input_blocks.1.0.emb_layers.1.weight is \(64, 128\).*use_scale_shift_norm"),
-    ({}, {"channel_mult": [1, 3]}, r"input_blocks.3.0.in_layers.2.weight is \(64, 32.*\(96, 32.*channel_mult"),
-    ({}, {"channel_mult": [1, 2, 2]}, r"input_blocks.4.0.op.weight is absent in the file.*channel_mult"),
-    ({"num_res_blocks": 2}, {}, r"input_blocks.2.0.in_layers.0.weight is \(32,\) in the file and absent.*res_bl"),
-    ({}, {"num_res_blocks": 2}, r"input_blocks.2.0.in_layers.0.weight is absent in the file.*num_res_blocks"),
-    ({}, {"attention_resolutions": [16, 8]}, r"input_blocks.1.1.norm.weight is absent.*attention_resolutions"),
-    ({"attention_resolutions": [16, 8]}, {}, r"input_blocks.1.1.norm.weight is \(32,\) in the file and absent"),
-])
+@pytest.mark.parametrize(
+    "file, network, words",
+    [
+        ({}, {"num_channels": 64}, r"time_embed.0.weight is \(128, 32\) in the file and \(256, 64\).*num_channels"),
+        (
+            {},
+            {"class_cond": True, "num_classes": 9},
+            r"label_emb.weight is absent in the file and \(9, 128\).*class_cond",
+        ),
+        (
+            {"class_cond": True, "num_classes": 9},
+            {},
+            r"label_emb.weight is \(9, 128\) in the file and absent.*class_cond",
+        ),
+        (
+            {},
+            {"small_size": 8},
+            r"input_blocks.0.0.weight is \(32, 3, 3, 3\) in the file and \(32, 6, 3, 3\).*small_size",
+        ),
+        ({}, {"in_channels": 1}, r"input_blocks.0.0.weight is \(32, 3, 3, 3\).*\(32, 1, 3, 3\).*in_channels"),
+        ({}, {"learn_sigma": False}, r"out.2.weight is \(6, 32, 3, 3\) in the file and \(3, 32, 3, 3\).*learn_sigma"),
+        (
+            {},
+            {"use_scale_shift_norm": False},
+            r"input_blocks.1.0.emb_layers.1.weight is \(64, 128\).*use_scale_shift_norm",
+        ),
+        ({}, {"channel_mult": [1, 3]}, r"input_blocks.3.0.in_layers.2.weight is \(64, 32.*\(96, 32.*channel_mult"),
+        ({}, {"channel_mult": [1, 2, 2]}, r"input_blocks.4.0.op.weight is absent in the file.*channel_mult"),
+        ({"num_res_blocks": 2}, {}, r"input_blocks.2.0.in_layers.0.weight is \(32,\) in the file and absent.*res_bl"),
+        ({}, {"num_res_blocks": 2}, r"input_blocks.2.0.in_layers.0.weight is absent in the file.*num_res_blocks"),
+        ({}, {"attention_resolutions": [16, 8]}, r"input_blocks.1.1.norm.weight is absent.*attention_resolutions"),
+        ({"attention_resolutions": [16, 8]}, {}, r"input_blocks.1.1.norm.weight is \(32,\) in the file and absent"),
+    ],
+)
 def test_what_does_not_fit(file, network, words):
     """Oracle: the message names the difference nearest to the input, both shapes and the flags that decide it."""
     with pytest.raises(ValueError, match=words):
@@ -122,13 +152,30 @@ def test_what_does_not_fit(file, network, words):
 
 def test_what_a_file_cannot_tell():
     """Oracle: flags whose change leaves names and shapes: each is in the note, as the recipe says it."""
-    told = {"num_heads": 4, "num_heads_upsample": 1, "dropout": 0.3, "diffusion_steps": 4000,
-            "noise_schedule": "cosine", "rescale_timesteps": False, "predict_xstart": True, "use_kl": True}
+    told = {
+        "num_heads": 4,
+        "num_heads_upsample": 1,
+        "dropout": 0.3,
+        "diffusion_steps": 4000,
+        "noise_schedule": "cosine",
+        "rescale_timesteps": False,
+        "predict_xstart": True,
+        "use_kl": True,
+    }
     _, notes = build(**told).adapt("denoiser", state_of(build()))
-    for words in ("image_size=16", "num_heads=4", "num_heads_upsample=1", "dropout=0.3", "diffusion_steps=4000",
-                  "noise_schedule=cosine", "rescale_timesteps=False", "prediction=x_start", "loss=rescaled_kl"):
+    for words in (
+        "image_size=16",
+        "num_heads=4",
+        "num_heads_upsample=1",
+        "dropout=0.3",
+        "diffusion_steps=4000",
+        "noise_schedule=cosine",
+        "rescale_timesteps=False",
+        "prediction=x_start",
+        "loss=rescaled_kl",
+    ):
         assert words in notes[0]
-    assert "variance" not in notes[0]                                     # learn_sigma shows in the shapes
+    assert "variance" not in notes[0]  # learn_sigma shows in the shapes
     _, notes = build(learn_sigma=False).adapt("denoiser", state_of(build(learn_sigma=False)))
     assert "variance=fixed_large" in notes[0]
 

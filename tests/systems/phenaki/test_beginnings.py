@@ -26,9 +26,12 @@ def test_when_clips_are_cut():
         assert system.workload(step) == ((1, 3, 3) if cuts[-1] is None else (1, cuts[-1] + 1, 1))
     for frame, share in shares.items():
         for first in (0, 77, 1700):
-            assert abs(cuts[first:first + 200].count(None if frame == 3 else frame) - 200 * share) <= 2, (frame, first)
+            assert abs(cuts[first : first + 200].count(None if frame == 3 else frame) - 200 * share) <= 2, (
+                frame,
+                first,
+            )
     for rare in (system, build(beginnings=[0.99])):
-        for steps in (300, 2000, 10_000):         # what plan.py counts
+        for steps in (300, 2000, 10_000):  # what plan.py counts
             assert rare.workload(counted_step(SimpleNamespace(steps=steps), rare)) == (1, 3, 3)
     again = build(beginnings=[0.5, 0.0, 0.2])
     again.turns(77)
@@ -65,15 +68,20 @@ def test_a_beginning_is_a_short_clip(critic, end):
     of_maskgit = terms["maskgit"]["loss_each"] - terms["maskgit"].get("critic_loss", 0)
     torch.testing.assert_close(of_maskgit, passed.loss * math.pi / 2 / 4, rtol=1e-5, atol=1e-5)
     if critic is not None:
-        judge = nets["critic"] if critic == "token" else (
-            lambda x, **given: nets["maskgit"].to_critic(nets["maskgit"].trunk(x, **given))[..., 0])
+        judge = (
+            nets["critic"]
+            if critic == "token"
+            else (lambda x, **given: nets["maskgit"].to_critic(nets["maskgit"].trunk(x, **given))[..., 0])
+        )
         each = F.binary_cross_entropy_with_logits(judge(passed.filled, **conditions), masked.float(), reduction="none")
         of_critic = terms["critic"]["loss_each"] if critic == "token" else terms["maskgit"]["critic_loss"]
         torch.testing.assert_close(of_critic, each[asked].flatten(1).mean(1), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shares, words", [([0.5, 0.6], "1 together at most"), ([-0.1], "0 at least"),
-                                           ([0.1] * 4, "clips have 3 latent frames")])
+@pytest.mark.parametrize(
+    "shares, words",
+    [([0.5, 0.6], "1 together at most"), ([-0.1], "0 at least"), ([0.1] * 4, "clips have 3 latent frames")],
+)
 def test_shares_that_cannot_be(shares, words):
     """Oracle: the message names the key and what it takes."""
     with pytest.raises(ConfigError, match=f"beginnings.*{words}"):
@@ -90,7 +98,10 @@ def test_frames_in_turn(tmp_path, sampler, critic):
     for order in ("frames", "all"):
         system = build(critic=critic, tokenizer={"path": path}, decoding={"order": order})
         nets, conditions = networks(system), system.conditions_from_texts([f"a text {number}" for number in range(6)])
-        draw = lambda frames: Request(seeds, conditions, 3, sampler, 1.5, num_frames=frames)
+
+        def draw(frames):
+            return Request(seeds, conditions, 3, sampler, 1.5, num_frames=frames)
+
         for frames in (1, 3, 5):
             clips[order, frames] = system.sample(nets, draw(frames))
         nothing = torch.zeros(6, 3, 2, 2, dtype=torch.int64)

@@ -30,9 +30,28 @@ def test_all_ways_are_one_loss():
 @pytest.mark.slow
 def test_the_script():
     """Oracle: full logits, which need more memory; it compares loss and gradient itself."""
-    said = subprocess.run([sys.executable, str(ROOT / "launch/bench_maskgit.py"), "--batch", "4", "--tokens", "128",
-                           "--dim", "16", "--codebook", "65536", "--chunk", "32", "--rounds", "1"], env=environment(),
-                          text=True, capture_output=True, timeout=300)
+    said = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "launch/bench_maskgit.py"),
+            "--batch",
+            "4",
+            "--tokens",
+            "128",
+            "--dim",
+            "16",
+            "--codebook",
+            "65536",
+            "--chunk",
+            "32",
+            "--rounds",
+            "1",
+        ],
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
     assert said.returncode == 0, said.stderr[-3000:]
     share = {line.split()[0]: float(line.split()[2]) for line in said.stdout.splitlines()[2:]}
     assert list(share) == list(bench_maskgit.WAYS) and share["chunked"] < 0.6 and share["full"] == 1

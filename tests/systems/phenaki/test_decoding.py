@@ -41,17 +41,26 @@ def grid(seed, batch=2, shape=(3, 2, 2)):
 
 
 @settings(max_examples=80, deadline=None)
-@given(steps=st.integers(1, 40), seed=st.integers(0, 10 ** 6), sample=st.sampled_from([0.0, 0.9, 5.0]),
-       confidence=st.sampled_from([0.0, 4.5, 100.0]), noise=st.sampled_from([0.0, 1.0, 30.0]),
-       schedule=st.sampled_from(["fixed", "decay", "increase"]), critic=st.booleans(), data=st.data())
+@given(
+    steps=st.integers(1, 40),
+    seed=st.integers(0, 10**6),
+    sample=st.sampled_from([0.0, 0.9, 5.0]),
+    confidence=st.sampled_from([0.0, 4.5, 100.0]),
+    noise=st.sampled_from([0.0, 1.0, 30.0]),
+    schedule=st.sampled_from(["fixed", "decay", "increase"]),
+    critic=st.booleans(),
+    data=st.data(),
+)
 def test_no_mask_token_is_left(steps, seed, sample, confidence, noise, schedule, critic, data):
     """Oracle: the given tokens, bit for bit, and no id that is the mask token's, whatever the steps and the noise."""
     tokens = grid(seed)
     given_ = torch.tensor(data.draw(st.lists(st.booleans(), min_size=24, max_size=24))).view(tokens.shape)
-    choices = Decoding(sample_temperature=sample, confidence_temperature=confidence, critic_noise=noise,
-                       critic_noise_schedule=schedule)
-    found = decode(chance, tokens, given_, IDS, keys(2, seed), steps, choices,
-                   (lambda x: x.float()) if critic else None)
+    choices = Decoding(
+        sample_temperature=sample, confidence_temperature=confidence, critic_noise=noise, critic_noise_schedule=schedule
+    )
+    found = decode(
+        chance, tokens, given_, IDS, keys(2, seed), steps, choices, (lambda x: x.float()) if critic else None
+    )
     assert torch.equal(found[given_], tokens[given_])
     assert int(found.min()) >= 0 and int(found.max()) < IDS
 
@@ -103,8 +112,15 @@ def test_confidence_keeps_the_likeliest():
 
     for noise in (0.0, 4.5):
         seen.clear()
-        decode(predict, truth, torch.zeros(truth.shape, dtype=torch.bool), IDS, keys(1), steps,
-               Decoding(confidence_temperature=noise))
+        decode(
+            predict,
+            truth,
+            torch.zeros(truth.shape, dtype=torch.bool),
+            IDS,
+            keys(1),
+            steps,
+            Decoding(confidence_temperature=noise),
+        )
         for step in range(steps - 1):
             before, after = seen[step].flatten(), seen[step + 1].flatten()
             trust = certainty.flatten() + noise * (1 - (step + 1) / steps) * gumbel(keys(1), f"choice/{step}", (32,))[0]
@@ -123,7 +139,7 @@ def test_a_critic_masks_what_it_doubts():
     decode(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: doubt)
     for tokens, _, _ in network.seen[1:]:
         masked = (tokens == IDS).flatten()
-        order = torch.where(given_, -99.0, doubt).flatten().argsort(descending=True)[:int(masked.sum())]
+        order = torch.where(given_, -99.0, doubt).flatten().argsort(descending=True)[: int(masked.sum())]
         assert set(order.tolist()) == set(torch.nonzero(masked)[:, 0].tolist())
     # What one step keeps, a later one may mask again.
     flips = iter([doubt, -doubt, doubt])
@@ -133,8 +149,9 @@ def test_a_critic_masks_what_it_doubts():
     assert bool((two & ~one).any())
 
 
-@pytest.mark.parametrize("schedule, expected", [("fixed", [2.0] * 4), ("decay", [1.5, 1.0, 0.5, 0.0]),
-                                                ("increase", [0.5, 1.0, 1.5, 2.0])])
+@pytest.mark.parametrize(
+    "schedule, expected", [("fixed", [2.0] * 4), ("decay", [1.5, 1.0, 0.5, 0.0]), ("increase", [0.5, 1.0, 1.5, 2.0])]
+)
 def test_schedules_of_critic_noise(schedule, expected):
     """Oracle: widths written out."""
     choices = Decoding(critic_noise=2.0, critic_noise_schedule=schedule)
@@ -145,7 +162,10 @@ def test_schedules_of_critic_noise(schedule, expected):
 def test_a_sample_belongs_to_its_key(critic):
     """Oracle: the same keys decoded alone and in another order; another key gives other tokens."""
     tokens, nothing = grid(5, 6), torch.zeros(6, 3, 2, 2, dtype=torch.bool)
-    run = lambda index: decode(chance, tokens[index], nothing[index], IDS, keys(6)[index], 5, criticize=critic)
+
+    def run(index):
+        return decode(chance, tokens[index], nothing[index], IDS, keys(6)[index], 5, criticize=critic)
+
     whole = run(torch.arange(6))
     for index in (torch.tensor([4]), torch.tensor([5, 0, 3])):
         assert torch.equal(run(index), whole[index])

@@ -18,7 +18,7 @@ from dstrain.systems.phenaki.config import Decoding
 from dstrain.systems.phenaki.decoding import decode
 
 TOKENS, IDS, BLACK = 9, 6, 0.30
-MASKS = torch.tensor(list(itertools.product((False, True), repeat=TOKENS)))                      # (512, 9)
+MASKS = torch.tensor(list(itertools.product((False, True), repeat=TOKENS)))  # (512, 9)
 CLIPS = 600
 
 
@@ -43,7 +43,7 @@ def exact(tokens: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
 def predict(tokens: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     flat = tokens.flatten(1)
     masked = flat == IDS
-    logits = exact(flat, masked)[1].log()                                                         # (B, 6)
+    logits = exact(flat, masked)[1].log()  # (B, 6)
     if temperature:
         ids = (uniforms[..., None] > (logits / temperature).softmax(-1).cumsum(-1)[:, None]).sum(-1).clamp(max=IDS - 1)
     else:
@@ -57,14 +57,14 @@ def critic(labels: str):
     chances = chance_of_masks()
 
     def logits(tokens: Tensor) -> Tensor:
-        shown = tokens.flatten(1)[:, None].expand(-1, len(MASKS), -1)                             # (B, 512, 9)
+        shown = tokens.flatten(1)[:, None].expand(-1, len(MASKS), -1)  # (B, 512, 9)
         masks = MASKS.expand_as(shown)
         known, ids = exact(shown, masks)
-        drawn = ids.gather(2, shown)                                                              # chance of each token
-        joint = chances * known * torch.where(masks, drawn, 1.0).prod(-1)                         # (B, 512)
+        drawn = ids.gather(2, shown)  # chance of each token
+        joint = chances * known * torch.where(masks, drawn, 1.0).prod(-1)  # (B, 512)
         weights = joint[..., None] * masks
         share = weights.sum(1) / joint.sum(1, keepdim=True)
-        if labels == "replaced":                                  # the truth is drawn alike, given what is not masked
+        if labels == "replaced":  # the truth is drawn alike, given what is not masked
             share = (weights * (1 - drawn)).sum(1) / weights.sum(1)
         return torch.logit(share, eps=1e-9).float().view(tokens.shape)
 
@@ -82,10 +82,18 @@ def black_clips(choices: Decoding, criticize=None) -> float:
 OLD = Decoding(sample_temperature=0.9, sample_temperature_schedule="decay")
 
 
-@pytest.mark.parametrize("labels, choices, least, most", [
-    (None, OLD, 0.50, 0.65), (None, Decoding(), 0.30, 0.50), (None, Decoding(confidence_temperature=0), 0.95, 1),
-    ("replaced", OLD, 0.95, 1), ("replaced", Decoding(), 0.95, 1), ("masked", OLD, 0.50, 0.75),
-    ("masked", Decoding(), 0.30, 0.55)])
+@pytest.mark.parametrize(
+    "labels, choices, least, most",
+    [
+        (None, OLD, 0.50, 0.65),
+        (None, Decoding(), 0.30, 0.50),
+        (None, Decoding(confidence_temperature=0), 0.95, 1),
+        ("replaced", OLD, 0.95, 1),
+        ("replaced", Decoding(), 0.95, 1),
+        ("masked", OLD, 0.50, 0.75),
+        ("masked", Decoding(), 0.30, 0.55),
+    ],
+)
 def test_share_of_black_clips(labels, choices, least, most):
     """Oracle: the world's own 0.30. Drawing as the model has learned, and a critic that tells what was masked, stay
     nearest; a critic that tells what is wrong knows that black ones seldom are.

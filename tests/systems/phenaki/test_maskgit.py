@@ -64,7 +64,7 @@ def test_no_row_is_scanned_alone(monkeypatch):
     head, x, uniforms = Vocabulary(5, 23, 4), torch.randn(9, 5), torch.rand(9)
     with torch.no_grad():
         ids, _ = head(x, uniforms)
-        alone = [head(x[i:i + 1], uniforms[i:i + 1])[0] for i in range(9)]
+        alone = [head(x[i : i + 1], uniforms[i : i + 1])[0] for i in range(9)]
     assert torch.equal(ids, torch.cat(alone)) and len(ids.unique()) > 3
     assert seen[:3] == [4, 4, 2] and set(seen[3:]) == {2}
 
@@ -89,7 +89,7 @@ def test_bfloat16():
     torch.nn.init.normal_(head.weight, std=0.5)
     head = head.bfloat16()
     x, targets = torch.randn(33, 8).bfloat16().requires_grad_(), torch.randint(40, (33,))
-    weights = torch.full((33,), 1e-6)             # of a mean over many: nothing is lost below a small weight
+    weights = torch.full((33,), 1e-6)  # of a mean over many: nothing is lost below a small weight
     found = head(x, None, 1.0, targets, weights)
     assert found.loss.dtype == found.total.dtype == torch.float32
     logits = torch.addmm(head.bias, x, head.weight.t()).detach().float()
@@ -121,8 +121,9 @@ def test_no_rows():
     """Oracle: empty answers and zero gradients: a rank may have nothing to draw."""
     head = Vocabulary(4, 6)
     assert head(torch.zeros(0, 4), torch.zeros(0))[0].shape == (0,)
-    head(torch.zeros(0, 4, requires_grad=True), None, 1.0, torch.zeros(0, dtype=torch.int64),
-         torch.zeros(0)).total.backward()
+    head(
+        torch.zeros(0, 4, requires_grad=True), None, 1.0, torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    ).total.backward()
     assert not bool(head.weight.grad.any())
 
 
@@ -145,8 +146,10 @@ def test_loss_is_of_masked_tokens():
     each = F.cross_entropy(logits.permute(0, 4, 1, 2, 3), tokens, reduction="none") * masked
     torch.testing.assert_close(passed.loss, each.sum((1, 2, 3)).detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(passed.total, (each.sum((1, 2, 3)) * weights).sum(), rtol=1e-6, atol=1e-6)
-    for ours, theirs in zip(torch.autograd.grad(passed.total, list(net.parameters())), torch.autograd.grad(
-            (each.sum((1, 2, 3)) * weights).sum(), list(net.parameters()))):
+    for ours, theirs in zip(
+        torch.autograd.grad(passed.total, list(net.parameters())),
+        torch.autograd.grad((each.sum((1, 2, 3)) * weights).sum(), list(net.parameters())),
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert torch.equal(passed.hits, ((logits.argmax(-1) == tokens) & masked).sum((1, 2, 3)).float())
     assert torch.equal(passed.filled, tokens) and passed.critic is None
@@ -169,12 +172,15 @@ def test_padding_changes_nothing(kind, peg):
     """Oracle: the clip without its padding, and the same clip with other tokens in the padding."""
     net, (tokens, _, words) = network(kind, peg=peg), clip()
     real = torch.arange(4) < torch.tensor([4, 2, 1])[:, None]
-    run = lambda x, real, words: net.trunk(x, real, words=words)
+
+    def run(x, real, words):
+        return net.trunk(x, real, words=words)
+
     found = run(tokens, real, words)
     other = torch.where(real[:, :, None, None], tokens, (tokens + 5) % 11)
     assert torch.equal(run(other, real, words)[real], found[real])
     for row, count in enumerate((4, 2, 1)):
-        alone = run(tokens[row:row + 1, :count], None, words[row:row + 1])
+        alone = run(tokens[row : row + 1, :count], None, words[row : row + 1])
         torch.testing.assert_close(found[row, :count], alone[0], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(run(tokens, None, words)[1, :2], found[1, :2])
 
@@ -182,7 +188,10 @@ def test_padding_changes_nothing(kind, peg):
 def test_texts():
     """Oracle: the null text for dropped texts and for texts without words; words matter, and so does their order."""
     net, (tokens, _, words) = network(), clip()
-    run = lambda words, dropped=None: net.trunk(tokens, None, dropped, words=words)
+
+    def run(words, dropped=None):
+        return net.trunk(tokens, None, dropped, words=words)
+
     null = run(torch.zeros_like(words))
     dropped = torch.tensor([True, False, True])
     found = run(words, dropped)
@@ -204,8 +213,10 @@ def test_guidance():
     """Oracle: null + s (text - null) of logits, each from a pass of its own."""
     net, (tokens, masked, words) = network(), clip()
     hidden = torch.where(masked, 11, tokens)
-    logits = [net.trunk(hidden, None, torch.full((3,), dropped), words=words) @ net.to_logits.weight.t()
-              + net.to_logits.bias for dropped in (False, True)]
+    logits = [
+        net.trunk(hidden, None, torch.full((3,), dropped), words=words) @ net.to_logits.weight.t() + net.to_logits.bias
+        for dropped in (False, True)
+    ]
     mixed = logits[1] + 3.0 * (logits[0] - logits[1])
     ids, certainty = net.predict(hidden, None, {"words": words}, torch.rand(3, 24), 0.0, 3.0)
     assert torch.equal(ids[masked], mixed.argmax(-1)[masked]) and torch.equal(ids[~masked], tokens[~masked])
@@ -250,8 +261,15 @@ def test_gradient_shrink():
 def test_size(dim, depth, millions):
     """Oracle: weights of the original README's MaskGit, counted by hand: attention twice, GEGLU, PEG, tables."""
     with torch.device("meta"):
-        net = MaskGit(8192, token_shape=(9, 8, 8), dim=dim, depth=depth, heads=8, dim_head=64,
-                      text=TEXT | {"num_words": None, "encodings_dim": 768})
+        net = MaskGit(
+            8192,
+            token_shape=(9, 8, 8),
+            dim=dim,
+            depth=depth,
+            heads=8,
+            dim_head=64,
+            text=TEXT | {"num_words": None, "encodings_dim": 768},
+        )
     hidden = 1368
     attention = 4 * dim * dim + 2 * dim + 128
     block = 28 * dim + 2 * attention + 2 * dim + 2 * dim + 3 * hidden * dim

@@ -27,7 +27,7 @@ def test_mean_ratio():
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10 ** 6), count=st.integers(1, 40), data=st.data())
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 40), data=st.data())
 def test_masks(seed, count, data):
     """Oracle: the formula's number, the lowest noise by sorting in Python, and only real tokens."""
     real = torch.tensor([data.draw(st.lists(st.booleans(), min_size=count, max_size=count))])

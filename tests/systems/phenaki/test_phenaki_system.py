@@ -19,8 +19,16 @@ from dstrain.systems.phenaki.maskgit import Pass
 from dstrain.systems.phenaki.texts import word_ids
 from tests.support import tokenizers, towers
 
-TINY = {"token_shape": [3, 2, 2], "codebook_size": 64, "dim": 16, "depth": 1, "heads": 2, "dim_head": 8,
-        "num_words": 40, "max_text_len": 5}
+TINY = {
+    "token_shape": [3, 2, 2],
+    "codebook_size": 64,
+    "dim": 16,
+    "depth": 1,
+    "heads": 2,
+    "dim_head": 8,
+    "num_words": 40,
+    "max_text_len": 5,
+}
 
 
 def build(**changes):
@@ -101,7 +109,7 @@ def test_every_masked_token_counts_alike():
     terms = system.evaluate(nets, example)
     net, tokens, key = nets["maskgit"], example["tokens"], example["key"]
     real, u = example["real"].repeat_interleave(4, dim=1), rng.uniform(key, "mask_ratio")
-    assert 0 < int((~real).sum())
+    assert int((~real).sum()) > 0
     for i in range(6):
         total = int(real[i].sum())
         count = max(1, round(total * math.cos(math.pi / 2 * u[i].item())))
@@ -109,9 +117,10 @@ def test_every_masked_token_counts_alike():
         masked = torch.zeros(12, dtype=torch.bool)
         masked[noise.argsort()[:count]] = True
         hidden = torch.where(masked, 64, tokens[i].flatten()).view(1, 3, 2, 2)
-        states = net.trunk(hidden, example["real"][i:i + 1]).flatten(0, 3)
-        each = F.cross_entropy(states @ net.to_logits.weight.t() + net.to_logits.bias, tokens[i].flatten(),
-                               reduction="none")[masked]
+        states = net.trunk(hidden, example["real"][i : i + 1]).flatten(0, 3)
+        each = F.cross_entropy(
+            states @ net.to_logits.weight.t() + net.to_logits.bias, tokens[i].flatten(), reduction="none"
+        )[masked]
         assert terms["loss"][i].item() == pytest.approx(each.sum().item() / (2 / math.pi * total), rel=1e-5)
         assert terms["cross_entropy"][i].item() == pytest.approx(each.mean().item(), rel=1e-5)
         assert terms["quartile"][i].item() == min(4 * count // total, 3)
@@ -129,8 +138,11 @@ def test_labels_of_the_critic(critic, labels):
     teach. "replaced": a token that was drawn right is not, and one that was not masked teaches nothing.
     """
     system = build(critic=critic, critic_labels=labels, unconditional=True)
-    example = system.encode(system.synthetic(3) | {"frames": torch.tensor([3, 5, 1])} if labels == "masked" else {
-        name: value for name, value in system.synthetic(3).items() if name != "frames"})
+    example = system.encode(
+        system.synthetic(3) | {"frames": torch.tensor([3, 5, 1])}
+        if labels == "masked"
+        else {name: value for name, value in system.synthetic(3).items() if name != "frames"}
+    )
     maskgit = Recorder(silent)
     critic_net = Recorder(lambda tokens, real, dropped: torch.full(tokens.shape, 2.0, requires_grad=True))
     nets = {"maskgit": maskgit} | ({"critic": critic_net} if critic == "token" else {})
@@ -144,9 +156,10 @@ def test_labels_of_the_critic(critic, labels):
     masked = maskgit.calls[0][0][1].flatten(1)
     even = torch.arange(12) % 2 == 0
     assert torch.equal(shown.flatten(1) != example["tokens"].flatten(1), masked & even)
-    replaced, real = (masked & even).sum(1), torch.tensor([8, 12, 4])        # 2 x 2 tokens of each latent frame
-    label, all_judged, scale = ((masked.sum(1), real, real) if labels == "masked" else
-                                (replaced, masked.sum(1), 2 / math.pi * 12))
+    replaced, real = (masked & even).sum(1), torch.tensor([8, 12, 4])  # 2 x 2 tokens of each latent frame
+    label, all_judged, scale = (
+        (masked.sum(1), real, real) if labels == "masked" else (replaced, masked.sum(1), 2 / math.pi * 12)
+    )
     costs = label * math.log(1 + math.exp(-2)) + (all_judged - label) * math.log(1 + math.exp(2))
     torch.testing.assert_close(terms["critic_accuracy"], label / all_judged)
     torch.testing.assert_close(terms["critic_replaced"], replaced / masked.sum(1))
@@ -166,8 +179,9 @@ def test_the_critic_alone_meets_the_same_tokens():
     assert torch.equal(found["loss"], wanted["loss"]) and float(wanted["replaced"].mean()) > 0.5
     assert (both.turns(0), alone.turns(0)) == (("maskgit", "critic"), ("critic",))
     assert build(critic="token", train="maskgit").turns(7) == ("maskgit",)
-    assert "filled" not in example or torch.equal(example["tokens"][~example["masked"]],
-                                                  example["filled"][~example["masked"]])
+    assert "filled" not in example or torch.equal(
+        example["tokens"][~example["masked"]], example["filled"][~example["masked"]]
+    )
 
 
 def test_held_out_terms_are_of_what_learns():
@@ -208,9 +222,10 @@ def test_temperature_of_the_critic_s_samples():
 def test_words():
     """Oracle: crc32 by hand; case and signs do not matter; 0 fills up; long texts are cut."""
     import zlib
+
     found = word_ids(["A sneaker, moving LEFT!", "", "a a a a a a a"], 40, 5)
     wanted = [1 + zlib.crc32(word) % 39 for word in (b"a", b"sneaker", b"moving", b"left")]
-    assert found.tolist() == [wanted + [0], [0] * 5, wanted[:1] * 5]
+    assert found.tolist() == [[*wanted, 0], [0] * 5, wanted[:1] * 5]
     system = build()
     texts = ["a bag moving up", "a bag moving up", "a coat"]
     batch = system.synthetic(3) | {"caption": torch.stack([packed(text) for text in texts])}
@@ -249,12 +264,15 @@ def test_another_encoder_is_refused(tmp_path):
     assert found["text_encodings"].shape == (1, 5, 12)
     with pytest.raises(ValueError, match=f"text_encoder: {tmp_path}/1 is the encoder .* are of {own} .*name the one"):
         build(text_encoder=str(tmp_path / "1"), **model).conditions_from_texts(["a cat"])
-    source = SimpleNamespace(fingerprint=lambda: "clips")                # what a run that encodes captions writes down
+    source = SimpleNamespace(fingerprint=lambda: "clips")  # what a run that encodes captions writes down
     for seed in (0, 1):
         live = build(text_encoder=str(tmp_path / str(seed)), text_encodings_dim=12, max_text_len=5)
         assert (live.fingerprint(source) == f"clips text_encoder={own}") == (seed == 0)
-    assert build().fingerprint(source) == "clips" == build(
-        text_encodings_dim=12, max_text_len=6, codes=CODES | {"text": (6, 12)}).fingerprint(source)
+    assert (
+        build().fingerprint(source)
+        == "clips"
+        == build(text_encodings_dim=12, max_text_len=6, codes=CODES | {"text": (6, 12)}).fingerprint(source)
+    )
 
 
 def test_prompts_are_encoded_once(tmp_path):
@@ -287,8 +305,10 @@ def test_null_texts_are_guidance_s_own():
     """Oracle: a sample without a text is the sample of the empty text, and other than a text's."""
     system = build()
     nets, tokens = networks(system), torch.zeros(4, 3, 2, 2, dtype=torch.int64)
-    run = lambda conditions: system.draw_tokens(
-        nets, tokens, tokens.bool(), Request(torch.arange(4), conditions, 5, "confidence"))
+
+    def run(conditions):
+        return system.draw_tokens(nets, tokens, tokens.bool(), Request(torch.arange(4), conditions, 5, "confidence"))
+
     assert torch.equal(run({}), run(system.conditions_from_texts([""] * 4)))
     assert not torch.equal(run({}), run(system.conditions_from_texts(["a bag"] * 4)))
 
@@ -313,6 +333,7 @@ def test_the_tokenizer_is_what_was_trained(tokenizer):
     loaded = codec.load(tokenizer)
     assert not loaded.training and not any(weight.requires_grad for weight in loaded.train().parameters())
     from dstrain.encoders.autoencoder import fingerprint
+
     assert loaded.fingerprint == fingerprint(*theirs.identity({"tokenizer": net}))
     assert system.frozen() == (system.tokenizer(),)
 
@@ -333,12 +354,13 @@ def test_samples_go_on_from_given_frames(tokenizer):
     given[:, :2] = True
     found = system.draw_tokens(nets, F.pad(tokens, (0, 0, 0, 0, 0, 1)), given, request)
     assert torch.equal(found[:, :2], tokens)
-    pictures = system.conditions_from(prime[:, 0])                        # a picture is a video of one frame
+    pictures = system.conditions_from(prime[:, 0])  # a picture is a video of one frame
     assert torch.equal(pictures["prime"], prime[:, :1])
 
 
-@pytest.mark.parametrize("critic, sampler", [(None, "confidence"), ("token", "critic"), ("token", "confidence"),
-                                             ("self", "critic")])
+@pytest.mark.parametrize(
+    "critic, sampler", [(None, "confidence"), ("token", "critic"), ("token", "confidence"), ("self", "critic")]
+)
 def test_other_lengths(tokenizer, critic, sampler):
     """Oracle: shapes; an image is one frame; the longest is the model's."""
     system = build(tokenizer={"path": tokenizer}, critic=critic)
@@ -358,7 +380,10 @@ def test_padding_in_decoding(critic):
     system = build(critic=critic, unconditional=True)
     nets, tokens = networks(system), torch.randint(64, (2, 3, 2, 2), generator=torch.Generator().manual_seed(0))
     given = torch.zeros(tokens.shape, dtype=torch.bool)
-    request = lambda **conditions: Request(torch.arange(2), conditions, 6, system.config.samplers[-1])
+
+    def request(**conditions):
+        return Request(torch.arange(2), conditions, 6, system.config.samplers[-1])
+
     real = torch.tensor([[True, True, False], [True, True, True]])
     found = system.draw_tokens(nets, tokens, given, request(real=real))
     assert torch.equal(found[0, 2], tokens[0, 2])
@@ -370,15 +395,20 @@ def test_padding_in_decoding(critic):
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"codebook_size": None}, "codebook_size"), ({"token_shape": [3, 0, 2]}, "are 1 at least"),
-    ({"text_encoder": "x"}, "give its hidden size"),
-    ({"unconditional": True, "text_encodings_dim": 4}, "reads no texts"),
-    ({"train": "critic"}, "set critic=token"), ({"train": "maskgit", "critic": "self"}, "both learn together"),
-    ({"critic_depth": 2, "critic": "self"}, "critic_depth is the token critic's"),
-    ({"critic_labels": "replaced"}, "there is no critic; set model.critic=token"),
-    ({"critic": "x"}, "'token' or 'self'"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"codebook_size": None}, "codebook_size"),
+        ({"token_shape": [3, 0, 2]}, "are 1 at least"),
+        ({"text_encoder": "x"}, "give its hidden size"),
+        ({"unconditional": True, "text_encodings_dim": 4}, "reads no texts"),
+        ({"train": "critic"}, "set critic=token"),
+        ({"train": "maskgit", "critic": "self"}, "both learn together"),
+        ({"critic_depth": 2, "critic": "self"}, "critic_depth is the token critic's"),
+        ({"critic_labels": "replaced"}, "there is no critic; set model.critic=token"),
+        ({"critic": "x"}, "'token' or 'self'"),
+    ],
+)
 def test_config_errors(changes, words):
     """Oracle: a ValueError that names the field and the remedy."""
     with pytest.raises(ValueError, match=words):
@@ -388,16 +418,25 @@ def test_config_errors(changes, words):
 CODES = {"shape": (3, 2, 2), "codebook_size": 64, "first_stage": "abc", "text": None}
 
 
-@pytest.mark.parametrize("codes, changes, words", [
-    ({"codebook_size": 8192}, {}, "codebook_size 64: .* of a codebook of 8192; set model.codebook_size=8192"),
-    ({"shape": (9, 2, 2)}, {}, r"token_shape \[3, 2, 2\]: the tokens in data.path are \[9, 2, 2\]"),
-    ({"text": (4, 7)}, {"text_encodings_dim": 5}, "are 7 wide; set model.text_encodings_dim=7"),
-    ({"text": (4, 7)}, {"text_encodings_dim": 7}, "max_text_len 5: .* of 4 tokens"),
-    ({"text": (5, 7), "text_encoder": "t5"}, {"text_encodings_dim": 7, "text_encoder_fingerprint": "clip"},
-     "text_encoder_fingerprint clip: .* of the text encoder t5"),
-    ({"first_stage": "other"}, {"tokenizer": {"path": "x", "fingerprint": "abc"}},
-     "tokenizer abc, the tokens .* of other"),
-])
+@pytest.mark.parametrize(
+    "codes, changes, words",
+    [
+        ({"codebook_size": 8192}, {}, "codebook_size 64: .* of a codebook of 8192; set model.codebook_size=8192"),
+        ({"shape": (9, 2, 2)}, {}, r"token_shape \[3, 2, 2\]: the tokens in data.path are \[9, 2, 2\]"),
+        ({"text": (4, 7)}, {"text_encodings_dim": 5}, "are 7 wide; set model.text_encodings_dim=7"),
+        ({"text": (4, 7)}, {"text_encodings_dim": 7}, "max_text_len 5: .* of 4 tokens"),
+        (
+            {"text": (5, 7), "text_encoder": "t5"},
+            {"text_encodings_dim": 7, "text_encoder_fingerprint": "clip"},
+            "text_encoder_fingerprint clip: .* of the text encoder t5",
+        ),
+        (
+            {"first_stage": "other"},
+            {"tokenizer": {"path": "x", "fingerprint": "abc"}},
+            "tokenizer abc, the tokens .* of other",
+        ),
+    ],
+)
 def test_codes_of_another_model(codes, changes, words):
     """Oracle: a ValueError with both values and the remedy."""
     build(codes=CODES)
@@ -405,12 +444,15 @@ def test_codes_of_another_model(codes, changes, words):
         build(codes=CODES | codes, **changes)
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"codebook_size": 128}, "codebook_size: 128 in the model, 64 in the tokenizer at"),
-    ({"temporal_patch_size": 4}, "temporal_patch_size: 4 in the model, 2 in the tokenizer"),
-    ({"token_shape": [3, 4, 4]}, r"token_shape\[1:\]: \(4, 4\) in the model, \(2, 2\) in the tokenizer"),
-    ({"codes": CODES}, "the tokens in data.path are of abc; name the one that encoded them"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"codebook_size": 128}, "codebook_size: 128 in the model, 64 in the tokenizer at"),
+        ({"temporal_patch_size": 4}, "temporal_patch_size: 4 in the model, 2 in the tokenizer"),
+        ({"token_shape": [3, 4, 4]}, r"token_shape\[1:\]: \(4, 4\) in the model, \(2, 2\) in the tokenizer"),
+        ({"codes": CODES}, "the tokens in data.path are of abc; name the one that encoded them"),
+    ],
+)
 def test_another_tokenizer(tokenizer, changes, words):
     """Oracle: a ValueError with both values, where videos are first encoded."""
     with pytest.raises(ValueError, match=words):
@@ -447,40 +489,58 @@ def test_data_that_do_not_fit(tokenizer):
     tokens = torch.zeros(3, 2, 2, dtype=torch.int64)
     build(unconditional=True).accepts(source(tokens=tokens, label=3))
     for words, system, item in (
-            ("there are no captions.*unconditional=true", build(), {"tokens": tokens}),
-            (r"clips have \(2, 2, 2\) tokens .* the model \(3, 2, 2\)", build(unconditional=True),
-             {"tokens": tokens[:2]}),
-            ("codebook_size 64: the data hold the token 64", build(unconditional=True), {"tokens": tokens + 64}),
-            ("give neither", build(), {"label": 3}),
-            ("no tokenizer is named .* set model.tokenizer.path", build(unconditional=True),
-             {"video": torch.zeros(5, 1, 16, 16, dtype=torch.uint8)}),
-            (r"frames are \(3, 16, 16\)", build(unconditional=True, tokenizer={"path": tokenizer}),
-             {"video": torch.zeros(5, 3, 16, 16, dtype=torch.uint8)}),
-            ("4 frames do not fit", build(unconditional=True, tokenizer={"path": tokenizer}),
-             {"video": torch.zeros(4, 1, 16, 16, dtype=torch.uint8)}),
-            ("are 3 wide in the data and 5 in the model", build(text_encodings_dim=5),
-             {"tokens": tokens, "text_encodings": torch.zeros(2, 3)}),
-            ("none is named; give the folder", build(text_encodings_dim=5),
-             {"tokens": tokens, "caption": packed("a")})):
+        ("there are no captions.*unconditional=true", build(), {"tokens": tokens}),
+        (r"clips have \(2, 2, 2\) tokens .* the model \(3, 2, 2\)", build(unconditional=True), {"tokens": tokens[:2]}),
+        ("codebook_size 64: the data hold the token 64", build(unconditional=True), {"tokens": tokens + 64}),
+        ("give neither", build(), {"label": 3}),
+        (
+            "no tokenizer is named .* set model.tokenizer.path",
+            build(unconditional=True),
+            {"video": torch.zeros(5, 1, 16, 16, dtype=torch.uint8)},
+        ),
+        (
+            r"frames are \(3, 16, 16\)",
+            build(unconditional=True, tokenizer={"path": tokenizer}),
+            {"video": torch.zeros(5, 3, 16, 16, dtype=torch.uint8)},
+        ),
+        (
+            "4 frames do not fit",
+            build(unconditional=True, tokenizer={"path": tokenizer}),
+            {"video": torch.zeros(4, 1, 16, 16, dtype=torch.uint8)},
+        ),
+        (
+            "are 3 wide in the data and 5 in the model",
+            build(text_encodings_dim=5),
+            {"tokens": tokens, "text_encodings": torch.zeros(2, 3)},
+        ),
+        ("none is named; give the folder", build(text_encodings_dim=5), {"tokens": tokens, "caption": packed("a")}),
+    ):
         with pytest.raises(ValueError, match=words):
             system.accepts(source(**item))
 
 
 def test_samples_that_cannot_be(tokenizer):
     """Oracle: ValueErrors with the remedy."""
-    frames = lambda count: torch.zeros(1, count, 1, 16, 16, dtype=torch.uint8)
-    request = lambda system, **changes: Request(**{"seeds": torch.arange(1), "sampler": "confidence", "num_steps": 2}
-                                                | changes)
+
+    def frames(count):
+        return torch.zeros(1, count, 1, 16, 16, dtype=torch.uint8)
+
+    def request(system, **changes):
+        return Request(**{"seeds": torch.arange(1), "sampler": "confidence", "num_steps": 2} | changes)
+
     plain, silent_ = build(tokenizer={"path": tokenizer}), build(unconditional=True)
     certain = build(cond_drop_prob=0, tokenizer={"path": tokenizer})
     for words, system, changes in (
-            ("no tokenizer is named", silent_, {}), ("sampler=ddim is none of confidence", plain,
-                                                     {"sampler": "ddim"}),
-            ("sampler=critic is none of", plain, {"sampler": "critic"}), ("no null text", silent_, {"guidance_scale": 2.0}),
-            ("no null text", certain, {"guidance_scale": 2.0}), ("draws for texts alone", certain, {}),
-            ("2 frames do not fit the temporal patch of 2", plain, {"conditions": {"prime": frames(2)}}),
-            ("as many as are asked for", plain, {"conditions": {"prime": frames(5)}}),
-            ("num_steps: 0", plain, {"num_steps": 0})):
+        ("no tokenizer is named", silent_, {}),
+        ("sampler=ddim is none of confidence", plain, {"sampler": "ddim"}),
+        ("sampler=critic is none of", plain, {"sampler": "critic"}),
+        ("no null text", silent_, {"guidance_scale": 2.0}),
+        ("no null text", certain, {"guidance_scale": 2.0}),
+        ("draws for texts alone", certain, {}),
+        ("2 frames do not fit the temporal patch of 2", plain, {"conditions": {"prime": frames(2)}}),
+        ("as many as are asked for", plain, {"conditions": {"prime": frames(5)}}),
+        ("num_steps: 0", plain, {"num_steps": 0}),
+    ):
         with pytest.raises(ValueError, match=words):
             system.sample(networks(system), request(system, **changes))
     assert not silent_.generates and plain.generates
@@ -512,8 +572,16 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
     found = Config.model_validate(recipe.check(run, Config).model)
     assert (found.token_shape, found.codebook_size, found.temporal_patch_size) == ((3, 2, 2), 64, 2)
     assert found.tokenizer.fingerprint == codec.load(tokenizer).fingerprint and found.codes is None
-    codes = Codes(kind="tokens", shape=(2, 2, 2), flips=1, scaling_factor=None, first_stage="abc", codebook_size=32,
-                  text=(4, 6), text_encoder="t5")
+    codes = Codes(
+        kind="tokens",
+        shape=(2, 2, 2),
+        flips=1,
+        scaling_factor=None,
+        first_stage="abc",
+        codebook_size=32,
+        text=(4, 6),
+        text_encoder="t5",
+    )
     cached = run_of(SILENT).model_copy(update={"data": run.data.model_copy(update={"codes": codes, "num_frames": 5})})
     found = Config.model_validate(recipe.check(cached, Config).model)
     assert (found.token_shape, found.codebook_size, found.temporal_patch_size) == ((2, 2, 2), 32, 4)
@@ -521,8 +589,11 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
     assert (found.max_text_len, found.text_encoder_fingerprint, found.codes.text_encoder) == (4, "t5", "t5")
     with pytest.raises(ConfigError, match="max_text_len 5: .* of 4 tokens.* set model.max_text_len=4, or encode with"):
         recipe.check(cached.model_copy(update={"model": SILENT | {"max_text_len": 5}}), Config)
-    hashes = Config.model_validate(recipe.check(
-        cached.model_copy(update={"model": SILENT | {"max_text_len": 5, "text_encodings_dim": None}}), Config).model)
+    hashes = Config.model_validate(
+        recipe.check(
+            cached.model_copy(update={"model": SILENT | {"max_text_len": 5, "text_encodings_dim": None}}), Config
+        ).model
+    )
     assert (hashes.text_encodings_dim, hashes.max_text_len, hashes.text_encoder_fingerprint) == (None, 5, None)
     with pytest.raises(ConfigError, match="codebook_size 8192.*of a codebook of 32; set model.codebook_size=32"):
         recipe.check(cached.model_copy(update={"model": SILENT | {"codebook_size": 8192}}), Config)
@@ -534,15 +605,30 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
         recipe.check(cached.model_copy(update={"model": SILENT | {"tokenizer": {"path": tokenizer}}}), Config)
 
 
-@pytest.mark.parametrize("changes, samples, words", [
-    ({"cond_drop_prob": 0}, {"sampler": "confidence", "guidance_scale": 3.0}, "model.cond_drop_prob=0.25"),
-    ({"cond_drop_prob": 0}, {"sampler": "confidence"}, "no null text to draw without"),
-    ({"unconditional": True}, {"sampler": "confidence", "prompts": ["a bag"]}, "reads none"),
-    ({}, {"sampler": "confidence", "labels": [1]}, "samples.labels=[1]: phenaki knows no classes; leave it out, and give"),
-    ({"tokenizer": None}, {"prompts": ["a bag"], "num_frames": 5},
-     "samples.prompts, samples.num_frames: no tokenizer is named that decodes what is drawn; set model.tokenizer.path"),
-    ({"critic": "token", "train": "critic"}, {}, "model.train=critic: the critic would judge what untrained weights draw"),
-])
+@pytest.mark.parametrize(
+    "changes, samples, words",
+    [
+        ({"cond_drop_prob": 0}, {"sampler": "confidence", "guidance_scale": 3.0}, "model.cond_drop_prob=0.25"),
+        ({"cond_drop_prob": 0}, {"sampler": "confidence"}, "no null text to draw without"),
+        ({"unconditional": True}, {"sampler": "confidence", "prompts": ["a bag"]}, "reads none"),
+        (
+            {},
+            {"sampler": "confidence", "labels": [1]},
+            "samples.labels=[1]: phenaki knows no classes; leave it out, and give",
+        ),
+        (
+            {"tokenizer": None},
+            {"prompts": ["a bag"], "num_frames": 5},
+            "samples.prompts, samples.num_frames: no tokenizer is named that decodes what is drawn; "
+            "set model.tokenizer.path",
+        ),
+        (
+            {"critic": "token", "train": "critic"},
+            {},
+            "model.train=critic: the critic would judge what untrained weights draw",
+        ),
+    ],
+)
 def test_conflicts(changes, samples, words):
     """Oracle: a line that names the key and the remedy; none without the fault."""
     config = Config.model_validate(TINY | {"tokenizer": {"path": "x"}} | changes)

@@ -11,8 +11,19 @@ from dstrain.nn.perceptual import CHANNELS, Perceptual
 from dstrain.recipe import Run
 from dstrain.systems.phenaki.tokenizer import Config
 
-SMALL = {"image_size": [8, 12], "num_frames": 7, "channels": 1, "dim": 16, "codebook_size": 32, "patch_size": 4,
-         "temporal_patch_size": 2, "spatial_depth": 2, "temporal_depth": 1, "dim_head": 8, "heads": 2}
+SMALL = {
+    "image_size": [8, 12],
+    "num_frames": 7,
+    "channels": 1,
+    "dim": 16,
+    "codebook_size": 32,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_depth": 2,
+    "temporal_depth": 1,
+    "dim_head": 8,
+    "heads": 2,
+}
 COSINE = {"quantizer": "cosine", "codebook_size": 20, "codebook_dim": 4}
 FSQ = {"quantizer": "fsq", "codebook_size": 60, "levels": [5, 4, 3]}
 JUDGED = {"image_size": 16, "discriminator": {"start": 3, "n_layers": 2, "base_channels": 16, "weight": 0.4}}
@@ -45,6 +56,7 @@ def network(request):
 
 # ---------------------------------------------------------------------------------------------------------- the network
 
+
 def test_tokens_do_not_see_later_frames(network):
     """Oracle: the tokens of the clip before its last patch was changed; those of the last frames do change."""
     video, frames = clips(), torch.full((3,), 7)
@@ -71,14 +83,14 @@ def test_pictures_do_not_see_later_tokens(network):
 @pytest.mark.parametrize("held", [9.0, float("nan")])
 def test_padding_changes_nothing(network, held):
     """Oracle: terms, tokens and pictures of the clips alone, whatever padding holds, and how long it is."""
-    video, frames = clips(), torch.tensor([1, 3, 6])                             # 6: its last frame fills no patch
+    video, frames = clips(), torch.tensor([1, 3, 6])  # 6: its last frame fills no patch
     padded = video.clone()
     for number, count in enumerate((1, 3, 5)):
         padded[number, count:] = held
     found = network(padded, frames)
     for number, count in enumerate((1, 3, 5)):
-        alone = network(video[number: number + 1, :count], torch.tensor([count]))
-        assert torch.equal(alone.tokens[0], found.tokens[number, :1 + count // 2])
+        alone = network(video[number : number + 1, :count], torch.tensor([count]))
+        assert torch.equal(alone.tokens[0], found.tokens[number, : 1 + count // 2])
         torch.testing.assert_close(alone.video[0], found.video[number, :count], rtol=1e-5, atol=1e-6)
         for name in ("commitment", "codebook", "entropy", "shares"):
             torch.testing.assert_close(getattr(alone, name)[0], getattr(found, name)[number], rtol=1e-5, atol=1e-6)
@@ -111,8 +123,10 @@ def test_images_alone(more):
     nothing. That such a gradient, a difference of equal sums, is 0 to the last bit is so on some CPUs only.
     """
     system = build(**more)
-    nets, example = nets_of(system), system.encode({"image": torch.randint(0, 256, (4, 1, 8, 12), dtype=torch.uint8),
-                                                    "key": torch.arange(4)})
+    nets, example = (
+        nets_of(system),
+        system.encode({"image": torch.randint(0, 256, (4, 1, 8, 12), dtype=torch.uint8), "key": torch.arange(4)}),
+    )
     assert example["x_start"].shape == (4, 1, 1, 8, 12) and example["frames"].tolist() == [1] * 4
     system.loss("tokenizer", nets, example)["loss"].backward()
     weights = dict(nets["tokenizer"].named_parameters())
@@ -144,6 +158,7 @@ def test_readme_size():
 
 # ----------------------------------------------------------------------------------------------------------- the system
 
+
 def batch_of(system, frames=(7, 5, 2, 1)):
     batch = system.synthetic(len(frames))
     return batch | {"frames": torch.tensor(frames)}
@@ -161,7 +176,7 @@ def test_terms():
         video, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (video, truth))
         torch.testing.assert_close(held_out["psnr"][number], psnr(video, truth).mean())
         torch.testing.assert_close(held_out["ssim"][number], ssim(video, truth).mean())
-        tokens = passed.tokens[number, :(count + 1) // 2].flatten()
+        tokens = passed.tokens[number, : (count + 1) // 2].flatten()
         torch.testing.assert_close(held_out["usage"][number], tokens.bincount(minlength=32) / len(tokens))
     loss = terms["recon"] + 0.25 * terms["commitment"] + 0.1 * (terms["entropy"] - terms["diversity"])
     torch.testing.assert_close(terms["loss"], loss.mean())
@@ -215,6 +230,7 @@ def test_the_adversary_weighs_as_the_frame_does():
 def test_perceptual(tmp_path):
     """Oracle: LPIPS of one real frame of each clip, drawn by its key."""
     from torchvision.models import vgg16
+
     torch.manual_seed(0)
     state = {f"features.{name}": tensor for name, tensor in vgg16(weights=None).features.state_dict().items()}
     state |= {f"lin{number}.model.1.weight": torch.rand(1, width, 1, 1) for number, width in enumerate(CHANNELS)}
@@ -227,8 +243,12 @@ def test_perceptual(tmp_path):
     expected = Perceptual(tmp_path)(video[each, place], example["x_start"][each, place])
     torch.testing.assert_close(terms["perceptual"], expected.detach(), rtol=1e-4, atol=1e-6)
     judged = build(**JUDGED, perceptual={"path": str(tmp_path), "weight": 0.5})
-    torch.testing.assert_close(judged.loss("tokenizer", nets_of(judged), judged.encode(batch_of(judged)))["perceptual"],
-                               expected.detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        judged.loss("tokenizer", nets_of(judged), judged.encode(batch_of(judged)))["perceptual"],
+        expected.detach(),
+        rtol=1e-4,
+        atol=1e-6,
+    )
 
 
 def test_pictures():
@@ -238,8 +258,9 @@ def test_pictures():
     shown = system.pictures(nets, system.encode(batch))["reconstruction"]
     assert shown.shape == (4, 7, 1, 8, 24) and shown.dtype == torch.uint8
     assert torch.equal(shown[0, ..., :12], batch["video"][0]) and not torch.equal(shown[0, 5], shown[0, 4])
-    assert torch.equal(shown[1, 4:5].expand(3, -1, -1, -1), shown[1, 4:]) and torch.equal(shown[1, :5, ..., :12],
-                                                                                         batch["video"][1, :5])
+    assert torch.equal(shown[1, 4:5].expand(3, -1, -1, -1), shown[1, 4:]) and torch.equal(
+        shown[1, :5, ..., :12], batch["video"][1, :5]
+    )
     alone = system.encode({"image": batch["video"][:, 0], "key": batch["key"]})
     assert system.pictures(nets, alone)["reconstruction"].shape == (4, 1, 8, 24)
 
@@ -268,33 +289,41 @@ def test_codes_and_identity():
     assert system.codebook_size == 32 and system.encodes
     said = system.identity(nets)[0]
     assert build(num_frames=3, dropout=0.1, entropy_weight=0, codebook_dim=7).identity(nets)[0] == said
-    assert build(image_size=8).identity(nets)[0] != said and system.identity(nets)[1].keys() == nets[
-        "tokenizer"].state_dict().keys()
+    assert (
+        build(image_size=8).identity(nets)[0] != said
+        and system.identity(nets)[1].keys() == nets["tokenizer"].state_dict().keys()
+    )
 
 
 def test_weights_of_elsewhere():
     """Oracle: any size and length takes the same weights; what differs is named with its fields."""
     state = build(image_size=[16, 8], num_frames=1).networks()["tokenizer"].state_dict()
     assert build().adapt("tokenizer", state)[0].keys() == state.keys()
-    for more, fields in (({"codebook_size": 64}, "quantizer, codebook_size"), ({"patch_size": 2}, "patch_size"),
-                         ({"temporal_depth": 2}, "temporal_depth")):
+    for more, fields in (
+        ({"codebook_size": 64}, "quantizer, codebook_size"),
+        ({"patch_size": 2}, "patch_size"),
+        ({"temporal_depth": 2}, "temporal_depth"),
+    ):
         with pytest.raises(ValueError, match=f"weights: .*set .*{fields}"):
             build(**more).adapt("tokenizer", state)
     with pytest.raises(ValueError, match="phenaki-pytorch.*train anew"):
         build().adapt("tokenizer", {"enc_spatial_transformer.layers.0.0.dsconv.weight": torch.zeros(1)})
 
 
-@pytest.mark.parametrize(("more", "message"), [
-    ({"codebook_size": 1000}, "codebook_size: 1000 is no power of two.*512 or 1024"),
-    ({"quantizer": "fsq"}, "levels belong to quantizer=fsq, which needs them"),
-    ({"levels": [5, 4, 3]}, "levels belong to quantizer=fsq, .* leave both out"),
-    ({"quantizer": "fsq", "levels": [8, 5]}, r"levels \[8, 5\] make 40 tokens and codebook_size is 32"),
-    ({"patch_size": 5}, "patch_size 5 does not divide image_size 8 x 12"),
-    ({"num_frames": 8}, "num_frames 8 is not 1 .* temporal_patch_size 2: take 7 or 9"),
-    ({"discriminator": {"n_layers": 2}}, "n_layers 2 needs pictures of 12 pixels, image_size is 8 x 12"),
-    ({"perceptual": {"path": "x"}}, "perceptual halves the side four times"),
-    ({"perceptual": {"path": "x"}, "channels": 4}, "perceptual sees 1 or 3 channels"),
-])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"codebook_size": 1000}, "codebook_size: 1000 is no power of two.*512 or 1024"),
+        ({"quantizer": "fsq"}, "levels belong to quantizer=fsq, which needs them"),
+        ({"levels": [5, 4, 3]}, "levels belong to quantizer=fsq, .* leave both out"),
+        ({"quantizer": "fsq", "levels": [8, 5]}, r"levels \[8, 5\] make 40 tokens and codebook_size is 32"),
+        ({"patch_size": 5}, "patch_size 5 does not divide image_size 8 x 12"),
+        ({"num_frames": 8}, "num_frames 8 is not 1 .* temporal_patch_size 2: take 7 or 9"),
+        ({"discriminator": {"n_layers": 2}}, "n_layers 2 needs pictures of 12 pixels, image_size is 8 x 12"),
+        ({"perceptual": {"path": "x"}}, "perceptual halves the side four times"),
+        ({"perceptual": {"path": "x"}, "channels": 4}, "perceptual sees 1 or 3 channels"),
+    ],
+)
 def test_refused_configs(more, message):
     """Oracle: a ValueError that names the field and the remedy."""
     with pytest.raises(ValueError, match=message):
@@ -313,7 +342,10 @@ def test_refused_batches():
 def test_recipe():
     """Oracle: what the data say where the model is silent, and the differences by name."""
     data = {"path": "builtin:moving-fashion", "image_size": 12, "height": 8, "num_frames": 7, "channels": 1}
-    run = lambda **more: Run.model_validate({"name": "t", "system": "phenaki.tokenizer", "data": data | more})
+
+    def run(**more):
+        return Run.model_validate({"name": "t", "system": "phenaki.tokenizer", "data": data | more})
+
     completed = Config.model_validate(Config.completed({"patch_size": 4}, run()))
     assert completed.size == (8, 12) and completed.num_frames == 7 and completed.channels == 1
     assert completed.conflicts(run()) == []

@@ -19,9 +19,15 @@ from dstrain.systems.phenaki.transformer import (
 def by_hand(layer, x, context=None, seen=None, bias=None, causal=False):
     """Attention head by head and query by query, in the words of the paper: a sum over what is seen."""
     normal = F.layer_norm(x, x.shape[-1:], layer.norm.weight, layer.norm.bias)
-    source = normal if context is None else F.layer_norm(context, context.shape[-1:], layer.context_norm.weight,
-                                                         layer.context_norm.bias)
-    unit = lambda v, gain: v / v.norm() * gain
+    source = (
+        normal
+        if context is None
+        else F.layer_norm(context, context.shape[-1:], layer.context_norm.weight, layer.context_norm.bias)
+    )
+
+    def unit(v, gain):
+        return v / v.norm() * gain
+
     keys, values = (source @ layer.to_kv.weight.T).chunk(2, -1)
     width = layer.to_q.out_features // layer.heads
     out = torch.zeros(*x.shape[:2], width * layer.heads)
@@ -120,7 +126,7 @@ def test_position_bias(sides):
 def test_alibi():
     """Oracle: the published slopes of eight heads, 1/2 to 1/256."""
     found = alibi(8, 4, torch.zeros(()))
-    torch.testing.assert_close(found[:, 3, 0], torch.tensor([-3 / 2 ** power for power in range(1, 9)]))
+    torch.testing.assert_close(found[:, 3, 0], torch.tensor([-3 / 2**power for power in range(1, 9)]))
     assert bool((found[:, range(4), range(4)] == 0).all())
 
 

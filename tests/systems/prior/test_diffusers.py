@@ -32,17 +32,31 @@ def published(**changes):
 
 def inputs(count=6, text_dim=12):
     draw = torch.Generator().manual_seed(1)
-    normal = lambda *shape: torch.randn(*shape, generator=draw)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw)
+
     mask = torch.arange(5) < torch.tensor([5, 1, 3, 4, 2, 5])[:count, None]
-    return normal(count, 12), torch.tensor([0, 1, 10, 500, 998, 999])[:count], normal(count, text_dim), \
-        normal(count, 5, 12), mask
+    return (
+        normal(count, 12),
+        torch.tensor([0, 1, 10, 500, 998, 999])[:count],
+        normal(count, text_dim),
+        normal(count, 5, 12),
+        mask,
+    )
 
 
-@pytest.mark.parametrize("changes, ours", [
-    ({}, {}), ({"norm_in_type": "layer", "embedding_proj_norm_type": "layer"},
-               {"norm_in": True, "embedding_proj_norm": True}),
-    ({"embedding_proj_dim": 7}, {"text_embed_dim": 7, "num_candidates": 1}),
-])
+@pytest.mark.parametrize(
+    "changes, ours",
+    [
+        ({}, {}),
+        (
+            {"norm_in_type": "layer", "embedding_proj_norm_type": "layer"},
+            {"norm_in": True, "embedding_proj_norm": True},
+        ),
+        ({"embedding_proj_dim": 7}, {"text_embed_dim": 7, "num_candidates": 1}),
+    ],
+)
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_same_network(changes, ours, masked):
     """Oracle: diffusers' PriorTransformer with random weights, to 1e-5, with and without a text mask."""
@@ -120,12 +134,12 @@ def test_there_and_back(tmp_path, changes):
     with torch.no_grad():
         assert torch.equal(again(x, t, embed, *texts)[0], theirs(x, t, embed, *texts)[0])
     assert (out / "prior" / "null_text.safetensors").exists() == ("text_cond_drop_prob" not in changes)
-    with torch.no_grad():                        # as learned, and not the zeros that an absent null text begins with
+    with torch.no_grad():  # as learned, and not the zeros that an absent null text begins with
         for name, weight in network.named_parameters():
             if name.startswith("null_text"):
                 weight.normal_()
     to_diffusers.save(system, {"denoiser": network}, out)
-    for path in (out, out / "prior"):            # what init_from reads
+    for path in (out, out / "prior"):  # what init_from reads
         state, _ = system.adapt("denoiser", read(path))
         assert state.keys() == network.state_dict().keys()
         assert all(torch.equal(state[name], value) for name, value in network.state_dict().items())
@@ -138,10 +152,16 @@ def test_there_and_back(tmp_path, changes):
 
 
 CLAMPED = {"sampling_clamp_l2norm": True, "sampling_final_clamp_l2norm": True, "init_image_embed_l2norm": True}
-DRAWN = {"plain": {}, "no tokens": {"max_text_len": 0}, "one candidate": {"num_candidates": 1, "text_embed_dim": 7},
-         "never without text": {"text_cond_drop_prob": 0}, "clamped": CLAMPED,
-         "clamped eps": CLAMPED | {"prediction": "eps"}, "clamped v": CLAMPED | {"prediction": "v"},
-         "v, linear": {"prediction": "v", "beta_schedule": "linear"}}
+DRAWN = {
+    "plain": {},
+    "no tokens": {"max_text_len": 0},
+    "one candidate": {"num_candidates": 1, "text_embed_dim": 7},
+    "never without text": {"text_cond_drop_prob": 0},
+    "clamped": CLAMPED,
+    "clamped eps": CLAMPED | {"prediction": "eps"},
+    "clamped v": CLAMPED | {"prediction": "v"},
+    "v, linear": {"prediction": "v", "beta_schedule": "linear"},
+}
 
 
 @pytest.mark.parametrize("case", DRAWN)
@@ -168,7 +188,10 @@ def test_short_texts_are_padded(tmp_path):
     to_diffusers.save(system, system.networks(), tmp_path / "out")
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
     _, _, embed, encodings, _ = inputs(2)
-    draw = lambda *texts: pipeline(*texts, num_inference_steps=4, generator=torch.Generator().manual_seed(0))
+
+    def draw(*texts):
+        return pipeline(*texts, num_inference_steps=4, generator=torch.Generator().manual_seed(0))
+
     short = draw(embed, encodings[:, :3])
     mask = torch.arange(5) < torch.tensor([[3], [3]])
     assert torch.equal(short, draw(embed, encodings, mask)) and not torch.equal(short, draw(embed, encodings))
@@ -178,8 +201,9 @@ def test_short_texts_are_padded(tmp_path):
 @pytest.mark.parametrize("total, steps", [(40, 40), (1000, 25), (1000, 7)])
 def test_unclip_scheduler(tmp_path, monkeypatch, prediction, total, steps):
     """Oracle: diffusers' UnCLIPScheduler and network, read from our export, on our noise; guided by the null text."""
-    system = systems.build("prior", SIZE | {"prediction": prediction, "timesteps": total, "num_candidates": 1,
-                                            "normalize_embeds": False})
+    system = systems.build(
+        "prior", SIZE | {"prediction": prediction, "timesteps": total, "num_candidates": 1, "normalize_embeds": False}
+    )
     torch.manual_seed(2)
     network = system.networks()["denoiser"].eval()
     to_diffusers.save(system, {"denoiser": network}, tmp_path / "out")
@@ -193,8 +217,10 @@ def test_unclip_scheduler(tmp_path, monkeypatch, prediction, total, steps):
 
     _, _, embed, encodings, mask = inputs(4)
     seeds = torch.arange(4)
-    found = system.sample({"denoiser": network}, Request(
-        seeds, {"text_embed": embed, "text_encodings": encodings, "text_mask": mask}, steps, "ddpm", 2.0))
+    found = system.sample(
+        {"denoiser": network},
+        Request(seeds, {"text_embed": embed, "text_encodings": encodings, "text_mask": mask}, steps, "ddpm", 2.0),
+    )
 
     keys, drawn = rng.keys_of_seeds(seeds), []
 
@@ -209,8 +235,13 @@ def test_unclip_scheduler(tmp_path, monkeypatch, prediction, total, steps):
     with torch.no_grad():
         for i, t in enumerate(times):
             with_text = theirs(x, t, embed, encodings, mask)[0]
-            without = theirs(x, t, null["null_text_embed"].expand(4, -1), null["null_text_encodings"].expand(4, -1, -1),
-                             torch.ones_like(mask))[0]
+            without = theirs(
+                x,
+                t,
+                null["null_text_embed"].expand(4, -1),
+                null["null_text_encodings"].expand(4, -1, -1),
+                torch.ones_like(mask),
+            )[0]
             out = without + 2.0 * (with_text - without)
             following = None if i + 1 == steps else times[i + 1]
             x = scheduler.step(out, t, x, prev_timestep=following).prev_sample
@@ -221,8 +252,9 @@ def test_unclip_scheduler(tmp_path, monkeypatch, prediction, total, steps):
 
 def test_ddpm_scheduler(tmp_path, monkeypatch):
     """Oracle: diffusers' DDPMScheduler, which an export with v-prediction and another schedule names."""
-    system = systems.build("prior", SIZE | {"prediction": "v", "beta_schedule": "sigmoid", "timesteps": 60,
-                                            "num_candidates": 1})
+    system = systems.build(
+        "prior", SIZE | {"prediction": "v", "beta_schedule": "sigmoid", "timesteps": 60, "num_candidates": 1}
+    )
     torch.manual_seed(2)
     network = system.networks()["denoiser"].eval()
     to_diffusers.save(system, {"denoiser": network}, tmp_path / "out")
@@ -231,8 +263,10 @@ def test_ddpm_scheduler(tmp_path, monkeypatch):
     _, _, embed, encodings, mask = inputs(4)
     embed = torch.nn.functional.normalize(embed, dim=1)
     seeds = torch.arange(4)
-    found = system.sample({"denoiser": network}, Request(
-        seeds, {"text_embed": embed, "text_encodings": encodings, "text_mask": mask}, 60, "ddpm"))
+    found = system.sample(
+        {"denoiser": network},
+        Request(seeds, {"text_embed": embed, "text_encodings": encodings, "text_mask": mask}, 60, "ddpm"),
+    )
     keys, drawn = rng.keys_of_seeds(seeds), []
 
     def noise(shape, **_):
@@ -247,9 +281,13 @@ def test_ddpm_scheduler(tmp_path, monkeypatch):
     torch.testing.assert_close(found, theirs.post_process_latents(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"self_cond": True}, "self_cond"), ({"text_encodings_dim": 7}, "text_encodings_dim"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"self_cond": True}, "self_cond"),
+        ({"text_encodings_dim": 7}, "text_encodings_dim"),
+    ],
+)
 def test_what_diffusers_cannot_express(tmp_path, changes, words):
     """Oracle: a ValueError that names the field, and no folder."""
     system = systems.build("prior", SIZE | changes)
@@ -258,8 +296,9 @@ def test_what_diffusers_cannot_express(tmp_path, changes, words):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"heads": 1, "dim_head": 16}, "num_attention_heads is 2 in config.json, and 1 by model.heads")])
+@pytest.mark.parametrize(
+    "changes, words", [({"heads": 1, "dim_head": 16}, "num_attention_heads is 2 in config.json, and 1 by model.heads")]
+)
 def test_heads_must_agree(tmp_path, changes, words):
     """Oracle: diffusers' own folder, whose weights fit another number of heads, too."""
     published().save_pretrained(tmp_path / "prior")
@@ -278,10 +317,14 @@ def test_statistics_must_agree(tmp_path):
     with pytest.raises(ValueError, match="set model.image_embed_stats"):
         systems.build("prior", SIZE).adapt("denoiser", state)
     with pytest.raises(ValueError, match="encoder_hidden_states_proj.*max_text_len"):
-        systems.build("prior", SIZE | {"max_text_len": 0, "image_embed_stats": str(tmp_path / "published"),
-                                       "normalize_embeds": False}).adapt("denoiser", state)
+        systems.build(
+            "prior",
+            SIZE | {"max_text_len": 0, "image_embed_stats": str(tmp_path / "published"), "normalize_embeds": False},
+        ).adapt("denoiser", state)
     with pytest.raises(ValueError, match="12 wide, image_embed_dim is 16"):
-        systems.build("prior", SIZE | {"image_embed_dim": 16, "image_embed_stats": str(tmp_path / "published"),
-                                       "normalize_embeds": False})
+        systems.build(
+            "prior",
+            SIZE | {"image_embed_dim": 16, "image_embed_stats": str(tmp_path / "published"), "normalize_embeds": False},
+        )
     with pytest.raises(ValueError, match="no clip_mean"):
         systems.build("prior", SIZE | {"image_embed_stats": str(tmp_path)})

@@ -17,8 +17,16 @@ from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import PriorTransformer
 from tests.support import towers
 
-TINY = {"image_embed_dim": 6, "text_encodings_dim": 5, "max_text_len": 3, "depth": 1, "heads": 2, "dim_head": 4,
-        "timesteps": 50, "num_candidates": 1}
+TINY = {
+    "image_embed_dim": 6,
+    "text_encodings_dim": 5,
+    "max_text_len": 3,
+    "depth": 1,
+    "heads": 2,
+    "dim_head": 4,
+    "timesteps": 50,
+    "num_candidates": 1,
+}
 
 
 def build(**changes):
@@ -40,25 +48,34 @@ def batch_of(system, count=8):
     return system.encode(system.synthetic(count))
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"prediction": "x0"}, "x_start"), ({"beta_schedule": "cubic"}, "sigmoid"), ({"loss": "l3"}, "huber"),
-    ({"training_clamp_l2norm": True, "prediction": "v"}, "training_clamp_l2norm clamps"),
-    ({"sampling_clamp_l2norm": True, "normalize_embeds": False}, "data of one length"),
-    ({"image_embed_scale": 2.0, "image_embed_stats": "x"}, "give one of the two"),
-    ({"beta_schedule": "jsd", "prediction": "eps"}, "predict x_start or v"),
-    ({"evaluate_steps": [99]}, "between 1 and"),
-    ({"image_embed_stats": "./nowhere"}, "nowhere"),
-    ({"text_embed_dim": 4, "num_candidates": 2}, "write model.num_candidates=1"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"prediction": "x0"}, "x_start"),
+        ({"beta_schedule": "cubic"}, "sigmoid"),
+        ({"loss": "l3"}, "huber"),
+        ({"training_clamp_l2norm": True, "prediction": "v"}, "training_clamp_l2norm clamps"),
+        ({"sampling_clamp_l2norm": True, "normalize_embeds": False}, "data of one length"),
+        ({"image_embed_scale": 2.0, "image_embed_stats": "x"}, "give one of the two"),
+        ({"beta_schedule": "jsd", "prediction": "eps"}, "predict x_start or v"),
+        ({"evaluate_steps": [99]}, "between 1 and"),
+        ({"image_embed_stats": "./nowhere"}, "nowhere"),
+        ({"text_embed_dim": 4, "num_candidates": 2}, "write model.num_candidates=1"),
+    ],
+)
 def test_config_errors(changes, words):
     """Oracle: a ValueError that names the field and the remedy."""
     with pytest.raises(ValueError, match=words):
         build(**changes)
 
 
-@pytest.mark.parametrize("config, millions", [
-    (Config(), 88.7), (Config(depth=24, heads=32, dim_head=64, max_text_len=256), 1_224.0),
-])
+@pytest.mark.parametrize(
+    "config, millions",
+    [
+        (Config(), 88.7),
+        (Config(depth=24, heads=32, dim_head=64, max_text_len=256), 1_224.0),
+    ],
+)
 def test_sizes(config, millions):
     """Oracle: parameters counted by hand: 12 W^2 a block, and the maps in and out.
 
@@ -67,8 +84,8 @@ def test_sizes(config, millions):
     with torch.device("meta"):
         network = PriorTransformer(**config.network_arguments())
     width, dim, tokens = config.heads * config.dim_head, 768, config.max_text_len
-    block = 12 * width ** 2 + 13 * width
-    around = 2 * (width ** 2 + width) + 3 * (dim * width + width) + (width * dim + dim) + 2 * width
+    block = 12 * width**2 + 13 * width
+    around = 2 * (width**2 + width) + 3 * (dim * width + width) + (width * dim + dim) + 2 * width
     free = (tokens + 4) * width + width + dim + tokens * dim
     counted = sum(weight.numel() for weight in network.parameters())
     assert counted == config.depth * block + around + free and counted / 1e6 == pytest.approx(millions, abs=0.06)
@@ -88,8 +105,14 @@ def test_the_embeddings_are_scaled_and_left_alone():
 
 
 @pytest.mark.parametrize("prediction", ["x_start", "eps", "v"])
-@pytest.mark.parametrize("loss, function", [("l2", lambda e: e ** 2), ("l1", lambda e: e.abs()), (
-    "huber", lambda e: torch.where(e.abs() < 1, e ** 2 / 2, e.abs() - 0.5))])
+@pytest.mark.parametrize(
+    "loss, function",
+    [
+        ("l2", lambda e: e**2),
+        ("l1", lambda e: e.abs()),
+        ("huber", lambda e: torch.where(e.abs() < 1, e**2 / 2, e.abs() - 0.5)),
+    ],
+)
 def test_losses(prediction, loss, function):
     """Oracle: the closed forms of targets and losses, from alphas_cumprod alone."""
     system = build(prediction=prediction, loss=loss)
@@ -136,8 +159,13 @@ def test_the_null_text():
     x, t, all_of = torch.randn(4, 6), torch.arange(4), torch.ones(4, dtype=torch.bool)
     said = {name: example[name] for name in ("text_embed", "text_encodings", "text_mask")}
     found = network(x, t, **said, dropped=all_of)
-    expected = network(x, t, network.null_text_embed.expand(4, -1), network.null_text_encodings.expand(4, -1, -1),
-                       torch.ones(4, 3, dtype=torch.bool))
+    expected = network(
+        x,
+        t,
+        network.null_text_embed.expand(4, -1),
+        network.null_text_encodings.expand(4, -1, -1),
+        torch.ones(4, 3, dtype=torch.bool),
+    )
     torch.testing.assert_close(found, expected)
     assert torch.equal(network(x, t, **said, dropped=~all_of), network(x, t, **said))
     assert not torch.allclose(found, network(x, t, **said))
@@ -175,8 +203,11 @@ def test_num_steps_and_their_alphas(sampler):
     chain = system.diffusion.respaced("1000")
     keys = rng.keys_of_seeds(torch.arange(4))
     x, noise = rng.normal(keys, "start", (6,)), lambda i: rng.normal(keys, f"noise/{i}", (6,))
-    plain = samplers.ddim(chain, lambda x, t: 0.5 * x, x) if sampler == "ddim" else \
-        samplers.ancestral(chain, lambda x, t: 0.5 * x, x, noise)
+    plain = (
+        samplers.ddim(chain, lambda x, t: 0.5 * x, x)
+        if sampler == "ddim"
+        else samplers.ancestral(chain, lambda x, t: 0.5 * x, x, noise)
+    )
     torch.testing.assert_close(found, plain / math.sqrt(6))
 
 
@@ -185,8 +216,12 @@ def test_solvers_reach_a_perfect_prediction(sampler):
     """Oracle: a network that knows x_start; with self_cond and a guidance interval every call sees the one before."""
     system, x_start = build(timesteps=200, self_cond=True), torch.linspace(-3, 3, 6)
     network = Recorder(lambda x, t, **_: x_start.expand_as(x))
-    found = system.sample({"denoiser": network}, request(system, sampler=sampler, num_steps=9, guidance_scale=2.0,
-                                                         guidance_interval=(0.1, 3.0), guidance_rescale=0.5))
+    found = system.sample(
+        {"denoiser": network},
+        request(
+            system, sampler=sampler, num_steps=9, guidance_scale=2.0, guidance_interval=(0.1, 3.0), guidance_rescale=0.5
+        ),
+    )
     torch.testing.assert_close(found, (x_start / math.sqrt(6)).expand_as(found), rtol=1e-3, atol=1e-4)
     assert len(network.calls) in (8, 9)
 
@@ -205,8 +240,10 @@ def test_perfect_predictions_are_reached(prediction):
         torch.testing.assert_close(found, goal / math.sqrt(6), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("prediction, schedule", [("x_start", "cosine"), ("eps", "cosine"), ("v", "cosine"),
-                                                  ("x_start", "jsd"), ("v", "jsd")])       # eps with jsd is refused
+@pytest.mark.parametrize(
+    "prediction, schedule",
+    [("x_start", "cosine"), ("eps", "cosine"), ("v", "cosine"), ("x_start", "jsd"), ("v", "jsd")],
+)  # eps with jsd is refused
 def test_clamps(prediction, schedule):
     """Oracle: lengths: of the noise that a chain begins from, of x_start at each step, and of what is drawn."""
     changes = {"prediction": prediction, "beta_schedule": schedule}
@@ -273,22 +310,32 @@ def test_similarities():
     goal = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     example = batch_of(system)
     terms = system.evaluate({"denoiser": lambda x, t, **_: goal}, example)
-    cosine = lambda a, b: F.cosine_similarity(a, b, dim=1)
+
+    def cosine(a, b):
+        return F.cosine_similarity(a, b, dim=1)
+
     image, text = example["x_start"], example["text_embed"]
     expected = {"similarity/text_image": cosine(text, image)}
     for steps in (2, 5):
-        expected |= {f"similarity/{steps}/image": cosine(goal, image), f"similarity/{steps}/text": cosine(goal, text),
-                     f"similarity/{steps}/other_text": cosine(goal, example["other_text_embed"]),
-                     f"similarity/{steps}/above_baseline": cosine(goal, text) - cosine(text, image)}
+        expected |= {
+            f"similarity/{steps}/image": cosine(goal, image),
+            f"similarity/{steps}/text": cosine(goal, text),
+            f"similarity/{steps}/other_text": cosine(goal, example["other_text_embed"]),
+            f"similarity/{steps}/above_baseline": cosine(goal, text) - cosine(text, image),
+        }
     assert terms.keys() == expected.keys() | {"loss", "quartile"}
     for name, value in expected.items():
         torch.testing.assert_close(terms[name], value, rtol=1e-4, atol=1e-4)
     shown = []
-    watch = lambda steps: shown.extend(steps) or steps
+
+    def watch(steps):
+        return shown.extend(steps) or steps
+
     measured = system.measure({"denoiser": lambda x, t, **_: goal}, example, 3, watch)
     assert "similarity/3/text" in measured and "similarity/2/text" not in measured and len(shown) == 3
     assert torch.equal(measured["loss"], terms["loss"]) and "similarity/50/text" in build().measure(
-        {"denoiser": lambda x, t, **_: goal}, example)
+        {"denoiser": lambda x, t, **_: goal}, example
+    )
     assert "similarity/text_image" not in build().evaluate({"denoiser": lambda x, t, **_: goal}, example)
 
 
@@ -319,17 +366,23 @@ class Encoder:
     def encode(self, captions):
         self.calls.append(captions)
         texts = torch.tensor([[float(len(text)), 1, 0, 0, 0, 0] for text in captions])
-        return {"text_embed": texts, "text_encodings": torch.ones(len(texts), 2, 5),
-                "text_mask": torch.tensor([[True, False]]).expand(len(texts), -1)}
+        return {
+            "text_embed": texts,
+            "text_encodings": torch.ones(len(texts), 2, 5),
+            "text_mask": torch.tensor([[True, False]]).expand(len(texts), -1),
+        }
 
 
 def test_captions_are_encoded_where_texts_are_missing():
     """Oracle: the encoder's own answers; cached embeddings never ask for it, and short encodings are filled up."""
     system = build()
     system._encoder = Encoder()
-    batch = {"key": torch.arange(2), "image_embed": torch.randn(2, 6),
-             "caption": torch.stack([packed("abc"), packed("de")]),
-             "other_caption": torch.stack([packed("de"), packed("abc")])}
+    batch = {
+        "key": torch.arange(2),
+        "image_embed": torch.randn(2, 6),
+        "caption": torch.stack([packed("abc"), packed("de")]),
+        "other_caption": torch.stack([packed("de"), packed("abc")]),
+    }
     example = system.encode(batch)
     expected = F.normalize(torch.tensor([[3.0, 1, 0, 0, 0, 0], [2.0, 1, 0, 0, 0, 0]]), dim=1)
     torch.testing.assert_close(example["text_embed"], expected)
@@ -337,7 +390,7 @@ def test_captions_are_encoded_where_texts_are_missing():
     assert example["text_encodings"].shape == (2, 3, 5) and example["text_mask"].tolist() == [[True, False, False]] * 2
     assert set(example) == {"key", "x_start", "text_embed", "text_encodings", "text_mask", "other_text_embed"}
     cached = {name: torch.randn(2, 6) for name in ("text_embed", "other_text_embed")}
-    again = system.encode(batch | cached)        # there are no encodings: both are of one encoder
+    again = system.encode(batch | cached)  # there are no encodings: both are of one encoder
     assert all(torch.equal(again[name], example[name]) for name in example if name != "key")
     alone = build(max_text_len=0).encode(batch | cached)
     for name, values in cached.items():
@@ -346,16 +399,18 @@ def test_captions_are_encoded_where_texts_are_missing():
         build().encode({"image_embed": torch.randn(2, 6)})
     with pytest.raises(ValueError, match="model.text_encoder"):
         build().encode(batch)
-    build().encode(build().synthetic(2))         # no encoder is named, and none is asked for
-    system.encode(batch | {"image_embed": batch["image_embed"].to("meta")})        # captions stay on the host
+    build().encode(build().synthetic(2))  # no encoder is named, and none is asked for
+    system.encode(batch | {"image_embed": batch["image_embed"].to("meta")})  # captions stay on the host
     assert system._encoder.device.type == "meta"
 
 
 def test_what_is_written_down_of_encoders(tmp_path):
     """Oracle: TextEncoder's own fingerprint, of captions that are not cached; another seed's weights have another."""
     image = {"image_embed": torch.randn(12)}
-    cached, live = (SimpleNamespace(first=lambda item=item: image | item, fingerprint=lambda: "pairs")
-                    for item in ({"text_embed": torch.randn(12)}, {"caption": packed("a cat")}))
+    cached, live = (
+        SimpleNamespace(first=lambda item=item: image | item, fingerprint=lambda: "pairs")
+        for item in ({"text_embed": torch.randn(12)}, {"caption": packed("a cat")})
+    )
     found = {}
     for seed in (0, 1):
         towers.sentences(tmp_path / str(seed), seed)
@@ -365,12 +420,20 @@ def test_what_is_written_down_of_encoders(tmp_path):
         assert found[seed] == f"pairs text_encoder={TextEncoder(str(tmp_path / str(seed))).fingerprint()}"
     assert found[0] != found[1]
     reads_tokens = build(image_embed_dim=12, text_encodings_dim=12, text_encoder=str(tmp_path / "0"))
-    assert reads_tokens.fingerprint(SimpleNamespace(
-        first=lambda: cached.first() | live.first(), fingerprint=lambda: "pairs")) == found[0]
+    assert (
+        reads_tokens.fingerprint(
+            SimpleNamespace(first=lambda: cached.first() | live.first(), fingerprint=lambda: "pairs")
+        )
+        == found[0]
+    )
     for value in (1.0, 2.0, 1.0):
         save_file({"clip_mean": torch.zeros(12), "clip_std": torch.full((12,), value)}, tmp_path / "s.safetensors")
-        system = build(image_embed_dim=12, max_text_len=0, normalize_embeds=False,
-                       image_embed_stats=str(tmp_path / "s.safetensors"))
+        system = build(
+            image_embed_dim=12,
+            max_text_len=0,
+            normalize_embeds=False,
+            image_embed_stats=str(tmp_path / "s.safetensors"),
+        )
         found.setdefault(value * 10, system.fingerprint(cached))
     assert found[10].startswith("pairs image_embed_stats=") and found[10] != found[20]
     assert system.fingerprint(cached) == found[10]
@@ -412,8 +475,9 @@ def test_learns():
     def example(step, count):
         key = rng.keys(0, step, torch.arange(count))
         text = rng.normal(key, "text", (8,))
-        return system.encode({"key": key, "image_embed": text @ turn, "text_embed": text,
-                              "other_text_embed": text.roll(1, 0)})
+        return system.encode(
+            {"key": key, "image_embed": text @ turn, "text_embed": text, "other_text_embed": text.roll(1, 0)}
+        )
 
     for step in range(300):
         loss = system.loss("denoiser", nets, example(step, 128))["loss"]

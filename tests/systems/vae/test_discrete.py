@@ -14,8 +14,10 @@ from dstrain.systems.vae.losses import EPS, LEAST_LOG_SCALE, from_logit_laplace,
 from tests.support.golden import fill
 
 TINY = {"num_tokens": 16, "codebook_dim": 8, "num_layers": 2, "hidden_dim": 8}
-GAN = {"discriminator": {"start": 3, "n_layers": 1, "base_channels": 16, "weight": 0.7},
-       "perceptual": {"path": "builtin:fashion", "weight": 0.5}}
+GAN = {
+    "discriminator": {"start": 3, "n_layers": 1, "base_channels": 16, "weight": 0.7},
+    "perceptual": {"path": "builtin:fashion", "weight": 0.5},
+}
 FSQ, COSINE = {"quantizer": "fsq", "levels": [4, 4]}, {"quantizer": "cosine"}
 
 
@@ -27,10 +29,14 @@ def nets_of(system):
     return {part: fill(network) for part, network in system.networks().items()}
 
 
-@pytest.mark.parametrize("arguments, millions", [
-    ({"num_tokens": 8192, "num_layers": 3, "num_resnet_blocks": 2, "codebook_dim": 512, "hidden_dim": 256}, 16.67),
-    ({}, 1.09),
-    ({"num_tokens": 8192, "num_layers": 3, "num_resnet_blocks": 1, "codebook_dim": 1024, "hidden_dim": 64}, 9.47)])
+@pytest.mark.parametrize(
+    "arguments, millions",
+    [
+        ({"num_tokens": 8192, "num_layers": 3, "num_resnet_blocks": 2, "codebook_dim": 512, "hidden_dim": 256}, 16.67),
+        ({}, 1.09),
+        ({"num_tokens": 8192, "num_layers": 3, "num_resnet_blocks": 1, "codebook_dim": 1024, "hidden_dim": 64}, 9.47),
+    ],
+)
 def test_sizes(arguments, millions):
     """Oracle: counts of the original: of its command's defaults, of its constructor's, and of its README's model."""
     with torch.device("meta"):
@@ -47,7 +53,7 @@ def test_loss_of_a_sample():
     network, x = nets["autoencoder"], batch["image"] / 255
     logits = network.encoder(2 * x - 1)
     noise = gumbel(batch["key"], "gumbel", (16, 4, 4))
-    soft = ((logits + noise) / 0.25 ** 0.25).softmax(1)
+    soft = ((logits + noise) / 0.25**0.25).softmax(1)
     out = network.decoder(torch.einsum("bkhw,kd->bdhw", soft, network.codebook.weight))
     recon = (out - (2 * x - 1)).square().mean((1, 2, 3))
     q = logits.softmax(1)
@@ -55,13 +61,14 @@ def test_loss_of_a_sample():
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(terms["recon"], recon.detach(), **close)
     torch.testing.assert_close(terms["kl"], nats.detach(), **close)
-    torch.testing.assert_close(terms["temperature"], torch.full((3,), 0.25 ** 0.25))
+    torch.testing.assert_close(terms["temperature"], torch.full((3,), 0.25**0.25))
     torch.testing.assert_close(terms["kl_weight"], torch.full((3,), 3.3))
     torch.testing.assert_close(terms["loss"], (recon + 3.3 * nats / (3 * 16 * 16)).mean(), **close)
 
 
-@pytest.mark.parametrize("changes", [FSQ, COSINE, {"reconstruction": "logit_laplace", "kl_weight": 1.0},
-                                     FSQ | {"balance": "last_layer"}])
+@pytest.mark.parametrize(
+    "changes", [FSQ, COSINE, {"reconstruction": "logit_laplace", "kl_weight": 1.0}, FSQ | {"balance": "last_layer"}]
+)
 def test_descent_as_in_vqgan(changes):
     """Oracle: one graph through both networks, LPIPS by itself: the value of the loss and every
     gradient; a discriminator that has not begun changes nothing; its turn has the picture of this one.
@@ -73,7 +80,7 @@ def test_descent_as_in_vqgan(changes):
     network, x = nets["autoencoder"], batch["image"] / 255
     for step in (2, 3):
         parts, example = system.turns(step), system.encode(batch | {"step": torch.full((3,), step)})
-        assert parts == ("autoencoder", "discriminator")[:step - 1]
+        assert parts == ("autoencoder", "discriminator")[: step - 1]
         terms = system.loss("autoencoder", nets, example)
         ours = torch.autograd.grad(terms["loss"], list(network.parameters()))
         passed = network(x, gumbel(batch["key"], "gumbel", (16, 4, 4)), terms.get("temperature"))
@@ -85,13 +92,18 @@ def test_descent_as_in_vqgan(changes):
         total = recon + 0.5 * load("builtin:fashion")(picture, 2 * x - 1)
         loss = total
         if "levels" not in changes:
-            loss = loss + (terms["kl_weight"] * kl_to_uniform(passed.logits) / 768 if "kl_weight" in changes else
-                           0.25 * passed.commitment + passed.codebook)
+            loss = loss + (
+                terms["kl_weight"] * kl_to_uniform(passed.logits) / 768
+                if "kl_weight" in changes
+                else 0.25 * passed.commitment + passed.codebook
+            )
         if step == 3:
             at = passed.out if balance == "picture" else network.decoder[-1].weight
             critique = -nets["discriminator"](picture).mean((1, 2, 3))
-            lengths = [torch.stack([torch.autograd.grad(value, at, retain_graph=True)[0].norm() for value in values])
-                       for values in (total, critique)]
+            lengths = [
+                torch.stack([torch.autograd.grad(value, at, retain_graph=True)[0].norm() for value in values])
+                for values in (total, critique)
+            ]
             weight = 0.7 * lengths[0] / (lengths[1] + (1e-4 if balance == "last_layer" else 0))
             torch.testing.assert_close(terms["critique_weight"], weight, rtol=1e-3, atol=0)
             loss = loss + weight.detach() * critique
@@ -112,8 +124,9 @@ def test_tokens_of_other_quantizers(changes):
     network, passed = nets["autoencoder"], nets["autoencoder"](batch["image"] / 255)
     tokens = system.codes(nets, example)["tokens"]
     assert torch.equal(tokens, passed.tokens) and tokens.shape == (5, 4, 4) and 0 <= tokens.min() <= tokens.max() < 16
-    torch.testing.assert_close(system.decode(nets, tokens), (2 * network.pixels(passed.out) - 1).clamp(-1, 1),
-                               rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        system.decode(nets, tokens), (2 * network.pixels(passed.out) - 1).clamp(-1, 1), rtol=1e-5, atol=1e-5
+    )
     figures = system.evaluate(nets, example)
     torch.testing.assert_close(figures["usage"].mean(0), torch.bincount(tokens.flatten(), minlength=16) / 80)
     assert system.pictures(nets, example)["reconstruction"].shape == (5, 1, 16, 32) and "kl" not in figures
@@ -157,8 +170,10 @@ def test_usage():
     torch.testing.assert_close(usage.mean(0), shares)
     found = system.digest({"usage": usage.mean(0)})
     entropy = -(shares[shares > 0] * shares[shares > 0].log()).sum()
-    assert found == {"perplexity": pytest.approx(float(entropy.exp()), rel=1e-5),
-                     "dead_tokens": float((shares == 0).float().mean())}
+    assert found == {
+        "perplexity": pytest.approx(float(entropy.exp()), rel=1e-5),
+        "dead_tokens": float((shares == 0).float().mean()),
+    }
     assert 1 < found["perplexity"] < 16
 
 
@@ -166,7 +181,7 @@ def test_logit_laplace_is_a_density():
     """Oracle: it integrates to 1 over (0, 1); torch's Laplace at logit(y), with the Jacobian of the logit."""
     mean, log_scale = torch.tensor(0.4), torch.tensor(-1.0)
     y = torch.linspace(0, 1, 200_001, dtype=torch.float64)[1:-1]
-    truth = ((y - EPS) / (1 - 2 * EPS))[:, None, None, None]                  # beyond [0, 1] at the ends, as a formula
+    truth = ((y - EPS) / (1 - 2 * EPS))[:, None, None, None]  # beyond [0, 1] at the ends, as a formula
     out = torch.stack((mean, log_scale)).double().view(1, 2, 1, 1).expand(len(y), -1, -1, -1)
     nats = logit_laplace(out, truth)
     assert float((-nats).exp().mean()) == pytest.approx(1, abs=1e-4)
@@ -196,8 +211,9 @@ def test_channels(channels, reconstruction):
     torch.testing.assert_close(network.normalize(x), target, rtol=1e-5, atol=1e-6)
     if reconstruction != "logit_laplace":
         expected = {"mse": F.mse_loss, "smooth_l1": F.smooth_l1_loss}[reconstruction](passed.out, target)
-        torch.testing.assert_close(system.loss("autoencoder", nets, example)["recon"].mean(), expected.detach(),
-                                   rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            system.loss("autoencoder", nets, example)["recon"].mean(), expected.detach(), rtol=1e-4, atol=1e-5
+        )
     pictures = system.pictures(nets, example)["reconstruction"]
     assert pictures.shape == (2, channels, 16, 48) and torch.equal(pictures[..., :16], batch["image"])
     hard = network.decode(network.encode(x))
@@ -247,20 +263,35 @@ def test_learns():
     assert sum(errors[-5:]) < 0.2 * sum(errors[:5]) and math.isfinite(errors[-1])
 
 
-@pytest.mark.parametrize("model, words", [
-    ({}, "neither is given"), ({"discrete": {}, "kl": {}}, "both are given"),
-    ({"image_size": 18, "discrete": TINY}, "18 is no multiple of 4, the downsampling of discrete.num_layers.*16 or 20"),
-    ({"image_size": 36, "kl": {}}, "36 is no multiple of 8.*kl.block_out_channels.*32 or 40"),
-    ({"image_size": 16, "discrete": TINY | {"normalization": [[0.5], [0.5]]}}, "1 means and 1 deviations"),
-    ({"image_size": 16, "discrete": TINY | {"sampling": "hard"}}, "reinmax"),
-    ({"image_size": 16, "discrete": TINY | {"levels": [4, 4]}}, "levels belong to quantizer fsq"),
-    ({"image_size": 16, "discrete": TINY | FSQ | {"levels": [8, 3]}}, "make 24 tokens and num_tokens is 16"),
-    ({"image_size": 16, "discrete": TINY | FSQ | {"kl_weight": 1}}, "kl_weight 1: quantizer fsq has no distribution"),
-    ({"image_size": 16, "discrete": TINY | {"discriminator": {}}}, "discrete.discriminator.n_layers 3 needs pictures"),
-    ({"kl": {"block_out_channels": [48, 64]}}, r"multiple of norm_num_groups, 32"),
-    ({"image_size": 16, "kl": {"discriminator": {}}}, "n_layers 3 needs pictures of 24 pixels"),
-    ({"kl": {"block_out_channels": [0, 0]}}, "greater than 0"), ({"kl": {"block_out_channels": []}}, "is empty"),
-    ({"channels": 4, "kl": {"perceptual": {"path": "x"}}}, "1 or 3 channels")])
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        ({}, "neither is given"),
+        ({"discrete": {}, "kl": {}}, "both are given"),
+        (
+            {"image_size": 18, "discrete": TINY},
+            "18 is no multiple of 4, the downsampling of discrete.num_layers.*16 or 20",
+        ),
+        ({"image_size": 36, "kl": {}}, "36 is no multiple of 8.*kl.block_out_channels.*32 or 40"),
+        ({"image_size": 16, "discrete": TINY | {"normalization": [[0.5], [0.5]]}}, "1 means and 1 deviations"),
+        ({"image_size": 16, "discrete": TINY | {"sampling": "hard"}}, "reinmax"),
+        ({"image_size": 16, "discrete": TINY | {"levels": [4, 4]}}, "levels belong to quantizer fsq"),
+        ({"image_size": 16, "discrete": TINY | FSQ | {"levels": [8, 3]}}, "make 24 tokens and num_tokens is 16"),
+        (
+            {"image_size": 16, "discrete": TINY | FSQ | {"kl_weight": 1}},
+            "kl_weight 1: quantizer fsq has no distribution",
+        ),
+        (
+            {"image_size": 16, "discrete": TINY | {"discriminator": {}}},
+            "discrete.discriminator.n_layers 3 needs pictures",
+        ),
+        ({"kl": {"block_out_channels": [48, 64]}}, r"multiple of norm_num_groups, 32"),
+        ({"image_size": 16, "kl": {"discriminator": {}}}, "n_layers 3 needs pictures of 24 pixels"),
+        ({"kl": {"block_out_channels": [0, 0]}}, "greater than 0"),
+        ({"kl": {"block_out_channels": []}}, "is empty"),
+        ({"channels": 4, "kl": {"perceptual": {"path": "x"}}}, "1 or 3 channels"),
+    ],
+)
 def test_config_errors(model, words):
     """Oracle: a ValueError that names the field and the remedy."""
     with pytest.raises(ValueError, match=words):

@@ -16,9 +16,19 @@ def tiny():
     said = dict(meta["config"])
     image_size, weight = said.pop("image_size"), said.pop("kl_div_loss_weight")
     assert said.pop("smooth_l1_loss")
-    system = systems.build("vae", {"image_size": image_size, "discrete": said | {
-        "reconstruction": "smooth_l1", "kl_weight": weight, "kl_form": "legacy",
-        "temperature": {"schedule": "constant", "start": 0.7}}})
+    system = systems.build(
+        "vae",
+        {
+            "image_size": image_size,
+            "discrete": said
+            | {
+                "reconstruction": "smooth_l1",
+                "kl_weight": weight,
+                "kl_form": "legacy",
+                "temperature": {"schedule": "constant", "start": 0.7},
+            },
+        },
+    )
     network = golden.fill(system.networks()["autoencoder"].double())
     return system, network.requires_grad_(False), tensors, meta
 

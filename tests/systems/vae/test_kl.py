@@ -26,19 +26,33 @@ def nets_of(system):
 def theirs_of(system):
     """diffusers' AutoencoderKL of the same arguments."""
     from diffusers import AutoencoderKL
+
     chosen = system.kl
     stages = len(chosen.block_out_channels)
     return AutoencoderKL(
-        in_channels=system.config.channels, out_channels=system.config.channels, latent_channels=chosen.latent_channels,
-        down_block_types=("DownEncoderBlock2D",) * stages, up_block_types=("UpDecoderBlock2D",) * stages,
-        block_out_channels=chosen.block_out_channels, layers_per_block=chosen.layers_per_block,
-        norm_num_groups=chosen.norm_num_groups, use_quant_conv=chosen.quant_conv,
-        use_post_quant_conv=chosen.quant_conv, mid_block_add_attention=chosen.mid_block_add_attention)
+        in_channels=system.config.channels,
+        out_channels=system.config.channels,
+        latent_channels=chosen.latent_channels,
+        down_block_types=("DownEncoderBlock2D",) * stages,
+        up_block_types=("UpDecoderBlock2D",) * stages,
+        block_out_channels=chosen.block_out_channels,
+        layers_per_block=chosen.layers_per_block,
+        norm_num_groups=chosen.norm_num_groups,
+        use_quant_conv=chosen.quant_conv,
+        use_post_quant_conv=chosen.quant_conv,
+        mid_block_add_attention=chosen.mid_block_add_attention,
+    )
 
 
-@pytest.mark.parametrize("channels, changes", [(1, {}), (3, {"quant_conv": False, "latent_channels": 8}),
-                                               (3, {"block_out_channels": [8], "mid_block_add_attention": False}),
-                                               (3, {"block_out_channels": [8, 8, 16]})])
+@pytest.mark.parametrize(
+    "channels, changes",
+    [
+        (1, {}),
+        (3, {"quant_conv": False, "latent_channels": 8}),
+        (3, {"block_out_channels": [8], "mid_block_add_attention": False}),
+        (3, {"block_out_channels": [8, 8, 16]}),
+    ],
+)
 def test_it_is_diffusers_network(channels, changes):
     """Oracle: diffusers' AutoencoderKL with our state dict, loaded name by name: posterior and decoded picture."""
     system = build(channels, **changes)
@@ -109,11 +123,13 @@ def test_descent_with_an_adversary(balance):
     x = example["x_start"]
     picture, mean, log_variance = nets["autoencoder"](x, rng.normal(example["key"], "latent", (4, 8, 8)))
     distance = (picture - x).abs().mean((1, 2, 3))
-    nats = 0.5 * (mean ** 2 + log_variance.exp() - 1 - log_variance).sum((1, 2, 3))
+    nats = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).sum((1, 2, 3))
     critique = -nets["discriminator"](picture).mean((1, 2, 3))
     at = picture if balance == "picture" else nets["autoencoder"].decoder.conv_out.weight
-    lengths = [torch.stack([torch.autograd.grad(value, at, retain_graph=True)[0].norm() for value in values])
-               for values in (distance, critique)]
+    lengths = [
+        torch.stack([torch.autograd.grad(value, at, retain_graph=True)[0].norm() for value in values])
+        for values in (distance, critique)
+    ]
     weight = 0.7 * (lengths[0] / lengths[1] if balance == "picture" else lengths[0] / (lengths[1] + 1e-4))
     loss = (distance + 0.1 * nats / 256 + weight * critique).mean().float()
     torch.testing.assert_close(terms["critique_weight"], weight, rtol=1e-4, atol=0)
@@ -132,7 +148,7 @@ def test_the_discriminators_turn():
     system.loss("autoencoder", nets, example)
     noise = rng.normal(example["key"], "latent", (4, 8, 8))
     picture = nets["autoencoder"](example["x_start"], noise)[0].detach()
-    with torch.no_grad():                         # the autoencoder has learned in between
+    with torch.no_grad():  # the autoencoder has learned in between
         for weight in nets["autoencoder"].parameters():
             weight.add_(0.1)
     terms = system.loss("discriminator", nets, example)
@@ -158,6 +174,7 @@ def test_before_the_start():
 def test_perceptual_distance(tmp_path):
     """Oracle: LPIPS itself, added by weight; 0 leaves it out and needs no file; frozen, no part of the networks."""
     from torchvision.models import vgg16
+
     torch.manual_seed(0)
     state = {f"features.{name}": tensor for name, tensor in vgg16(weights=None).features.state_dict().items()}
     heads = {f"lin{number}.model.1.weight": torch.rand(1, width, 1, 1) for number, width in enumerate(CHANNELS)}
@@ -180,7 +197,7 @@ def test_perceptual_distance(tmp_path):
     assert all(weight.grad is None for weight in system.picture_loss.network.parameters())
     assert not any("features" in name for name in nets["autoencoder"].state_dict())
     assert "perceptual" not in build(perceptual={"path": "/nowhere", "weight": 0}).loss("autoencoder", nets, example)
-    without = build(perceptual={"path": "/nowhere"})                     # a finished run, whose weights file has gone
+    without = build(perceptual={"path": "/nowhere"})  # a finished run, whose weights file has gone
     assert without.codes(nets, example).keys() == {"latent_mean", "latent_std"}
     with pytest.raises(ValueError, match="perceptual.path=/nowhere: no weights are there.*weight to 0"):
         without.loss("autoencoder", nets, example)
@@ -207,7 +224,7 @@ def test_held_out_figures():
     nets, example = nets_of(system), system.encode(system.synthetic(3))
     found = system.evaluate(nets, example)
     assert {"loss", "recon", "kl", "psnr", "ssim"} <= found.keys() and "critique" not in found
-    shown = system.pictures(nets, example)["reconstruction"].float() / 255                        # (3, 1, 16, 48)
+    shown = system.pictures(nets, example)["reconstruction"].float() / 255  # (3, 1, 16, 48)
     error = (shown[..., 16:32] - shown[..., :16]).square().mean((1, 2, 3))
     torch.testing.assert_close(found["psnr"], -10 * error.log10(), rtol=1e-2, atol=0)
     mean_alone = nets["autoencoder"].decode(system.codes(nets, example)["latent_mean"])

@@ -14,7 +14,7 @@ from tests.systems.vae.test_kl import GAN
 from tests.systems.vae.test_kl import build as kl
 from tests.systems.vae.test_kl import nets_of as kl_nets_of
 
-SAMPLES = 11                                      # no multiple of a batch or a world
+SAMPLES = 11  # no multiple of a batch or a world
 
 
 class First(View):
@@ -29,8 +29,10 @@ class First(View):
 
 def figures(rank, world, batch):
     system, adversarial = discrete(1, kl_weight=1.0), kl(**GAN)
-    scores = [score(one, nets, held_out(First(), batch, rank, world))
-              for one, nets in ((system, nets_of(system)), (adversarial, kl_nets_of(adversarial)))]
+    scores = [
+        score(one, nets, held_out(First(), batch, rank, world))
+        for one, nets in ((system, nets_of(system)), (adversarial, kl_nets_of(adversarial)))
+    ]
     return {f"{number}/{name}": value for number, found in enumerate(scores) for name, value in found.items()}
 
 
@@ -43,8 +45,17 @@ def alone():
 def test_batch_size(alone, batch):
     """Oracle: all samples in one batch."""
     assert figures(0, 1, batch) == pytest.approx(alone, rel=1e-4, abs=1e-5)
-    assert {"0/perplexity", "0/dead_tokens", "0/psnr", "0/ssim", "0/kl", "1/scaling_factor", "1/psnr", "1/ssim",
-            "1/kl"} <= alone.keys()
+    assert {
+        "0/perplexity",
+        "0/dead_tokens",
+        "0/psnr",
+        "0/ssim",
+        "0/kl",
+        "1/scaling_factor",
+        "1/psnr",
+        "1/ssim",
+        "1/kl",
+    } <= alone.keys()
 
 
 def test_evaluation_says_the_same(alone):

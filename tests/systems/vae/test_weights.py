@@ -26,10 +26,14 @@ def test_files_of_dalle_pytorch(tmp_path, kind):
     hparams = {"image_size": 16, "num_tokens": 16}
     transformer = {"text_emb.weight": torch.ones(3, 2), "to_logits.1.weight": torch.ones(4, 2)}
     inside = {f"vae.{name}": tensor for name, tensor in state.items()} | transformer
-    torch.save({"vae.pt": {"hparams": hparams, "weights": state},
-                "dalle.pt": {"hparams": {"dim": 2}, "vae_params": hparams, "weights": inside, "epoch": 3},
-                "deepspeed": {"weights": {f"module.{name}": tensor for name, tensor in state.items()}}}[kind],
-               tmp_path / "file.pt")
+    torch.save(
+        {
+            "vae.pt": {"hparams": hparams, "weights": state},
+            "dalle.pt": {"hparams": {"dim": 2}, "vae_params": hparams, "weights": inside, "epoch": 3},
+            "deepspeed": {"weights": {f"module.{name}": tensor for name, tensor in state.items()}},
+        }[kind],
+        tmp_path / "file.pt",
+    )
     values, notes = fitted(tmp_path / "file.pt", system)["autoencoder"]
     assert same(values, state)
     system.networks()["autoencoder"].load_state_dict(values)
@@ -47,11 +51,15 @@ def test_placeholders_of_zero3(tmp_path):
         fitted(tmp_path / "vae.pt", system)
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"num_tokens": 32}, r"codebook.weight is \(16, 8\) in the file and \(32, 8\).*discrete.num_tokens"),
-    ({"codebook_dim": 4}, r"codebook.weight is \(16, 8\) in the file and \(16, 4\).*discrete.codebook_dim"),
-    ({"num_resnet_blocks": 2}, "absent.*discrete.num_resnet_blocks"),
-    ({"num_layers": 1}, "num_layers")])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"num_tokens": 32}, r"codebook.weight is \(16, 8\) in the file and \(32, 8\).*discrete.num_tokens"),
+        ({"codebook_dim": 4}, r"codebook.weight is \(16, 8\) in the file and \(16, 4\).*discrete.codebook_dim"),
+        ({"num_resnet_blocks": 2}, "absent.*discrete.num_resnet_blocks"),
+        ({"num_layers": 1}, "num_layers"),
+    ],
+)
 def test_what_does_not_fit(changes, words):
     """Oracle: the message names the first differing key, both shapes and the fields to change."""
     state = nets_of(discrete(num_resnet_blocks=1))["autoencoder"].state_dict()
@@ -82,10 +90,16 @@ def test_diffusers_folders(tmp_path, old):
     system.networks()["autoencoder"].load_state_dict(values)
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"latent_channels": 8}, "kl.latent_channels"), ({"quant_conv": False}, "quant_conv.*kl.quant_conv"),
-    ({"mid_block_add_attention": False}, "kl.mid_block_add_attention"),
-    ({"layers_per_block": 2}, "kl.layers_per_block"), ({"block_out_channels": [16, 16]}, "kl.block_out_channels")])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"latent_channels": 8}, "kl.latent_channels"),
+        ({"quant_conv": False}, "quant_conv.*kl.quant_conv"),
+        ({"mid_block_add_attention": False}, "kl.mid_block_add_attention"),
+        ({"layers_per_block": 2}, "kl.layers_per_block"),
+        ({"block_out_channels": [16, 16]}, "kl.block_out_channels"),
+    ],
+)
 def test_what_does_not_fit_diffusers(changes, words):
     """Oracle: the message names the fields to change."""
     state = theirs_of(kl(3)).state_dict()
@@ -93,10 +107,14 @@ def test_what_does_not_fit_diffusers(changes, words):
         kl(3, **changes).adapt("autoencoder", state)
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"_class_name": "PriorTransformer"}, "of class PriorTransformer, system vae takes an AutoencoderKL"),
-    ({"norm_num_groups": 1}, "norm_num_groups is 1 in config.json and .*model.kl.norm_num_groups"),
-    ({"act_fn": "gelu"}, "act_fn is gelu in config.json and silu in the network")])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"_class_name": "PriorTransformer"}, "of class PriorTransformer, system vae takes an AutoencoderKL"),
+        ({"norm_num_groups": 1}, "norm_num_groups is 1 in config.json and .*model.kl.norm_num_groups"),
+        ({"act_fn": "gelu"}, "act_fn is gelu in config.json and silu in the network"),
+    ],
+)
 def test_what_weights_do_not_show(tmp_path, changes, words):
     """Oracle: the fault put in config.json, beside weights that fit, in a pipeline's folder."""
     system = kl(3)
@@ -114,13 +132,15 @@ def test_a_state_dict_with_a_weight_called_weights(tmp_path):
     assert read(tmp_path / "w.pt").keys() == {"weights", "model"}
 
 
-
-
 def test_a_file_of_the_other_kind(tmp_path):
-    """Oracle: a ValueError that names the section to give; a part of the right kind with other widths is not called so."""
+    """Oracle: a ValueError that names the section to give; a part of the right kind with other
+    widths is not called so.
+    """
     kinds = {"discrete": discrete(), "kl": kl()}
     for theirs, ours in (("discrete", "kl"), ("kl", "discrete")):
-        save_file({name: tensor.contiguous() for name, tensor in nets_of(kinds[theirs])["autoencoder"].state_dict().items()},
-                  tmp_path / f"{theirs}.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in nets_of(kinds[theirs])["autoencoder"].state_dict().items()},
+            tmp_path / f"{theirs}.safetensors",
+        )
         with pytest.raises(ValueError, match=f"the file is a {theirs} autoencoder.*set model.{theirs}"):
             fitted(tmp_path / f"{theirs}.safetensors", kinds[ours])

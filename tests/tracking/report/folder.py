@@ -14,14 +14,28 @@ from tests.tracking.test_figures import result
 
 def made(folder: Path, *, steps: int = 40, lr: float = 1e-3, clips: bool = False, **entries) -> Run:
     """A run of 8 steps a report that has been resumed at step 16 and has gone back from step 30 to step 24."""
-    run = Run(name=folder.name, folder=folder, steps=steps, optimizer={"lr": lr}, batch={"global": 4},
-              track={"wandb": "disabled"}, model={"depth": 2}, **{"every": {"report": 8, "report_page": 0}} | entries)
+    run = Run(
+        name=folder.name,
+        folder=folder,
+        steps=steps,
+        optimizer={"lr": lr},
+        batch={"global": 4},
+        track={"wandb": "disabled"},
+        model={"depth": 2},
+        **{"every": {"report": 8, "report_page": 0}} | entries,
+    )
     folder.mkdir(parents=True)
     folders.write_down(run, {"zero_optimization": {"stage": 2}, "gradient_clipping": lr}, "builtin:fashion n=2")
     tracker = Tracker(run, folder, parts=("denoiser",))
     for done in range(1, steps + 1):
-        tracker.add("denoiser", {"loss": torch.tensor(1 / done), "loss_each": torch.tensor([1 / done, 2 / done]),
-                                 "quartile": torch.tensor([0, 3])})
+        tracker.add(
+            "denoiser",
+            {
+                "loss": torch.tensor(1 / done),
+                "loss_each": torch.tensor([1 / done, 2 / done]),
+                "quartile": torch.tensor([0, 3]),
+            },
+        )
         if done % 8 == 0:
             tracker.report(done, {"lr": lr, "images_seen": 4 * done, "samples_per_second": 2.0, "skipped": done // 20})
             tracker.scores(done, {"loss": 2 / done, "raw/loss": 3 / done})

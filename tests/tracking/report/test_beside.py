@@ -19,7 +19,9 @@ def states() -> list:
 
 
 def test_it_is_written_when_it_is_due(tmp_path):
-    """Oracle: the steps 4 and 9 by hand; no state of a generator of this process changes, so training goes on as ever."""
+    """Oracle: the steps 4 and 9 by hand; no state of a generator of this process changes, so
+    training goes on as ever.
+    """
     made(tmp_path / "run", steps=8)
     notes, report, before = [], tmp_path / "run" / "report.html", states()
     page = Page(tmp_path / "run", 4, 0, notes.append)
@@ -32,8 +34,8 @@ def test_it_is_written_when_it_is_due(tmp_path):
     assert notes == [] and "</html>" in report.read_text() and states() == before
     assert machine.commit().get("commit", "")[:12] in report.read_text()
     written = report.stat().st_mtime_ns
-    page.finish(9, 300)                                               # nothing new: a run that was complete already
-    Page(tmp_path / "run", 0, 0, notes.append).finish(9, 300)    # never
+    page.finish(9, 300)  # nothing new: a run that was complete already
+    Page(tmp_path / "run", 0, 0, notes.append).finish(9, 300)  # never
     assert report.stat().st_mtime_ns == written
 
 
@@ -48,7 +50,7 @@ def test_it_outlives_its_run_and_gives_way_to_a_later_one(tmp_path):
     page._starter.wait(60)
     group = page._starter.pid
     assert [child for child in psutil.Process().children(recursive=True) if os.getpgid(child.pid) == group] == []
-    os.killpg(group, signal.SIGSTOP)                            # it is there
+    os.killpg(group, signal.SIGSTOP)  # it is there
     page.at(8)
     page.finish(9, seconds=300)
     assert notes == [] and "</html>" in (tmp_path / "run" / "report.html").read_text()
@@ -56,7 +58,9 @@ def test_it_outlives_its_run_and_gives_way_to_a_later_one(tmp_path):
 
 @pytest.mark.parametrize("ruin, reason", [("plotly", "pip install plotly"), ("folder", "holds no run.yaml")])
 def test_a_fault_is_one_note(tmp_path, monkeypatch, ruin, reason):
-    """Oracle: one line that names the remedy, however often it fails; a plotly that cannot be imported is a real one."""
+    """Oracle: one line that names the remedy, however often it fails; a plotly that cannot be
+    imported is a real one.
+    """
     made(tmp_path / "run", steps=8)
     if ruin == "plotly":
         (tmp_path / "plotly").mkdir()

@@ -24,7 +24,8 @@ from tests.tracking.report.folder import made
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
 
-# In the page: uses its switches, looks at it, and sends what it sees. 400 pixels are those of a frame, since a window has
+# In the page: uses its switches, looks at it, and sends what it sees. 400 pixels are those of a frame, since a
+# window has
 # at least 500. It waits for charts and pictures, however long they take.
 PROBE = """<script>
 const errors = [];
@@ -35,7 +36,9 @@ const until = (ready, then) => ready() ? then() : setTimeout(until, 50, ready, t
 addEventListener("load", () => until(() => all(".chart")[0].dataset.drawn, () => {
   const first = all(".chart")[0], slider = all("input[type=range]")[0];
   const xs = {steps: first.data.map(trace => trace.x)};
-  for (const axis of ["samples", "hours"]) { all(`input[value=${axis}]`)[0].click(); xs[axis] = first.data.map(t => t.x); }
+  for (const axis of ["samples", "hours"]) {
+    all(`input[value=${axis}]`)[0].click(); xs[axis] = first.data.map(t => t.x);
+  }
   const ranges = Object.fromEntries(all(".chart").filter(chart => chart.layout).map(chart =>
     [chart.closest(".card").querySelector("h3").textContent, chart.layout.yaxis.range]));
   all("#log")[0].click();
@@ -57,7 +60,7 @@ def looked_at(report, folder, width: int) -> dict:
     """What a browser shows of a report that it opens as a file; it finds no host but this test."""
     if BROWSER is None:
         pytest.skip("no chromium here: apt-get install chromium")
-    texts = report.read_text().partition("<script>")[0]                      # all but scripts
+    texts = report.read_text().partition("<script>")[0]  # all but scripts
     assert not re.search(r"""(src|href)=["'](?!data:)|url\(|@import""", texts)
     answers: queue.Queue[bytes] = queue.Queue()
 
@@ -72,9 +75,17 @@ def looked_at(report, folder, width: int) -> dict:
     probe = PROBE.replace("SERVER", f"http://127.0.0.1:{server.server_port}/")
     (folder / "page.html").write_text(report.read_text().replace("<head>", "<head>" + probe, 1))
     (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
-    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
-             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={folder / 'browser'}",
-             "--window-size=1400,9000", (folder / "frame.html").as_uri()]
+    words = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--remote-debugging-port=0",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        f"--user-data-dir={folder / 'browser'}",
+        "--window-size=1400,9000",
+        (folder / "frame.html").as_uri(),
+    ]
     with open(folder / "browser.log", "w+b") as log:
         browser = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -95,8 +106,12 @@ def two(tmp_path_factory):
     made(folder / "one")
     made(folder / "two", lr=2e-3, clips=True, steps=32)
     (folder / "two" / "bad_files.txt").write_text(f"a.png\t{EVIL}\n")
-    for name, line in (("log.txt", EVIL), ("metrics.jsonl", json.dumps({"step": 32, EVIL: 1.0})), ("data.txt", EVIL),
-                       ("events.jsonl", json.dumps({"event": "start", "time": 3e9, "step": 9, "device": EVIL}))):
+    for name, line in (
+        ("log.txt", EVIL),
+        ("metrics.jsonl", json.dumps({"step": 32, EVIL: 1.0})),
+        ("data.txt", EVIL),
+        ("events.jsonl", json.dumps({"event": "start", "time": 3e9, "step": 9, "device": EVIL})),
+    ):
         with open(folder / "two" / name, "a") as file:
             file.write(line + "\n")
     settings = json.dumps({"comment": EVIL, "zero_optimization": {"stage": 3}})
@@ -113,7 +128,7 @@ def test_one_run_in_a_browser(two, tmp_path):
     assert EVIL in seen["titles"] and EVIL in seen["text"] and seen["scale"] == "log"
     assert seen["xs"]["steps"] == [[8, 16, 24, 32]] and seen["xs"]["samples"] == [[32, 64, 96, 128]]
     assert all(hours >= 0 for hours in seen["xs"]["hours"][0])
-    assert len(seen["lines"]) == 3                               # two resumes and a rollback
+    assert len(seen["lines"]) == 3  # two resumes and a rollback
     level, low, high = float(read.metrics.last("lr")), *seen["ranges"]["lr"]
     assert low == 0 and high == pytest.approx(2 * level) and seen["ranges"]["samples_per_second"][0] == 0
     assert seen["captions"] == ["step 8"] and len(seen["images"]) == 2 and min(seen["images"]) > 0
@@ -161,15 +176,28 @@ def test_a_folder_of_rubbish(two, tmp_path):
     found = record.read(folder)
     text = page.html([found])
     assert "</html>" in text
-    for name in ("run.yaml", "ds_config.json", "bad_files.txt", "lines of metrics.jsonl, which are left out: 1", "samples/step_00000008.png",
-                 "evaluation/step_00000040_ema0.99.json", "events.jsonl"):
+    for name in (
+        "run.yaml",
+        "ds_config.json",
+        "bad_files.txt",
+        "lines of metrics.jsonl, which are left out: 1",
+        "samples/step_00000008.png",
+        "evaluation/step_00000040_ema0.99.json",
+        "events.jsonl",
+    ):
         assert any(name in remark for remark in found.remarks), name
 
 
-@pytest.mark.parametrize("words, message", [
-    ([], "name the folder of a run"), (["empty"], "empty is not a run's folder: it holds no run.yaml"),
-    (["absent"], "absent is not a run's folder"), (["run", "--out", "run"], "run is a folder: name a file in it"),
-    (["run", "--out", "run/run.yaml/x.html"], "x.html cannot be written (Not a directory)")])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "name the folder of a run"),
+        (["empty"], "empty is not a run's folder: it holds no run.yaml"),
+        (["absent"], "absent is not a run's folder"),
+        (["run", "--out", "run"], "run is a folder: name a file in it"),
+        (["run", "--out", "run/run.yaml/x.html"], "x.html cannot be written (Not a directory)"),
+    ],
+)
 def test_wrong_words(tmp_path, monkeypatch, capsys, words, message):
     """Oracle: exit code 2 and the one line, written by hand."""
     (tmp_path / "empty").mkdir()
@@ -192,8 +220,9 @@ def test_many_steps_fit(tmp_path):
     made(tmp_path / "run", steps=8)
     values = np.random.default_rng(0).random(20_000)
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
-        file.writelines(json.dumps({"step": 9 + step, "loss": value, "lr": value}) + "\n"
-                        for step, value in enumerate(values))
+        file.writelines(
+            json.dumps({"step": 9 + step, "loss": value, "lr": value}) + "\n" for step, value in enumerate(values)
+        )
     noise = np.random.default_rng(0).integers(0, 256, (200, 300, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "run" / "samples" / "step_00000100.png")
     large = tmp_path / "run" / "samples" / "step_00000100.png"
@@ -216,7 +245,7 @@ def test_a_large_picture_becomes_smaller(tmp_path):
     frames[0].save(tmp_path / "still.png")
     for name, count, most in (("film.gif", 8, 250_000), ("still.png", 1, 60_000)):
         path = tmp_path / name
-        assert pictures.embedded(path, 10 ** 7).startswith(f"data:image/{path.suffix[1:]};base64,")
+        assert pictures.embedded(path, 10**7).startswith(f"data:image/{path.suffix[1:]};base64,")
         small = pictures.embedded(path, most)
         assert small.startswith("data:image/webp;base64,") and len(small) < 1.35 * most
         content = base64.b64decode(small.partition(",")[2])
@@ -225,7 +254,7 @@ def test_a_large_picture_becomes_smaller(tmp_path):
             assert getattr(image, "n_frames", 1) == count
     with pytest.raises((OSError, ValueError)):
         (tmp_path / "torn.png").write_bytes((tmp_path / "still.png").read_bytes()[:5000])
-        pictures.embedded(tmp_path / "torn.png", 10 ** 7)
+        pictures.embedded(tmp_path / "torn.png", 10**7)
 
 
 def test_without_plotly(two, tmp_path, monkeypatch):

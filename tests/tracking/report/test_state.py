@@ -19,7 +19,9 @@ STOPPED = "stopped at step 32 (SIGTERM), step 32 is saved\nwandb: not finished a
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):
-    """Oracle: what was done to each folder: trained to its end, locked, stopped, broken, imported, filled with rubbish."""
+    """Oracle: what was done to each folder: trained to its end, locked, stopped, broken, imported,
+    filled with rubbish.
+    """
     runs = tmp_path / "runs"
     made(runs / "complete", steps=32)
     for name in ("running", "stopped", "dead", "rubbish", "without metrics"):
@@ -39,9 +41,15 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     shutil.copy(runs / "complete" / "run.yaml", runs / "imported")
     (runs / "more" / "running" / "checkpoints" / "step_00000024").mkdir(parents=True)
     capsys.readouterr()
-    begun = shutil.copytree(runs / "more" / "running", runs / "begun", ignore=shutil.ignore_patterns("*.jsonl", "*.txt"))
-    with (folders.claim(runs / "more" / "running"), folders.claim(runs / "complete"), folders.claim(begun),
-          folders.claim(runs / "checked")):
+    begun = shutil.copytree(
+        runs / "more" / "running", runs / "begun", ignore=shutil.ignore_patterns("*.jsonl", "*.txt")
+    )
+    with (
+        folders.claim(runs / "more" / "running"),
+        folders.claim(runs / "complete"),
+        folders.claim(begun),
+        folders.claim(runs / "checked"),
+    ):
         with pytest.raises(ConfigError, match="has not begun yet"):
             record.read(runs / "checked")
         assert not any("events.jsonl" in remark for remark in record.read(begun).remarks)
@@ -50,18 +58,26 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     states = {one["run"]: one for one in json.loads(out)}
     assert shown.count("damaged") == 1 and "\nrubbish: its run.yaml is missing or damaged" in shown
     stopped = runs / "more" / "stopped"
-    for later, word in ((1, "stopped"), (-1, "running")):    # the command that said so holds it still; the next one does
+    for later, word in ((1, "stopped"), (-1, "running")):  # the command that said so holds it still; the next one does
         with folders.claim(stopped):
             when = (stopped / ".lock").stat().st_mtime + later
             os.utime(stopped / "log.txt", (when, when))
             assert state.state(stopped).state == word
     assert code == 0 and {name: one["state"] for name, one in states.items()} == {
-        "complete": "complete", "imported": "imported", "running": "running", "stopped": "stopped", "dead": "dead",
-        "rubbish": "dead", "without metrics": "complete", "begun": "beginning", "checked": "beginning"}
+        "complete": "complete",
+        "imported": "imported",
+        "running": "running",
+        "stopped": "stopped",
+        "dead": "dead",
+        "rubbish": "dead",
+        "without metrics": "complete",
+        "begun": "beginning",
+        "checked": "beginning",
+    }
     running = states["running"]
     assert (running["step"], running["steps"], running["checkpoint"]) == (32, 64, 24)
     assert running["seconds_left"] == 77.5
-    assert states["dead"]["seconds_left"] == 32 * 4 / 2.0        # without that figure: samples that are left, by their rate
+    assert states["dead"]["seconds_left"] == 32 * 4 / 2.0  # without that figure: samples that are left, by their rate
     assert running["picture"] == str(runs / "more" / "running" / "samples" / "step_00000032.png")
     lines = shown.splitlines()
     line = next(line for line in lines if line.startswith("running"))
@@ -69,19 +85,27 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     code, _, error = here("watch.py", [tmp_path / "absent"], monkeypatch, capsys)
     assert code == 2 and "is no folder: name a run, or a folder of runs" in error
     assert here("watch.py", [tmp_path / "runs" / "more" / "rubbish" / "samples"], monkeypatch, capsys)[1].startswith(
-        "no run here")
+        "no run here"
+    )
 
 
 def test_control_c(tmp_path):
     """Oracle: a real SIGINT while it follows a run: one line, exit code 130, and torch was never imported."""
     made(tmp_path / "run", steps=8)
-    program = ("import runpy, signal, sys\n"
-               "signal.signal(signal.SIGINT, signal.default_int_handler)\n"          # a shell's background job ignores it
-               "sys.argv = sys.argv[1:]\n"
-               "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-               "finally:\n    print('torch' in sys.modules)")
-    with subprocess.Popen([sys.executable, "-c", program, ROOT / "launch" / "watch.py", tmp_path, "--follow", "--json"],
-                          env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    program = (
+        "import runpy, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
+        "sys.argv = sys.argv[1:]\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally:\n    print('torch' in sys.modules)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, ROOT / "launch" / "watch.py", tmp_path, "--follow", "--json"],
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
         assert json.loads(process.stdout.readline())[0]["run"] == "run"
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=60)
@@ -90,13 +114,20 @@ def test_control_c(tmp_path):
 
 def test_control_c_at_once(tmp_path):
     """Oracle: a real SIGINT while it imports pydantic: exit code 130, and nothing is printed."""
-    program = ("import os, runpy, signal, sys\n"
-               "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-               "class Finder:\n"
-               "    def find_spec(name, *_):\n"
-               "        if name == 'pydantic':\n            os.kill(os.getpid(), signal.SIGINT)\n"
-               "sys.meta_path.insert(0, Finder)\n"
-               "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", program, ROOT / "launch" / "watch.py", tmp_path, "--follow"],
-                          env=environment(), text=True, capture_output=True, timeout=60)
+    program = (
+        "import os, runpy, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Finder:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'pydantic':\n            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, ROOT / "launch" / "watch.py", tmp_path, "--follow"],
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

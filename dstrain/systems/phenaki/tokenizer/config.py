@@ -75,19 +75,25 @@ class Config(SystemConfig):
         if self.quantizer == "lookup_free":
             bits_of(self.codebook_size)
         if (self.quantizer == "fsq") != (self.levels is not None):
-            raise ConfigError("levels belong to quantizer=fsq, which needs them: write levels=[8,5,5,5] and "
-                              "codebook_size=1000, or leave both out")
+            raise ConfigError(
+                "levels belong to quantizer=fsq, which needs them: write levels=[8,5,5,5] and "
+                "codebook_size=1000, or leave both out"
+            )
         if self.levels is not None:
             require_levels(self.levels, self.codebook_size, "codebook_size")
         height, width = self.size
         if height % self.patch_size or width % self.patch_size:
-            raise ConfigError(f"patch_size {self.patch_size} does not divide image_size {height} x {width}: take a "
-                              "divisor of both sides, or other sides")
+            raise ConfigError(
+                f"patch_size {self.patch_size} does not divide image_size {height} x {width}: take a "
+                "divisor of both sides, or other sides"
+            )
         p = self.temporal_patch_size
         if surplus := (self.num_frames - 1) % p:
             fewer = self.num_frames - surplus
-            raise ConfigError(f"num_frames {self.num_frames} is not 1 + a multiple of temporal_patch_size {p}: take "
-                              f"{fewer} or {fewer + p}")
+            raise ConfigError(
+                f"num_frames {self.num_frames} is not 1 + a multiple of temporal_patch_size {p}: take "
+                f"{fewer} or {fewer + p}"
+            )
         require_pictures(self.perceptual, self.discriminator, self.shape)
         return self
 
@@ -103,36 +109,60 @@ class Config(SystemConfig):
 
     def network_arguments(self) -> dict[str, Any]:
         """The arguments of CViViT."""
-        names = ("dim", "codebook_size", "image_size", "patch_size", "temporal_patch_size", "spatial_depth",
-                 "temporal_depth", "dim_head", "heads", "channels", "quantizer", "levels", "codebook_dim",
-                 "inv_temperature", "dropout")
+        names = (
+            "dim",
+            "codebook_size",
+            "image_size",
+            "patch_size",
+            "temporal_patch_size",
+            "spatial_depth",
+            "temporal_depth",
+            "dim_head",
+            "heads",
+            "channels",
+            "quantizer",
+            "levels",
+            "codebook_dim",
+            "inv_temperature",
+            "dropout",
+        )
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """The section; the fields that it leaves out are taken from the data."""
         width, height = run.data.image_size, run.data.height or run.data.image_size
-        return {"image_size": width if height == width else [height, width], "num_frames": run.data.num_frames or 1,
-                "channels": run.data.channels, **model}
+        return {
+            "image_size": width if height == width else [height, width],
+            "num_frames": run.data.num_frames or 1,
+            "channels": run.data.channels,
+            **model,
+        }
 
     def conflicts_at(self, stage: int) -> list[str]:
         penalty = self.discriminator and self.discriminator.penalty
         if stage < 3 or not penalty or penalty.form != "exact":
             return []
-        return [f"model.discriminator.penalty.form=exact needs whole weights, ZeRO stage {stage} scatters them: write "
-                "model.discriminator.penalty.form=approximate, or take stage 0 to 2, such as ds_configs/zero2.json"]
+        return [
+            f"model.discriminator.penalty.form=exact needs whole weights, ZeRO stage {stage} scatters them: write "
+            "model.discriminator.penalty.form=approximate, or take stage 0 to 2, such as ds_configs/zero2.json"
+        ]
 
     def conflicts(self, run: Run) -> list[str]:
         problems = self.unequal(run, channels="channels") + missing_weights(self.perceptual, "model.perceptual")
         height = run.data.height or run.data.image_size
         if self.size != (height, run.data.image_size):
-            problems.append(f"data.height={height}, data.image_size={run.data.image_size} (the width) and "
-                            f"model.image_size={list(self.size)} differ: make both equal")
+            problems.append(
+                f"data.height={height}, data.image_size={run.data.image_size} (the width) and "
+                f"model.image_size={list(self.size)} differ: make both equal"
+            )
         if self.num_frames != (frames := run.data.num_frames or 1):
             problems.append(f"data.num_frames={frames} and model.num_frames={self.num_frames} differ: make both equal")
         p = self.temporal_patch_size
         for frames in run.data.durations:
             if surplus := (frames - 1) % p:
-                problems.append(f"data.buckets: {frames} is not 1 + a multiple of model.temporal_patch_size {p}: take "
-                                f"{frames - surplus} or {frames - surplus + p}")
+                problems.append(
+                    f"data.buckets: {frames} is not 1 + a multiple of model.temporal_patch_size {p}: take "
+                    f"{frames - surplus} or {frames - surplus + p}"
+                )
         return problems

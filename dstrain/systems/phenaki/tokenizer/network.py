@@ -25,12 +25,12 @@ from dstrain.systems.phenaki.transformer import PositionBias, Transformer, alibi
 class Pass(NamedTuple):
     """What one pass gives to the loss; terms are means over a clip's real tokens, see nn/lookup_free.Quantized."""
 
-    video: Tensor                                 # (B, T, C, H, W); padded frames hold anything
-    tokens: Tensor                                # int64 (B, t, h, w)
-    commitment: Tensor                            # (B,)
-    codebook: Tensor                              # (B,)
-    entropy: Tensor                               # (B,)
-    shares: Tensor                                # (B, codes by group)
+    video: Tensor  # (B, T, C, H, W); padded frames hold anything
+    tokens: Tensor  # int64 (B, t, h, w)
+    commitment: Tensor  # (B,)
+    codebook: Tensor  # (B,)
+    entropy: Tensor  # (B,)
+    shares: Tensor  # (B, codes by group)
 
 
 class CViViT(nn.Module):
@@ -43,18 +43,32 @@ class CViViT(nn.Module):
                     entry.
     """
 
-    def __init__(self, dim: int = 512, codebook_size: int = 8192, image_size: int | tuple[int, int] = 128,
-                 patch_size: int = 8, temporal_patch_size: int = 2, spatial_depth: int = 4, temporal_depth: int = 4,
-                 dim_head: int = 64, heads: int = 8, channels: int = 3, *, quantizer: str = "lookup_free",
-                 levels: tuple[int, ...] | None = None, codebook_dim: int = 32, inv_temperature: float = 1.0,
-                 dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        dim: int = 512,
+        codebook_size: int = 8192,
+        image_size: int | tuple[int, int] = 128,
+        patch_size: int = 8,
+        temporal_patch_size: int = 2,
+        spatial_depth: int = 4,
+        temporal_depth: int = 4,
+        dim_head: int = 64,
+        heads: int = 8,
+        channels: int = 3,
+        *,
+        quantizer: str = "lookup_free",
+        levels: tuple[int, ...] | None = None,
+        codebook_dim: int = 32,
+        inv_temperature: float = 1.0,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         if height % patch_size or width % patch_size:
             raise ConfigError(f"patch_size: {patch_size} does not divide image_size {height} x {width}")
         self.grid = (height // patch_size, width // patch_size)
         self.patch_size, self.temporal_patch_size, self.heads = patch_size, temporal_patch_size, heads
-        values = channels * patch_size ** 2
+        values = channels * patch_size**2
 
         def transformer(over: str) -> Transformer:
             depth = spatial_depth if over == "space" else temporal_depth
@@ -64,15 +78,19 @@ class CViViT(nn.Module):
         self.to_patch_emb = Linear(temporal_patch_size * values, dim)
         self.spatial_rel_pos_bias = PositionBias(heads, dim)
         self.enc_spatial_transformer, self.enc_temporal_transformer = transformer("space"), transformer("time")
-        self.vq = (LookupFree(dim, codebook_size, inv_temperature) if quantizer == "lookup_free" else
-                   FiniteScalar(dim, levels) if quantizer == "fsq" else
-                   CosineQuantizer(dim, codebook_size, codebook_dim))
+        self.vq = (
+            LookupFree(dim, codebook_size, inv_temperature)
+            if quantizer == "lookup_free"
+            else FiniteScalar(dim, levels)
+            if quantizer == "fsq"
+            else CosineQuantizer(dim, codebook_size, codebook_dim)
+        )
         self.dec_temporal_transformer, self.dec_spatial_transformer = transformer("time"), transformer("space")
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
 
     def forward(self, video: Tensor, frames: Tensor) -> Pass:
         """(B, T, C, H, W), and the number of real frames of each clip, int64 (B,)."""
-        bias = self.spatial_rel_pos_bias(*self.grid)                                              # (heads, hw, hw)
+        bias = self.spatial_rel_pos_bias(*self.grid)  # (heads, hw, hw)
         x = self._encode(video, frames, bias)
         real = real_frames(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]
         quantized: Quantized = self.vq(x, real.expand(x.shape[:-1]).float())
@@ -91,12 +109,12 @@ class CViViT(nn.Module):
     def _encode(self, video: Tensor, frames: Tensor, bias: Tensor) -> Tensor:
         """(B, T, C, H, W), (B,), the spatial bias -> (B, t, h, w, D)."""
         video = video.to(self.to_patch_emb.weight.dtype)
-        counted = counted_frames(frames, self.temporal_patch_size, video.shape[1])                # (B, T)
-        video = torch.where(counted[:, :, None, None, None], video, 0.0)                          # padding may hold NaN
+        counted = counted_frames(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
+        video = torch.where(counted[:, :, None, None, None], video, 0.0)  # padding may hold NaN
         # For a single frame the second embedding runs on an empty batch, so that its weights have a gradient, 0.
         first = self.to_patch_emb_first_frame(self._patches(video[:, :1], 1))
         later = self.to_patch_emb(self._patches(video[:, 1:], self.temporal_patch_size))
-        x = torch.cat((first, later), dim=1)                                                      # (B, t, h, w, D)
+        x = torch.cat((first, later), dim=1)  # (B, t, h, w, D)
         x = self.enc_spatial_transformer(x, bias)
         return self.enc_temporal_transformer(x, alibi(self.heads, x.shape[1], x))
 

@@ -26,14 +26,17 @@ from dstrain.systems.phenaki.tokenizer.config import Config
 from dstrain.systems.phenaki.tokenizer.network import CViViT, Pass, counted_frames, num_counted, real_frames
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
-_REMEDIES = {"discriminator": (
-    (r"main\.0\.", "channels and discriminator.base_channels"),
-    (r"", "discriminator.base_channels and n_layers"),
-), "tokenizer": (
-    (r"^vq\.", "quantizer, codebook_size, levels, codebook_dim and dim"),
-    (r"^to_", "patch_size, temporal_patch_size, channels and dim"),
-    (r"", "spatial_depth, temporal_depth, dim, heads and dim_head"),
-)}
+_REMEDIES = {
+    "discriminator": (
+        (r"main\.0\.", "channels and discriminator.base_channels"),
+        (r"", "discriminator.base_channels and n_layers"),
+    ),
+    "tokenizer": (
+        (r"^vq\.", "quantizer, codebook_size, levels, codebook_dim and dim"),
+        (r"^to_", "patch_size, temporal_patch_size, channels and dim"),
+        (r"", "spatial_depth, temporal_depth, dim, heads and dim_head"),
+    ),
+}
 
 
 class TokenizerSystem(System):
@@ -46,11 +49,12 @@ class TokenizerSystem(System):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.picture_loss = PictureLoss(config.perceptual, config.discriminator,
-                                        config.discriminator and config.discriminator.penalty)
+        self.picture_loss = PictureLoss(
+            config.perceptual, config.discriminator, config.discriminator and config.discriminator.penalty
+        )
         self.parts = self.picture_loss.parts("tokenizer", self.learn)
         self.codebook_size, self.temporal_patch_size = config.codebook_size, config.temporal_patch_size
-        self._usage: Usage | None = None                                  # of codes, what `diversity` is measured to
+        self._usage: Usage | None = None  # of codes, what `diversity` is measured to
         if config.quantizer == "lookup_free":
             self._usage, self.watched = Usage(bits_of(config.codebook_size), config.usage_decay), ("shares",)
 
@@ -62,12 +66,14 @@ class TokenizerSystem(System):
     def encode(self, batch: Batch) -> Example:
         """x_start (B, T, C, H, W) in [-1, 1] and frames (B,), of clips or of images. ConfigError: they do not fit."""
         example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
-        video = batch["video"] if "video" in batch else batch["image"][:, None]                   # (B, T, C, H, W)
+        video = batch["video"] if "video" in batch else batch["image"][:, None]  # (B, T, C, H, W)
         require_shape(video, self.config.shape, "channels")
         total, surplus = video.shape[1], (video.shape[1] - 1) % self.temporal_patch_size
         if surplus:
-            raise ConfigError(f"data.num_frames: {total} is not 1 + a multiple of temporal_patch_size "
-                              f"{self.temporal_patch_size}; take {total - surplus}")
+            raise ConfigError(
+                f"data.num_frames: {total} is not 1 + a multiple of temporal_patch_size "
+                f"{self.temporal_patch_size}; take {total - surplus}"
+            )
         frames = torch.full((len(video),), total, device=video.device)
         return {"frames": frames} | example | {"x_start": video.float() / 127.5 - 1}
 
@@ -97,7 +103,7 @@ class TokenizerSystem(System):
         place, x = self._place(example), example["x_start"]
         video = made.detach().requires_grad_()
         terms = {"recon": self._recon(video, example)}
-        of_recon = gradient(terms["recon"], video)                                                # (B, T, C, H, W)
+        of_recon = gradient(terms["recon"], video)  # (B, T, C, H, W)
         frame, truth = _frame(made.detach(), place).requires_grad_(), _frame(x, place)
         of_frame = torch.zeros_like(frame)
         if perceived := self.picture_loss.perceptual(frame, truth):
@@ -107,8 +113,9 @@ class TokenizerSystem(System):
         count = num_counted(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
         of_mean = count * _frame(of_recon, place) + of_frame
         critique, of_critique = self.picture_loss.critique(nets, example, frame, truth, of_mean)
-        pull = of_recon.index_put((torch.arange(len(place), device=place.device), place), of_frame + of_critique,
-                                  accumulate=True)
+        pull = of_recon.index_put(
+            (torch.arange(len(place), device=place.device), place), of_frame + of_critique, accumulate=True
+        )
         return terms | critique, (made * pull).flatten(1).sum(1)
 
     def observe(self, seen: Terms) -> None:
@@ -138,7 +145,8 @@ class TokenizerSystem(System):
     def _distances(self, video: Tensor, example: Example) -> Terms:
         place = self._place(example)
         return {"recon": self._recon(video, example)} | self.picture_loss.perceptual(
-            _frame(video, place), _frame(example["x_start"], place))
+            _frame(video, place), _frame(example["x_start"], place)
+        )
 
     def _recon(self, video: Tensor, example: Example) -> Tensor:
         """Mean square error over real frames: (B,)."""
@@ -161,7 +169,7 @@ class TokenizerSystem(System):
         counted, tokens = self._counted(example), passed.tokens
         by_frame = likeness(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
         by_clip = {name: _mean(values.view(counted.shape), counted) for name, values in by_frame.items()}
-        real = real_frames(example["frames"], self.temporal_patch_size, tokens.shape[1])          # (B, t)
+        real = real_frames(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
         usage = histogram(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return terms | {"loss": self.picture_loss.total(terms) + self._coding(terms)} | by_clip | {"usage": usage}
 
@@ -177,7 +185,7 @@ class TokenizerSystem(System):
         """
         x, frames = example["x_start"], example["frames"]
         last = num_counted(frames, self.temporal_patch_size)[:, None] - 1
-        place = torch.arange(x.shape[1], device=x.device).minimum(last)                           # (B, T)
+        place = torch.arange(x.shape[1], device=x.device).minimum(last)  # (B, T)
         pairs = torch.cat((x, nets["tokenizer"](x, frames).video), dim=4)
         pairs = to_uint8(pairs[torch.arange(len(x), device=x.device)[:, None], place])
         return {"reconstruction": pairs if x.shape[1] > 1 else pairs[:, 0]}
@@ -195,8 +203,11 @@ class TokenizerSystem(System):
         """Architecture and all weights; neither how many frames nor how it was trained."""
         architecture = self.config.network_arguments()
         left_out = {"dropout", "inv_temperature"}
-        left_out |= {name for name, quantizer in (("codebook_dim", "cosine"), ("levels", "fsq"))
-                     if self.config.quantizer != quantizer}
+        left_out |= {
+            name
+            for name, quantizer in (("codebook_dim", "cosine"), ("levels", "fsq"))
+            if self.config.quantizer != quantizer
+        }
         architecture = {name: value for name, value in architecture.items() if name not in left_out}
         return architecture | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
 
@@ -206,8 +217,10 @@ class TokenizerSystem(System):
         ConfigError: the first name or shape that is not the network's, or a file of phenaki-pytorch.
         """
         if any(".dsconv." in name for name in state):
-            raise ConfigError("weights: the file is of phenaki-pytorch, whose position encoder mixes up frames and "
-                              "places; its weights mean nothing in a network that does not: train anew")
+            raise ConfigError(
+                "weights: the file is of phenaki-pytorch, whose position encoder mixes up frames and "
+                "places; its weights mean nothing in a network that does not: train anew"
+            )
         shapes = shapes_of(self.on_meta(part))
         require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], _REMEDIES[part])
         return dict(state), []
@@ -224,8 +237,10 @@ class TokenizerSystem(System):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         own, saved = ({name: tuple(q.shape) for name, q in values.items()} for values in (self.state_dict(), state))
         if own != saved:
-            raise ConfigError(f"the checkpoint's state is {saved}, the model's {own}; set quantizer and "
-                              "codebook_size to those it was made with")
+            raise ConfigError(
+                f"the checkpoint's state is {saved}, the model's {own}; set quantizer and "
+                "codebook_size to those it was made with"
+            )
         if self._usage is not None:
             self._usage.q = state["usage"].clone()
 
