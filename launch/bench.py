@@ -4,7 +4,7 @@
 
 The others take AdamW, so that another optimizer compares dstrain with something else.
 Accumulation 1 and 4 of the recipe's micro-batch, each with clip 0 and 1. dstrain/bench/compare.py says what is
-measured; accelerate comes with `pip install -e '.[bench]'`. Attention: launch/bench_attention.py. A GPU: launch/gpu.md.
+measured; accelerate comes with `pip install -e '.[bench]'`. Attention: bench_attention.py. GPU: docs/guides/gpu.md.
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ PSNR, SSIM  means over images
 FD          of the reconstructions to the originals themselves, by the built-in classifier (0: equal)
 class       share of reconstructions in which that classifier sees the label
 
-launch/first_stages.md has such a table and says what to make of it.
+docs/systems/vae.md has such a table and says what to make of it.
 """
 
 import math

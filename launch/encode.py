@@ -9,7 +9,7 @@ from dstrain.recipe import ConfigError
 
 _HELP = """\
 Encodes a data set with a trained first stage: latents or token ids as shards, which data.path=DIR then trains on.
-launch/encode.md tells more.
+docs/guides/encode.md tells more.
 
 usage:  [deepspeed] launch/encode.py RUN | --first-stage PATH  --out DIR [options]
 

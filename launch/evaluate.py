@@ -8,7 +8,7 @@ from dstrain.recipe import ConfigError, reworded
 
 _HELP = """\
 Measures a trained run on held-out data: bits/dim and the bound by timestep, as JSON and a plot. With --metrics it
-measures the pictures that a run draws, or two sets of images, by FID and its like (launch/metrics.md).
+measures the pictures that a run draws, or two sets of images, by FID and its like (docs/guides/metrics.md).
 
 usage:  [deepspeed] launch/evaluate.py RUN [options]
         [deepspeed] launch/evaluate.py RUN --metrics NAMES [--features KIND:PATH ...] [--reference PATH] [options]
@@ -29,7 +29,7 @@ usage:  [deepspeed] launch/evaluate.py RUN [options]
 of pictures:
   --metrics NAMES       fid, sfid, kid, is, pr, dc, fd_dinov2, fd_clip, clip_score, fvd; fd, accuracy of built-in data;
                         retrieval, of pictures with captions (--features clip:FOLDER; of built-in emoji none); or
-                        scenes: random stories of four scenes (250), of a run on the built-in clips (launch/scenes.md)
+                        scenes: random stories of four scenes (250), of a run on built-in clips (docs/guides/scenes.md)
   --features KIND:PATH  inception, pytorch-fid, clean-fid, torchscript, i3d (a file), dinov2, clip, videomae (a folder);
                         may be given again
   --reference PATH      statistics (.npz of ADM, EDM, clean-fid or --write-reference; .pkl of EDM2) or images: a folder,

@@ -35,7 +35,7 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --out DIR             where to write (RUN/generated, generated_2, ...)
   --no-pngs             only the grid and the .npz
 
-of diffusion and flow matching, explained in launch/samplers.md:
+of diffusion and flow matching, explained in docs/guides/samplers.md:
   --spacing NAME        of timesteps: leading, trailing, linspace or karras (the sampler's); --eta E: its noise
   --guidance-interval LO,HI    where guidance acts: noise levels sigma / alpha (all); --guidance-rescale F (0)
   --guide RUN[@STEP][:EMA]    a weaker run, or an earlier checkpoint of RUN, that guides instead of the missing label,

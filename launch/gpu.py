@@ -1,4 +1,4 @@
-"""Tests and measures dstrain on a machine with a GPU, unattended: python launch/gpu.py --part N. See launch/gpu.md."""
+"""Tests and measures dstrain on a machine with a GPU: python launch/gpu.py --part N. See docs/guides/gpu.md."""
 
 import argparse
 import difflib

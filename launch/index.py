@@ -9,7 +9,7 @@ from dstrain.recipe import ConfigError
 
 _HELP = """\
 Lists data once and for all, and says what they hold: samples, classes, captions, sizes, broken files. Every command on
-the same data then begins at once. See launch/data.md.
+the same data then begins at once. See docs/guides/data.md.
 
 usage:  python launch/index.py DATA [options] [data.key=value ...]
 

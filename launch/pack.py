@@ -13,7 +13,7 @@ The files are copied as they are; pixels in arrays (.npz, CIFAR, idx) become PNG
 
 usage:  [deepspeed] launch/pack.py DATA --out SHARDS [options] [data.KEY=VALUE ...]
 
-  DATA                  a folder or a file of data, as data.path (launch/data.md lists the forms)
+  DATA                  a folder or a file of data, as data.path (docs/guides/data.md lists the forms)
   --out SHARDS          where to write; the same command again makes what is missing or damaged
   --format NAME         shards, read by dstrain with one read a sample (shards), or webdataset tars (tar)
   --shard-bytes N       bytes of a shard, about; 256M and 1G are understood (256M)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects, into .whl/ of this checkout, what dstrain needs on a machine that reaches no package registry and has
-# Python 3.12, torch, torchvision, transformers, einops and PyYAML already. launch/gpu.md says how they are used there.
+# Python 3.12, torch, torchvision, transformers, einops and PyYAML already. docs/guides/gpu.md says how they are used there.
 #
 #   bash launch/pack_wheels.sh [PACKAGE ...]       in an environment where dstrain is installed; more packages by name
 #

@@ -26,7 +26,7 @@ usage:  python launch/plan.py [options] [key=value ...]
 
 No network of a file is needed: leave out encoders with model.first_stage=null, model.text_encoder=null and the like.
 Ends with 0 where it fits, 1 where it does not (of --search: where nothing does), 2 where the input is wrong.
-launch/plan.md says what is counted, what is modelled, and has tables of large runs.
+docs/guides/plan.md says what is counted, what is modelled, and has tables of large runs.
 
 examples:
   python launch/plan.py --world 8 --gpu 4090

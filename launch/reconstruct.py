@@ -22,7 +22,7 @@ usage:  [deepspeed] launch/reconstruct.py RUN --ema WIDTHS [options]
   --num-samples N       held-out samples, evenly spaced (all), or pictures to draw (50,000); --batch N of one rank (32)
 
 Each is written to RUN/reconstructed/WIDTH/step_N, and every other command takes it as --ema WIDTH. Memory holds a chunk
-of a tensor at a time; all hashes are verified first. launch/reconstruct.md says what a width is, and which can be made.
+of a tensor at a time; all hashes are verified first. docs/guides/reconstruct.md says what a width is, and which fit.
 
 examples:
   python launch/reconstruct.py runs/dit-small --ema 0.05,0.10,0.15

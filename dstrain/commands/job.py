@@ -177,7 +177,7 @@ def _data_path_problem(key: str, path: str) -> str | None:
     if empty:
         return (
             f"{key}={path} is an empty folder: put images into it, those of a class in a folder of its own, or "
-            "name other data (launch/data.md has all forms), or builtin:fashion"
+            "name other data (docs/guides/data.md has all forms), or builtin:fashion"
         )
     return None
 

@@ -2,7 +2,7 @@
 
     RUN/reconstructed/WIDTH/step_N/    as a checkpoint: one kind, ema.WIDTH, of each averaged part, float32; buffers
 
-launch/reconstruct.md says what a width is. ema/combine.py solves and streams. Every verb finds what is written here
+docs/guides/reconstruct.md explains widths. ema/combine.py solves and streams. Every verb finds what is written here
 by --ema WIDTH (runs/trained.py).
 """
 

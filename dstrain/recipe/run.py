@@ -186,7 +186,7 @@ class Ema(Section):
     # which launch/reconstruct.py makes those of any width. One shadow for each; () is none.
     profiles: tuple[Annotated[float, Field(ge=0.001, le=WIDEST)], ...] = ()
     snapshots: Annotated[Count, MAY_CHANGE] = 0  # one in so many steps, and of the last; 0 is never
-    snapshot_precision: Annotated[Literal["fp32", "bf16"], MAY_CHANGE] = "fp32"  # bf16: see launch/reconstruct.md
+    snapshot_precision: Annotated[Literal["fp32", "bf16"], MAY_CHANGE] = "fp32"  # bf16: see docs/guides/reconstruct.md
 
     @property
     def names(self) -> tuple[float, ...]:

@@ -63,7 +63,7 @@ def _from_rule(value: Any) -> Any:
 
 
 class Shaping(Section):
-    """What an image becomes before a model meets it. launch/buckets.md explains the entries."""
+    """What an image becomes before a model meets it. docs/guides/buckets.md explains the entries."""
 
     # Shapes as [[256, 256], [320, 192]], width and height, or a rule that makes them, {pixels: 65536, step: 16, ratio:
     # 2}: a batch has one shape, and an image the nearest one. None: squares of image_size. Of clips numbers of frames,

@@ -41,7 +41,8 @@ class Scene:
 def length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
     """Frames of a clip, None for the system's longest, and those of them that are given, None for 1 + p.
 
-    Of scenes None stands for 1 given frame: with more, the earlier motion goes on against the text (launch/scenes.md).
+    Of scenes None stands for 1 given frame: with more, the earlier motion goes on against the text.
+    See docs/guides/scenes.md.
 
     ConfigError: frames that the system's clips cannot have.
     """

@@ -134,8 +134,8 @@ def test_accelerator_path_is_the_same(data, monkeypatch):
     """Oracle: the path that may read t, values and gradients."""
     x_start, t, noise = data
     diffusion, found = chain(loss="kl"), []
-    for readable in (True, False):
-        monkeypatch.setattr(gaussian, "readable", lambda t: readable)
+    for is_readable in (True, False):
+        monkeypatch.setattr(gaussian, "readable", lambda t: is_readable)
         out = randn(4, (5, 4, 4, 4)).requires_grad_()
         terms = diffusion.training_losses(lambda x, times: out, x_start, t, noise)
         terms["loss"].sum().backward()

@@ -237,7 +237,7 @@ def kit_says(monkeypatch, capsys):
 
 
 def test_without_a_gpu(kit_says, tmp_path):
-    """Oracle: launch/gpu.md: code 2 and the remedy; --list starts nothing."""
+    """Oracle: docs/guides/gpu.md: code 2 and the remedy; --list starts nothing."""
     if os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU")
     code, _, errors = kit_says("--part", "3", "--out", tmp_path / "out")
@@ -259,7 +259,7 @@ def test_wrong_words(kit_says, words, remedy):
 
 
 def test_names_of_cases(kit_says, tmp_path):
-    """Oracle: launch/gpu.md: a name that no case has ends with 2, beside the nearest names; --list keeps to a part."""
+    """Oracle: docs/guides/gpu.md: a name of no case ends with 2, beside the nearest names; --list keeps to a part."""
     code, _, text = kit_says("--dry-run", "--only", "stall,mvae fp32", "--out", tmp_path / "out")
     assert code == 2 and "--only mvae fp32: no case" in text and not (tmp_path / "out").exists()
     assert text.splitlines()[1].strip() == "vae fp32"

@@ -103,5 +103,5 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
     raise ConfigError(
         f"{request.key}={path}: is not a folder, and no file that is read; give a folder of "
         f"{request.noun}, a list of them ({' '.join(TABLES)}, or lines PATH NUMBER), a .tar, .zip, .npz, "
-        ".parquet or .arrow (launch/data.md has all forms), or builtin:fashion"
+        ".parquet or .arrow (docs/guides/data.md has all forms), or builtin:fashion"
     )

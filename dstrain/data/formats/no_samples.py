@@ -34,7 +34,7 @@ _REMEDIES = (  # suffixes of files that are no samples as they lie there, and th
     ),
     ((".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it first"),
 )
-_UNKNOWN = "launch/data.md has all forms that are read, such as a folder of {noun}"
+_UNKNOWN = "docs/guides/data.md has all forms that are read, such as a folder of {noun}"
 
 
 def without_samples(layout: Layout) -> ConfigError:
@@ -97,7 +97,7 @@ def _of_latents(root: str, name: str) -> str:
             None,
         )
     if place is None:
-        return "launch/encode.md names the latents of others that launch/encode.py --from-latents takes over"
+        return "docs/guides/encode.md names the latents of others that launch/encode.py --from-latents takes over"
     return (
         f"latents that others have cached are taken over by launch/encode.py --from-latents "
         f"{shlex.quote(str(place))} --first-stage PATH --out DIR"

@@ -84,7 +84,7 @@ def adapt(state: dict[str, Tensor], network: nn.Module, config: Config, mean: Te
     if is_lucidrains:
         raise ConfigError(
             "weights: the file is a prior of DALLE2-pytorch: write model.lucidrains={} and the sizes of "
-            "its config, with what differs from the original's defaults (launch/prior.md)"
+            "its config, with what differs from the original's defaults (docs/systems/prior.md)"
         )
     shapes = fitting.shapes_of(network)
     state, notes = dict(state), []

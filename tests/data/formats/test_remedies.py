@@ -64,7 +64,7 @@ def test_files_that_are_no_latents(tmp_path):
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b" / "x.npy").write_bytes(b"no array")
     text = refusal(path=str(tmp_path / "a b"))
-    assert "launch/encode.md names the latents of others" in text and "--first-stage" not in text
+    assert "docs/guides/encode.md names the latents of others" in text and "--first-stage" not in text
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "dataset.json").write_text("{}")
     (tmp_path / "packed" / "x.zip").write_bytes(b"")

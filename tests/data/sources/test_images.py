@@ -297,14 +297,14 @@ def write(path):
         ),
         (
             lambda root: write(root / "0.npy"),
-            "holds 0.npy: launch/encode.md names the latents of others that .*arr_0=images",
+            "holds 0.npy: docs/guides/encode.md names the latents of others that .*arr_0=images",
         ),
         (
             lambda root: (write(root / "a.zip"), write(root / "b.zip")),
             "name the file, data.path=.*root/[ab].zip; data.m",
         ),
         (lambda root: (write(root / "readme"), write(root / "a.rar")), "holds a.rar: unpack it first"),
-        (lambda root: write(root / "a.bin"), "holds a.bin: launch/data.md has all forms that are read"),
+        (lambda root: write(root / "a.bin"), "holds a.bin: docs/guides/data.md has all forms that are read"),
         (lambda root: (folder(root), (root / "c9").mkdir()), "without images: c9"),
         (lambda root: (folder(root), picture(0).save(root / "x.png")), "beside class folders"),
         (lambda root: root.write_text("a file"), "is not a folder"),
