@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain.data.builtin import moving
-from dstrain.data.sources.images import FASHION
+from dstrain.data.builtin.fashion import FASHION
 from dstrain.encoders.precision import computing
 from dstrain.metrics.clips import grey, items, motions
 from dstrain.metrics.network import Features, by_class, three_channels

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from dstrain.data.builtin.fashion import FASHION_PATH
 from dstrain.data.builtin.moving import MOVING
-from dstrain.data.builtin.names import FASHION_PATH, built_in, name_of
+from dstrain.data.builtin.names import built_in, name_of
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.metrics import reference, table

@@ -10,8 +10,8 @@ import torch
 from dstrain import rng, systems
 from dstrain.commands.evaluate import EvaluateOptions, _source, measure
 from dstrain.data.batches import held_out
+from dstrain.data.builtin.fashion import Fashion
 from dstrain.data.builtin.moving import MovingFashion
-from dstrain.data.sources.images import Fashion
 from dstrain.data.views import Spread
 from dstrain.diffusion import schedule
 from dstrain.diffusion.bound import measured_bits

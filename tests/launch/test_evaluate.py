@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 
 from dstrain import rng, systems
-from dstrain.data.sources.images import Fashion
+from dstrain.data.builtin.fashion import Fashion
 from dstrain.engine.checkpoint import read_weights
 from tests.support.launch import ROOT, command, here
 from tests.support.pictures import break_file, picture

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from dstrain.data.builtin.fashion import FASHION, Fashion
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion
-from dstrain.data.sources.images import FASHION, Fashion
 from dstrain.metrics import distances
 from dstrain.metrics.builtin import BUILTIN, FILE
 from dstrain.metrics.features import open_features

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from dstrain.data.builtin.fashion import FASHION
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion, captions
-from dstrain.data.sources.images import FASHION
 from dstrain.metrics.clips import NO_MOTION, grey, items, motions
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import train
-from dstrain.data.sources.images import Fashion
+from dstrain.data.builtin.fashion import Fashion
 from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.metrics import table

@@ -9,8 +9,8 @@ import torch
 from dstrain import recipe, systems
 from dstrain.commands.generate import GenerateOptions, generate
 from dstrain.commands.quality import QualityOptions, quality
+from dstrain.data.builtin.fashion import FASHION, Fashion
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _pasted, caption_of
-from dstrain.data.sources.images import FASHION, Fashion
 from dstrain.metrics.features import open_features
 from dstrain.metrics.stories import SCENES, compared, figures, story
 from tests.support import checkpoints, gloo, tokenizer

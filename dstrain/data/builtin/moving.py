@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain import rng
+from dstrain.data.builtin.fashion import FASHION, Fashion
 from dstrain.data.cached.rows import packed
 from dstrain.data.order import Order
 from dstrain.data.source import Item, Source
-from dstrain.data.sources.images import FASHION, Fashion
 from dstrain.recipe import ConfigError
 
 MOVING = "builtin:moving-fashion"

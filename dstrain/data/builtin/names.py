@@ -1,12 +1,10 @@
 """Which of the built-in pictures and clips a run learns from, also where it learns from codes of them."""
 
+from dstrain.data.builtin.fashion import FASHION_PATH, Fashion
 from dstrain.data.builtin.moving import MOVING, MovingFashion
 from dstrain.data.cached.latents import Latents, is_encoded
 from dstrain.data.source import Source
-from dstrain.data.sources.images import Fashion
 from dstrain.recipe import Data
-
-FASHION_PATH = "builtin:fashion"
 
 
 def name_of(data: Data) -> str:

@@ -6,33 +6,27 @@ top and left of the crop in the scaled image, the height and width of the crop} 
 """
 
 import io
-import lzma
-import zlib
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image
-from torch.nn import functional as F
 
 from dstrain.data.builtin.emoji import EMOJI, Emoji
+from dstrain.data.builtin.fashion import FASHION, FASHION_PATH, SPLITS, Fashion
 from dstrain.data.cached.rows import packed
 from dstrain.data.decode.crops import Crop
-from dstrain.data.decode.pixels import SUFFIXES, center_crop, decoded, to_tensor
+from dstrain.data.decode.pixels import SUFFIXES, decoded, to_tensor
 from dstrain.data.files.storage import with_retries
 from dstrain.data.formats.base import Layout, Place, Request
 from dstrain.data.formats.imagenet import taken_apart
 from dstrain.data.index.build import from_first, open_index
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
-from dstrain.data.source import Chance, Item, Source, reading
+from dstrain.data.source import Chance, Item, reading
 from dstrain.recipe import ConfigError
-
-FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
-SPLITS = ("train", "held_out", "all")
 
 
 def open_images(
@@ -66,8 +60,8 @@ def open_images(
     if not 0 <= held_out < 1:
         raise ConfigError(f"data.held_out is a fraction in [0, 1), not {held_out}")
     builtin = str(path).startswith("builtin:")
-    if builtin and str(path) not in ("builtin:fashion", EMOJI):
-        raise ConfigError(f"data.path={path}: the built-in images are builtin:fashion and {EMOJI}")
+    if builtin and str(path) not in (FASHION_PATH, EMOJI):
+        raise ConfigError(f"data.path={path}: the built-in images are {FASHION_PATH} and {EMOJI}")
     if builtin and (crop != Crop() or sizes):
         size = "32 x 32" if path == EMOJI else "28 x 28"
         key = f"data.crop={crop.kind}" if crop != Crop() else "data.size_conditions"
@@ -93,56 +87,6 @@ def open_images(
     classes = (() if path == EMOJI else FASHION) if builtin else open_index(path, request, index, run)[1].classes
     unseen = replace(request, key="data.held_out_path")
     return images(*open_index(held_out_path, unseen, index, run), classes=classes, key=unseen.key)
-
-
-@cache
-def _unpacked(split: str) -> tuple[bytes, np.ndarray]:
-    """The pixels and labels of a split of Fashion; a command opens it several times."""
-    with np.load(Path(__file__).parents[1] / "builtin" / "fashion-mini.npz") as file:
-        return lzma.decompress(file[split].tobytes()), file[f"{split}_label"]
-
-
-@dataclass
-class Fashion(Source):
-    """2,000 training and 500 held-out images of Fashion-MNIST, 28 x 28 grey, inside the package (see builtin/).
-
-    image_size 28 gives them as they are, 32 with a border of zeros; any other size resizes those 32 x 32.
-    """
-
-    image_size: int = 32
-    channels: int = 1
-    split: str = "train"
-    noun = "images"
-    classes = FASHION
-    light = True
-
-    def __post_init__(self) -> None:
-        splits = ("train", "held_out") if self.split == "all" else (self.split,)
-        pixels = b"".join(_unpacked(split)[0] for split in splits)
-        self.labels = np.concatenate([_unpacked(split)[1] for split in splits])
-        images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
-        self.images = images if self.image_size == 28 else F.pad(images, (2, 2, 2, 2))  # (N, 32, 32)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Item:
-        image = self.images[index]
-        if image.shape[-1] != self.image_size:
-            image = to_tensor(center_crop(Image.fromarray(image.numpy()), self.image_size))[0]
-        if self.channels == 4:
-            image = torch.stack((image, image, image, torch.full_like(image, 255)))
-        return {"image": image.expand(self.channels, -1, -1), "label": int(self.labels[index])}
-
-    def name(self, index: int) -> str:
-        return f"builtin:fashion/{self.split}/{index}"
-
-    def class_counts(self) -> np.ndarray:
-        return np.bincount(self.labels, minlength=len(FASHION))
-
-    def fingerprint(self) -> str:
-        crc = zlib.crc32(self.images.numpy().tobytes())
-        return f"builtin:fashion {self.split} n={len(self)} crc={crc:08x}"
 
 
 class Images(Indexed):

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.data.batches import Batches
+from dstrain.data.builtin.fashion import Fashion
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion
 from dstrain.data.open import open_sources
-from dstrain.data.sources.images import Fashion
 from dstrain.encoders.text import captions_of
 from dstrain.recipe import Data
 

@@ -12,18 +12,19 @@ import pytest
 import torch
 from PIL import Image
 
+from dstrain.data.builtin import fashion
+from dstrain.data.builtin.fashion import FASHION
 from dstrain.data.decode import pixels
 from dstrain.data.decode.pixels import center_crop, read_image, to_tensor
 from dstrain.data.index import source as folder_module
 from dstrain.data.source import BadSample, read_items
-from dstrain.data.sources import images
-from dstrain.data.sources.images import FASHION, open_images
+from dstrain.data.sources.images import open_images
 from dstrain.recipe import ConfigError
 from tests.support import clips
 from tests.support.launch import ROOT
 from tests.support.pictures import BROKEN, bomb, break_file, folder, picture
 
-BUILTIN = Path(images.__file__).parent / "builtin"
+BUILTIN = Path(fashion.__file__).parent
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 needs_debian = pytest.mark.skipif(not DEBIAN.exists(), reason="Debian's dataset-fashion-mnist is not installed")
 

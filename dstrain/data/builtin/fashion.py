@@ -1,0 +1,69 @@
+"""The built-in images: a part of Fashion-MNIST."""
+
+import lzma
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from dstrain.data.decode.pixels import center_crop, to_tensor
+from dstrain.data.source import Item, Source
+
+FASHION_PATH = "builtin:fashion"
+FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+SPLITS = ("train", "held_out", "all")
+
+
+@cache
+def _unpack_split(split: str) -> tuple[bytes, np.ndarray]:
+    """Returns the pixels and labels of a split; they are kept, since a command opens it several times."""
+    with np.load(Path(__file__).parent / "fashion-mini.npz") as file:
+        return lzma.decompress(file[split].tobytes()), file[f"{split}_label"]
+
+
+@dataclass
+class Fashion(Source):
+    """2,000 training and 500 held-out images of Fashion-MNIST, 28 x 28 grey, inside the package.
+
+    image_size 28 gives them as they are, 32 with a border of zeros; any other size resizes those 32 x 32.
+    """
+
+    image_size: int = 32
+    channels: int = 1
+    split: str = "train"
+    noun = "images"
+    classes = FASHION
+    light = True
+
+    def __post_init__(self) -> None:
+        splits = ("train", "held_out") if self.split == "all" else (self.split,)
+        pixels = b"".join(_unpack_split(split)[0] for split in splits)
+        self.labels = np.concatenate([_unpack_split(split)[1] for split in splits])
+        images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
+        self.images = images if self.image_size == 28 else F.pad(images, (2, 2, 2, 2))  # (N, 32, 32)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Item:
+        image = self.images[index]
+        if image.shape[-1] != self.image_size:
+            image = to_tensor(center_crop(Image.fromarray(image.numpy()), self.image_size))[0]
+        if self.channels == 4:
+            image = torch.stack((image, image, image, torch.full_like(image, 255)))
+        return {"image": image.expand(self.channels, -1, -1), "label": int(self.labels[index])}
+
+    def name(self, index: int) -> str:
+        return f"{FASHION_PATH}/{self.split}/{index}"
+
+    def class_counts(self) -> np.ndarray:
+        return np.bincount(self.labels, minlength=len(FASHION))
+
+    def fingerprint(self) -> str:
+        crc = zlib.crc32(self.images.numpy().tobytes())
+        return f"{FASHION_PATH} {self.split} n={len(self)} crc={crc:08x}"
