@@ -11,17 +11,15 @@ from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.cifar import Cifar
 from dstrain.data.formats.clips import Clips
 from dstrain.data.formats.folders import Folders
-from dstrain.data.formats.hub import HUB, HubTables
-from dstrain.data.formats.hugging_face import ArrowTables, ParquetTables
+from dstrain.data.formats.hugging_face import HUB, ArrowTables, HubTables, ParquetTables
 from dstrain.data.formats.idx import Idx
 from dstrain.data.formats.imagenet import AllClips, AllFiles, FlatVal, ListedClips, ListedFolders
-from dstrain.data.formats.lists import Metadata, TableList
+from dstrain.data.formats.lists import Metadata, PathList, TableList, WebVid
 from dstrain.data.formats.lmdbs import Lmdbs
 from dstrain.data.formats.npz import Npz
 from dstrain.data.formats.packed import PackedFiles
 from dstrain.data.formats.sidecars import Beside
 from dstrain.data.formats.tars import Tars
-from dstrain.data.formats.video_lists import PathList, WebVid
 from dstrain.data.formats.zips import Zips
 from dstrain.disk.small import kind_of
 from dstrain.recipe import ConfigError

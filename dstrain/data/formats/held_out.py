@@ -7,8 +7,7 @@ from dstrain.data.files.local import require_there
 from dstrain.data.files.remote import files_at
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.cifar import Cifar
-from dstrain.data.formats.hub import HubTables
-from dstrain.data.formats.hugging_face import ArrowTables, ParquetTables
+from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
 from dstrain.data.formats.idx import Idx
 from dstrain.data.formats.lmdbs import Lmdbs
 from dstrain.recipe import Cache

@@ -23,6 +23,7 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
 from dstrain.recipe import ConfigError, NotRead
 
+HUB = "hf-dataset:"
 SPLITS = {
     "train": "train",
     "training": "train",
@@ -63,9 +64,7 @@ class Tables(Layout):
 
     @cached_property
     def columns(self) -> Any:
-        from dstrain.data.formats.table_columns import columns_of
-
-        return columns_of(self._schema(self._chosen()[0]), self.request, self.root)
+        return _arrow().columns_of(self._schema(self._chosen()[0]), self.request, self.root)
 
     def parts(self) -> list[str]:
         self.classes = self.columns.classes
@@ -228,11 +227,9 @@ class ParquetTables(Tables):
         first = _first_below(files, cls.suffix, _pattern(root)) if of_images(request) else None
         if first is None:
             return False
-        from dstrain.data.formats.table_columns import holds_bytes, image_columns
-
         schema = _arrow().ParquetRows(files, first, f"{request.key}={root}: {first}").schema
-        named = root.lower().endswith(cls.suffix) and "path" not in request.columns and holds_bytes(schema)
-        return named or "image" in request.columns or bool(image_columns(schema, request))
+        named = root.lower().endswith(cls.suffix) and "path" not in request.columns and _arrow().holds_bytes(schema)
+        return named or "image" in request.columns or bool(_arrow().image_columns(schema, request))
 
     def _schema(self, part: str) -> Any:
         return _arrow().ParquetRows(self.files, part, self._where(part)).schema
@@ -296,6 +293,58 @@ class ParquetTables(Tables):
                 return column, row
             row -= len(column)
         raise ConfigError("is not in the file any more")
+
+
+class HubTables(ArrowTables):
+    """A data set of the hub, which `datasets` downloads into its own cache as Arrow files; each machine has its own."""
+
+    kind = "hf-dataset:USER/NAME"
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        super().__init__(root, files, request)
+        self._load()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not os.path.isdir(self.files.root):  # this is another machine
+            self._load()
+
+    def _load(self) -> None:
+        self._by_split = hub_files(self.root, self.request)
+        folders = [os.path.dirname(path) for paths in self._by_split.values() for path in paths]
+        self.files = LocalFiles(os.path.commonpath(folders))
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        return root.startswith(HUB) and of_images(request)
+
+    def _splits(self) -> dict[str, list[str]]:
+        return {
+            SPLITS.get(split.lower(), split): [os.path.relpath(path, self.files.root) for path in paths]
+            for split, paths in self._by_split.items()
+        }
+
+    def _path_of(self, split: str, names: list[str]) -> str:
+        return f"{self.root}:{next(name for name in self._by_split if SPLITS.get(name.lower()) == split)}"
+
+
+def hub_files(root: str, request: Request) -> dict[str, list[str]]:
+    """The Arrow files of each split of a data set of the hub, downloaded where they are not in the cache yet."""
+    name, _, split = root.removeprefix(HUB).partition(":")
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"{request.key}={root} needs datasets: pip install 'dstrain[hf]'") from None
+    try:
+        data = datasets.load_dataset(name, split=split or None)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(
+            f"{request.key}={root} cannot be loaded ({text}): without a network only what `datasets` has "
+            "in its cache is there; give a folder of parquet files, or what save_to_disk wrote"
+        ) from None
+    splits = {split: data} if split else dict(data)
+    return {split: [entry["filename"] for entry in part.cache_files] for split, part in splits.items()}
 
 
 def bytes_of(value: Any) -> bytes | None:
