@@ -29,7 +29,9 @@ STEPS = 30
 def history(folder, step=STEPS):
     """The timestep sampler that a checkpoint holds."""
     with safe_open(folder / "checkpoints" / f"step_{step:08d}" / COMMON, "pt") as file:
-        state = {name.removeprefix("system/"): file.get_tensor(name) for name in file if name.startswith("system/")}
+        state = {
+            name.removeprefix("system/"): file.get_tensor(name) for name in file.keys() if name.startswith("system/")
+        }
     sampler = LossSecondMomentSampler(10, 3)
     sampler.load_state_dict(state)
     return sampler, state

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "golden"
 def load(name: str) -> tuple[dict[str, Tensor], dict]:
     """Tensors and metadata of golden/NAME.safetensors."""
     with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:
-        return {key: file.get_tensor(key) for key in file}, json.loads(file.metadata()["meta"])
+        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["meta"])
 
 
 def stream(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:

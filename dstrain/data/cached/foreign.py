@@ -276,7 +276,7 @@ class LightningDiT(Foreign):
         try:
             require_regular(self.root / name)
             with safe_open(self.root / name, "pt") as file:
-                return {key: file.get_slice(key).get_shape() for key in file}
+                return {key: file.get_slice(key).get_shape() for key in file.keys()}
         except (SafetensorError, OSError, ConfigError) as error:
             raise ConfigError(
                 f"--from-latents {self.root / name} is no whole safetensors file ({error}): copy it "

@@ -48,7 +48,7 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
     for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         try:
             with safe_open(file, "pt") as content:
-                values |= {name: content.get_tensor(name).float().flatten() for name in names if name in content}
+                values |= {name: content.get_tensor(name).float().flatten() for name in names if name in content.keys()}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"image_embed_stats: {file} is no readable safetensors file ({error})") from None
     for name in names:
