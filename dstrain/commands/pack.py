@@ -23,9 +23,9 @@ from PIL import Image
 from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.data.decode.pixels import FORMATS
 from dstrain.data.files.storage import read_text, require_regular, storage_fails, with_retries
-from dstrain.data.formats import packing
+from dstrain.data.formats import packed
 from dstrain.data.formats.base import Layout
-from dstrain.data.formats.packing import FORMAT, INDEX, PACKING, ShardWriter, hash_of
+from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, hash_of
 from dstrain.data.index.build import from_first
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
@@ -173,7 +173,7 @@ def _planned(out: Path) -> dict[str, Any]:
 
 
 def _shard(out: Path, kind: str, number: int) -> Path:
-    return out / (packing.shard_name(number) if kind == "shards" else f"files-{number:06d}.tar")
+    return out / (packed.shard_name(number) if kind == "shards" else f"files-{number:06d}.tar")
 
 
 def _record(out: Path, number: int) -> Path:

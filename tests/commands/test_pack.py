@@ -21,8 +21,7 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats import recognised
 from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.packed import PackedFiles
-from dstrain.data.formats.packing import ShardWriter, samples_of, shard_name
+from dstrain.data.formats.packed import PackedFiles, ShardWriter, samples_of, shard_name
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos

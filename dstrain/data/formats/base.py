@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from dstrain.data.files.local import Files, LocalFiles, is_folder
-from dstrain.data.formats.class_list import ClassList, read_class_list
+from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.recipe import Cache, NotRead
 
 _PEEKED = 4096  # names of a folder by which its form is judged

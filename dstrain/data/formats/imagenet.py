@@ -20,18 +20,23 @@ from typing import Any
 
 import numpy as np
 
+from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import class_folders, few, listing, walk
-from dstrain.data.files.local import Files, LocalFiles
+from dstrain.data.files.local import Files, LocalFiles, require_there
+from dstrain.data.files.remote import files_at
 from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.class_list import SYNSET, read_class_list
+from dstrain.data.formats.cifar import Cifar
 from dstrain.data.formats.clips import Clips
 from dstrain.data.formats.folders import Folders
-from dstrain.data.formats.held_out import held_out_by
-from dstrain.data.formats.labels import is_split, refuse_splits
+from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
+from dstrain.data.formats.idx import Idx
+from dstrain.data.formats.labels import SYNSET, is_split, read_class_list, refuse_splits
+from dstrain.data.formats.lmdbs import Lmdbs
 from dstrain.data.formats.no_samples import without_samples
 from dstrain.disk import small
 from dstrain.recipe import Cache, ConfigError
 
+_WITH_HELD_OUT: tuple[type[Layout], ...] = (HubTables, Cifar, Idx, Lmdbs, ArrowTables, ParquetTables)
 _TREES = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
 _VAL = re.compile(r"ILSVRC2012_val_(\d{8})\.jpe?g", re.IGNORECASE)
 _TRUTHS = (
@@ -64,6 +69,14 @@ def taken_apart(
             f"{splits[0]}, and for evaluation data.held_out_path={splits[1]}"
         )
     return splits[0], held_out_path or (None if held_out else splits[1])
+
+
+def held_out_by(path: str | Path, cache: Cache | None = None) -> str | None:
+    """The path of the samples that these data hold out; None: none. cache: of data at an address."""
+    files, request = files_at(path, cache), Request(SUFFIXES)
+    require_there(f"data.path={path}", files)
+    kind = next((kind for kind in _WITH_HELD_OUT if kind.recognises(str(path), files, request)), None)
+    return kind(str(path), files, request).unseen() if kind is not None else None
 
 
 def _train_and_held_out(path: str | Path) -> tuple[str, str] | None:

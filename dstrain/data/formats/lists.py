@@ -16,7 +16,7 @@ from dstrain.data.files.listing import few
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import TABLES, Table, lines, open_table
 from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.class_list import ClassList, read_class_list
+from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.recipe import ConfigError, NotRead
 
 COLUMNS = {  # names by which a column is known, the first that is there counts

@@ -1,13 +1,197 @@
-"""Shards of encoded files as launch/pack.py writes them, see ../packing.py: read by offset, whatever was packed."""
+"""Shards of encoded files: the format that launch/pack.py writes and `PackedFiles` reads by offset.
 
+    FOLDER/packing.json                of what the shards are made, written first; written by launch/pack.py
+    FOLDER/files_00000.safetensors     so many samples each, the last one fewer
+    FOLDER/pack.json                   written last, sealed: classes, and number, size and hash of each shard
+
+A shard holds its n samples in the order of the data, as any reader of safetensors sees it:
+
+    bytes          uint8 (b,)      the files as they were, one after the other
+    ends           int64 (n,)      where each one ends in `bytes`; a file that could not be read has no bytes
+    label          int64 (n,)      index into the classes, where the data have labels
+    names          uint8           names of the files, UTF-8, one after the other
+    name_ends      int64 (n,)      where each name ends
+    captions       uint8           captions, UTF-8, one after the other, where the data have some
+    caption_ends   int64 (m,)      where each caption ends
+    captions_ends  int64 (n,)      how many captions there are up to each sample, its own included
+
+The header has 4096 bytes whatever it says, so that a shard is written from its beginning to its end, in the memory of
+its columns. The bytes of a shard are a function of its samples alone.
+"""
+
+import json
+import os
+from array import array
 from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
 
 from dstrain.data.files.local import Files
 from dstrain.data.formats.base import Layout, Place, Request, Sample, exists
-from dstrain.data.formats.packing import INDEX, PACKING, read_index, samples_of, shard_name
+from dstrain.disk import sealed, small
 from dstrain.recipe import ConfigError, NotRead
 
+INDEX, PACKING, FORMAT = "pack.json", "packing.json", 1
+_HEADER = 4096  # bytes of a shard before its arrays
+_LARGEST = 1 << 31  # bytes of one column that are read at once
+_TYPES = {
+    "ends": "I64",
+    "label": "I64",
+    "name_ends": "I64",
+    "caption_ends": "I64",
+    "captions_ends": "I64",
+    "bytes": "U8",
+    "names": "U8",
+    "captions": "U8",
+}
+_ENDS = {"names": "name_ends", "captions": "caption_ends"}
+_COLUMNS = tuple(name for name in _TYPES if name != "bytes")  # numbers first, since they lie at multiples of 8
 _MAX_BYTES = 1 << 28  # of a file that is read
+
+
+class Packed(NamedTuple):
+    """A sample in a shard."""
+
+    offset: int  # of its bytes in the file
+    size: int  # 0: it could not be read when it was packed
+    name: str
+    label: int | None
+    captions: tuple[str, ...]
+
+
+def shard_name(number: int) -> str:
+    return f"files_{number:05d}.safetensors"
+
+
+class ShardWriter:
+    """A shard that is written to an open file; `add` its samples, then `close`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._size = file, 0
+        self._numbers = {name: array("q") for name in _COLUMNS if _TYPES[name] == "I64"}
+        self._texts = {"names": bytearray(), "captions": bytearray()}
+        file.write(bytes(_HEADER))
+
+    def add(self, name: str, content: bytes, label: int | None, captions: tuple[str, ...]) -> None:
+        self._file.write(content)
+        self._size += len(content)
+        self._numbers["ends"].append(self._size)
+        self._text("names", "name_ends", os.fsencode(name))
+        if label is not None:
+            self._numbers["label"].append(label)
+        for caption in captions:
+            self._text("captions", "caption_ends", caption.encode("utf-8", "replace"))
+        if captions:
+            self._numbers["captions_ends"].append(len(self._numbers["caption_ends"]))
+
+    def _text(self, blob: str, ends: str, text: bytes) -> None:
+        self._texts[blob] += text
+        self._numbers[ends].append(len(self._texts[blob]))
+
+    def close(self) -> None:
+        """Writes the columns and the header. There is at least one sample."""
+        padding = bytes(-self._size % 8)
+        self._file.write(padding)
+        columns = {name: values for name, values in self._numbers.items() if values}
+        columns |= {name: self._texts[name] for name, ends in _ENDS.items() if ends in columns}
+        for name in _COLUMNS:
+            if name in columns:
+                self._file.write(columns[name])
+        lengths = {"bytes": self._size + len(padding)} | {
+            name: len(columns[name]) * (8 if _TYPES[name] == "I64" else 1) for name in _COLUMNS if name in columns
+        }
+        ends = list(accumulate(lengths.values()))
+        header = {
+            name: {
+                "dtype": _TYPES[name],
+                "shape": [length // (8 if _TYPES[name] == "I64" else 1)],
+                "data_offsets": [end - length, end],
+            }
+            for (name, length), end in zip(lengths.items(), ends)
+        }
+        text = json.dumps(header).encode()
+        self._file.seek(0)
+        self._file.write((_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8))
+
+
+def samples_of(files: Files, name: str) -> Iterator[Packed]:
+    """The samples of a shard, without their bytes. ConfigError: it is damaged."""
+    try:
+        columns = _columns(files, name)
+        ends = columns["ends"].tolist()
+        names, labels, captions = columns["names"].tobytes(), columns.get("label"), columns.get("captions_ends")
+        texts = columns["captions"].tobytes() if captions is not None else b""
+        for number, (end, name_end) in enumerate(zip(ends, columns["name_ends"].tolist(), strict=True)):
+            begin, name_begin = (ends[number - 1], int(columns["name_ends"][number - 1])) if number else (0, 0)
+            own = () if captions is None else range(int(captions[number - 1]) if number else 0, int(captions[number]))
+            if not 0 <= begin <= end <= columns["bytes"] or not 0 <= name_begin <= name_end <= len(names):
+                raise ValueError("ends that lead backwards")
+            yield Packed(
+                _HEADER + begin,
+                end - begin,
+                os.fsdecode(names[name_begin:name_end]),
+                None if labels is None else int(labels[number]),
+                tuple(_caption(texts, columns["caption_ends"], place) for place in own),
+            )
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{name} is no shard of launch/pack.py, or is damaged ({error})") from None
+
+
+def _caption(texts: bytes, ends: np.ndarray, place: int) -> str:
+    return texts[int(ends[place - 1]) if place else 0 : int(ends[place])].decode("utf-8")
+
+
+def _columns(files: Files, name: str) -> dict[str, Any]:
+    """The columns of a shard as arrays, and under "bytes" how many bytes its files have."""
+    header = small.parse_json(files.span(name, 8, _HEADER - 8))
+    columns: dict[str, Any] = {"bytes": header["bytes"]["data_offsets"][1]}
+    for column in _COLUMNS:
+        if column in header:
+            begin, end = header[column]["data_offsets"]
+            if not 0 <= begin <= end or end - begin > _LARGEST:
+                raise ValueError(f"a column {column} from {begin} to {end}")
+            columns[column] = np.frombuffer(
+                files.span(name, _HEADER + begin, end - begin), np.int64 if _TYPES[column] == "I64" else np.uint8
+            )
+    return columns
+
+
+def hash_of(path: Path) -> str:
+    """A hash of a file's bytes."""
+    digest = blake2b(digest_size=32)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_index(files: Files) -> dict[str, Any]:
+    """What stands in pack.json. ConfigError: there is none yet, it is altered, or of another version's format."""
+    try:
+        with files.open(INDEX) as file:
+            body = sealed.parse(file.read(small.MEGABYTE << 8))
+    except FileNotFoundError:
+        raise ConfigError(
+            "is not packed to the end: give the command of launch/pack.py that began it once more, and "
+            "it goes on where it stopped"
+        ) from None
+    if body is None:
+        raise ConfigError(f"has a {INDEX} that is truncated or altered: repeat the launch/pack.py that wrote it")
+    if body.get("format") != FORMAT:
+        raise ConfigError(f"has format {body.get('format')}, this version reads {FORMAT}: pack the data again")
+    try:
+        names = [shard["name"] for shard in body["shards"] if type(shard["size"]) is int]
+        sound = names == [shard_name(number) for number in range(len(body["shards"]))] and body["noun"]
+        sound = sound and all(type(name) is str for name in body["classes"])
+    except (KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise ConfigError(f"has a {INDEX} that launch/pack.py has not written: pack the data again")
+    return body
 
 
 class PackedFiles(Layout):

@@ -16,8 +16,8 @@ from dstrain.data.files.listing import listing, of_each, walk
 from dstrain.data.files.local import Files
 from dstrain.data.files.storage import with_retries
 from dstrain.data.formats.base import Place, Request, Sample
-from dstrain.data.formats.class_list import read_class_list
 from dstrain.data.formats.folders import Folders
+from dstrain.data.formats.labels import read_class_list
 from dstrain.data.formats.lists import COLUMNS
 from dstrain.data.source import BadSample, reading
 from dstrain.disk import small
