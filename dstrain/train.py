@@ -236,7 +236,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
 
     for network in system.frozen():
         network.to(group.device())
-    engines = Engines(system.networks, run, settings, system.decays, system.blocks(), draw=False)
+    engines = build_engines(run, settings, system, draw=False)
     ema = EmaShadow(engines.masters, run.ema, system.averaged)  # shadows the fp32 weights this rank owns
     weights = engines.counts(system.frozen())
     say("weights: " + ", ".join(f"{part} {count:,}" for part, count in weights.items()))
@@ -302,6 +302,24 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         throughput,
         course,
         first,
+    )
+
+
+def build_engines(
+    run: Run, settings: dict[str, Any], system: System, draw: bool = True, kind: type[Engines] = Engines
+) -> Engines:
+    """Builds the engines of a system's networks as the recipe asks; without `draw`, their weights are to be loaded."""
+    return kind(
+        system.networks,
+        settings,
+        system.decays,
+        system.blocks(),
+        optimizer=run.optimizer,
+        seed=run.seed,
+        recompute=run.model.get("recompute", "none"),
+        compile=run.compile,
+        channels_last=run.channels_last,
+        draw=draw,
     )
 
 

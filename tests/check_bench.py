@@ -8,9 +8,9 @@ import torch
 from dstrain import recipe, systems
 from dstrain.bench.rivals import rivals
 from dstrain.bench.sides import Dstrain, Plain, Repeated, apart
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.tracking.flops import step_flops
+from tests.support.engines import resolve
 from tests.support.launch import ROOT
 
 

@@ -253,6 +253,15 @@ def test_imports_point_downwards(path):
     assert not wrong
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.startswith(("dstrain/engine/", "dstrain/checkpoint/"))]
+)
+def test_engines_take_sections_of_a_recipe(path):
+    """Oracle: the design: an engine names the sections that it reads, and takes no whole Run."""
+    names = [node.names for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom)]
+    assert "Run" not in {alias.name for aliases in names for alias in aliases}
+
+
 @pytest.mark.parametrize("path", [path for path in FILES if path.endswith("/pipeline.py")])
 def test_pipelines_of_exports_stand_alone(path):
     """Oracle: what a reader of an export has: Python's own modules, torch and diffusers, and no dstrain."""

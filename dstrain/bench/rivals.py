@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dstrain.bench.sides import DTYPES, Repeated, adamw
 from dstrain.distributed import group
-from dstrain.engine.blocks import compiles
+from dstrain.engine.blocks import is_compiled
 from dstrain.engine.initial import build
 from dstrain.engine.settings import precision
 from dstrain.recipe import ConfigError, Run
@@ -61,7 +61,7 @@ def _network(run: Run, system: System) -> tuple[str, nn.Module]:
 
 def _compile(run: Run, system: System, network: nn.Module) -> None:
     for module in network.modules():
-        if compiles(run) and isinstance(module, system.blocks()):
+        if is_compiled(run.compile) and isinstance(module, system.blocks()):
             module.compile()
 
 

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from dstrain import systems
 from dstrain.data.batches import placed
 from dstrain.distributed import group
-from dstrain.engine.blocks import compiles, prepare
+from dstrain.engine.blocks import is_compiled, prepare
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.engines import Engines
 from dstrain.engine.initial import build
 from dstrain.recipe import Run
 from dstrain.systems.base import Batch, System
-from dstrain.train import take_step
+from dstrain.train import build_engines, take_step
 
 Losses = dict[str, list[Tensor]]  # of a step: a value a micro-batch, by part
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,7 +59,7 @@ class Dstrain:
 
     def __init__(self, run: Run, settings: dict[str, Any], system: System, batches: Repeated):
         self.run, self.system, self.batches = run, system, batches
-        self.engines = Engines(system.networks, run, settings, system.decays, system.blocks())
+        self.engines = build_engines(run, settings, system)
         self.ema = EmaShadow(self.engines.masters, run.ema, system.averaged)
 
     def step(self, number: int) -> Losses:
@@ -120,7 +119,7 @@ class Plain:
         module.load_state_dict(dict(values()), strict=False, assign=True)
         nhwc = run.channels_last and all(weight.ndim < 5 for weight in module.parameters())  # of images alone
         module.to(group.device(), memory_format=torch.channels_last if nhwc else torch.preserve_format)
-        prepare(module, self.system.blocks(), run.model["recompute"], compiles(run))
+        prepare(module, self.system.blocks(), run.model["recompute"], is_compiled(run.compile))
         weights = list(module.parameters())
         masters = [nn.Parameter(weight.detach().clone()) for weight in weights] if dtype != torch.float32 else weights
         for weight in weights if dtype != torch.float32 else ():

@@ -55,7 +55,15 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
     memory = ""
     with _collecting(problems):
         before = {} if options.from_scratch else folders.settings_before(run.directory)
-        resolved = settings.resolve(options.ds_config, run, world, device_type, before)
+        resolved = settings.resolve_settings(
+            options.ds_config,
+            world,
+            device_type,
+            batch=run.batch,
+            optimizer=run.optimizer,
+            faults=run.faults,
+            before=before,
+        )
     if not problems:
         problems += systems.config(run.system, run.model).conflicts_at(settings.stage(resolved))
     if not problems and group.place().rank == 0:

@@ -11,7 +11,7 @@ from dstrain import systems
 from dstrain.disk import small
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
-from dstrain.engine.settings import precision, resolve, stage
+from dstrain.engine.settings import precision, resolve_settings, stage
 from dstrain.planning.advice import LARGEST, Case, advice, more_gpus, search
 from dstrain.planning.calibration import Measured, rates
 from dstrain.planning.count import count
@@ -44,7 +44,9 @@ def case(run: Run, ds_config: Path, world: int, gpus_per_node: int, gpu: str, ne
     if network is not None and device.name is None:
         raise ConfigError(f"--network: --gpu {gpu} names no chip, so that nothing is timed: leave it out, or name one")
     device = device if network is None else replace(device, network=network * 1e9 / 8)
-    resolve(ds_config, run, world, "cuda")  # complaints that name the file
+    resolve_settings(
+        ds_config, world, "cuda", batch=run.batch, optimizer=run.optimizer, faults=run.faults
+    )  # complaints that name the file
     return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device)
 
 
@@ -159,7 +161,9 @@ def calibrated(run: Run, ds_config: Path, json: bool = False) -> str:
 def _one_batch(run: Run, ds_config: Path, micro: int) -> tuple[Run, dict[str, Any]]:
     """The run with one micro-batch of that size in one process, and its settings."""
     run = run.model_copy(update={"batch": run.batch.model_copy(update={"micro": micro, "global_": micro})})
-    return run, resolve(ds_config, run, 1, group.device().type)
+    return run, resolve_settings(
+        ds_config, 1, group.device().type, batch=run.batch, optimizer=run.optimizer, faults=run.faults
+    )
 
 
 def _costs(run: Run, settings: dict[str, Any]) -> Counts:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dstrain.engine.masters import full_shape
-from dstrain.recipe import Run
 
 # What recompute=attention keeps: products with weights, which are most of the work and few of the bytes. The products
 # within attention that some of torch's implementations make are batched ones (bmm), and not kept.
@@ -90,9 +89,9 @@ def _may_be_away(weight: Tensor) -> bool:
     return not torch.compiler.is_compiling() and hasattr(weight, "ds_id")
 
 
-def compiles(run: Run) -> bool:
-    """Whether a recipe asks for compiled blocks on this machine."""
-    return run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available())
+def is_compiled(choice: str) -> bool:
+    """Returns whether a recipe's compile=auto, on or off asks for compiled blocks on this machine."""
+    return choice == "on" or (choice == "auto" and torch.cuda.is_available())
 
 
 def forward(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed.progress import phases
-from dstrain.engine import optimizers
 from dstrain.engine.accumulation import WideSums
 from dstrain.engine.allocation import allocate, flattened_in_place, give_back
-from dstrain.engine.blocks import compiles, prepare
+from dstrain.engine.blocks import is_compiled, prepare
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.engine.initial import Networks, Values, build
 from dstrain.engine.masters import Masters
-from dstrain.engine.optimizers import Decays, full_shape
+from dstrain.engine.optimizers import Decays, build_optimizer, full_shape, group_weights
 from dstrain.engine.settings import for_deepspeed, offloads_optimizer, stage, sums_aside
 from dstrain.engine.updates import Flag
-from dstrain.recipe import Run
+from dstrain.recipe import Optimizer
 
 
 class Engines(Mapping[str, Any]):
@@ -34,27 +33,39 @@ class Engines(Mapping[str, Any]):
     def __init__(
         self,
         networks: Networks,
-        run: Run,
         settings: dict[str, Any],
         decays: Decays,
         blocks: tuple[type[nn.Module], ...] = (),
+        *,
+        optimizer: Optimizer,
+        seed: int,
+        recompute: str | int = "none",
+        compile: str = "auto",
+        channels_last: bool = False,
         draw: bool = True,
     ):
-        """Without `draw`, weights are not set, buffers are: a checkpoint's values follow, or `draw`."""
+        """Builds the networks on `settings`, which resolve_settings has made.
+
+        decays      whether a weight of this name decays
+        blocks      classes of the networks' repeated blocks
+        optimizer, seed, recompute, compile, channels_last    as in the recipe and its model section
+        draw        whether to draw weights; without, buffers alone are set: a checkpoint's values follow, or `draw`
+        """
         self.settings = settings
         self.notes: list[str] = []  # lines for the user
         self._engines: dict[str, Any] = {}
         self._learned: set[str] = set()  # parts that had a turn in this step, that is, since set_lr
         self.masters: dict[str, Masters] = {}
-        if compiles(run) and blocks:
+        compiled = is_compiled(compile)
+        if compiled and blocks:
             self.notes.append("note: torch.compile compiles blocks as the first step meets them, for minutes perhaps")
-        built = self._build(networks, run.seed)
+        built = self._build(networks, seed)
         self._initial = {part: values for part, (_, values) in built.items()}
         for part, (network, values) in built.items():
-            if run.channels_last:
+            if channels_last:
                 use_channels_last(network)
-            prepare(network, blocks, run.model.get("recompute", "none"), compiles(run), scattered=stage(settings) == 3)
-            self._engines[part] = self._initialize(network, run, decays, blocks)
+            prepare(network, blocks, recompute, compiled, scattered=stage(settings) == 3)
+            self._engines[part] = self._initialize(network, optimizer, decays, blocks)
             self.masters[part] = self._masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
             if not draw:
@@ -86,13 +97,15 @@ class Engines(Mapping[str, Any]):
             drawn = ((name, value) for name, value in values(owned) if name not in given)
             self.set_weights(part, chain(drawn, given.items()))
 
-    def _initialize(self, network: nn.Module, run: Run, decays: Decays, blocks: tuple[type[nn.Module], ...]) -> Any:
+    def _initialize(
+        self, network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...]
+    ) -> Any:
         import deepspeed
 
         phases().at("setting up DeepSpeed's engines")
-        groups = list(optimizers.groups(network, run, decays, blocks))
+        groups = list(group_weights(network, choice, decays, blocks))
         allocate(network, groups, self.settings)
-        optimizer = optimizers.build(groups, run, offloads_optimizer(self.settings))
+        optimizer = build_optimizer(groups, choice, offloads_optimizer(self.settings))
         sums = WideSums(network.parameters()) if sums_aside(self.settings) else None
         with flattened_in_place():
             engine = deepspeed.initialize(

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed import group as ranks
 from dstrain.engine import cpu
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, Optimizer
 
 Group = dict[str, Any]
 Decays = Callable[[str, Tensor], bool]
@@ -43,9 +43,8 @@ def full_shape(tensor: Tensor) -> torch.Size:
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def build(groups: list[Group], run: Run, offloaded: bool) -> torch.optim.Optimizer:
-    """The optimizer of parameter groups."""
-    choice = run.optimizer
+def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> torch.optim.Optimizer:
+    """Builds the optimizer of parameter groups, the recipe's or, if it is `offloaded`, DeepSpeed's for the CPU."""
     options = {"lr": choice.lr, "betas": tuple(choice.betas), "eps": choice.eps}
     if offloaded:
         import deepspeed
@@ -62,12 +61,13 @@ def build(groups: list[Group], run: Run, offloaded: bool) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def groups(network: nn.Module, run: Run, decays: Decays, blocks: tuple[type[nn.Module], ...]) -> Iterator[Group]:
-    """Parameter groups of a network: matrices for muon and the rest, with decay and without.
+def group_weights(
+    network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...]
+) -> Iterator[Group]:
+    """Yields the parameter groups of a network: matrices for muon and the rest, with decay and without.
 
-    ConfigError: muon, and there are no matrices for it.
+    Raises ConfigError if muon finds no matrices.
     """
-    choice = run.optimizer
     inside = {
         id(weight) for module in network.modules() if isinstance(module, blocks) for weight in module.parameters()
     }

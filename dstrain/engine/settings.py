@@ -17,7 +17,7 @@ from typing import Any
 from dstrain.disk import small
 from dstrain.engine import cpu
 from dstrain.engine.schema import refusals, unsupported
-from dstrain.recipe import ConfigError, Run, divisors, nearby
+from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, divisors, nearby
 
 Settings = dict[str, Any]
 
@@ -37,35 +37,49 @@ _AUTO_ZERO = {
 }
 
 
-def resolve(
-    ds_config: Path | dict[str, Any], run: Run, world: int, device_type: str, before: Settings | None = None
+def resolve_settings(
+    ds_config: Path | dict[str, Any],
+    world: int,
+    device_type: str,
+    *,
+    batch: BatchSize,
+    optimizer: Optimizer,
+    faults: Faults,
+    before: Settings | None = None,
 ) -> Settings:
-    """The one checked dict for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu").
+    """Returns the one checked dict for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu").
 
-    before      what the run was resolved to when it began: a run that goes on keeps its precision where that is "auto".
+    ds_config   the JSON's path, or what it holds
+    batch, optimizer, faults    sections of the recipe
+    before      the settings with which the run began: a run that resumes keeps its precision where that is "auto"
+
+    Raises ConfigError with every problem.
     """
     source = "ds_config" if isinstance(ds_config, dict) else str(ds_config)
     settings = copy.deepcopy(ds_config) if isinstance(ds_config, dict) else _read(ds_config)
     if "bfloat16" in settings and "bf16" not in settings:
         settings["bf16"] = settings.pop("bfloat16")
     problems = list(unsupported(settings))
-    problems += _optimizer(settings.pop("optimizer", {}), run)
-    problems += _recipes(settings, run, world)
+    problems += _compare_optimizer(settings.pop("optimizer", {}), optimizer)
+    problems += _fill_in(settings, batch, optimizer, world)
     problems += _automatic(settings, device_type, before)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
     problems += refusals(settings)
     problems += _sizes(settings)
     if not problems:  # the types are right from here on
-        problems += [*_mechanism(settings, run, world, device_type), *_sums(settings)]
+        problems += [*_mechanism(settings, optimizer, faults, world, device_type), *_sums(settings)]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return settings
 
 
-def micro_and_accumulation(run: Run, world: int) -> tuple[int, int]:
-    """Samples for each rank and forward pass, and forward passes for each optimizer step."""
-    total, micro = run.batch.global_, run.batch.micro
+def split_batch(batch: BatchSize, world: int) -> tuple[int, int]:
+    """Returns the samples of a rank in one forward pass, and its forward passes in one optimizer step.
+
+    Raises ConfigError if `world` ranks cannot share the batch evenly.
+    """
+    total, micro = batch.global_, batch.micro
     if total % world:
         fits = sorted({total // world * world or world, -(-total // world) * world})
         raise ConfigError(
@@ -181,19 +195,19 @@ def _finite(text: str) -> float:
     return value
 
 
-def _optimizer(block: Any, run: Run) -> Iterator[str]:
+def _compare_optimizer(block: Any, optimizer: Optimizer) -> Iterator[str]:
     """Compares an optimizer block with the recipe; dstrain builds the optimizer itself."""
     if not isinstance(block, dict) or not isinstance(block.get("params", {}), dict):
         yield '"optimizer" is no section with "type" and "params": remove it, the recipe owns the optimizer'
         return
     kind = str(block.get("type", "auto"))
-    if kind.lower() not in ("auto", run.optimizer.name, "adam" if run.optimizer.name == "adamw" else "auto"):
-        yield f'"optimizer.type" is {kind}, optimizer.name in the recipe is {run.optimizer.name}: remove the block'
+    if kind.lower() not in ("auto", optimizer.name, "adam" if optimizer.name == "adamw" else "auto"):
+        yield f'"optimizer.type" is {kind}, optimizer.name in the recipe is {optimizer.name}: remove the block'
     own = {
-        "lr": run.optimizer.lr,
-        "betas": list(run.optimizer.betas),
-        "eps": run.optimizer.eps,
-        "weight_decay": run.optimizer.weight_decay,
+        "lr": optimizer.lr,
+        "betas": list(optimizer.betas),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
     }
     for key, value in block.get("params", {}).items():
         if key in own:
@@ -204,17 +218,17 @@ def _optimizer(block: Any, run: Run) -> Iterator[str]:
         yield f'"optimizer.{key}" has no effect, since dstrain builds the optimizer: remove it'
 
 
-def _recipes(settings: Settings, run: Run, world: int) -> Iterator[str]:
+def _fill_in(settings: Settings, batch: BatchSize, optimizer: Optimizer, world: int) -> Iterator[str]:
     """Fills in what the recipe owns."""
     try:
-        micro, accumulation = micro_and_accumulation(run, world)
+        micro, accumulation = split_batch(batch, world)
     except ConfigError as error:
         raise ConfigError(*error.problems) from None  # named by its recipe keys: the JSON is not at fault
     for key, recipe_key, own in (
-        ("train_batch_size", "batch.global", run.batch.global_),
+        ("train_batch_size", "batch.global", batch.global_),
         ("train_micro_batch_size_per_gpu", "batch.micro", micro),
         ("gradient_accumulation_steps", f"batch.global / batch.micro / {world} ranks", accumulation),
-        ("gradient_clipping", "optimizer.clip", run.optimizer.clip),
+        ("gradient_clipping", "optimizer.clip", optimizer.clip),
     ):
         yield from _agreement(key, settings.get(key, "auto"), recipe_key, own)
         settings[key] = own
@@ -247,13 +261,13 @@ def _automatic(settings: Settings, device_type: str, before: Settings | None) ->
         )
 
 
-def _search(fp16: Settings, run: Run) -> Iterator[str]:
-    """Whether the steps that a dynamic loss scale may skip on its way down look like a run that diverges."""
+def _compare_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
+    """Checks that a dynamic loss scale may skip as many steps on its way down as the recipe bears."""
     skips = fp16.get("initial_scale_power", 16) + fp16.get("hysteresis", 2) - 1
-    if not fp16.get("loss_scale", 0) and skips > run.faults.max_skipped:
+    if not fp16.get("loss_scale", 0) and skips > faults.max_skipped:
         yield (
             f'"fp16" may skip {skips} steps in a row until its loss scale is low enough (initial_scale_power + '
-            f"hysteresis - 1), and faults.max_skipped={run.faults.max_skipped} takes them for divergence: lower "
+            f"hysteresis - 1), and faults.max_skipped={faults.max_skipped} takes them for divergence: lower "
             f'"fp16.initial_scale_power", or write faults.max_skipped={skips}'
         )
 
@@ -307,8 +321,8 @@ def _sizes(settings: Settings) -> Iterator[str]:
         yield '"steps_per_print" is below 1: remove it, dstrain reports'
 
 
-def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> Iterator[str]:
-    """What does not go together, in DeepSpeed or with dstrain's own promises."""
+def _mechanism(settings: Settings, optimizer: Optimizer, faults: Faults, world: int, device_type: str) -> Iterator[str]:
+    """Yields what does not go together, in DeepSpeed or with dstrain's own promises."""
     zero = settings.get("zero_optimization", {})
     for name in ("bf16", "fp16"):
         if not isinstance(settings.get(name, {}).get("enabled", False), bool):
@@ -327,7 +341,7 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
             'multiply the loss by it: write "zero_optimization": {"stage": 1}, for one GPU as well'
         )
     elif enabled == ["fp16"]:
-        yield from _search(settings["fp16"], run)
+        yield from _compare_scale(settings["fp16"], faults)
     for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = offload(settings, what)
         if device == "nvme":
@@ -340,12 +354,12 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
                 f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
                 f"{stage(settings)}: remove it or raise the stage"
             )
-    if run.optimizer.name != "adamw" and offloads_optimizer(settings):
+    if optimizer.name != "adamw" and offloads_optimizer(settings):
         yield (
             '"zero_optimization.offload_optimizer" steps on the host, where there is AdamW alone; optimizer.name '
-            f"is {run.optimizer.name}: remove it, or write optimizer.name=adamw"
+            f"is {optimizer.name}: remove it, or write optimizer.name=adamw"
         )
-    if run.optimizer.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+    if optimizer.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "optimizer.name=adamw8bit needs bitsandbytes: pip install bitsandbytes, or write optimizer.name=adamw"
     if stage(settings) == 3 and not zero.get("contiguous_gradients", True):
         yield (

@@ -12,7 +12,7 @@ from typing import Any
 
 from dstrain.distributed.progress import phases
 from dstrain.engine.settings import offload as where
-from dstrain.engine.settings import resolve
+from dstrain.engine.settings import resolve_settings
 from dstrain.engine.settings import stage as stage_of
 from dstrain.planning.count import count
 from dstrain.planning.counts import Layout
@@ -37,7 +37,14 @@ class Case:
 
     def estimate(self) -> Estimate:
         """ConfigError: the JSON does not suit the recipe or this number of ranks."""
-        settings = resolve(self.ds_config, self.run, self.layout.world, "cuda")
+        settings = resolve_settings(
+            self.ds_config,
+            self.layout.world,
+            "cuda",
+            batch=self.run.batch,
+            optimizer=self.run.optimizer,
+            faults=self.run.faults,
+        )
         micro, recompute = settings["train_micro_batch_size_per_gpu"], self.run.model.get("recompute", "none")
         work = f"counting stage {stage_of(settings)}, micro-batch {micro}, recompute {recompute}"
         work += "".join(f", {name}" for name in _OFFLOADS[-1] if where(settings, name) != "none")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dstrain.engine.optimizers import groups
+from dstrain.engine.optimizers import group_weights
 from dstrain.engine.planning.memory_kinds import OFFLOADED
 from dstrain.engine.settings import offload, offloads_optimizer, precision, stage
 from dstrain.recipe import Run
@@ -66,7 +66,7 @@ def keeps(run: Run, system: System, settings: dict[str, Any], world: int) -> str
 
 def _learned(run: Run, system: System, part: str, network: nn.Module) -> Iterator[tuple[int, int, int]]:
     """Weights, moments and averages of each group of a part's optimizer."""
-    for members in groups(network, run, system.decays, system.blocks()):
+    for members in group_weights(network, run.optimizer, system.decays, system.blocks()):
         yield (
             sum(weight.numel() for weight in members["params"]),
             len(members["moments"]),

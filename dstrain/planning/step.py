@@ -21,7 +21,7 @@ from dstrain.planning.counts import Collective
 from dstrain.planning.watch import Watch
 from dstrain.recipe import Run
 from dstrain.systems.base import System
-from dstrain.train import take_step
+from dstrain.train import build_engines, take_step
 
 # Steps before the one that counts. The first one makes the moments, and from it ZeRO-3 learns the order of the weights,
 # by which it fetches them ahead in the second.
@@ -51,12 +51,12 @@ class Measured:
 
 
 def measure(
-    run: Run, settings: dict[str, Any], system: System, engines_of: Callable[..., Engines] = Engines
+    run: Run, settings: dict[str, Any], system: System, kind: type[Engines] = Engines
 ) -> tuple[Measured, Engines, EmaShadow]:
     """Builds engines and averages and takes a few steps, of which the last counts."""
     with Watch() as watch:
         with watch.making("buckets"):  # what is made here and has no other owner
-            engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
+            engines = build_engines(run, settings, system, kind=kind)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
         with watch.making("inputs"), unset_fake_temporarily():  # captions are read
             batches = Repeated(
@@ -93,17 +93,17 @@ def measure(
 
 
 def build(
-    run: Run, settings: dict[str, Any], system: System, engines_of: Callable[..., Engines]
+    run: Run, settings: dict[str, Any], system: System, kind: type[Engines]
 ) -> tuple[dict[str, int], Engines, EmaShadow]:
     """Engines and averages without a step, and the bytes of what has an owner, by kind."""
     with Watch() as watch:
-        engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
+        engines = build_engines(run, settings, system, kind=kind)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
         for masters in engines.masters.values():
             for moment in masters.kinds:
                 masters.moments(moment)
-        for kind, tensor in kept(engines.masters, ema):
-            watch.mark([tensor], kind, MADE_IN_A_STEP)
+        for name, tensor in kept(engines.masters, ema):
+            watch.mark([tensor], name, MADE_IN_A_STEP)
         watch.mark(gradients(engines.masters), "gradients", MADE_IN_A_STEP)
         sizes = watch.alive()
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema

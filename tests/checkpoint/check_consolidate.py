@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.engines import Engines
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.recipe import Save
 from tests.engine.check_elastic import History
 from tests.engine.check_engines import EMA, GLOBAL, batch, decays, gathered, recipe, rows
+from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
 
 STAGES, PRECISIONS = (1, 2, 3), ("fp32", "bf16")
@@ -101,7 +100,7 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
-    engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
+    engines = engines_for(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
     masters, ema = engines.masters["tiny"], EmaShadow(engines.masters, run.ema, ("tiny",))
     naive = {decay: gathered(masters, masters.flats) for decay in EMA.decays}
     for step in range(STEPS):

@@ -17,12 +17,12 @@ from dstrain import recipe, systems
 from dstrain.distributed import group
 from dstrain.engine.blocks import Graphs
 from dstrain.engine.engines import Engines
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.sampling.draw import resting
 from dstrain.systems.base import System
 from tests.engine.check_engines import gathered
 from tests.support.cases import CASES, modules, request
+from tests.support.engines import engines_for, resolve
 from tests.support.launch import ROOT
 
 STEPS, BATCH = 2, 4
@@ -112,7 +112,7 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
                 "cpu",
             )
             torch.manual_seed(0)
-            engines = Engines(system.networks, run, settings, system.decays, system.blocks())
+            engines = engines_for(system.networks, run, settings, system.decays, system.blocks())
             losses[way] = train(system, engines)
             state[way] = torch.cat(
                 [flat.detach().flatten() for masters in engines.masters.values() for flat in masters.flats]
@@ -156,7 +156,7 @@ def first(recompute: str) -> torch.Tensor:
     def networks():
         return {"net": nn.Sequential(Layer(), Layer())}
 
-    engines = Engines(networks, run, settings, lambda name, weight: False, (Layer,))
+    engines = engines_for(networks, run, settings, lambda name, weight: False, (Layer,))
     for _ in range(STEPS):
         engines.set_lr(0.01)
         with engines.turn("net") as nets:
@@ -172,7 +172,7 @@ def scattered(path: Path) -> None:
         run, system = build(path.parent, "dit", 0, recompute, [f"batch.global={BATCH * group.world()}", "compile=off"])
         zero = {"stage": 3, "stage3_param_persistence_threshold": keeps}
         settings = resolve({"zero_optimization": zero}, run, group.world(), "cpu")
-        engines = Engines(system.networks, run, settings, system.decays, system.blocks())
+        engines = engines_for(system.networks, run, settings, system.decays, system.blocks())
         for part in engines:  # biases and gates of zero would hide a mistake
             torch.manual_seed(0)
             shapes = engines.shapes(part).items()

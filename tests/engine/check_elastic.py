@@ -16,11 +16,10 @@ import torch
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints, read_weights
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.engines import Engines
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.recipe import Save
 from tests.engine.check_engines import GLOBAL, batch, decays, gathered, recipe, rows
+from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
 
 BEFORE, AFTER = 4, 10
@@ -46,7 +45,7 @@ class Trial:
         config = {"zero_optimization": {"stage": stage}}
         if stage == 3:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
-        self.engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
+        self.engines = engines_for(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
         self.ema = EmaShadow(self.engines.masters, run.ema, ("tiny",))
         self.history = History()
         self.saves = Checkpoints(folder, self.engines, self.ema, self.history, **words)

@@ -8,11 +8,10 @@ import torch
 from dstrain import rng
 from dstrain.distributed import group
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.recipe import Ema, Run
+from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
 
 STEPS, GLOBAL, SEED = 6, 8, 3
@@ -114,7 +113,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
         config["zero_optimization"]["overlap_comm"] = True
     if stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
-    engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
+    engines = engines_for(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
     masters = engines.masters["tiny"]
     shadow = EmaShadow(engines.masters, run.ema, ("tiny",))
     begun = gathered(masters, masters.flats)

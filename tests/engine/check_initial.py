@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed import group
-from dstrain.engine.engines import Engines
 from dstrain.engine.initial import build
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from tests.engine.check_engines import SEED, batch, decays, gathered, recipe, rows
+from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
 
 MICRO = 4
@@ -59,7 +58,7 @@ def loss_of(network: nn.Module, mine: slice) -> Tensor:
 def measure(stage: int) -> dict:
     run = recipe(MICRO)
     settings = resolve({"zero_optimization": {"stage": stage}}, run, group.world(), "cpu")
-    engines = Engines(lambda: {"tiny": Zeroed()}, run, settings, decays)
+    engines = engines_for(lambda: {"tiny": Zeroed()}, run, settings, decays)
     weights = gathered(engines.masters["tiny"], engines.masters["tiny"].flats)
     weights["scale.table"] = engines.modules["tiny"].scale.table
     expected, loss = plain()

@@ -17,12 +17,11 @@ from dstrain.distributed import group
 from dstrain.engine import cpu
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
-from dstrain.engine.settings import resolve
 from dstrain.recipe import Run
 from tests.engine.check_elastic import History
 from tests.engine.check_engines import SEED, decays, furthest, gathered, mean_difference
+from tests.support.engines import engines_for, resolve
 
 STEPS, HALF = 10, 5
 CLIP = 0.2  # of Lion alone: the factor is rounded in another way than torch's
@@ -172,7 +171,7 @@ class Trial:
         config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": precision == "bf16"}}
         if stage == 3:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 13000}
-        self.engines = Engines(
+        self.engines = engines_for(
             lambda: {"tiny": Network()}, run, resolve(config, run, group.world(), "cpu"), decays, (Block,)
         )
         self.masters = self.engines.masters["tiny"]

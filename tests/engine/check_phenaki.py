@@ -16,13 +16,12 @@ from dstrain import rng, systems
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
+from tests.support.engines import engines_for, resolve
 
 STEPS, GLOBAL, SEED, SAVED = 6, 8, 5, 3
 # As in check_turns.py: a small eps divides rounding by rounding.
@@ -82,7 +81,7 @@ class Trial:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 3000}
         self.system = systems.build("phenaki", self.run.model)
         settings = resolve(config, self.run, group.world(), "cpu")
-        self.engines = Engines(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
+        self.engines = engines_for(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(folder, self.engines, self.ema, self.system) if folder else None
         self.batches = Micros(batch, micro)

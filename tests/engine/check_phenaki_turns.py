@@ -14,13 +14,12 @@ import torch.nn.functional as F
 
 from dstrain import rng, systems
 from dstrain.distributed import group
-from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
+from tests.support.engines import engines_for, resolve
 
 STEPS, START, GLOBAL, SEED, EVERY = 6, 2, 8, 5, 2
 IMAGES_ALONE = (1, 4)
@@ -90,7 +89,9 @@ def trained(stage: int, micro: int, form: str, bf16: bool = False) -> dict:
     if bf16:
         config["bf16"] = {"enabled": True}
     system = systems.build("phenaki.tokenizer", model(form))
-    engines = Engines(system.networks, run, resolve(config, run, group.world(), "cpu"), system.decays, system.blocks())
+    engines = engines_for(
+        system.networks, run, resolve(config, run, group.world(), "cpu"), system.decays, system.blocks()
+    )
     seen = []
     tracker = SimpleNamespace(add=lambda part, terms: seen.append((part, terms["loss"].item())))
     found = {"begun": {part: gathered(masters, masters.flats) for part, masters in engines.masters.items()}}

@@ -16,10 +16,10 @@ from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.recipe import Ema, Run
 from tests.engine.check_engines import SEED, furthest, gathered
+from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
 
 SAMPLES = 256
@@ -52,7 +52,7 @@ def engines_of(run: Run, stage: int, parts: tuple[str, ...], **config) -> Engine
     settings = resolve(
         {"zero_optimization": {"stage": stage} if stage < 3 else zero, **config}, run, group.world(), "cuda"
     )
-    return Engines(lambda: {part: Tiny() for part in parts}, run, settings, lambda name, weight: False)
+    return engines_for(lambda: {part: Tiny() for part in parts}, run, settings, lambda name, weight: False)
 
 
 def rounded(dtype: torch.dtype) -> Tiny:

@@ -19,9 +19,9 @@ from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.recipe import Run
+from tests.support.engines import engines_for, resolve
 from tests.support.live import Live
 
 WIDTH, DEPTH, SEED, BUCKET = 384, 24, 3, 100_000
@@ -84,7 +84,7 @@ def engines(stage: int, bf16: bool, world: int, draw: bool = True) -> Engines:
     )
     zero = {"stage": stage, "reduce_bucket_size": BUCKET}
     settings = resolve({"zero_optimization": zero, "bf16": {"enabled": bf16}}, run, world, "cpu")
-    return Engines(lambda: {"net": network()}, run, settings, lambda name, weight: weight.ndim > 1, draw=draw)
+    return engines_for(lambda: {"net": network()}, run, settings, lambda name, weight: weight.ndim > 1, draw=draw)
 
 
 def start_of(stage: int, bf16: bool, world: int) -> tuple[dict[str, Any], Live, Engines, EmaShadow]:

@@ -22,10 +22,10 @@ from dstrain.commands import cli
 from dstrain.diffusion import gaussian, likelihood
 from dstrain.engine import prepare_environment
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.engines import Engines
 from dstrain.engine.recovery import Course
 from dstrain.engine.updates import Late
 from dstrain.train import take_step
+from tests.support.engines import engines_for
 from tests.support.launch import ROOT
 
 WORLD, WARM = 8, 3  # ranks; steps before the one that is counted
@@ -108,7 +108,7 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
     words += [f"batch.global={WORLD * accumulation}", "batch.micro=1", f"folder={folder / 'run'}"]
     job = cli.prepare(cli.JobOptions(ROOT / "tests" / "launch" / f"{recipe}.yaml", config, tuple(words)), WORLD, "cuda")
     run, system = job.run, systems.build(job.run.system, job.run.model)
-    engines = Engines(system.networks, run, job.settings, system.decays, system.blocks())
+    engines = engines_for(system.networks, run, job.settings, system.decays, system.blocks())
     ema, course = EmaShadow(engines.masters, run.ema, system.averaged), Course(run.faults)
     batches = Repeated(system, 1, accumulation)
     update = Counter()

@@ -29,12 +29,12 @@ from dstrain.distributed import group
 from dstrain.engine import prepare_environment
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.engines import Engines
 from dstrain.engine.start import start
 from dstrain.systems.vae import kl
 from dstrain.train import take_step
 from tests.engine.check_engines import gathered
 from tests.support import tokenizers
+from tests.support.engines import engines_for
 from tests.support.launch import ROOT, free_port
 from tests.support.preload import preload
 
@@ -135,7 +135,9 @@ class Trial:
         job = cli.prepare(options, group.world(), "cpu")
         self.run, self.settings = job.run, job.settings
         self.system = systems.build(self.run.system, self.run.model)
-        self.engines = Engines(self.system.networks, self.run, job.settings, self.system.decays, self.system.blocks())
+        self.engines = engines_for(
+            self.system.networks, self.run, job.settings, self.system.decays, self.system.blocks()
+        )
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(
             folder / case / saved, self.engines, self.ema, self.system, self.run.save, trust_pickle=True

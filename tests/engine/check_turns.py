@@ -15,13 +15,12 @@ from dstrain import rng, systems
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
-from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
+from tests.support.engines import engines_for, resolve
 
 STEPS, START, GLOBAL, SEED = 8, 3, 8, 5
 SAVED = (2, 5)  # before the discriminator's start, and after
@@ -74,7 +73,7 @@ class Trial:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 3000}
         self.system = systems.build("vae", MODEL)
         settings = resolve(config, self.run, group.world(), "cpu")
-        self.engines = Engines(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
+        self.engines = engines_for(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(folder, self.engines, self.ema, self.system) if folder else None
         self.batches, self.seen, self.applied = Micros(batch, micro), [], []

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dstrain.engine.engines import Engines
-from dstrain.engine.settings import resolve
 from dstrain.engine.updates import Updates
 from dstrain.recipe import Run
 from tests.engine.check_engines import applied, gathered
+from tests.support.engines import engines_for, resolve
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -42,7 +41,7 @@ def test_weights_that_take_turns(stage, dtype):
     config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
     if dtype:
         config["data_types"] = {"grad_accum_dtype": dtype}
-    engines = Engines(lambda: {"net": Parts()}, run, resolve(config, run, 1, "cpu"), lambda name, weight: False)
+    engines = engines_for(lambda: {"net": Parts()}, run, resolve(config, run, 1, "cpu"), lambda name, weight: False)
     masters, moments = engines.masters["net"], dict.fromkeys(USES, 0.0)
     for step in range(2):
         engines.set_lr(0.0)
@@ -83,7 +82,7 @@ def test_one_rank_needs_no_buckets(stage, precision, micros, monkeypatch):
             config["data_types"] = {"grad_accum_dtype": "bf16"}
         elif precision == "fp32 sent as bf16":  # DeepSpeed rounds on one rank, too
             config["communication_data_type"] = "bf16"
-        engines = Engines(lambda: {"net": Parts()}, run, resolve(config, run, 1, "cpu"), lambda name, weight: True)
+        engines = engines_for(lambda: {"net": Parts()}, run, resolve(config, run, 1, "cpu"), lambda name, weight: True)
         for number in range(4 * micros):
             if number % micros == 0:
                 engines.set_lr(1e-2)

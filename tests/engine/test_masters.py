@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dstrain.checkpoint.fragments import Fragment
 from dstrain.engine.engines import Engines
-from dstrain.engine.optimizers import ADAM, build, from_floats
-from dstrain.engine.settings import resolve
+from dstrain.engine.optimizers import ADAM, build_optimizer, from_floats
 from dstrain.recipe import Run
 from tests.engine.check_engines import applied, gathered
+from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -60,7 +60,7 @@ def engines_of(
     if precision == "fp16":
         config["fp16"] |= scale if scale is not None else {"loss_scale": 1.0}
     run = run_of(**words)
-    return Engines(
+    return engines_for(
         lambda: {part: network() for part in parts},
         run,
         resolve(config, run, 1, "cuda"),
@@ -197,7 +197,7 @@ def test_a_gradient_that_is_not_finite(stage, precision):
 def test_optimizers_that_leave_a_step_out_on_the_device(name):
     """Oracle: torch's own mark of optimizers that read found_inf and grad_scale, as updates.py sets them."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "moments": [], "muon": False}]
-    assert build(groups, run_of(optimizer=name), False)._step_supports_amp_scaling
+    assert build_optimizer(groups, run_of(optimizer=name).optimizer, False)._step_supports_amp_scaling
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

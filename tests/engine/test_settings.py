@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dstrain import recipe
 from dstrain.engine import cpu, settings
 from dstrain.recipe import ConfigError, Run
+from tests.support.engines import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -30,7 +31,7 @@ NAMED = {
 
 def faults(ds_config, *overrides, world=1, device="cpu"):
     with pytest.raises(ConfigError) as caught:
-        settings.resolve(ds_config, recipe.load(None, overrides), world, device)
+        resolve(ds_config, recipe.load(None, overrides), world, device)
     return str(caught.value)
 
 
@@ -41,7 +42,7 @@ def test_a_shipped_file_is_what_its_name_says(path):
 
     given_ = json.loads(path.read_text())
     run = recipe.load(None, ["batch.global=48", "optimizer.clip=0.5"])
-    resolved = settings.resolve(given_, run, 1, "cuda")
+    resolved = resolve(given_, run, 1, "cuda")
     found = settings.stage(resolved), settings.precision(resolved), settings.offloads_optimizer(resolved)
     assert found == NAMED[path.stem]
     assert "auto" not in json.dumps(resolved)
@@ -53,7 +54,7 @@ def test_a_shipped_file_is_what_its_name_says(path):
     )
     assert (parsed.gradient_clipping, parsed.zero_optimization_stage) == (0.5, found[0])
     assert (parsed.bfloat16_config.enabled, parsed.float16_config.enabled) == (found[1] == "bf16", found[1] == "fp16")
-    assert settings.resolve(resolved, run, 1, "cuda") == resolved  # what is saved reads back
+    assert resolve(resolved, run, 1, "cuda") == resolved  # what is saved reads back
 
 
 def test_files_hold_mechanism_only():
@@ -79,7 +80,7 @@ def test_batch_arithmetic(total, world, micro):
         return
     run = Run(batch={"global": total, "micro": micro})
     try:
-        found, accumulation = settings.micro_and_accumulation(run, world)
+        found, accumulation = settings.split_batch(run.batch, world)
     except ConfigError as error:
         text = str(error)
         if total % world:
@@ -94,7 +95,7 @@ def test_batch_arithmetic(total, world, micro):
 
 def test_clip_is_always_written():
     """Oracle: DeepSpeed clips to 1.0 when gradient_clipping is absent (runtime/constants.py)."""
-    assert settings.resolve({}, Run(), 1, "cpu")["gradient_clipping"] == 0.0
+    assert resolve({}, Run(), 1, "cpu")["gradient_clipping"] == 0.0
 
 
 def test_what_agrees_is_accepted():
@@ -110,7 +111,7 @@ def test_what_agrees_is_accepted():
             "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": "auto"},
         },
     }
-    resolved = settings.resolve(both, run, 2, "cpu")
+    resolved = resolve(both, run, 2, "cpu")
     assert "optimizer" not in resolved and resolved["gradient_accumulation_steps"] == 3
 
 
@@ -141,7 +142,7 @@ def test_an_optimizer_block_must_agree(name, value):
 def test_auto_is_decided_or_refused():
     """Oracle: DeepSpeed drops "auto" within a section, so that bf16.enabled "auto" is false."""
     run = Run()
-    zero = settings.resolve(
+    zero = resolve(
         {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}},
         run,
         1,
@@ -149,14 +150,14 @@ def test_auto_is_decided_or_refused():
     )
     assert zero["zero_optimization"]["reduce_bucket_size"] == 50_000_000
     assert "write true or false" in faults({"fp16": {"enabled": "auto"}})
-    assert settings.precision(settings.resolve({"bf16": {"enabled": "auto"}}, run, 1, "cuda")) == "bf16"
+    assert settings.precision(resolve({"bf16": {"enabled": "auto"}}, run, 1, "cuda")) == "bf16"
     assert "zero_optimization.offload_optimizer.device" in faults(
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}}
     )
 
 
 def auto(device="cpu", before=None):
-    return settings.precision(settings.resolve({"bf16": {"enabled": "auto"}}, Run(), 1, device, before))
+    return settings.precision(resolve({"bf16": {"enabled": "auto"}}, Run(), 1, device, before))
 
 
 def test_auto_precision_of_a_cpu(monkeypatch):
@@ -179,9 +180,9 @@ def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
     """Oracle: what the run was resolved to, on any CPU; true and false in the JSON are obeyed."""
     monkeypatch.setattr(cpu, "multiplies_bf16", lambda: native)
     for enabled in (False, True):
-        before = settings.resolve({"bf16": {"enabled": enabled}}, Run(), 1, "cpu")
+        before = resolve({"bf16": {"enabled": enabled}}, Run(), 1, "cpu")
         assert auto(before=before) == ("bf16" if enabled else "fp32")
-        other = settings.resolve({"bf16": {"enabled": not enabled}}, Run(), 1, "cpu", before)
+        other = resolve({"bf16": {"enabled": not enabled}}, Run(), 1, "cpu", before)
         assert settings.precision(other) == ("fp32" if enabled else "bf16")
     assert auto(before={}) == ("bf16" if native else "fp32")
 
@@ -262,7 +263,7 @@ def test_secondary_partition_divides_the_ranks():
     """Oracle: deepspeed/utils/groups.py, _ensure_divisibility."""
     zero = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
     assert "1, 2, 3, 6" in faults(zero, "batch.global=60", world=6, device="cuda")
-    assert settings.resolve(zero, Run(), 8, "cuda") and settings.resolve(zero, Run(), 2, "cuda")
+    assert resolve(zero, Run(), 8, "cuda") and resolve(zero, Run(), 2, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def test_sums_of_gradients(precision):
 
     def resolved(stage, *words, **own):
         config = {precision: {"enabled": True}, "zero_optimization": {"stage": stage}, **own}
-        return settings.resolve(config, recipe.load(None, ["batch.global=8", *words]), 1, "cuda")
+        return resolve(config, recipe.load(None, ["batch.global=8", *words]), 1, "cuda")
 
     several, own = "batch.micro=2", {"data_types": {"grad_accum_dtype": precision}}
     for stage in (1, 2, 3):
@@ -315,7 +316,7 @@ def test_sums_of_gradients(precision):
 
 def test_fp32_sums_are_nothing_to_decide():
     """Oracle: by hand: networks in fp32 sum in fp32, and in nothing else."""
-    assert "data_types" not in settings.resolve({}, recipe.load(None, ["batch.micro=2"]), 1, "cpu")
+    assert "data_types" not in resolve({}, recipe.load(None, ["batch.micro=2"]), 1, "cpu")
     assert 'compute in fp32: write "fp32", or' in faults({"data_types": {"grad_accum_dtype": "bf16"}})
 
 
@@ -325,11 +326,11 @@ def test_fp16_and_its_scale():
     """
     assert '"stage": 1' in faults({"fp16": {"enabled": True}}, device="cuda")
     fp16 = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 2}}
-    assert settings.resolve(fp16, recipe.load(None, ["faults.max_skipped=20"]), 1, "cuda")
+    assert resolve(fp16, recipe.load(None, ["faults.max_skipped=20"]), 1, "cuda")
     text = faults(fp16, "faults.max_skipped=19", device="cuda")
     assert "initial_scale_power" in text and "faults.max_skipped=20" in text
     fp16["fp16"]["loss_scale"] = 128
-    assert settings.resolve(fp16, recipe.load(None, ["faults.max_skipped=1"]), 1, "cuda")
+    assert resolve(fp16, recipe.load(None, ["faults.max_skipped=1"]), 1, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,7 @@ def test_fp16_and_its_scale():
 def test_bounds_of_sizes(key, least, most):
     """Oracle: the bounds by hand: what lies on them is taken, what lies beyond is refused with the key."""
     for value in (least, most):
-        zero = settings.resolve({"zero_optimization": {"stage": 3, key: value}}, recipe.load(None), 1, "cuda")
+        zero = resolve({"zero_optimization": {"stage": 3, key: value}}, recipe.load(None), 1, "cuda")
         assert zero["zero_optimization"][key] == value
     for value in (least - 1, most + 1):
         assert f'"zero_optimization.{key}" is {value}' in faults({"zero_optimization": {"stage": 3, key: value}})
@@ -354,7 +355,7 @@ def test_the_callers_dict_stays():
     """Oracle: a copy taken before."""
     content = {"train_batch_size": "auto", "optimizer": {"params": {"lr": "auto"}}, "zero_optimization": {"stage": 2}}
     before = json.loads(json.dumps(content))
-    settings.resolve(content, Run(), 1, "cpu")
+    resolve(content, Run(), 1, "cpu")
     assert content == before
 
 

@@ -11,10 +11,11 @@ from dstrain import recipe
 from dstrain.engine import cpu, settings
 from dstrain.recipe import ConfigError
 from tests.engine.test_settings import ROOT, faults
+from tests.support.engines import resolve
 
 
 def resolved(config, *overrides, world=1, device="cpu"):
-    return settings.resolve(config, recipe.load(None, overrides), world, device)
+    return resolve(config, recipe.load(None, overrides), world, device)
 
 
 def zero(stage: int, **more) -> dict:
@@ -65,7 +66,7 @@ def test_batches_that_would_fit(total, world, fits):
     """Oracle: the multiples of the world size next to the batch, none of them zero; the JSON is not at fault."""
     text = faults({}, f"batch.global={total}", world=world)
     assert f"write batch.global={fits}, or start" in text and "ds_config" not in text
-    micro, accumulation = settings.micro_and_accumulation(recipe.load(None, ["batch.global=12", "batch.micro=2"]), 3)
+    micro, accumulation = settings.split_batch(recipe.load(None, ["batch.global=12", "batch.micro=2"]).batch, 3)
     assert (micro, accumulation) == (2, 2) and type(accumulation) is int
 
 

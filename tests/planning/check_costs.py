@@ -17,11 +17,11 @@ from dstrain.diffusion import gaussian, likelihood
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.engines import Engines
-from dstrain.engine.settings import resolve
 from dstrain.planning import rank, states, step
 from dstrain.planning.watch import Watch
 from dstrain.recipe import Run
 from tests.support import tokenizers
+from tests.support.engines import resolve
 from tests.support.launch import ROOT
 from tests.support.live import Live
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from dstrain import recipe
-from dstrain.engine.settings import resolve
 from dstrain.planning import calibration, steptime
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.recipe import ConfigError
 from dstrain.tracking.hardware import CHIPS, GIB, chip
+from tests.support.engines import resolve
 from tests.support.launch import ROOT
 
 H200, WEIGHTS = CHIPS["h200"], 10**9

@@ -17,13 +17,12 @@ from dstrain.commands.reconstruct import ReconstructOptions, reconstruct
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.engines import Engines
-from dstrain.engine.settings import resolve
 from dstrain.recipe import Run, Save
 from tests.engine import check_engines
 from tests.engine.check_elastic import History
 from tests.engine.check_engines import GLOBAL, batch, decays, gathered, rows
 from tests.engine.ema.test_profiles import published
+from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
 
 SAVED, HALF, LAST, EVERY = 12, 24, 80, 2
@@ -47,7 +46,7 @@ class Trial:
         if stage == 3:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
         self.lines: list[str] = []
-        self.engines = Engines(
+        self.engines = engines_for(
             lambda: {part: Tiny() for part in PARTS}, run, resolve(config, run, group.world(), "cpu"), decays
         )
         self.ema = EmaShadow(self.engines.masters, run.ema, PARTS)
