@@ -80,7 +80,7 @@ def test_loads_into_the_plain_module(saved, tmp_path):
 import sys, torch
 sys.path.insert(0, {str(ROOT)!r})
 from safetensors.torch import load_file
-from tests.engine.check_consolidate import Plain
+from tests.checkpoint.check_consolidate import Plain
 truth = torch.load({str(folder / "truth.pt")!r})
 for case in sys.argv[2:]:
     network = Plain()

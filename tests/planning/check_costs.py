@@ -1,4 +1,4 @@
-"""Run by test_costs.py: a few steps of real ranks, and the same steps as dstrain/costs/ counts them; as JSON.
+"""Run by test_costs.py: a few steps of real ranks, and the same steps as dstrain/planning/ counts them; as JSON.
 
 The loss takes the way of a GPU in both, where no value is read.
 """

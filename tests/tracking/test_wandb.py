@@ -82,7 +82,7 @@ REAL = """
 import signal, sys, torch
 from pathlib import Path
 from dstrain.recipe import Run, Track
-from dstrain.track import wandb_sink
+from dstrain.tracking import wandb_sink
 from dstrain.tracking.tracker import Tracker
 wandb_sink._INIT_SECONDS = wandb_sink._FINISH_SECONDS = patience = float(sys.argv[3])
 handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
@@ -198,7 +198,7 @@ KILLED = """
 import os, signal, sys, time, torch
 from pathlib import Path
 from dstrain.recipe import Run, Track
-from dstrain.track import wandb_sink
+from dstrain.tracking import wandb_sink
 from dstrain.tracking.tracker import Tracker
 patience = float(sys.argv[5])
 wandb_sink._INIT_SECONDS = wandb_sink._FINISH_SECONDS = patience

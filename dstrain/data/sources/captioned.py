@@ -23,7 +23,7 @@ _NONE = " holds no image with a caption of its name beside it (X.png and X.txt),
 
 
 def open_captioned(path: str | Path, image_size: int) -> "Captioned":
-    """Data in a form of layouts/ that has captions, on all ranks together. ConfigError: there is no pair."""
+    """Data in a form of formats/ that has captions, on all ranks together. ConfigError: there is no pair."""
     with reworded(options={"data.path=": "--data ", ", or builtin:fashion": "", ": no images in it;": _NONE}):
         layout, index = open_index(path, Request(SUFFIXES, captions=True))
     if not index.most_captions:

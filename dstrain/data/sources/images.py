@@ -1,4 +1,4 @@
-"""Image sources: the built-in Fashion-MNIST and emoji, and images in any form of layouts/.
+"""Image sources: the built-in Fashion-MNIST and emoji, and images in any form of formats/.
 
 Items are {"image": uint8 (C, H, W), "label": int, index into `classes`} and, where captions are asked for, {"caption":
 UTF-8 as uint8 (CAPTION_BYTES,)}; where sizes are asked for {"size": int64 (6,), the height and width of the image, the
@@ -46,7 +46,7 @@ def open_images(
 ) -> "Fashion | Emoji | Images":
     """Opens a source of square images, on all ranks together.
 
-    path: "builtin:fashion", "builtin:emoji", or data in a form of layouts/. image_size: side of the square, pixels.
+    path: "builtin:fashion", "builtin:emoji", or data in a form of formats/. image_size: side of the square, pixels.
     channels: 1 (grey), 3 (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out:
     fraction of the data that is held out; the built-in data have their own. held_out_path: other data, with the same
     classes, that are the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. request:

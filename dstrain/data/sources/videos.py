@@ -3,7 +3,7 @@
 Items are {"video": uint8 (T, C, H, W), "frames": int, how many of the T are real} and, where the folder has such,
 {"caption": UTF-8 as uint8 (CAPTION_BYTES,), "label": int, index into `classes`}. Captions are the first of these:
 
-    a captions file     layouts/clips.py
+    a captions file     formats/clips.py
     X.txt               beside X.mp4, for every clip
     class folders       the name of the folder
 
@@ -53,7 +53,7 @@ def open_videos(
     index: str | Path | None = None,
     run: Path | None = None,
 ) -> "Videos | Mixed":
-    """Opens clips in a form of layouts/, on all ranks together.
+    """Opens clips in a form of formats/, on all ranks together.
 
     split: "train" or "held_out". held_out: fraction of the data that is held out. held_out_path: other data that are
     the held-out split instead, with their own captions file of the same name. captions: a captions file. images: images
