@@ -11,7 +11,7 @@ from torch import Tensor
 from dstrain import rng, systems
 from dstrain.checkpoint.saver import Saver
 from dstrain.data.batches import Batches, held_out
-from dstrain.data.open import described, open_sources
+from dstrain.data.open import describe_data, open_sources
 from dstrain.data.source import Source
 from dstrain.data.views import Spread
 from dstrain.distributed import group
@@ -227,7 +227,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     hosts.check(run, settings)  # before anything is moved or written
     source, held_out_source = open_sources(run.data, run=folder)
     if group.rank() == 0:
-        say(*described(run.data, source, held_out_source, folder))
+        say(*describe_data(run.data, source, held_out_source, folder))
     phases().at("building networks")
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.

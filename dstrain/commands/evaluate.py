@@ -24,7 +24,7 @@ from dstrain.checkpoint.manifest import manifest
 from dstrain.data.batches import held_out
 from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.decode.pixels import FORMATS, open_image
-from dstrain.data.open import open_sources, open_split, request_of
+from dstrain.data.open import BuiltinData, make_request, open_sources, open_split
 from dstrain.data.source import Source
 from dstrain.data.sources.images import Images, encoded, open_images
 from dstrain.data.views import Spread
@@ -207,7 +207,7 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
     pairs = "pairs" in systems.config_class(run.system).learns_from
     if options.split is not None:
         raise ConfigError(f"--data {path} takes all images there: leave out --split {options.split}")
-    if path.startswith("builtin:"):
+    if BuiltinData.recognises(data.model_copy(update={"path": path})):
         raise ConfigError(f"--data {path}: name a folder of {'embedding pairs' if pairs else 'images'}")
     with reworded(
         options={
@@ -241,7 +241,7 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
             split=places[1],
             held_out_path=places[2],
             draft=data.draft,
-            request=request_of(data),
+            request=make_request(data),
             sizes=data.size_conditions,
         )
     if labelled and not source.classes:
@@ -249,7 +249,7 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
             f"--data {path} has no class folders and the model knows {classes} classes: put the images "
             "into folders named as those of the training data"
         )
-    named = data.path.startswith("builtin:") or Path(data.path).exists()
+    named = BuiltinData.recognises(data) or Path(data.path).exists()
     if labelled and not named and len(source.classes) < classes:
         raise ConfigError(
             f"--data {path} has {len(source.classes)} classes, the model {classes}, and the training "

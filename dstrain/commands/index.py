@@ -13,7 +13,7 @@ from dstrain.data.files.listing import of_each
 from dstrain.data.formats.base import Layout, Place
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import Verified
-from dstrain.data.open import index_of
+from dstrain.data.open import open_section_index
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import Images
 from dstrain.data.sources.sizes import frame_counts, frames_of, pixel_sizes, size_of
@@ -49,7 +49,7 @@ class IndexOptions:
 
 def index_data(options: IndexOptions) -> dict[str, Any]:
     """Makes the index, or finds it again; what is in it, as JSON. ConfigError as `open_index`."""
-    layout, index = index_of(options.data, options.captions)
+    layout, index = open_section_index(options.data, options.captions)
     images = options.data.num_frames is None
     result = {
         "path": options.data.path,

@@ -1,7 +1,6 @@
 """From what was typed to a checked job: every check that needs no DeepSpeed engine, before anything expensive."""
 
 import importlib.util
-import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from dstrain.checkpoint.store import Store
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine import settings
-from dstrain.recipe import ConfigError, Data, Run, as_text
+from dstrain.recipe import ConfigError, Run, as_text
 from dstrain.runs import folders
 from dstrain.systems.base import System
 from dstrain.tracking.machine import free
@@ -77,13 +76,13 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
 
 def checked(run: Run) -> tuple[Run, list[str]]:
     """The Run with its data and model sections completed and checked, and what is wrong with it."""
-    from dstrain.data.open import completed, require_kind
+    from dstrain.data.open import complete_data, require_contents
 
     problems: list[str] = []
     with _collecting(problems):
         schema = systems.config_class(run.system)
-        run = run.model_copy(update={"data": completed(run.data)})
-        require_kind(run.data, run.system, schema.learns_from, systems.learners)
+        run = run.model_copy(update={"data": complete_data(run.data)})
+        require_contents(run.data, run.system, schema.learns_from, systems.learners)
         if run.data.durations and not schema.learns_durations:
             raise ConfigError(
                 f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
@@ -120,74 +119,15 @@ def _collecting(problems: list[str]) -> Iterator[None]:
 
 def _path_problems(run: Run) -> list[str]:
     """What is wrong with the paths of a recipe."""
-    problems = _data_problems(run.data)
+    from dstrain.data.paths import find_path_problems
+
+    problems = find_path_problems(run.data)
     if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append("track.tensorboard=true needs a package: `pip install tensorboard`, or leave it out")
     if run.init_from is not None and not run.init_from.exists() and not folders.last_saved(run.directory):
         problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
     problem = _folder_problem(run.directory)
     return problems + ([f"folder={as_text(run.directory)}: {problem}"] if problem else [])
-
-
-def _data_problems(data: Data) -> list[str]:
-    """What is wrong with the paths of the data, of all sources of a mixture."""
-    parts = data.parts() or (data,)
-    sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]
-    problems = [
-        problem
-        for section, part in zip(sections, parts)
-        for key, path in ((f"{section}.path", part.path), (f"{section}.held_out_path", part.held_out_path))
-        if path is not None and (problem := _data_path_problem(key, path))
-    ]
-    problems += [
-        f"data.held_out={part.held_out}: {part.path} holds out images itself: leave it out"
-        for part in parts
-        if part.held_out and part.path.startswith("builtin:")
-    ]
-    if problems:
-        return problems
-    for part, other in itertools.product(parts, parts):
-        if other.held_out_path and _share(part.path, other.held_out_path):
-            problems.append(
-                f"data.held_out_path={other.held_out_path} and data.path={part.path} share files, and "
-                "evaluation would see what was trained on: name a folder beside it, or write "
-                "data.held_out=0.02"
-            )
-        elif part is not other and other.held_out and _share(part.path, other.path):
-            problems.append(
-                f"data.mixture: {part.path} and {other.path} share files, and what one holds out would be "
-                "trained on in the other: take folders that lie beside each other, or hold nothing out"
-            )
-    return problems
-
-
-def _share(one: str, other: str) -> bool:
-    one, other = (os.path.join(os.path.realpath(path), "") for path in (one, other))
-    return one.startswith(other) or other.startswith(one)
-
-
-def _data_path_problem(key: str, path: str) -> str | None:
-    from dstrain.data.formats import is_elsewhere, strange_address
-    from dstrain.data.open import BUILTINS
-
-    if path.startswith("builtin:"):
-        return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
-    if is_elsewhere(path):  # whether it is there shows when it is listed
-        return None
-    if not os.path.exists(path):
-        return strange_address(key, path) or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
-    if not os.path.isdir(path) and not os.path.isfile(path):
-        return f"{key}={path} is a pipe or a device: give a folder of data, or builtin:fashion"
-    try:
-        empty = os.path.isdir(path) and not any(os.scandir(path))
-    except OSError as error:
-        return f"{key}={path} cannot be listed ({error.strerror}): give a folder that you may read"
-    if empty:
-        return (
-            f"{key}={path} is an empty folder: put images into it, those of a class in a folder of its own, or "
-            "name other data (docs/guides/data.md has all forms), or builtin:fashion"
-        )
-    return None
 
 
 def _folder_problem(folder: Path) -> str | None:
@@ -215,13 +155,15 @@ def _check_data_and_folder(
     """
     from dstrain.commands.probe import probe
     from dstrain.data.formats.labels import require_classes
-    from dstrain.data.open import described, is_embeddings, open_sources
+    from dstrain.data.open import describe_data, find_contents, open_sources
     from dstrain.metrics.in_training import checked_quality
     from dstrain.planning.states import keeps
 
     source, held_out = open_sources(run.data, verify=True, run=run.directory)
     if run.save.best is True and held_out is None:
-        remedy = "splits=[0.8,0.1,0.1]" if is_embeddings(run.data.path) else "held_out=0.02, or data.held_out_path"
+        remedy = (
+            "splits=[0.8,0.1,0.1]" if find_contents(run.data) == "pairs" else "held_out=0.02, or data.held_out_path"
+        )
         raise ConfigError(f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}")
     system = systems.build(run.system, run.model)
     if run.data.flip and system.takes_texts and source.captioned:
@@ -242,7 +184,7 @@ def _check_data_and_folder(
         own=not (run.data.mixture or run.data.held_out_path),
     )
     checked_quality(run, system, source, held_out)  # asks for a label of each class
-    remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
+    remarks = describe_data(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
     with _collecting(problems := []):
         system.require_expressible()
     if options.dry_run:

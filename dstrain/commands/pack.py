@@ -29,7 +29,7 @@ from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, has
 from dstrain.data.index.build import from_first
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
-from dstrain.data.open import holds_videos, index_of
+from dstrain.data.open import BuiltinData, find_contents, open_section_index
 from dstrain.data.source import Item
 from dstrain.data.sources.captioned import texts_beside
 from dstrain.disk import atomic, sealed, small
@@ -116,7 +116,7 @@ def pack(options: PackOptions) -> dict[str, Any]:
 
 def _opened(options: PackOptions) -> tuple[Layout, Index]:
     data = options.data
-    if data.path.startswith("builtin:") or data.mixture:
+    if BuiltinData.recognises(data) or data.mixture:
         raise ConfigError(
             f"{data.path}: what is built in is not packed; name a folder or a file of data"
             if not data.mixture
@@ -126,8 +126,8 @@ def _opened(options: PackOptions) -> tuple[Layout, Index]:
         raise ConfigError(
             f"--out {options.out} lies in {data.path}, where the shards would count as data: name a folder beside it"
         )
-    clips = not options.images and (data.num_frames is not None or holds_videos(data.path))
-    return index_of(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
+    clips = not options.images and find_contents(data) == "clips"
+    return open_section_index(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
 
 
 def _plan(options: PackOptions, files: _Packable) -> dict[str, Any]:

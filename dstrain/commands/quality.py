@@ -16,8 +16,7 @@ import torch
 
 from dstrain import __version__, systems
 from dstrain.checkpoint.manifest import manifest
-from dstrain.data.builtin.names import built_in
-from dstrain.data.open import open_sources, open_split
+from dstrain.data.open import open_builtin, open_sources, open_split
 from dstrain.data.source import Source
 from dstrain.data.views import Spread
 from dstrain.disk import atomic
@@ -199,7 +198,7 @@ def _begin(options: QualityOptions, run: Run) -> Source:
 def _own_data(options: QualityOptions, run: Run) -> Images:
     """Images of a split of the run's data, cropped as in training; never mirrored."""
     split = options.split or "train"
-    source = None if split == "test" else built_in(run.data, split)  # codes of them are compared as pictures, too
+    source = None if split == "test" else open_builtin(run.data, split)  # codes of them are compared as pictures, too
     if source is None:
         source = (
             open_split(run.data, split)

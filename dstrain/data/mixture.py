@@ -24,27 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.cached.shards import read_index
+from dstrain.data.cached.shards import ENCODED_ALIKE, read_index
 from dstrain.data.order import Order
 from dstrain.data.source import Bad, BadSample, Item, Source
 from dstrain.recipe import ConfigError, Data
 
 _BLOCK = 256  # positions that are shuffled among each other
 _LARGEST = 1 << 30  # sum of whole weights: products of two fit into int64
-# What caches that are used together have in common, by the names of their encoding.
-ENCODED_ALIKE = (
-    "first_stage",
-    "kind",
-    "image_size",
-    "channels",
-    "shape",
-    "num_frames",
-    "frame_stride",
-    "captions",
-    "text",
-    "dtype",
-    "flips",
-)
+_MIXED_ALIKE = (*ENCODED_ALIKE, "dtype", "flips")  # of the encodings of caches that are mixed
 
 
 @dataclass(frozen=True)
@@ -275,7 +262,7 @@ def with_codes_of(data: Data, parts: Sequence[Data]) -> Data:
         return data.model_copy(update={"codes": None})
     indexes = [read_index(Path(part.path)) for part in parts]
     for part, index in zip(parts[1:], indexes[1:]):
-        for key in ENCODED_ALIKE:
+        for key in _MIXED_ALIKE:
             first, other = indexes[0]["encoding"].get(key), index["encoding"].get(key)
             if first != other:
                 raise ConfigError(

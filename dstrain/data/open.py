@@ -1,15 +1,23 @@
-"""The data section of a recipe, opened: images, clips, embedding pairs, or what launch/encode.py has made of them."""
+"""The data section of a recipe, opened: what its path holds is decided once, by the first of KINDS that recognises it.
+
+Each kind completes a section from what the data say of themselves, opens its sources, and refuses what a section asks
+of it in vain.
+"""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dstrain.data.bad_files import listed
 from dstrain.data.builtin.emoji import EMOJI
+from dstrain.data.builtin.fashion import FASHION_PATH, Fashion
 from dstrain.data.builtin.moving import MOVING, MovingFashion
+from dstrain.data.cached.codes import complete_codes, open_codes
 from dstrain.data.cached.embeddings import BUILTIN, is_embeddings, open_pairs
-from dstrain.data.cached.latents import Latents, is_encoded
+from dstrain.data.cached.latents import is_encoded
+from dstrain.data.cached.shards import read_index
 from dstrain.data.decode.clips import VIDEOS, Cut
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
@@ -26,10 +34,10 @@ from dstrain.data.sources.images import Images, open_images
 from dstrain.data.sources.videos import CLIPS, open_videos
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
-from dstrain.recipe import Codes, ConfigError, Data
+from dstrain.recipe import ConfigError, Data
 
-BUILTINS = ("builtin:fashion", EMOJI, MOVING, BUILTIN)  # what data.path may be beside a folder
-KINDS = {  # what data may hold: its name and the remedy, for messages
+BUILTINS = (FASHION_PATH, EMOJI, MOVING, BUILTIN)  # what data.path may be beside a folder
+CONTENTS = {  # what a system may learn from: its name and the remedy, for messages
     "images": ("images", "give a folder of images"),
     "clips": ("videos", "give a folder of videos, with data.num_frames=17, say"),
     "latents": ("cached latents", "give what launch/encode.py makes by a KL autoencoder"),
@@ -38,127 +46,130 @@ KINDS = {  # what data may hold: its name and the remedy, for messages
     "pairs": ("embedding pairs", f"give a folder with img_emb/ and text_emb/, or {BUILTIN}"),
 }
 
-
-def open_sources(
-    data: Data, verify: bool = False, run: Path | None = None, mixed: bool = False
-) -> tuple[Source, Source | None]:
-    """The training source and the held-out one, None where a folder holds nothing out; on all ranks together.
-
-    verify: compare hashes, too. run: folder of the run that the command is about, where the index is kept. mixed: the
-    section is of one source of a mixture.
-
-    ConfigError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
-    """
-    if data.mixture:
-        return open_mixture(data, lambda part: open_sources(part, verify, run, mixed=True))
-    _require_read(data, mixed)
-    phases().at(f"listing {data.path}")
-    if is_embeddings(data.path):
-        return open_split(data, "train"), open_split(data, "validation")
-    if is_encoded(data.path):
-        train, unseen = _open_codes(data)
-        for codes in (train, unseen) if verify else ():
-            if codes is not None:
-                codes.verify()
-        return train, unseen
-    if not data.path.startswith("builtin:"):
-        path, held_out_path = from_first(
-            lambda: taken_apart(data.path, data.held_out, data.held_out_path, cache=data.cache)
-        )
-        data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
-    if data.num_frames is not None:
-        return _open_clips(data, run, mixed)
-    if data.path == MOVING or holds_videos(data.path):
-        raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
-    request = request_of(data, captions=data.embeddings is not None, mixed=mixed, measured=data.buckets is not None)
-    common = {
-        "channels": data.channels,
-        "held_out": data.held_out,
-        "held_out_path": data.held_out_path,
-        "draft": data.draft,
-        "request": request,
-        "index": data.index,
-        "run": run,
-        "crop": Crop.of(data),
-        "sizes": data.size_conditions,
-    }
-    train = open_images(data.path, data.image_size, split="train", **common)
-    if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
-        return _completed(data, train), _completed(
-            data, open_images(data.path, data.image_size, split="held_out", **common)
-        )
-    return _completed(data, train), None
+Split = tuple[Source, Source | None]  # the training source and the held-out one
 
 
-def _require_read(data: Data, mixed: bool) -> None:
-    """ConfigError: entries about labels and columns of data that have their own."""
-    own = data.path.startswith("builtin:") or is_encoded(data.path) or is_embeddings(data.path)
-    entries = [
-        f"data.{name}"
-        for name in ("labels", "class_list", "columns")
-        if getattr(data, name) != Data.model_fields[name].default
-    ]
-    if own and entries and not mixed and data.held_out_path is None:
+class Kind(ABC):
+    """The data of a section of one kind."""
+
+    labelled_anew = False  # data.labels, data.class_list and data.columns say what the labels and captions are
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, data: Data) -> bool:
+        """Returns whether the section's path is of this kind; the kinds before it in KINDS do not recognise it."""
+
+    @abstractmethod
+    def contents(self) -> str:
+        """Returns what a system can learn from: a key of CONTENTS."""
+
+    @abstractmethod
+    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+        """Opens both sources; arguments and errors as `open_sources`."""
+
+    def complete(self) -> Data:
+        """Returns the section with `codes`. Raises ConfigError as `complete_data`."""
+        return self.data.model_copy(update={"codes": None})
+
+    def open_split(self, split: str) -> Source | None:
+        """Opens a split of data.splits. Raises ConfigError if these data have no such splits."""
         raise ConfigError(
-            f"{', '.join(entries)}: the labels and captions of {data.path} are as they were made: leave it out"
+            f"data.path={self.data.path} has no split {split}: only embedding pairs are split by data.splits; "
+            "images have train and held_out"
         )
 
+    def list_samples(self, captions: bool) -> tuple[Layout, Index]:
+        """Opens the index of the samples, which is kept on the disk; as `open_section_index`."""
+        data = self.data
+        request = make_request(data, captions=captions)
+        if data.num_frames is not None:
+            request = make_request(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
+        path, _ = taken_apart(data.path, data.held_out, data.held_out_path, whole=True)
+        return open_index(path, request, data.index or cache_folder())
 
-def _completed(data: Data, source: Source) -> Source:
-    """With its embeddings, or in buckets, where the section asks for them."""
-    if data.embeddings is not None:
-        return with_embeddings(source, data.embeddings)
-    if data.buckets is None:
-        return source
-    if not isinstance(source, Images):
-        raise ConfigError(
-            f"data.buckets: the images of {data.path} have one size: leave it out, or give a folder of images"
-        )
-    return Sized(source, data.buckets, data.max_upscale)
+    def origin(self) -> str:
+        """Returns the path of the data, or of what they were encoded from."""
+        return self.data.path
 
-
-def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
-    """What the section asks of the form of its data."""
-    return Request(
-        suffixes, labels=data.labels, class_list=data.class_list, columns=data.columns, cache=data.cache, **more
-    )
-
-
-def described(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
-    """What a command has found, a line each: what it trains on and what is held out; `folder` is the run's, whose list
-    of unreadable files counts.
-    """
-    bad = listed(folder) if folder is not None else 0
-    known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
-    place = f"{data.held_out_path}: " if data.held_out_path else ""
-    unseen = f"{place}{held_out.describe()}" if held_out is not None else "nothing"
-    path = "" if data.mixture else f"{data.path}: "
-    return [f"data: {path}{source.describe()}{known}", f"held out: {unseen}"]
+    def refuse_labels(self, mixed: bool) -> None:
+        """Raises ConfigError if the section relabels data that have labels and captions of their own."""
+        names = [
+            f"data.{name}"
+            for name in ("labels", "class_list", "columns")
+            if getattr(self.data, name) != Data.model_fields[name].default
+        ]
+        if names and not self.labelled_anew and not mixed and self.data.held_out_path is None:
+            raise ConfigError(
+                f"{', '.join(names)}: the labels and captions of {self.data.path} are as they were made: leave it out"
+            )
 
 
-def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
-    """The form and the index of what a section names, which is kept on the disk. ConfigError as `open_index`.
+class MixedData(Kind):
+    """Several sources, by data.mixture."""
 
-    captions: of images, too; clips always have theirs.
-    """
-    if data.path.startswith("builtin:"):
-        raise ConfigError(
-            f"data.path={data.path} is in the package, and neither listed nor packed: name data of your own"
-        )
-    request = request_of(data, captions=captions)
-    if data.num_frames is not None:
-        request = request_of(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
-    path, _ = taken_apart(data.path, data.held_out, data.held_out_path, whole=True)
-    return open_index(path, request, data.index or cache_folder())
+    labelled_anew = True  # or refused by one of the sources
+
+    @classmethod
+    def recognises(cls, data: Data) -> bool:
+        return bool(data.mixture)
+
+    def contents(self) -> str:
+        return find_contents(self.data.parts()[0])
+
+    def complete(self) -> Data:
+        data, parts = self.data, [complete_data(part) for part in self.data.parts()]
+        contents = [find_contents(part) for part in parts]
+        for part, own in zip(parts, contents):
+            if own != contents[0] or own == "pairs":
+                remedy = "pairs are not mixed" if own == "pairs" else "mix sources of one kind"
+                raise ConfigError(
+                    f"data.mixture: {part.path} holds {CONTENTS[own][0]}, {data.path} {CONTENTS[contents[0]][0]}: "
+                    f"{remedy}"
+                )
+        return with_codes_of(data, parts)
+
+    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+        return open_mixture(self.data, lambda part: open_sources(part, verify, run, mixed=True))
+
+    def origin(self) -> str:
+        return "a mixture"
 
 
-def _open_clips(data: Data, run: Path | None, mixed: bool) -> tuple[Source, Source | None]:
-    height = data.height or data.image_size
-    if data.path.startswith("builtin:") and data.buckets:
-        raise ConfigError(
-            f"data.buckets: the clips of {data.path} have one length: leave it out, or give a folder of videos"
-        )
-    if data.path == MOVING:
+class BuiltinData(Kind):
+    """What the package holds: images, clips or embedding pairs."""
+
+    @classmethod
+    def recognises(cls, data: Data) -> bool:
+        return data.path.startswith("builtin:")
+
+    def contents(self) -> str:
+        if self.data.path == BUILTIN:
+            return "pairs"
+        return "clips" if self.data.path == MOVING or self.data.num_frames is not None else "images"
+
+    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+        if self.data.path == BUILTIN:
+            return PairsData(self.data).open(verify, run, mixed)
+        if self.data.num_frames is not None:
+            return self._open_clips()
+        if self.data.path == MOVING:
+            raise _lacks_frames(self.data)
+        return _open_images(self.data, run, mixed, holds_out=True)
+
+    def _open_clips(self) -> Split:
+        data = self.data
+        if data.buckets:
+            raise ConfigError(
+                f"data.buckets: the clips of {data.path} have one length: leave it out, or give a folder of videos"
+            )
+        if data.path != MOVING:
+            raise ConfigError(
+                f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write "
+                f"data.path={MOVING}"
+            )
         settings = {
             "frame_stride": data.frame_stride != 1,
             "captions": data.captions,
@@ -173,33 +184,282 @@ def _open_clips(data: Data, run: Path | None, mixed: bool) -> tuple[Source, Sour
                 f"data.flip=true: captions of {MOVING} say left and right, which a mirrored clip would "
                 "belie: write data.flip=false"
             )
-        size = (data.num_frames, height, data.image_size, data.channels)
-        return MovingFashion(*size, "train"), MovingFashion(*size, "held_out")
-    if data.path.startswith("builtin:"):
+        return open_builtin(data, "train"), open_builtin(data, "held_out")
+
+    def open_split(self, split: str) -> Source | None:
+        return PairsData(self.data).open_split(split) if self.data.path == BUILTIN else super().open_split(split)
+
+    def list_samples(self, captions: bool) -> tuple[Layout, Index]:
         raise ConfigError(
-            f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write data.path={MOVING}"
+            f"data.path={self.data.path} is in the package, and neither listed nor packed: name data of your own"
         )
-    cut = Cut(data.num_frames, height, data.image_size, data.channels, data.frame_stride)
-    request = request_of(data, CLIPS, noun="clips", captions=True, mixed=mixed, measured=data.buckets is not None)
+
+
+class PairsData(Kind):
+    """Pairs of embeddings, which data.splits splits."""
+
+    @classmethod
+    def recognises(cls, data: Data) -> bool:
+        return is_embeddings(data.path)
+
+    def contents(self) -> str:
+        return "pairs"
+
+    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+        return self.open_split("train"), self.open_split("validation")
+
+    def open_split(self, split: str) -> Source | None:
+        return open_pairs(self.data.path, self.data.splits, split, group.place().world)
+
+
+class CodesData(Kind):
+    """Cached codes of images or clips."""
+
+    @classmethod
+    def recognises(cls, data: Data) -> bool:
+        return is_encoded(data.path)
+
+    def contents(self) -> str:
+        encoding = read_index(Path(self.data.path))["encoding"]
+        return _name_codes(encoding["kind"], encoding["shape"])
+
+    def complete(self) -> Data:
+        return complete_codes(self.data)
+
+    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+        return open_codes(self.data, verify)
+
+    def origin(self) -> str:
+        return read_index(Path(self.data.path))["encoding"]["data"].split()[0]  # a fingerprint begins with the name
+
+
+class ClipsData(Kind):
+    """Videos in a form of formats/, with captions or classes."""
+
+    labelled_anew = True
+
+    @classmethod
+    def recognises(cls, data: Data) -> bool:
+        return data.num_frames is not None or _holds_videos(data.path)
+
+    def contents(self) -> str:
+        return "clips"
+
+    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+        data = _take_apart(self.data)
+        if data.num_frames is None:
+            raise _lacks_frames(data)
+        cut = Cut(data.num_frames, data.height or data.image_size, data.image_size, data.channels, data.frame_stride)
+        bucketed = data.buckets is not None
+        common = {
+            "held_out": data.held_out,
+            "held_out_path": data.held_out_path,
+            "captions": data.captions,
+            "request": make_request(data, CLIPS, noun="clips", captions=True, mixed=mixed, measured=bucketed),
+            "index": data.index,
+            "run": run,
+        }
+        train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
+        unseen = None
+        if data.held_out or data.held_out_path:
+            unseen = open_videos(data.path, cut, split="held_out", **common)
+        if not data.buckets:
+            return train, unseen
+        return by_duration(train, data.durations), unseen and by_duration(unseen, data.durations)
+
+
+class ImagesData(Kind):
+    """Images in a form of formats/; any other path is taken for such."""
+
+    labelled_anew = True
+
+    @classmethod
+    def recognises(cls, data: Data) -> bool:
+        return True
+
+    def contents(self) -> str:
+        return "images"
+
+    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+        data = _take_apart(self.data)
+        if ClipsData.recognises(data):  # a root with train/ and val/ shows only now what is in them
+            raise _lacks_frames(data)
+        return _open_images(data, run, mixed, holds_out=bool(data.held_out or data.held_out_path))
+
+
+KINDS: tuple[type[Kind], ...] = (MixedData, BuiltinData, PairsData, CodesData, ClipsData, ImagesData)
+
+
+def recognise(data: Data) -> Kind:
+    """Returns the section's data as the kind that they are, by their path; on any rank alone."""
+    return next(kind(data) for kind in KINDS if kind.recognises(data))
+
+
+def find_contents(data: Data) -> str:
+    """Returns what the (completed) data hold to learn from: a key of CONTENTS."""
+    return recognise(data).contents() if data.codes is None else _name_codes(data.codes.kind, data.codes.shape)
+
+
+def complete_data(data: Data) -> Data:
+    """Returns the section with what the index of a cache says in `codes`; None there for images and videos.
+
+    Raises ConfigError if the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
+    """
+    kind = recognise(data)
+    if data.embeddings is not None and kind.contents() != "images":
+        raise ConfigError(
+            f"data.embeddings={data.embeddings} goes with images, and data.path={data.path} holds "
+            "others: leave it out, or give the images"
+        )
+    if data.embeddings is not None and (data.mixture or data.buckets):
+        raise ConfigError(
+            f"data.embeddings={data.embeddings} goes with one source of squares: leave data.mixture and "
+            "data.buckets out"
+        )
+    return kind.complete()
+
+
+def require_contents(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:
+    """Checks that a system learns from what the (completed) data hold.
+
+    learners: gives the systems that learn from a key of CONTENTS, for the remedy.
+    Raises ConfigError if it does not.
+    """
+    contents = find_contents(data)
+    if contents == "pairs" and (data.held_out or data.held_out_path):
+        raise ConfigError("data.held_out and data.held_out_path are for images: pairs are split by data.splits")
+    exists = BuiltinData.recognises(data) or Path(data.path).exists()
+    if contents in learns_from or not exists:  # opening a missing path raises its own error
+        return
+    if contents == "images" and "clips" in learns_from:
+        raise ConfigError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
+    expected = f"{system} learns from {' or '.join(CONTENTS[own][0] for own in learns_from)}"
+    systems = " or ".join(f"system={name}" for name in learners(contents))
+    choice = f", or choose {systems}" if systems else ""
+    if contents == "clips" and data.num_frames:
+        raise ConfigError(f"data.num_frames={data.num_frames}: {expected}, not from clips: leave it out{choice}")
+    remedy = " or ".join(CONTENTS[own][1] for own in learns_from)
+    raise ConfigError(f"data.path={data.path} holds {CONTENTS[contents][0]}, and {expected}: {remedy}{choice}")
+
+
+def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixed: bool = False) -> Split:
+    """Opens the training source and the held-out one, None where nothing is held out; on all ranks together.
+
+    verify: compare hashes, too. run: folder of the run that the command is about, where the index is kept. mixed: the
+    section is of one source of a mixture.
+    Raises ConfigError as `open_images` and `Latents`, and if the held-out codes are not of the kind that is trained on.
+    """
+    kind = recognise(data)
+    kind.refuse_labels(mixed)
+    if not data.mixture:
+        phases().at(f"listing {data.path}")
+    return kind.open(verify, run, mixed)
+
+
+def open_split(data: Data, split: str) -> Source | None:
+    """Opens the train, validation or test split of embedding pairs; None where data.splits gives it nothing.
+
+    Raises ConfigError as `open_pairs`, and for data that have no such splits.
+    """
+    return recognise(data).open_split(split)
+
+
+def open_section_index(data: Data, captions: bool = False) -> tuple[Layout, Index]:
+    """Opens the form and the index of what a section names, which is kept on the disk.
+
+    captions: of images, too; clips always have theirs.
+    Raises ConfigError as `open_index`.
+    """
+    return recognise(data).list_samples(captions)
+
+
+def open_builtin(data: Data, split: str) -> Source | None:
+    """Opens a split of the built-in images or clips that `data` name or were encoded from; None of all others."""
+    origin = find_origin(data)
+    if origin == FASHION_PATH:
+        return Fashion(data.image_size, data.channels, split)
+    if origin == MOVING:
+        return MovingFashion(data.num_frames, data.height or data.image_size, data.image_size, data.channels, split)
+    return None
+
+
+def find_origin(data: Data) -> str:
+    """Returns data.path, or of cached codes the path of what they were encoded from."""
+    return recognise(data).origin()
+
+
+def describe_data(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
+    """Returns what a command has found, a line each: what it trains on and what is held out.
+
+    folder: of the run, whose list of unreadable files counts.
+    """
+    bad = listed(folder) if folder is not None else 0
+    known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
+    place = f"{data.held_out_path}: " if data.held_out_path else ""
+    unseen = f"{place}{held_out.describe()}" if held_out is not None else "nothing"
+    path = "" if data.mixture else f"{data.path}: "
+    return [f"data: {path}{source.describe()}{known}", f"held out: {unseen}"]
+
+
+def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
+    """Returns what the section asks of the form of its data."""
+    return Request(
+        suffixes, labels=data.labels, class_list=data.class_list, columns=data.columns, cache=data.cache, **more
+    )
+
+
+def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> Split:
+    captions, bucketed = data.embeddings is not None, data.buckets is not None
     common = {
+        "channels": data.channels,
         "held_out": data.held_out,
         "held_out_path": data.held_out_path,
-        "captions": data.captions,
-        "request": request,
+        "draft": data.draft,
+        "request": make_request(data, captions=captions, mixed=mixed, measured=bucketed),
         "index": data.index,
         "run": run,
+        "crop": Crop.of(data),
+        "sizes": data.size_conditions,
     }
-    train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
-    unseen = None
-    if data.held_out or data.held_out_path:
-        unseen = open_videos(data.path, cut, split="held_out", **common)
-    if not data.buckets:
-        return train, unseen
-    return by_duration(train, data.durations), unseen and by_duration(unseen, data.durations)
+    train = _wrap_images(data, open_images(data.path, data.image_size, split="train", **common))
+    if not holds_out:
+        return train, None
+    return train, _wrap_images(data, open_images(data.path, data.image_size, split="held_out", **common))
 
 
-def holds_videos(path: str) -> bool:
-    """Whether a folder, or its first class, has videos in it and no images."""
+def _wrap_images(data: Data, source: Source) -> Source:
+    """Adds the embeddings, or the buckets, that the section asks for."""
+    if data.embeddings is not None:
+        return with_embeddings(source, data.embeddings)
+    if data.buckets is None:
+        return source
+    if not isinstance(source, Images):
+        raise ConfigError(
+            f"data.buckets: the images of {data.path} have one size: leave it out, or give a folder of images"
+        )
+    return Sized(source, data.buckets, data.max_upscale)
+
+
+def _take_apart(data: Data) -> Data:
+    """Returns the section with data.path and data.held_out_path of data that hold some out themselves."""
+    path, held_out_path = from_first(
+        lambda: taken_apart(data.path, data.held_out, data.held_out_path, cache=data.cache)
+    )
+    return data.model_copy(update={"path": path, "held_out_path": held_out_path})
+
+
+def _name_codes(kind: str, shape: Sequence[int]) -> str:
+    if kind == "latents":
+        return "latents"
+    return "clip_tokens" if len(shape) == 3 else "image_tokens"
+
+
+def _lacks_frames(data: Data) -> ConfigError:
+    return ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
+
+
+def _holds_videos(path: str) -> bool:
+    """Returns whether a folder, or its first class, has videos in it and no images."""
     root, has_videos = Path(path), False
     with listing(root):
         classes = class_folders(root)[:1]
@@ -211,149 +471,3 @@ def holds_videos(path: str) -> bool:
                     return False
                 has_videos = has_videos or suffix in VIDEOS or suffix == ".gif"
     return has_videos
-
-
-def open_split(data: Data, split: str) -> Source | None:
-    """The train, validation or test split of embedding pairs, None where data.splits gives it nothing.
-
-    ConfigError as `open_pairs`, and for data that have no such splits.
-    """
-    if not is_embeddings(data.path):
-        raise ConfigError(
-            f"data.path={data.path} has no split {split}: only embedding pairs are split by data.splits; "
-            "images have train and held_out"
-        )
-    return open_pairs(data.path, data.splits, split, group.place().world)
-
-
-def completed(data: Data) -> Data:
-    """The section with what the index of a cache says in `codes`; None there for images and videos.
-
-    ConfigError: the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
-    """
-    if data.embeddings is not None and (is_encoded(data.path) or kind_of(data) != "images"):
-        raise ConfigError(
-            f"data.embeddings={data.embeddings} goes with images, and data.path={data.path} holds "
-            "others: leave it out, or give the images"
-        )
-    if data.embeddings is not None and (data.mixture or data.buckets):
-        raise ConfigError(
-            f"data.embeddings={data.embeddings} goes with one source of squares: leave data.mixture and "
-            "data.buckets out"
-        )
-    if data.mixture:
-        parts = [completed(part) for part in data.parts()]
-        for part, kind in zip(parts, kinds := [kind_of(part) for part in parts]):
-            if kind != kinds[0] or kind == "pairs":
-                remedy = "pairs are not mixed" if kind == "pairs" else "mix sources of one kind"
-                raise ConfigError(
-                    f"data.mixture: {part.path} holds {KINDS[kind][0]}, {data.path} {KINDS[kinds[0]][0]}: {remedy}"
-                )
-        return with_codes_of(data, parts)
-    if not is_encoded(data.path):
-        return data.model_copy(update={"codes": None})
-    if data.buckets or data.size_conditions or data.crop != "center":
-        kind = "images" if data.num_frames is None else "clips"
-        raise ConfigError(
-            f"data.buckets, data.crop, data.size_conditions: {data.path} holds codes of {kind} that were "
-            f"cut to one size: leave them out, or give the {kind}"
-        )
-    index = Latents(data.path).index
-    encoding = index["encoding"]
-    videos = "num_frames" in encoding
-    of_images = {"num_frames": None, "frame_stride": 1, "height": data.image_size}
-    for key in ("image_size", "channels", *of_images):
-        value = getattr(data, key) or of_images.get(key)
-        encoded = encoding.get(key, of_images.get(key))
-        if value != encoded:
-            raise ConfigError(
-                f"data.{key}={value}: {data.path} was encoded from {'clips' if videos else 'images'} of "
-                f"{key} {encoded}; write data.{key}={'null' if encoded is None else encoded}"
-            )
-    if data.flip and videos:
-        raise ConfigError(
-            f"data.flip=true: {data.path} holds no mirrored videos, since captions name directions; "
-            "write data.flip=false"
-        )
-    if data.flip and encoding["flips"] == 1:
-        raise ConfigError(
-            f"data.flip=true: {data.path} holds no mirrored images; write data.flip=false, or encode without --no-flip"
-        )
-    text = encoding.get("text") or {}
-    codes = Codes(
-        kind=encoding["kind"],
-        shape=encoding["shape"],
-        flips=encoding["flips"],
-        scaling_factor=index["statistics"].get("scaling_factor"),
-        first_stage=encoding["first_stage"],
-        codebook_size=encoding.get("codebook_size"),
-        text=text.get("shape"),
-        text_encoder=text.get("encoder"),
-    )
-    return data.model_copy(update={"codes": codes})
-
-
-def kind_of(data: Data) -> str:
-    """What the (completed) data hold to learn from: a key of KINDS."""
-    if data.codes is not None:
-        tokens = "clip_tokens" if len(data.codes.shape) == 3 else "image_tokens"
-        return "latents" if data.codes.kind == "latents" else tokens
-    if is_embeddings(data.path):
-        return "pairs"
-    return "clips" if data.num_frames is not None or data.path == MOVING or holds_videos(data.path) else "images"
-
-
-def require_kind(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:
-    """ConfigError where a system does not learn from what the (completed) data hold.
-
-    `learners` gives the systems that learn from a kind, for the remedy.
-    """
-    kind = kind_of(data)
-    if kind == "pairs" and (data.held_out or data.held_out_path):
-        raise ConfigError("data.held_out and data.held_out_path are for images: pairs are split by data.splits")
-    exists = data.path.startswith("builtin:") or Path(data.path).exists()
-    if kind in learns_from or not exists:  # opening a missing path raises its own error
-        return
-    if kind == "images" and "clips" in learns_from:
-        raise ConfigError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
-    expected = f"{system} learns from {' or '.join(KINDS[own][0] for own in learns_from)}"
-    systems = " or ".join(f"system={name}" for name in learners(kind))
-    choice = f", or choose {systems}" if systems else ""
-    if kind == "clips" and data.num_frames:
-        raise ConfigError(f"data.num_frames={data.num_frames}: {expected}, not from clips: leave it out{choice}")
-    remedy = " or ".join(KINDS[own][1] for own in learns_from)
-    raise ConfigError(f"data.path={data.path} holds {KINDS[kind][0]}, and {expected}: {remedy}{choice}")
-
-
-def _open_codes(data: Data) -> tuple[Latents, Latents | None]:
-    if data.held_out_path is None:
-        train = Latents(data.path, "train", data.held_out)
-        return train, Latents(data.path, "held_out", data.held_out) if data.held_out else None
-    if not is_encoded(data.held_out_path):
-        raise ConfigError(
-            f"data.held_out_path={data.held_out_path} holds images, data.path={data.path} cached codes: "
-            "encode the held-out images with the same first stage"
-        )
-    train, unseen = Latents(data.path), Latents(data.held_out_path)
-    for key in (
-        "first_stage",
-        "kind",
-        "image_size",
-        "channels",
-        "shape",
-        "num_frames",
-        "frame_stride",
-        "captions",
-        "text",
-    ):
-        if train.encoding.get(key) != unseen.encoding.get(key):
-            raise ConfigError(
-                f"data.held_out_path={data.held_out_path} has {key} {unseen.encoding.get(key)}, "
-                f"data.path={data.path} has {train.encoding.get(key)}: encode both alike"
-            )
-    if unseen.classes != train.classes:
-        raise ConfigError(
-            f"data.held_out_path={data.held_out_path} has the classes {', '.join(unseen.classes[:5])}, "
-            f"data.path={data.path} {', '.join(train.classes[:5])}: encode the same classes"
-        )
-    return train, unseen

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dstrain.data.builtin.fashion import FASHION_PATH
 from dstrain.data.builtin.moving import MOVING
-from dstrain.data.builtin.names import built_in, name_of
+from dstrain.data.open import find_origin, open_builtin
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.metrics import reference, table
@@ -52,7 +52,7 @@ class Quality:
             )
         with reworded(options=_OPTIONS):
             self._networks = table.chosen_networks(metrics, samples.features)
-        own = built_in(data, samples.metrics_split)
+        own = open_builtin(data, samples.metrics_split)
         if own is None and any(network.name == "builtin" for network in self._networks.values()):
             raise ConfigError(
                 f"samples.metrics: {', '.join(metrics)} by the built-in classifier is for the "
@@ -164,7 +164,7 @@ def checked_quality(run: Run, system: System, train: Source, unseen: Source | No
     metrics = run.samples.metrics
     if run.every.metrics and metrics is None:
         draws = system.generates and not system.starts_from_data and not system.cannot_draw()
-        name = name_of(run.data)
+        name = find_origin(run.data)
         asked = (name == MOVING and system.takes_texts) or (name == FASHION_PATH and "label" in system.conditions(1))
         metrics = (("fd", "accuracy") if asked else ("fd",)) if draws and name in (FASHION_PATH, MOVING) else ()
     best, measures = run.save.best, run.every.metrics and metrics

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dstrain.data.builtin.moving import MOTIONS, MOVING, captions
-from dstrain.data.builtin.names import name_of
+from dstrain.data.open import find_origin
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.distributed.bars import Bar
@@ -132,10 +132,10 @@ class Stories(Drawn):
         source: Source | None = None,
     ) -> None:
         super().__init__(options, run, system, networks, source)
-        if not (system.num_frames and system.takes_texts and system.takes_pictures and name_of(run.data) == MOVING):
+        if not (system.num_frames and system.takes_texts and system.takes_pictures and find_origin(run.data) == MOVING):
             raise ConfigError(
                 f"--metrics scenes tells stories of {MOVING}, and {options.folder}, a {run.system} of "
-                f"{name_of(run.data)}, does not draw those from texts: choose other metrics"
+                f"{find_origin(run.data)}, does not draw those from texts: choose other metrics"
             )
         self.num, self.prompts = options.num or 250, None
         self.length = length(system, self.samples.num_frames, options.prime_frames, True)

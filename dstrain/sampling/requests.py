@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dstrain.data.builtin.moving import MOVING
 from dstrain.data.builtin.moving import captions as built_in_captions
-from dstrain.data.builtin.names import name_of
+from dstrain.data.open import find_origin
 from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import CHOICES, Request, System
 
@@ -73,5 +73,5 @@ def of_all(samples: Samples, data: Data, system: System) -> Samples:
     """The section for a set that metrics compare with the data: every class in turn, whatever labels the grids show,
     and every caption of the built-in clips; of other texts the recipe's prompts. Pictures are squares, as the data's.
     """
-    prompts = tuple(built_in_captions()) if system.takes_texts and name_of(data) == MOVING else samples.prompts
+    prompts = tuple(built_in_captions()) if system.takes_texts and find_origin(data) == MOVING else samples.prompts
     return samples.model_copy(update={"labels": None, "prompts": prompts, "size": None})

@@ -12,7 +12,7 @@ from dstrain.commands.cli import JobOptions, prepare
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.cached.shards import read_index
 from dstrain.data.mixture import Mixture, MixtureOrder, common_classes, whole
-from dstrain.data.open import completed, described, open_sources
+from dstrain.data.open import complete_data, describe_data, open_sources
 from dstrain.recipe import ConfigError, Data, load, refusals, refused
 from dstrain.systems import config_class
 from tests.data.cached.test_latents import write as write_codes
@@ -222,7 +222,7 @@ def test_a_broken_sample_is_replaced_within_its_source():
 
 
 def opened(*words):
-    data = completed(load(None, words).data)
+    data = complete_data(load(None, words).data)
     return data, *open_sources(data)
 
 
@@ -242,7 +242,7 @@ def test_folders_with_weights_and_held_out_shares(tmp_path):
     for mixed, split in ((train, 0), (unseen, 1)):
         own = [f"{name}/{pair[split].name(i)}" for name, pair in zip("ab", alone) for i in range(len(pair[split]))]
         assert [mixed.name(i) for i in range(len(mixed))] == own
-    text, held = described(data, train, unseen)
+    text, held = describe_data(data, train, unseen)
     assert f"data: a mixture of 2, {len(train)} images, 3 classes" in text and "75.0% a (" in text
     assert held.startswith(f"held out: a mixture of 2, {len(unseen)} images")
     every = torch.cat([batch["position"][batch["valid"]] for batch in held_out(unseen, 4)])

@@ -7,11 +7,10 @@ import torch
 
 from dstrain.commands.encoding.options import EncodeOptions, Plan
 from dstrain.commands.encoding.takeover import taken_over
-from dstrain.data.cached.latents import is_encoded
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
-from dstrain.data.open import open_sources, request_of
+from dstrain.data.open import BuiltinData, CodesData, make_request, open_sources
 from dstrain.data.source import Source, read_items
 from dstrain.data.sources.images import open_images
 from dstrain.data.views import Windows
@@ -133,9 +132,10 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
             share = run_data.held_out if options.held_out is None else options.held_out
     if path is None or size is None:
         raise ConfigError("name the images: --data FOLDER (or builtin:fashion) and --image-size PIXELS")
-    if path.startswith("builtin:") and options.held_out:
+    named = Data(path=path)
+    if BuiltinData.recognises(named) and options.held_out:
         raise ConfigError(f"--held-out {options.held_out}: {path} holds out images itself: leave it out")
-    if is_encoded(path):
+    if CodesData.recognises(named):
         raise ConfigError(f"--data {path} holds cached codes already: name a folder of images")
     with reworded(
         options={
@@ -156,7 +156,7 @@ def _images(
 ) -> Source:
     own = options.data is None and stage.data is not None
     captions = options.num_captions is not None or options.text_encoder is not None
-    request = replace(request_of(stage.data) if own else Request(SUFFIXES), captions=captions)
+    request = replace(make_request(stage.data) if own else Request(SUFFIXES), captions=captions)
     images = open_images(
         path,
         size,

@@ -46,6 +46,18 @@ from dstrain.recipe import ConfigError, NotRead
 
 INDEX, ENCODING = "index.json", "encoding.json"
 FORMAT = 1
+# Entries of the encodings of caches, by name, that are equal where one is trained on and the other held out.
+ENCODED_ALIKE = (
+    "first_stage",
+    "kind",
+    "image_size",
+    "channels",
+    "shape",
+    "num_frames",
+    "frame_stride",
+    "captions",
+    "text",
+)
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_}
 _NAMES = re.compile(r"(index\.json|encoding\.json|shard_\d{5,}\.safetensors)(\.tmp)?")
 

@@ -16,7 +16,7 @@ from dstrain import rng, systems
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.cached import embeddings, rows
 from dstrain.data.cached.embeddings import BUILTIN, is_embeddings, open_pairs
-from dstrain.data.open import open_sources, open_split, require_kind
+from dstrain.data.open import open_sources, open_split, require_contents
 from dstrain.data.source import BadSample
 from dstrain.encoders.text import captions_of
 from dstrain.recipe import Data
@@ -409,7 +409,7 @@ def test_the_data_section(tmp_path):
     assert len(open_split(data, "test")) == 3 and open_sources(data.model_copy(update={"splits": ALL}))[1] is None
 
     def require(data, system):
-        require_kind(data, system, systems.config_class(system).learns_from, systems.learners)
+        require_contents(data, system, systems.config_class(system).learns_from, systems.learners)
 
     require(data, "prior")
     with pytest.raises(
@@ -425,7 +425,7 @@ def test_the_data_section(tmp_path):
 def test_builtin():
     """Oracle: the file's own facts: below 1 MB, unit vectors, pictures nearer to their own names than to others'."""
     assert is_embeddings(BUILTIN)
-    file = Path(embeddings.__file__).parent / "builtin" / "emoji-pairs.npz"
+    file = Path(embeddings.__file__).parents[1] / "builtin" / "emoji-pairs.npz"
     assert file.stat().st_size < 1_000_000 and "Apache" in file.with_name("LICENSE-emoji-pairs.txt").read_text()
     source = open_pairs(BUILTIN, (0.8, 0.1, 0.1), "validation")
     batch = next(held_out(source, len(source)))

@@ -18,7 +18,7 @@ from dstrain.commands.cli import JobOptions, prepare
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_encoded
-from dstrain.data.open import completed, open_sources
+from dstrain.data.open import complete_data, open_sources
 from dstrain.data.order import Order
 from dstrain.disk.sealed import render
 from dstrain.encoders.autoencoder import Autoencoder
@@ -440,7 +440,7 @@ def test_an_image_folder_may_have_an_index(tmp_path):
     for name in ("index.json", "encoding.json"):
         for text in ("{}", '{"body": {}}', '{"hash": "abc"}', "", '["encoding"]'):
             (root / name).write_text(text)
-            assert not is_encoded(root) and completed(data).codes is None and len(open_sources(data)[0]) == 6
+            assert not is_encoded(root) and complete_data(data).codes is None and len(open_sources(data)[0]) == 6
     write(tmp_path / "x")
     index = tmp_path / "x" / "index.json"
     for damaged in (index.read_text()[:150], "", "{}"):
@@ -454,9 +454,9 @@ def test_an_image_folder_may_have_an_index(tmp_path):
 def test_images_have_no_codes(tmp_path):
     """Oracle: the section: what an index once filled in is not kept for a folder of images."""
     write(tmp_path / "x")
-    data = completed(Data(path=str(tmp_path / "x"), image_size=16, channels=1))
+    data = complete_data(Data(path=str(tmp_path / "x"), image_size=16, channels=1))
     assert data.codes.shape == (3, 4, 4) and data.codes.first_stage == "stage"
-    assert completed(data.model_copy(update={"path": "builtin:fashion"})).codes is None
+    assert complete_data(data.model_copy(update={"path": "builtin:fashion"})).codes is None
 
 
 def resident(array) -> bool:

@@ -14,7 +14,7 @@ from torchvision.datasets import imagenet as original
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
 from dstrain.data.formats.imagenet import titles
-from dstrain.data.open import described, open_sources
+from dstrain.data.open import describe_data, open_sources
 from dstrain.data.source import BadSample, Source
 from dstrain.data.sources.images import open_images
 from dstrain.encoders.text import captions_of
@@ -97,7 +97,7 @@ def test_the_root_of_imagenet(tmp_path, tree, truth):
         assert labels_of(unseen) == expected and unseen.classes == SYNSETS
         by_folder = open_images(root / tree / "train", 16, split="held_out", held_out_path=sorted_val / "val")
         assert labels_of(by_folder) == expected
-        assert described(section, train, unseen)[1].startswith("held out: 6 images, 4 classes of 1 ")
+        assert describe_data(section, train, unseen)[1].startswith("held out: 6 images, 4 classes of 1 ")
     assert labels_of(open_images(root, 16, split="held_out")) == expected
     with pytest.raises(ConfigError, match=f"splits, not classes: write data.path={root / tree / 'train'}"):
         open_images(root, 16, split="all")

@@ -12,7 +12,7 @@ from dstrain.commands.job import JobOptions, prepare
 from dstrain.data.cached.latents import Latents
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
-from dstrain.data.open import described, open_sources
+from dstrain.data.open import describe_data, open_sources
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
 from dstrain.data.views import Spread, Windows
@@ -209,13 +209,13 @@ def test_what_was_found_is_said(tmp_path):
     data = Data(path=str(root), image_size=16)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "bad_files.txt").write_text("c1/a.png\tx\nc0/b.png\ty\nc1/a.png\tx\n")
-    assert described(data, *open_sources(data), tmp_path / "run") == [
+    assert describe_data(data, *open_sources(data), tmp_path / "run") == [
         f"data: {root}: 12 images, 3 classes of 3 (c2) to 5 (c1), no captions; 2 unreadable files are listed in "
         f"{tmp_path / 'run' / 'bad_files.txt'}",
         "held out: nothing",
     ]
     fashion = Data(image_size=28)
-    assert described(fashion, *open_sources(fashion)) == [
+    assert describe_data(fashion, *open_sources(fashion)) == [
         "data: builtin:fashion: 2,000 images, 10 classes of 200, no captions",
         "held out: 500 images, 10 classes of 50, no captions",
     ]
@@ -229,12 +229,12 @@ def test_what_was_found_is_said(tmp_path):
         "of 3 (c2) to 5 (c1), the classes as captions"
     )
     moving = Data(path="builtin:moving-fashion", num_frames=3, image_size=24, channels=1, flip=False)
-    assert described(moving, *open_sources(moving)) == [
+    assert describe_data(moving, *open_sources(moving)) == [
         "data: builtin:moving-fashion: 10,000 clips, 10 classes of 1,000, captions",
         "held out: 2,500 clips, 10 classes of 250, captions",
     ]
     pairs = Data(path="builtin:emoji-pairs")
-    assert "held out: 286 of 1,910 embedding pairs: image_embed, text_embed" in described(pairs, *open_sources(pairs))
+    assert "held out: 286 of 1,910 embedding pairs: image_embed, text_embed" in describe_data(pairs, *open_sources(pairs))
     write(tmp_path / "x")
     held = Latents(tmp_path / "x", "held_out", 0.3)
     labels = np.bincount([held[i]["label"] for i in range(len(held))], minlength=3)

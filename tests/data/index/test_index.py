@@ -188,7 +188,7 @@ def test_a_flipped_byte_of_a_large_index_is_found_when_it_is_used(tmp_path, monk
     """
     root, kept = folder(tmp_path / "d", 2, 20), tmp_path / "i"
     for module in ("index", "verified"):  # large enough not to be read at the start
-        monkeypatch.setattr(f"dstrain.data.{module}.CHECKED", 0)
+        monkeypatch.setattr(f"dstrain.data.index.{module}.CHECKED", 0)
     monkeypatch.setattr("dstrain.data.index.verified._BLOCK", 64)
 
     def opened():

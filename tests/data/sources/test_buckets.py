@@ -12,7 +12,7 @@ from dstrain import systems
 from dstrain.commands.job import checked
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.decode.pixels import center_crop, to_tensor
-from dstrain.data.open import described, open_sources
+from dstrain.data.open import describe_data, open_sources
 from dstrain.data.views import Spread
 from dstrain.recipe import ConfigError, Data, load
 from tests.support.launch import ROOT
@@ -66,7 +66,7 @@ def test_samples(folder):
 
 def test_enlarged_pictures_are_counted_or_left_out(folder):
     """Oracle: by hand: 3 pictures of 20 x 20 are enlarged 1.6 times to 32 x 32, and no other one."""
-    words = described(Data(path=str(folder)), *opened(folder))[0]
+    words = describe_data(Data(path=str(folder)), *opened(folder))[0]
     assert "3 enlarged, up to 1.6 times" in words and "in 3 of 3 buckets" in words
     left = opened(folder, max_upscale=1.5)[0]
     assert len(left) == 37 and "3 left out by data.max_upscale" in left.describe()

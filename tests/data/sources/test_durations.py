@@ -10,7 +10,7 @@ import torch
 
 from dstrain.commands.job import checked
 from dstrain.data.batches import Batches, held_out
-from dstrain.data.open import described, open_sources
+from dstrain.data.open import describe_data, open_sources
 from dstrain.data.views import Spread
 from dstrain.recipe import ConfigError, Data, load
 from tests.support.clips import LOSSLESS, LOSSY, moving, write, write_pictures
@@ -72,7 +72,7 @@ def test_samples(folder):
         assert item["video"].shape == (frames, 3, 16, 16) and item["frames"] == min(count, frames)
         assert torch.equal(item["video"], plain[place]["video"])
     assert sorted(source.name(index) for index in range(15)) == sorted(path.name for path in folder.iterdir())
-    words = described(Data(path=str(folder)), source, None)[0]
+    words = describe_data(Data(path=str(folder)), source, None)[0]
     assert "in 3 of 3 buckets of 5 (3 frames) to 5 (9 frames), 2 shorter than 3 frames" in words
 
 

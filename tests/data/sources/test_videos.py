@@ -14,7 +14,7 @@ from dstrain import rng
 from dstrain.data.batches import held_out
 from dstrain.data.decode.clips import Cut
 from dstrain.data.formats.clips import read_captions
-from dstrain.data.open import open_sources, require_kind
+from dstrain.data.open import open_sources, require_contents
 from dstrain.data.order import Order
 from dstrain.data.source import BadSample
 from dstrain.data.sources import videos
@@ -356,13 +356,13 @@ def learners(kind):
 def test_clips_are_for_systems_of_clips():
     """Oracle: the contract: dit learns from images and latents, phenaki from clips and their tokens."""
     clips, images = Data(path="builtin:moving-fashion", num_frames=5, flip=False), Data()
-    require_kind(clips, "x", ["clips"], learners)
-    require_kind(images, "x", ["images"], learners)
-    require_kind(images, "x", ["clips", "images"], learners)
+    require_contents(clips, "x", ["clips"], learners)
+    require_contents(images, "x", ["images"], learners)
+    require_contents(images, "x", ["clips", "images"], learners)
     with pytest.raises(ValueError, match="data.num_frames=5: dit learns from images, .*, or choose system=phenaki$"):
-        require_kind(Data(num_frames=5), "dit", ["images"], learners)
+        require_contents(Data(num_frames=5), "dit", ["images"], learners)
     with pytest.raises(ValueError, match="learns from clips: write data.num_frames=17"):
-        require_kind(images, "phenaki", ["clips"], learners)
+        require_contents(images, "phenaki", ["clips"], learners)
 
 
 def test_what_the_system_does_not_learn_from_is_told_first(tmp_path):
@@ -370,7 +370,7 @@ def test_what_the_system_does_not_learn_from_is_told_first(tmp_path):
     write_pictures(tmp_path / "a.gif", moving(3, 16, 16))
     for path in ("builtin:moving-fashion", str(tmp_path)):
         with pytest.raises(ValueError, match="holds videos, and dit learns from images: .*system=phenaki$"):
-            require_kind(Data(path=path, flip=False), "dit", ["images"], learners)
+            require_contents(Data(path=path, flip=False), "dit", ["images"], learners)
     cached = {"flips": 1, "scaling_factor": None, "first_stage": "x"}
     for kind, shape, own, message in (
         ("tokens", (2, 4, 4), "clips", "tokens of videos, and x learns from videos: .*, or choose system=phenaki$"),
@@ -378,7 +378,7 @@ def test_what_the_system_does_not_learn_from_is_told_first(tmp_path):
         ("latents", (4, 4, 4), "images", "latents, and x learns from images: .*, or choose system=dit$"),
     ):
         with pytest.raises(ValueError, match=f"holds cached {message}"):
-            require_kind(Data(codes=dict(cached, kind=kind, shape=shape)), "x", [own], learners)
+            require_contents(Data(codes=dict(cached, kind=kind, shape=shape)), "x", [own], learners)
 
 
 def test_what_a_captions_file_may_hold(tmp_path):

@@ -1,0 +1,93 @@
+"""Cached codes as a recipe's data section names them: the section completed, and its sources opened."""
+
+from typing import Any
+
+from dstrain.data.cached.latents import Latents, is_encoded
+from dstrain.data.cached.shards import ENCODED_ALIKE
+from dstrain.recipe import Codes, ConfigError, Data
+
+
+def complete_codes(data: Data) -> Data:
+    """Returns the section with what the index of its cache says in `codes`. Raises ConfigError as `complete_data`."""
+    if data.buckets or data.size_conditions or data.crop != "center":
+        content = "images" if data.num_frames is None else "clips"
+        raise ConfigError(
+            f"data.buckets, data.crop, data.size_conditions: {data.path} holds codes of {content} that were "
+            f"cut to one size: leave them out, or give the {content}"
+        )
+    index = Latents(data.path).index
+    encoding = index["encoding"]
+    _require_shape(data, encoding)
+    _require_flips(data, encoding)
+    text = encoding.get("text") or {}
+    codes = Codes(
+        kind=encoding["kind"],
+        shape=encoding["shape"],
+        flips=encoding["flips"],
+        scaling_factor=index["statistics"].get("scaling_factor"),
+        first_stage=encoding["first_stage"],
+        codebook_size=encoding.get("codebook_size"),
+        text=text.get("shape"),
+        text_encoder=text.get("encoder"),
+    )
+    return data.model_copy(update={"codes": codes})
+
+
+def _require_shape(data: Data, encoding: dict[str, Any]) -> None:
+    videos = "num_frames" in encoding
+    of_images = {"num_frames": None, "frame_stride": 1, "height": data.image_size}
+    for key in ("image_size", "channels", *of_images):
+        value = getattr(data, key) or of_images.get(key)
+        encoded = encoding.get(key, of_images.get(key))
+        if value != encoded:
+            raise ConfigError(
+                f"data.{key}={value}: {data.path} was encoded from {'clips' if videos else 'images'} of "
+                f"{key} {encoded}; write data.{key}={'null' if encoded is None else encoded}"
+            )
+
+
+def _require_flips(data: Data, encoding: dict[str, Any]) -> None:
+    if data.flip and "num_frames" in encoding:
+        raise ConfigError(
+            f"data.flip=true: {data.path} holds no mirrored videos, since captions name directions; "
+            "write data.flip=false"
+        )
+    if data.flip and encoding["flips"] == 1:
+        raise ConfigError(
+            f"data.flip=true: {data.path} holds no mirrored images; write data.flip=false, or encode without --no-flip"
+        )
+
+
+def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
+    """Opens both sources of a section. Raises ConfigError as `Latents`, and if they are not of one kind."""
+    if data.held_out_path is not None:
+        train, unseen = _open_both(data)
+    else:
+        train = Latents(data.path, "train", data.held_out)
+        unseen = Latents(data.path, "held_out", data.held_out) if data.held_out else None
+    for codes in (train, unseen) if verify else ():
+        if codes is not None:
+            codes.verify()
+    return train, unseen
+
+
+def _open_both(data: Data) -> tuple[Latents, Latents]:
+    """Opens data.path and data.held_out_path. Raises ConfigError if they were not encoded alike."""
+    if not is_encoded(data.held_out_path):
+        raise ConfigError(
+            f"data.held_out_path={data.held_out_path} holds images, data.path={data.path} cached codes: "
+            "encode the held-out images with the same first stage"
+        )
+    train, unseen = Latents(data.path), Latents(data.held_out_path)
+    for key in ENCODED_ALIKE:
+        if train.encoding.get(key) != unseen.encoding.get(key):
+            raise ConfigError(
+                f"data.held_out_path={data.held_out_path} has {key} {unseen.encoding.get(key)}, "
+                f"data.path={data.path} has {train.encoding.get(key)}: encode both alike"
+            )
+    if unseen.classes != train.classes:
+        raise ConfigError(
+            f"data.held_out_path={data.held_out_path} has the classes {', '.join(unseen.classes[:5])}, "
+            f"data.path={data.path} {', '.join(train.classes[:5])}: encode the same classes"
+        )
+    return train, unseen

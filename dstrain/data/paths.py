@@ -1,0 +1,63 @@
+"""The paths of a data section, checked before anything is opened."""
+
+import itertools
+import os
+
+from dstrain.data.formats import is_elsewhere, strange_address
+from dstrain.data.open import BUILTINS, BuiltinData
+from dstrain.recipe import Data
+
+
+def find_path_problems(data: Data) -> list[str]:
+    """Returns what is wrong with the paths of the data, of all sources of a mixture."""
+    parts = data.parts() or (data,)
+    sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]
+    problems = []
+    for section, part in zip(sections, parts):
+        for key, path in ((f"{section}.path", part.path), (f"{section}.held_out_path", part.held_out_path)):
+            if path is not None and (problem := _find_problem(key, path)):
+                problems.append(problem)
+    for part in parts:
+        if part.held_out and BuiltinData.recognises(part):
+            problems.append(f"data.held_out={part.held_out}: {part.path} holds out images itself: leave it out")
+    if problems:
+        return problems
+    for part, other in itertools.product(parts, parts):
+        if other.held_out_path and _overlap(part.path, other.held_out_path):
+            problems.append(
+                f"data.held_out_path={other.held_out_path} and data.path={part.path} share files, and "
+                "evaluation would see what was trained on: name a folder beside it, or write "
+                "data.held_out=0.02"
+            )
+        elif part is not other and other.held_out and _overlap(part.path, other.path):
+            problems.append(
+                f"data.mixture: {part.path} and {other.path} share files, and what one holds out would be "
+                "trained on in the other: take folders that lie beside each other, or hold nothing out"
+            )
+    return problems
+
+
+def _overlap(one: str, other: str) -> bool:
+    one, other = (os.path.join(os.path.realpath(path), "") for path in (one, other))
+    return one.startswith(other) or other.startswith(one)
+
+
+def _find_problem(key: str, path: str) -> str | None:
+    if BuiltinData.recognises(Data(path=path)):
+        return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
+    if is_elsewhere(path):  # whether it is there shows when it is listed
+        return None
+    if not os.path.exists(path):
+        return strange_address(key, path) or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
+    if not os.path.isdir(path) and not os.path.isfile(path):
+        return f"{key}={path} is a pipe or a device: give a folder of data, or builtin:fashion"
+    try:
+        empty = os.path.isdir(path) and not any(os.scandir(path))
+    except OSError as error:
+        return f"{key}={path} cannot be listed ({error.strerror}): give a folder that you may read"
+    if empty:
+        return (
+            f"{key}={path} is an empty folder: put images into it, those of a class in a folder of its own, or "
+            "name other data (docs/guides/data.md has all forms), or builtin:fashion"
+        )
+    return None
