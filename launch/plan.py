@@ -20,7 +20,6 @@ usage:  python launch/plan.py [options] [key=value ...]
   --network GBITS      of a GPU to other machines, Gbit/s (h200, h100: 400; a100: 200; 4090: 25)
   --search             the table of stage x micro-batch x recomputation that fits, the fastest first; rows go to
                        stderr as they are counted
-  --calibrate          time two short steps on this device, and predict other micro-batches and depths
   --json               for programs: bytes, seconds, operations
   -h, --help           this text
 
@@ -44,9 +43,7 @@ def _options(argv: list[str] | None = None) -> dict:
     parser.add_argument("--gpus-per-node", "--gpus_per_node", type=arguments.positive, default=8)
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--network", type=arguments.positive)
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--search", action="store_true")
-    ways.add_argument("--calibrate", action="store_true")
+    parser.add_argument("--search", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("overrides", nargs="*")
     return parser.values(parser.parse_intermixed_args(argv))
@@ -65,9 +62,6 @@ def main() -> None:
     from dstrain.commands import plan
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the process that counts ends with this one
-    if options["calibrate"]:
-        print(plan.calibrated(run, ds_config, options["json"]))
-        return
     case = plan.case(run, ds_config, options["world"], options["gpus_per_node"], options["gpu"], options["network"])
     with plan.first_stage_may_be_away(run):
         text, fits = (plan.ways if options["search"] else plan.plan)(case, options["json"])

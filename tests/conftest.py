@@ -39,7 +39,7 @@ LONGEST = (
     "launch/test_prior.py",
     "launch/test_gpu.py",
     "faults/test_kills.py",
-    "test_bench.py",
+    "bench/test_bench.py",
     "engine/ema/test_snapshots.py",
     "launch/test_moved.py",
     "engine/test_optimizers.py",

@@ -60,33 +60,19 @@ RULES = {
         "metrics",
         "tracking.machine",
     ),
-    "bench": (
-        *GROUND,
-        "data.batches",
-        "engine",
-        "checkpoint",
-        "systems",
-        "systems.base",
-        "commands",
-        "tracking",
-        "train",
-        "encoders",
-        "sampling",
-        "runs.trained",
-    ),  # times train and what draws and encodes
     "planning": (
         *GROUND,
+        "data.batches",
         "engine",
         "systems",
         "systems.base",
         "tracking.flops",
         "tracking.hardware",
         "train",
-        "bench.sides",
-    ),  # counts it
+    ),  # counts its step
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base", "systems.codec")
-A_VERB = (*(room for room in RULES if room not in ("commands", "bench")), "train", "__version__")
+A_VERB = (*(room for room in RULES if room != "commands"), "train", "__version__")
 VERBS = (
     "train",
     "notebook",
@@ -109,11 +95,8 @@ VERBS = (
         )
     ),
 )
-A_VERB_OF_VERBS = {
-    "commands.plan": ("bench.calibrate",),
-    "commands.sweep": ("commands.quality",),
-}  # times the loop's step
-A_SCRIPT = ("commands", "distributed", "recipe", "engine.start", "bench", "tracking.report", "train")
+A_VERB_OF_VERBS = {"commands.sweep": ("commands.quality",)}
+A_SCRIPT = ("commands", "distributed", "recipe", "engine.start", "tracking.report", "train")
 A_BENCH = (
     *A_SCRIPT,
     "runs",
@@ -128,13 +111,17 @@ A_BENCH = (
     "checkpoint",
     "tracking",
     "systems",
+    "systems.base",
     "systems.phenaki",
+    "encoders",
+    "sampling",
+    "planning",
 )
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.
 OWNERS = {
-    "deepspeed": ("dstrain.engine", "dstrain.bench.rivals"),
-    "accelerate": ("dstrain.bench.rivals",),
+    "deepspeed": ("dstrain.engine", "kit.rivals"),
+    "accelerate": ("kit.rivals",),
     "wandb": ("dstrain.tracking",),
     "matplotlib": ("dstrain.tracking",),
     "diffusers": (
@@ -143,8 +130,8 @@ OWNERS = {
         "dstrain.systems.*.to_diffusers",
         "dstrain.systems.vae.kl",
         "dstrain.systems.*.pipeline",
-        "dstrain.bench.rivals",
-        "dstrain.bench.precisions",
+        "kit.rivals",
+        "kit.precisions",
     ),
     "transformers": ("dstrain.encoders",),
     "plotly": ("dstrain.tracking.report",),
@@ -182,6 +169,9 @@ DECORATORS = {"dataclass", "field_validator", "model_validator", "torch.no_grad"
 
 
 def name_of(path: str) -> str:
+    """The dotted name by which a file is imported: scripts of launch/bench/ find the kit beside themselves."""
+    if path.startswith("launch/bench/kit/"):
+        path = path.removeprefix("launch/bench/")
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -217,6 +207,8 @@ def within(name: str, folder: str) -> bool:
 
 def allowed(module: str) -> tuple[str, ...]:
     """What of dstrain a module may import, itself and its folder included."""
+    if within(module, "kit"):
+        return A_BENCH
     if module.startswith("launch."):
         if module.startswith("launch.builtin."):
             return ("data", "encoders", "metrics", "nn")  # the tools that made the packaged data
@@ -240,6 +232,8 @@ def refused(module: str, imported: str) -> bool:
         return not within(module, "dstrain.engine") and not within(
             module, "dstrain.checkpoint"
         )  # the version, for the manifest
+    if within(imported, "kit"):
+        return not (within(module, "kit") or within(module, "launch.bench"))
     if not imported.startswith("dstrain."):
         return False
     name = imported.removeprefix("dstrain.")
@@ -331,6 +325,8 @@ def test_libraries_with_an_owner(path):
         ("dstrain.commands.cli", "dstrain.train"),
         ("launch.train", "dstrain.systems.base"),
         ("launch.train", "dstrain.data.sources.images"),
+        ("launch.train", "kit.jobs"),
+        ("dstrain.planning.step", "kit.sides"),
     ],
 )
 def test_the_rules_refuse(module, imported):

@@ -7,17 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain import systems
 from dstrain.disk import small
-from dstrain.distributed import group
-from dstrain.distributed.progress import phases
 from dstrain.engine.settings import precision, resolve_settings, stage
 from dstrain.planning.advice import LARGEST, Case, advice, more_gpus, search
-from dstrain.planning.calibration import Measured, rates
-from dstrain.planning.count import count
-from dstrain.planning.counts import Counts, Layout
+from dstrain.planning.counts import Layout
 from dstrain.planning.estimate import Estimate, as_json, changes, held
-from dstrain.planning.step import counted_step
 from dstrain.planning.steptime import LAUNCHES
 from dstrain.recipe import ConfigError, Run
 from dstrain.tracking.hardware import chip
@@ -109,66 +103,6 @@ def _row(estimate: Estimate) -> str:
         f"{estimate.choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
         + ("" if estimate.fits else "  does not fit")
     )
-
-
-def calibrated(run: Run, ds_config: Path, json: bool = False) -> str:
-    """Times two short steps on this device, of the micro-batch and a quarter of it; predicts others, and depths."""
-    from dstrain.bench.calibrate import step_seconds
-
-    if group.place().world > 1:
-        raise ConfigError("--calibrate times one process: start it as `python launch/plan.py --calibrate`")
-    micro = run.batch.micro or run.batch.global_
-    if micro < 4:
-        raise ConfigError("--calibrate compares two micro-batches: write batch.global and batch.micro of 4 or more")
-    cases = {size: _one_batch(run, ds_config, size) for size in (micro, micro // 4)}
-    largest, settings = cases[micro]
-    number = counted_step(largest, systems.build(largest.system, largest.model))
-    seconds, clock = step_seconds(largest, settings, number, tuple(cases))
-    fitted = rates(*(Measured(_costs(*cases[size]), size, seconds[size]) for size in cases))
-    depths = [max(int(run.model["depth"] * share), 1) for share in (0.5, 1, 2)] if "depth" in run.model else [None]
-    rows = []
-    for depth in depths:
-        model = run.model if depth is None else {**run.model, "depth": depth}
-        for size in sorted({max(int(micro * share), 1) for share in (0.25, 0.5, 1, 2, 4)}):
-            case = _one_batch(run.model_copy(update={"model": model}), ds_config, size)
-            rows.append({"depth": depth, "micro": size, "seconds": fitted.seconds(_costs(*case))})
-    if json:
-        return as_json(
-            {
-                "measured": seconds,
-                "clock": clock,
-                "per_operation": fitted.per_operation,
-                "per_weight": fitted.per_weight,
-                "predicted": rows,
-            }
-        )
-    lines = [
-        f"{run.name}: a step of {' and '.join(map(str, cases))} samples took "
-        f"{' and '.join(f'{value:.4g}' for value in seconds.values())} s ({clock})",
-        f"so this device does {_short(1 / fitted.per_operation)}FLOP a second, and "
-        f"{fitted.per_weight * 1e9:.3g} ns a weight once a step. Predicted:",
-        f"{'depth':>6} {'samples':>8} {'seconds':>9} {'samples/s':>10}",
-    ]
-    return "\n".join(
-        lines
-        + [
-            f"{row['depth'] or '-':>6} {row['micro']:>8} {row['seconds']:>9.4g} {row['micro'] / row['seconds']:>10,.1f}"
-            for row in rows
-        ]
-    )
-
-
-def _one_batch(run: Run, ds_config: Path, micro: int) -> tuple[Run, dict[str, Any]]:
-    """The run with one micro-batch of that size in one process, and its settings."""
-    run = run.model_copy(update={"batch": run.batch.model_copy(update={"micro": micro, "global_": micro})})
-    return run, resolve_settings(
-        ds_config, 1, group.device().type, batch=run.batch, optimizer=run.optimizer, faults=run.faults
-    )
-
-
-def _costs(run: Run, settings: dict[str, Any]) -> Counts:
-    phases().at("counting what other micro-batches and depths take")
-    return count(run, settings, Layout(1, 1), group.device().type)
 
 
 def _where(estimate: Estimate) -> str:

@@ -8,6 +8,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dstrain.distributed.progress import phases
@@ -118,8 +119,13 @@ def _fitting(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimate]:
     for way in itertools.product(*others):
         other = case.changed(**dict(way))
         sizes = [{"micro": micro} for micro in changes["micro"]] if "micro" in changes else [{}]
-        if tried := _first(lambda size: _tried(other.changed(**size)), sizes):
+        if tried := _first(partial(_try_size, other), sizes):
             yield tried
+
+
+def _try_size(case: Case, size: dict[str, int]) -> Estimate | None:
+    """Returns the estimate of a case with another micro-batch."""
+    return _tried(case.changed(**size))
 
 
 def _first(try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]) -> Estimate | None:

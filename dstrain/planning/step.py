@@ -12,12 +12,12 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from dstrain.bench.sides import NoTracker, Repeated
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.planning.memory_kinds import gradients, kept, makers, secondary
 from dstrain.engine.settings import stage
 from dstrain.planning.counts import Collective
+from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.planning.watch import Watch
 from dstrain.recipe import Run
 from dstrain.systems.base import System

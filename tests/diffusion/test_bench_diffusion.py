@@ -10,7 +10,7 @@ import torch
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, UniformSampler
-from launch import bench_diffusion
+from launch.bench import diffusion as bench_diffusion
 from tests.support.launch import ROOT, environment
 
 
@@ -71,7 +71,7 @@ def agree(plain: bench_diffusion.PlainUniform, ours: UniformSampler | LossSecond
 def test_the_script():
     """Oracle: the lines that its docstring gives figures for, each with two times above zero and their ratio."""
     done = subprocess.run(
-        [sys.executable, ROOT / "launch/bench_diffusion.py", "--rounds", "3"],
+        [sys.executable, ROOT / "launch/bench/diffusion.py", "--rounds", "3"],
         env=environment(),
         text=True,
         capture_output=True,

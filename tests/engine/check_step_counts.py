@@ -17,13 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain import systems
-from dstrain.bench.sides import NoTracker, Repeated
 from dstrain.commands import cli
 from dstrain.diffusion import gaussian, likelihood
 from dstrain.engine import prepare_environment
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.recovery import Course
 from dstrain.engine.updates import Late
+from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.train import take_step
 from tests.support.engines import engines_for
 from tests.support.launch import ROOT

@@ -2,7 +2,7 @@
 kernel does. It shows what fails, waits or lies on another device, before there is a GPU, and it compiles Triton's code
 for an H100. It shows no value and no speed.
 
-    python -m tests.gpu launch/gpu.py --part 1           # any command of Python on it
+    python -m tests.gpu launch/bench/gpu.py --part 1           # any command of Python on it
 
 GPU_GIB=140 gives it another size than 80 GiB. With GPU_CACHED=1 torch caches its memory as on a GPU. Then peaks are a
 GPU's, and values are what the memory held.
@@ -103,9 +103,11 @@ def _compile(library: Path, source: str, names: set[str], *options: str) -> None
 def main(words: list[str]) -> None:
     """Goes on as that command of Python, with both libraries in a folder of the user's cache."""
     if not words:
-        raise SystemExit("tests.gpu: give a command, such as launch/gpu.py --part 1; it is one GPU of one rank")
+        raise SystemExit("tests.gpu: give a command, such as launch/bench/gpu.py --part 1; it is one GPU of one rank")
     if not words[0].startswith("-") and not Path(words[0]).exists():
-        raise SystemExit(f"tests.gpu: there is no file {words[0]}; give a command, such as launch/gpu.py --part 1")
+        raise SystemExit(
+            f"tests.gpu: there is no file {words[0]}; give a command, such as launch/bench/gpu.py --part 1"
+        )
     if reason := missing():
         raise SystemExit(f"tests.gpu: {reason}")
     folder = Path.home() / ".cache" / "dstrain-tests-gpu"

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from dstrain.bench import correct, jobs, report
 from dstrain.checkpoint.fragments import Fragment
 from dstrain.checkpoint.snapshot import Snapshot
 from dstrain.engine import updates
+from kit import correct, jobs, report
 
 KNOWN_WAITS = {
     "a value that is read": lambda ones: ones.sum().item(),

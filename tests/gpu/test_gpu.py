@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from dstrain.bench import jobs
+from kit import jobs
 from tests.gpu.build import missing
-from tests.support.launch import ROOT, environment
+from tests.support.launch import KIT_PATH, ROOT, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 
@@ -22,7 +22,7 @@ def found(tmp_path_factory):
         text=True,
         capture_output=True,
         timeout=900,
-        env=environment(HOME=str(folder)),
+        env=environment(PYTHONPATH=KIT_PATH, HOME=str(folder)),
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((folder / "found.json").read_text())

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from dstrain.bench import cases, report
+from kit import cases, report
 
 
 def main() -> None:

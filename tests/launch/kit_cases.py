@@ -1,4 +1,4 @@
-"""Cases for test_gpu.py that end in each way in which a case can; called as launch/gpu.py calls its own processes."""
+"""Cases for test_gpu.py that end in each way in which a case can; called as launch/bench/gpu.py calls its own processes."""
 
 import argparse
 import os
@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from dstrain.bench.kit import Case, run_case
-from dstrain.bench.report import Record
+from kit.kit import Case, run_case
+from kit.report import Record
 
 
 def good(record: Record, value: float) -> None:

@@ -13,17 +13,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dstrain.bench import cases, correct, jobs, kit, precisions, report, speed
-from dstrain.bench.sides import Repeated, apart, system_of
-from dstrain.bench.speed import idle_share
 from dstrain.engine.updates import Late
+from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.phenaki.maskgit import Pending
+from kit import cases, correct, jobs, kit, precisions, report, speed
+from kit.sides import apart, system_of
+from kit.speed import idle_share
 from tests.launch.kit_cases import CASES
-from tests.support.launch import ROOT, environment, here
+from tests.support.launch import KIT_PATH, ROOT, environment, here
 
-# Through launch/gpu.py, each in its own process: one that shares the machine, and two that have it to themselves.
+# Through launch/bench/gpu.py, each in its own process: one that shares the machine, and two that have it to themselves.
 TRIED = ("dvae fp32", "DiT-XL/2 B=256 dstrain stock", "stall")
 
 # Left to others, since they take minutes: training, saves and waits of every system, but for one, to tests/engine and
@@ -35,7 +36,7 @@ ELSEWHERE = ("check", "no_reads", "first_command")
 def test_dry_run(tmp_path):
     """Oracle: the kit's own targets of correctness, which hold on any device; and the same rows in JSON and table."""
     done = subprocess.run(
-        [sys.executable, ROOT / "launch/gpu.py", "--dry-run", "--only", ",".join(TRIED), "--out", tmp_path],
+        [sys.executable, ROOT / "launch/bench/gpu.py", "--dry-run", "--only", ",".join(TRIED), "--out", tmp_path],
         env=environment(),
         text=True,
         capture_output=True,
@@ -72,7 +73,7 @@ def test_every_case(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.launch.check_kit", tmp_path, *names],
         cwd=ROOT,
-        env=environment(),
+        env=environment(PYTHONPATH=KIT_PATH),
         text=True,
         capture_output=True,
         timeout=900,
@@ -154,8 +155,9 @@ def test_rounding_stays_small(system):
     assert apart(narrow, exact) < 1e-2  # a quarter of the target
 
 
-def test_a_part_survives_its_cases(tmp_path):
+def test_a_part_survives_its_cases(tmp_path, monkeypatch):
     """Oracle: cases that end well, miss a target, raise, die and hang: what they wrote before is kept."""
+    monkeypatch.setenv("PYTHONPATH", KIT_PATH)
     good = kit.run_part(
         1, "ways to end", CASES, tmp_path, True, [sys.executable, str(ROOT / "tests/launch/kit_cases.py")], seconds=400
     )
@@ -232,8 +234,8 @@ def test_published_recipes_stand_without_data(name, dry):
 
 @pytest.fixture
 def kit_says(monkeypatch, capsys):
-    """kit_says(*words): exit code, output and errors of launch/gpu.py."""
-    return lambda *words: here("gpu.py", words, monkeypatch, capsys)
+    """kit_says(*words): exit code, output and errors of launch/bench/gpu.py."""
+    return lambda *words: here("bench/gpu.py", words, monkeypatch, capsys)
 
 
 def test_without_a_gpu(kit_says, tmp_path):
@@ -325,6 +327,6 @@ def test_a_refused_choice_is_left_out(tmp_path, monkeypatch):
 )
 def test_wrong_words_for_recomputation(words, problem, monkeypatch, capsys):
     """Oracle: exit code 2 and the argument's own name, before the table begins."""
-    code, output, errors = here("bench_recompute.py", words, monkeypatch, capsys)
+    code, output, errors = here("bench/recompute.py", words, monkeypatch, capsys)
     assert (code, output) == (2, "")
     assert problem in errors and "Traceback" not in errors

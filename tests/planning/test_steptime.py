@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dstrain import recipe
-from dstrain.planning import calibration, steptime
+from dstrain.planning import steptime
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.recipe import ConfigError
 from dstrain.tracking.hardware import CHIPS, GIB, chip
@@ -99,30 +99,3 @@ def test_unknown_chips(text):
     """Oracle: one ConfigError that names the option and what there is."""
     with pytest.raises(ConfigError, match="--gpu.*h200, h100, a100, 4090"):
         chip(text)
-
-
-def test_calibration():
-    """Oracle: a device of 3 s an exaflop and 5 s a billion weights, which two steps tell whole."""
-
-    def counts(samples, depth):
-        return Counts(
-            {"denoiser": depth * 10**8, "frozen/text": 1},
-            {},
-            {},
-            {},
-            (),
-            1e17 * samples * depth,
-            1e16 * depth * samples,
-            0,
-        )
-
-    def truth(costs):
-        return 3e-18 * (costs.flops + costs.recomputed) + 5e-9 * costs.weights["denoiser"]
-
-    steps = [calibration.Measured(costs, micro, truth(costs)) for micro in (8, 2) for costs in [counts(micro, 3)]]
-    rates = calibration.rates(*steps)
-    assert calibration.rates(*reversed(steps)) == rates
-    for samples, depth in ((1, 3), (32, 3), (4, 12)):
-        assert rates.seconds(counts(samples, depth)) == pytest.approx(truth(counts(samples, depth)))
-    disturbed = calibration.rates(steps[0], replace(steps[1], seconds=2 * steps[0].seconds))
-    assert disturbed.per_weight == 0 and disturbed.seconds(steps[0].counts) == pytest.approx(steps[0].seconds)

@@ -20,6 +20,7 @@ import torch
 from tests.support.forks import Forked, Server
 
 ROOT = Path(__file__).resolve().parents[2]
+KIT_PATH = f"{ROOT}{os.pathsep}{ROOT / 'launch' / 'bench'}"  # a PYTHONPATH with which `from kit import ...` works
 SPAWN = str(ROOT / "tests" / "support" / "spawn.py")
 PORTS = range(10000, 32000)  # below the ports that Linux gives to outgoing connections
 

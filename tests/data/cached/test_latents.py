@@ -24,7 +24,7 @@ from dstrain.disk.sealed import render
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Data
 from dstrain.systems.base import Request
-from launch import bench_latents
+from launch.bench import latents as bench_latents
 from tests.support import first_stage, pictures
 from tests.support.launch import ROOT, environment
 
@@ -194,7 +194,7 @@ def test_a_share_is_held_out(tmp_path):
 
 
 def test_the_benchmark_reads_the_same(tmp_path, capsys):
-    """Oracle: each other: both sides of launch/bench_latents.py give the latents that were made up for it."""
+    """Oracle: each other: both sides of launch/bench/latents.py give the latents that were made up for it."""
     options = Namespace(samples=30, batch=8, channels=2, size=4, rounds=2, shard_size=12, dtype="float32", step=0.0)
     bench_latents.write(tmp_path, options)
     index = torch.tensor([29, 0, 13, 12])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dstrain.systems.phenaki.vocabulary import Vocabulary
-from launch import bench_maskgit
+from launch.bench import maskgit as bench_maskgit
 from tests.support.launch import ROOT, environment
 
 
@@ -33,7 +33,7 @@ def test_the_script():
     said = subprocess.run(
         [
             sys.executable,
-            str(ROOT / "launch/bench_maskgit.py"),
+            str(ROOT / "launch/bench/maskgit.py"),
             "--batch",
             "4",
             "--tokens",

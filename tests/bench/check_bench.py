@@ -6,10 +6,11 @@ import sys
 import torch
 
 from dstrain import recipe, systems
-from dstrain.bench.rivals import rivals
-from dstrain.bench.sides import Dstrain, Plain, Repeated, apart
 from dstrain.engine.start import start
+from dstrain.planning.synthetic import Repeated
 from dstrain.tracking.flops import step_flops
+from kit.rivals import rivals
+from kit.sides import Dstrain, Plain, apart
 from tests.support.engines import resolve
 from tests.support.launch import ROOT
 

@@ -1,6 +1,6 @@
 """Seconds that training waits for a checkpoint, against a copy, a raw write and torch.save of the same values.
 
-    python launch/bench_save.py [--recipe FILE] [--ds_config FILE] [key=value ...]
+    python launch/bench/save.py [--recipe FILE] [--ds_config FILE] [key=value ...]
 
 copy          a memcpy of as many bytes in the host's memory; on a GPU, `.cpu()` of each value
 raw write     as many bytes into one file, and fsync
@@ -38,8 +38,8 @@ def main() -> None:
     """Parses the command line, measures and prints."""
     options = cli.job_arguments(
         "Times the saving of a recipe's checkpoint against raw writes and torch.save.",
-        "launch/bench_save.py",
-        Path(__file__).resolve().parents[1],
+        "launch/bench/save.py",
+        Path(__file__).resolve().parents[2],
     )
     job = cli.prepare(options)
     if options.print_config:
@@ -61,9 +61,10 @@ def main() -> None:
 def measure(job: cli.Job, folder: Path) -> dict[str, float]:
     """Seconds by name, and the gigabytes that this rank writes."""
     from dstrain import systems
-    from dstrain.bench.sides import Dstrain, Repeated
     from dstrain.engine.checkpoint import Checkpoints
+    from dstrain.planning.synthetic import Repeated
     from dstrain.recipe import ConfigError, Save
+    from kit.sides import Dstrain
 
     run, settings = job.run, job.settings
     system = systems.build(run.system, run.model)

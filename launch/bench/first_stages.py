@@ -1,6 +1,6 @@
 """How well first stages of the built-in garments give back what they are shown: a row of a table for each run.
 
-    python launch/bench_first_stages.py RUN ...
+    python launch/bench/first_stages.py RUN ...
 
 Reconstructions of the 500 held-out garments by the averaged weights, of a KL autoencoder by the posterior's mean:
 

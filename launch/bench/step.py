@@ -1,10 +1,10 @@
 """Times a training step beside a plain PyTorch loop, stock DeepSpeed and accelerate, in one run.
 
-    OMP_NUM_THREADS=1 python launch/bench.py [--recipe FILE] [--ds_config FILE] optimizer.name=adamw [key=value ...]
+    OMP_NUM_THREADS=1 python launch/bench/step.py [--recipe FILE] [--ds_config FILE] optimizer.name=adamw [KEY=VALUE]
 
 The others take AdamW, so that another optimizer compares dstrain with something else.
-Accumulation 1 and 4 of the recipe's micro-batch, each with clip 0 and 1. dstrain/bench/compare.py says what is
-measured; accelerate comes with `pip install -e '.[bench]'`. Attention: bench_attention.py. GPU: docs/guides/gpu.md.
+Accumulation 1 and 4 of the recipe's micro-batch, each with clip 0 and 1. launch/bench/kit/compare.py says what is
+measured; accelerate comes with `pip install -e '.[bench]'`. Attention: attention.py. GPU: docs/guides/gpu.md.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ from dstrain.recipe import Run
 def main() -> None:
     options = cli.job_arguments(
         "Times a training step beside a plain PyTorch loop and others, in one run.",
-        "launch/bench.py",
-        Path(__file__).resolve().parents[1],
+        "launch/bench/step.py",
+        Path(__file__).resolve().parents[2],
     )
     job = cli.prepare(options)
     if options.print_config:
@@ -29,7 +29,7 @@ def main() -> None:
     elif options.dry_run:
         print(cli.headline(job))
     else:
-        from dstrain.bench.compare import GRID, compare
+        from kit.compare import GRID, compare
 
         micro, world = job.settings["train_micro_batch_size_per_gpu"], group.place().world
 

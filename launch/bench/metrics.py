@@ -1,4 +1,4 @@
-"""Times the metrics on synthetic features: python launch/bench_metrics.py [--num 50000] [--size 2048] [--kept 10000]
+"""Times the metrics on synthetic features: python launch/bench/metrics.py [--num 50000] [--size 2048] [--kept 10000]
 
 Two sets of seeded features go through the code that --metrics uses. Printed are seconds and the peak memory of the
 process. With a launcher, ranks share the work.

@@ -1,6 +1,6 @@
 """Times the arithmetic around the network against plain implementations in the original's manner, on this machine.
 
-    python launch/bench_diffusion.py [--rounds 60] [--only WORD]
+    python launch/bench/diffusion.py [--rounds 60] [--only WORD]
 
 plain    as the original does it, written here by its definitions: float64 tables in numpy, uploaded and expanded for
          every coefficient; the bound by mean and variance of both distributions, the decoder's likelihood of every

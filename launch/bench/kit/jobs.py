@@ -115,7 +115,7 @@ PUBLISHED = {
 
 def root() -> Path:
     """The repository: recipes and DeepSpeed JSONs are no part of the package."""
-    return Path(__file__).resolve().parents[2]
+    return Path(__file__).resolve().parents[3]
 
 
 def small(system: str, overrides: Sequence[str] = ()) -> Run:

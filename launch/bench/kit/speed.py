@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from dstrain.bench import jobs
-from dstrain.bench.report import Record
-from dstrain.bench.rivals import available, rivals
-from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, system_of
-from dstrain.bench.timing import alternate
 from dstrain.distributed import group
 from dstrain.engine.settings import precision as precision_of
 from dstrain.engine.start import start
+from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
 from dstrain.tracking.flops import matmul_rate, step_flops
+from kit import jobs
+from kit.report import Record
+from kit.rivals import available, rivals
+from kit.sides import DTYPES, Dstrain, Plain, system_of
+from kit.timing import alternate
 
 Step = Callable[[int], Any]
 

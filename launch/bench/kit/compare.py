@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from dstrain.bench.floors import Flats, ema_beside_copy
-from dstrain.bench.rivals import available, rivals
-from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, system_of
-from dstrain.bench.timing import Machine, Times, alternate, keep_memory
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.settings import precision
 from dstrain.engine.start import start
+from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
 from dstrain.tracking.flops import matmul_rate, step_flops
+from kit.floors import Flats, ema_beside_copy
+from kit.rivals import available, rivals
+from kit.sides import DTYPES, Dstrain, Plain, system_of
+from kit.timing import Machine, Times, alternate, keep_memory
 
 ROUNDS, STEPS, WARM_UP = 6, 8, 4  # steps of a round at accumulation 1, of as many micro-batches at others
 GRID = tuple((accumulation, clip) for accumulation in (1, 4) for clip in (0.0, 1.0))

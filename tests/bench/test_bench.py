@@ -6,15 +6,19 @@ import sys
 
 import pytest
 
-from dstrain.bench.rivals import available
-from tests.support.launch import ROOT, environment
+from kit.rivals import available
+from tests.support.launch import KIT_PATH, ROOT, environment
 
 pytestmark = pytest.mark.slow
 
 
 def printed(*words: object) -> str:
     done = subprocess.run(
-        [sys.executable, *map(str, words)], env=environment(), text=True, capture_output=True, timeout=300
+        [sys.executable, *map(str, words)],
+        env=environment(PYTHONPATH=KIT_PATH),
+        text=True,
+        capture_output=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -25,7 +29,7 @@ def test_all_sides_train_alike():
     weights, to fp32 rounding.
     """
     names = [name for name in ("stock", "accelerate", "fast-DiT") if available(name) is None]
-    found = json.loads(printed(ROOT / "tests/check_bench.py", *names).splitlines()[-1])
+    found = json.loads(printed(ROOT / "tests/bench/check_bench.py", *names).splitlines()[-1])
     assert found["apart"].keys() == {"plain", "losses", *names}
     assert max(found["apart"].values()) < 1e-6
     assert found["flops"] > 6 * found["size"] * 16 * 8  # 16 tokens a sample; attention and the rest come on top
@@ -34,7 +38,7 @@ def test_all_sides_train_alike():
 def test_the_script():
     """Oracle: the names that the README and the docstrings give to what is printed, in each of four comparisons."""
     text = printed(
-        ROOT / "launch/bench.py",
+        ROOT / "launch/bench/step.py",
         "--recipe",
         ROOT / "tests/launch/tiny.yaml",
         "--ds_config",
@@ -57,7 +61,7 @@ def test_the_script():
 def test_the_script_for_saves(tmp_path):
     """Oracle: the names of its docstring, a GB figure of four values of four bytes for each weight; nothing is left."""
     said = printed(
-        ROOT / "launch/bench_save.py",
+        ROOT / "launch/bench/save.py",
         "--recipe",
         ROOT / "tests/launch/tiny.yaml",
         "--ds_config",

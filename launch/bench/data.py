@@ -1,6 +1,6 @@
 """Images a second from JPEG to a training crop: dstrain against the plain ways, on this machine.
 
-    python launch/bench_data.py [--width 500 --height 375 --size 256 --rounds 100] [--loaders --workers N | --start]
+    python launch/bench/data.py [--width 500 --height 375 --size 256 --rounds 100] [--loaders --workers N | --start]
 
 One picture, in turn, A B C A B C, on one core:
 
@@ -29,6 +29,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -217,7 +218,7 @@ def starts(folder: str, size: int) -> None:
     for method in ("fork", "spawn", "forkserver"):
         workers.context = default
         if method != "forkserver":
-            workers.context = lambda: multiprocessing.get_context(method)
+            workers.context = partial(multiprocessing.get_context, method)
         seconds = []
         for _ in range(2):
             start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Peak memory and time of MaskGit's loss with a large codebook, in chunks and with all logits at once, on this machine.
 
-    python launch/bench_maskgit.py [--batch 4 --tokens 576 --dim 256 --codebook 65536 --chunk 128 --rounds 2]
+    python launch/bench/maskgit.py [--batch 4 --tokens 576 --dim 256 --codebook 65536 --chunk 128 --rounds 2]
 
 full       logits of every token, then the cross-entropy of the masked ones, as phenaki-pytorch computes it
 masked     logits of the masked tokens alone, all at once

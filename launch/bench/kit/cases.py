@@ -16,11 +16,11 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.bench import correct, floors, jobs, precisions, speed
-from dstrain.bench.kit import Case
 from dstrain.encoders.precision import Precision
 from dstrain.recipe import Section
 from dstrain.systems import config_class
+from kit import correct, floors, jobs, precisions, speed
+from kit.kit import Case
 
 TITLES = {
     1: "every system: gradients; bf16, stages 0 to 3",
@@ -52,9 +52,11 @@ _TARGETS: dict[int, dict[str, dict[str, float]]] = {
     },
 }
 
-# How far a gradient in fp32 may be from float64, of its norm: more where an adversary is punished for its own gradient,
-# and where a ReLU, whose side a rounding may change, moves the gradient at once.
-_GRADIENTS = dict.fromkeys(jobs.SYSTEMS, 1e-5) | {"tokenizer": 1e-4, "dvae": 1e-3}
+# How far a gradient in fp32 may be from float64, as a share of its norm. The limit is higher where an adversary is
+# punished for its own gradient (tokenizer), and where rounding may change the side of a ReLU, which moves the gradient
+# at once (dvae). The KL VAE's autoencoder was 2.5e-4 off on an H200 with cuDNN's convolutions in fp32, and 6e-7 with
+# cuDNN switched off; convolutions in TF32 would be 1.8e-2 off.
+_GRADIENTS = dict.fromkeys(jobs.SYSTEMS, 1e-5) | {"tokenizer": 1e-4, "dvae": 1e-3, "vae": 1e-3}
 
 # Switches of the recipe whose every choice gets a row where the recipe has them; and values of those that are numbers.
 _CHOICES = ("compile", "optimizer.name")
@@ -81,12 +83,14 @@ def _correct() -> Iterator[Case]:
 
     for system, most in _GRADIENTS.items():
         yield case(1, "gradients", system, precisions.gradients, most=most)
-    for system in jobs.SYSTEMS:
-        yield case(1, "bf16", system, precision="bf16", stages=(0, 1, 2, 3), compiled=False)
+    # Four stages in one process took 240 to 300 s on an H200 that six cases shared.
+    for stage in (0, 1, 2, 3):
+        for system in jobs.SYSTEMS:
+            yield case(1, f"bf16 stage {stage}", system, precision="bf16", stages=(stage,), compiled=False, limit=400)
     for system in jobs.STEPPED:
         yield case(1, "waits", system, correct.no_reads, precision="bf16", stages=(1, 2, 3))
     for system in jobs.SYSTEMS:
-        yield case(2, "compiled", system, precision="bf16", stages=(1,), compiled=True, limit=400)  # moves to 3
+        yield case(2, "compiled", system, precision="bf16", stages=(1,), compiled=True, limit=500)  # moves to 3
     for system in jobs.SYSTEMS:
         yield case(2, "fp16", system, precision="fp16", stages=(1, 2, 3), compiled=False)
         yield case(2, "fp32", system, precision="fp32", stages=(0, 2), compiled=False)
@@ -192,4 +196,4 @@ def _precisions() -> Iterator[Case]:
     yield Case("drawing", 9, precisions.draw, {}, 150)
     yield Case("encoding", 9, precisions.encode, {}, 150)
     for precision in _values(Precision):
-        yield Case(f"encoding in every step in {precision}", 9, precisions.online, {"precision": precision}, 150)
+        yield Case(f"encoding in every step in {precision}", 9, precisions.online, {"precision": precision}, 200)

@@ -1,6 +1,6 @@
 """Seconds and memory of launch/consolidate.py against DeepSpeed's zero_to_fp32.py, on synthetic checkpoints.
 
-    python launch/bench_consolidate.py [--parameters 200000000 --rounds 3 --folder DIR]
+    python launch/bench/consolidate.py [--parameters 200000000 --rounds 3 --folder DIR]
 
 stage 2, stage 3    DeepSpeed's own files of 2 ranks, bf16: both programs merge them into safetensors files of 5 GB at
                     most; once it is compared that both wrote the same bits
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def root_folder() -> Path:
-    return Path(__file__).resolve().parents[1]
+    return Path(__file__).resolve().parents[2]
 
 
 def made(root: Path, parameters: int) -> None:

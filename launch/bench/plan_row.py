@@ -1,4 +1,4 @@
-"""A line of plan.md's table: python launch/plan.py ... --json | python launch/plan_row.py NAME BATCH
+"""A line of plan.md's table: python launch/plan.py ... --json | python launch/bench/plan_row.py NAME BATCH
 
 BATCH is the recipe's own: days and energy are of as many samples as its steps take by it.
 """

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstrain.bench import report
 from dstrain.disk import atomic
+from kit import report
 
 PART_SECONDS = 540.0  # a part ends within them: machines are lent for calls of ten minutes
 _DRY = 4  # times a case's limit where two CPU cores do a GPU's work

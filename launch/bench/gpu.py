@@ -1,4 +1,7 @@
-"""Tests and measures dstrain on a machine with a GPU: python launch/gpu.py --part N. See docs/guides/gpu.md."""
+"""Tests and measures dstrain on a machine with a GPU, unattended: python launch/bench/gpu.py --part N.
+
+docs/guides/gpu.md describes it.
+"""
 
 import argparse
 import difflib
@@ -12,7 +15,7 @@ from typing import Any
 def main() -> int:
     """0 if every case ended well and met its targets, 1 if not, 2 without a GPU and for names that no case has."""
     options = _options()
-    from dstrain.bench import cases, kit
+    from kit import cases, kit
 
     known = cases.cases()
     chosen = [case for case in known if options.part in (None, case.part) and _named(case.name, options.only, known)]
@@ -26,7 +29,7 @@ def main() -> int:
         if not any(_named(name, word, known) for name in in_reach):
             where = f"of part {options.part} " if options.part else ""
             print(
-                f"launch/gpu.py: --only {word}: no case {where}has this in its name; there are, the nearest first:",
+                f"launch/bench/gpu.py: --only {word}: no case {where}has this in its name; the nearest are:",
                 *_nearest(word, in_reach),
                 sep="\n    ",
                 file=sys.stderr,
@@ -41,7 +44,7 @@ def main() -> int:
 
     if not options.dry_run and group.device().type == "cpu":
         print(
-            "launch/gpu.py: there is no GPU here; --dry-run goes through every case at small sizes on the CPU",
+            "launch/bench/gpu.py: there is no GPU here; --dry-run goes through every case at small sizes on the CPU",
             file=sys.stderr,
         )
         return 2
@@ -49,7 +52,7 @@ def main() -> int:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         print(
-            f"launch/gpu.py: --out {options.out} cannot be made ({error.strerror}): name another folder",
+            f"launch/bench/gpu.py: --out {options.out} cannot be made ({error.strerror}): name another folder",
             file=sys.stderr,
         )
         return 2

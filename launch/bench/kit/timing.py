@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,16 @@ def alternate(
     warm_up: int,
 ) -> dict[str, Times]:
     """Times of a step, the sides in turn, A B A B, from step `first` on, after `warm_up` steps of each."""
+
+    def take_steps(step: Callable[[int], Any], numbers: range) -> None:
+        for number in numbers:
+            step(number)
+
     times = {name: Times() for name in sides}
     for round_ in range(rounds + 1):  # the first warms up: compilation, buffers, moments
         numbers = range(first, first + (steps if round_ else warm_up))
         for name, step in sides.items():
-            wall, cpu = measured(lambda: [step(number) for number in numbers], device)
+            wall, cpu = measured(partial(take_steps, step, numbers), device)
             if round_:
                 times[name].wall.append(wall / steps)
                 times[name].cpu.append(cpu / steps)

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dstrain.bench.sides import DTYPES, Repeated, adamw
 from dstrain.distributed import group
 from dstrain.engine.blocks import is_compiled
 from dstrain.engine.initial import build
 from dstrain.engine.settings import precision
+from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
+from kit.sides import DTYPES, adamw
 
 
 class Rival(NamedTuple):

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng, systems
-from dstrain.bench import jobs, speed
-from dstrain.bench.report import Record
-from dstrain.bench.sides import Repeated
-from dstrain.bench.timing import measured
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder, posterior
 from dstrain.encoders.precision import Precision, computing, dtype_of, problem
 from dstrain.engine.initial import build
 from dstrain.engine.start import start
+from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
 from dstrain.runs.trained import placed
 from dstrain.sampling.draw import draw_all
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
+from kit import jobs, speed
+from kit.report import Record
+from kit.timing import measured
 
 _NEAR = 1e-5  # fp32 is nearer; products or convolutions in TF32 give 2e-4 or more
 _STEP = 5  # of training: every network has joined

@@ -1,6 +1,6 @@
 """Samples a second from cached latents: shards against one .npy file for each sample, on this machine.
 
-    python launch/bench_latents.py [--samples 10000 --batch 256 --channels 4 --size 32 --rounds 50 --dtype float16]
+    python launch/bench/latents.py [--samples 10000 --batch 256 --channels 4 --size 32 --rounds 50 --dtype float16]
 
 files      one latent a file, float32, and its label in another, as fast-DiT caches them: np.load of both, stacked
 shards     data/cached/latents.py: mean and deviation of one of both sides, mapped, gathered into a batch

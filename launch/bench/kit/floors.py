@@ -8,24 +8,27 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dstrain.bench import jobs
-from dstrain.bench.report import Record
-from dstrain.bench.sides import Dstrain, Repeated, system_of
-from dstrain.bench.timing import Times, copy_rate, measured
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.masters import Masters
 from dstrain.engine.start import start
 from dstrain.engine.updates import Flag
+from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Ema, Save
+from kit import jobs
+from kit.report import Record
+from kit.sides import Dstrain, system_of
+from kit.timing import Times, copy_rate, measured
 
 _STEP_BYTES = 42  # a weight: gradient, master, moments, average, compute weight
 _ROUNDS = 5
@@ -62,7 +65,7 @@ def stall(record: Record, stage: int) -> None:
         )
         waits = []
         for number in (1, 2):  # the first makes the buffers
-            waits.append(measured(lambda: saves.save(number), group.device())[0])
+            waits.append(measured(partial(saves.save, number), group.device())[0])
             began = time.perf_counter()
             saves.saver.settle()
             written = waits[-1] + time.perf_counter() - began
@@ -119,11 +122,16 @@ def ema_beside_copy(masters: Masters | Flats, elements: int = 2**24, rounds: int
         "EMA": lambda: averages.update(1, applied),
         "copy": lambda: [copy.copy_(flat) for copy, flat in zip(copies, live)],
     }
+
+    def repeat(work: Callable[[], Any], count: int) -> None:
+        for _ in range(count):
+            work()
+
     times = {name: Times() for name in works}
     calls = max(1, elements // max(sum(flat.numel() for flat in live), 1))
     for _ in range(rounds):
         for name, work in works.items():
-            wall, cpu = measured(lambda: [work() for _ in range(calls)], group.device())
+            wall, cpu = measured(partial(repeat, work, calls), group.device())
             times[name].wall.append(wall / calls)
             times[name].cpu.append(cpu / calls)
     return times

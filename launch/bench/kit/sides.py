@@ -7,7 +7,7 @@
 Rivals that others use stand in rivals.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,43 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import systems
-from dstrain.data.batches import placed
 from dstrain.distributed import group
 from dstrain.engine.blocks import is_compiled, prepare
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.initial import build
+from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.recipe import Run
 from dstrain.systems.base import Batch, System
 from dstrain.train import build_engines, take_step
 
 Losses = dict[str, list[Tensor]]  # of a step: a value a micro-batch, by part
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Repeated:
-    """What take_step reads of Batches: a few micro-batches of synthetic samples, on the device, again and again."""
-
-    def __init__(self, system: System, micro: int, accumulation: int, count: int = 1):
-        device = group.device()
-        rows = placed(system.synthetic(micro * count), device)
-        rows["position"] = torch.arange(micro * count, device=device) % micro
-        self.micro, self.accumulation = micro, accumulation
-        self.batches: list[Batch] = [
-            {name: values[start : start + micro] for name, values in rows.items()}
-            for start in range(0, micro * count, micro)
-        ]
-
-    def at(self, step: int) -> Iterator[Batch]:
-        for number in range(step * self.accumulation, (step + 1) * self.accumulation):
-            batch = self.batches[number % len(self.batches)]
-            yield {**batch, "step": torch.full_like(batch["key"], step)}
-
-
-class NoTracker:
-    """What take_step calls of a Tracker; reports nothing."""
-
-    def add(self, part: str, terms: dict[str, Tensor]) -> None:
-        pass
 
 
 class Dstrain:

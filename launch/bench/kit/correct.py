@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dstrain.bench import jobs
-from dstrain.bench.report import Record
-from dstrain.bench.sides import Dstrain, Losses, Plain, Repeated, apart, system_of
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.start import start
+from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run, Save
+from kit import jobs
+from kit.report import Record
+from kit.sides import Dstrain, Losses, Plain, apart, system_of
 
 HALF = 4  # steps before the checkpoint, and after it
 State = dict[str, Tensor]

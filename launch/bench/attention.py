@@ -1,4 +1,4 @@
-"""Times attention's forms on this device, forward and backward: python launch/bench_attention.py [--threads N]
+"""Times attention's forms on this device, forward and backward: python launch/bench/attention.py [--threads N]
 
 Each shape is (samples, heads, tokens, width of a head); the first rows are those of the small recipes. `attend` is what
 networks call, and should be near the least. `plain` is matmul, softmax, matmul.

@@ -2,7 +2,7 @@
 # Collects, into .whl/ of this checkout, what dstrain needs on a machine that reaches no package registry and has
 # Python 3.12, torch, torchvision, transformers, einops and PyYAML already. docs/guides/gpu.md says how they are used there.
 #
-#   bash launch/pack_wheels.sh [PACKAGE ...]       in an environment where dstrain is installed; more packages by name
+#   bash launch/bench/pack_wheels.sh [PACKAGE ...]       in an environment where dstrain is installed; more packages by name
 #
 # Versions are those of this environment. deepspeed has no wheel, and is built here without its compiled operators.
 set -euo pipefail

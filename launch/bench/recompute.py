@@ -1,6 +1,6 @@
 """Counts what each choice of model.recompute keeps for the backward pass, and what it computes again: a table.
 
-    python launch/bench_recompute.py [RECIPE ...] [--batch N]
+    python launch/bench/recompute.py [RECIPE ...] [--batch N]
 
 Nothing is computed: the networks, in bfloat16, and one batch lie on the meta device. Bytes are a sample's of the first
 part, between forward and backward pass, in eager mode and with a GPU's fused attention (a compiled block keeps less).
@@ -34,7 +34,7 @@ CHOICES = ("none", "attention", 2, 4, "all")
 
 def system_of(name: str) -> systems.System:
     """The system of a recipe: a name in launch/recipes/, or a file."""
-    path = Path(__file__).resolve().parent / "recipes" / f"{name}.yaml"
+    path = Path(__file__).resolve().parents[1] / "recipes" / f"{name}.yaml"
     if not path.exists() and not Path(name).exists():
         raise recipe.ConfigError(f"RECIPE {name}: there is no such name or file{recipe.nearby(path, '*.yaml')}")
     with recipe.reworded(options={"--recipe ": "RECIPE "}):
