@@ -1,4 +1,4 @@
-"""Cases for test_gpu.py that end in each way in which a case can; called as launch/bench/gpu.py calls its own processes."""
+"""Cases for test_gpu.py that end in each way in which a case can; run as launch/bench/gpu.py runs its own processes."""
 
 import argparse
 import os
