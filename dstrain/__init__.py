@@ -6,7 +6,7 @@ In a notebook: `run = dstrain.load("runs/dit-small")`, then `run.sample(16)`; se
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["TrainedRun", "__version__", "load"]
 
 

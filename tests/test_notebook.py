@@ -1,4 +1,4 @@
-"""A trained run in one process: the README's own lines, and what they return, against files of the verbs."""
+"""A trained run in one process: the lines of docs/guides/notebook.md, against files of the verbs."""
 
 import json
 import subprocess
@@ -34,9 +34,9 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_lines_of_the_readme(tmp_path, monkeypatch, capsys):
+def test_the_lines_of_the_page(tmp_path, monkeypatch, capsys):
     """Oracle: launch/generate.py's verb on the same trained run, the checkpoint's own files, metrics.jsonl."""
-    lines = (ROOT / "README.md").read_text().partition("**In a notebook**")[2].partition("\n\n")[2]
+    lines = (ROOT / "docs/guides/notebook.md").read_text().partition("without DeepSpeed:\n\n")[2]
     code = textwrap.dedent(lines[: lines.index("\n\n`run.recipe`")])
     assert 5 < len(code.splitlines()) <= 10
     folder = tmp_path / "runs" / "dit-small"
@@ -44,7 +44,7 @@ def test_the_lines_of_the_readme(tmp_path, monkeypatch, capsys):
     finish(train(folder, 1, "steps=4", "every.evaluate=4", "every.evaluate_samples=64", num=1))
     monkeypatch.chdir(tmp_path)
     names = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, "notebook.md", "exec"), names)
     out = generate(GenerateOptions(folder, num=16, labels=(3, 5), guidance_scale=4, pngs=False))
     drawn = np.load(next(out.glob("samples_*.npz")))["arr_0"]
     assert np.array_equal(names["images"].permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy(), drawn)

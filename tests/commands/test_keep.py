@@ -105,7 +105,7 @@ def starts(folder: Path) -> list[str]:
     ids=str,
 )
 def test_ends(keep, tmp_path, plan, options, code, count):
-    """Oracle: the exit codes of README, and the number of starts; four in a row that save no step are the last."""
+    """Oracle: the exit codes of docs/guides/running.md, and the starts; four in a row that save no step end it."""
     assert keep(plan, options=options).wait(120) == code, (tmp_path / "log").read_text()
     assert len(starts(tmp_path)) == count
     log = tmp_path / "run" / "restarts.log"

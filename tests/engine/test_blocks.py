@@ -103,7 +103,7 @@ def test_which_blocks_are_computed_again(recompute, calls):
 
 
 def test_names_of_the_choice():
-    """Oracle: the table in README.md; true and false are the names of all and none in older recipes."""
+    """Oracle: docs/guides/training.md; true and false are the names of all and none in older recipes."""
     for value, name in ((True, "all"), (False, "none"), (3, 3), ("attention", "attention")):
         assert counting.Config(recompute=value).recompute == name
     for value in (0, -1, "blocks", 1.5, None):

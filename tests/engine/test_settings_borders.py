@@ -241,7 +241,7 @@ def test_gradients_that_a_rank_owns_no_part_of():
 
 @pytest.mark.parametrize("name", ["lion", "muon", "adamw8bit"])
 def test_offload_is_refused(name):
-    """Oracle: the README: only adamw is offloaded."""
+    """Oracle: docs/guides/training.md: only adamw is offloaded."""
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     with pytest.raises(ConfigError, match=f"optimizer.name is {name}: remove it, or write optimizer.name=adamw"):
         resolved(config, f"optimizer.name={name}")

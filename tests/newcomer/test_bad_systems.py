@@ -99,7 +99,7 @@ def test_a_bug_shows_its_traceback(train, bug, words):
 
 @pytest.mark.slow
 def test_exit_codes(tmp_path):
-    """Oracle: the README's table: 1 and a traceback for a bug in a loss, 2 and one message for a wrong field."""
+    """Oracle: docs/guides/running.md: 1 and a traceback for a bug in a loss, 2 and one message for a wrong field."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RUN | {"system": "strange"}))
     for line, words, code in (("raise ValueError('a bug')", [], 1), ("pass", ["model.wdith=8"], 2)):
         (tmp_path / "strange.py").write_text(

@@ -65,7 +65,7 @@ class Layout(ABC):
     be known of the listed samples, as JSON; it is kept in the index, and is there again with it.
     """
 
-    kind: ClassVar[str]  # as the README's table calls it: "zip with dataset.json"
+    kind: ClassVar[str]  # as the table of docs/guides/data.md calls it: "zip with dataset.json"
     light: bool = False  # reading a sample costs less than passing it between processes
     columns_read: ClassVar[tuple[str, ...]] = ()  # keys of data.columns that it heeds
 
