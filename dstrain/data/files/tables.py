@@ -15,7 +15,6 @@ from dstrain.disk.small import parse_json
 from dstrain.recipe import ConfigError, NotRead
 
 _LONGEST = 1 << 24  # bytes of a line
-_BATCH = 1024  # rows of a parquet file that are in memory
 # Bytes that the needed columns of a row group may have: a page of it is unpacked as a whole, and a row may be a bomb.
 _SMALL, _WIDEST, _LARGEST = 1 << 26, 1 << 12, 1 << 32  # always; for each row; at most
 
@@ -135,68 +134,31 @@ class _Jsonl(Table):
 class _Parquet(Table):
     noun = "row"
 
-    def _opened(self) -> Any:
-        import pyarrow
-        from pyarrow import parquet  # half a second, which only parquet needs
+    def _open(self) -> Any:
+        from dstrain.data.files.arrow import ParquetFile
 
-        try:
-            return parquet.ParquetFile(self.files.open(self.name), pre_buffer=False, buffer_size=1 << 16)
-        except NotRead:
-            raise
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise ConfigError(
-                f"{self.where} is no readable parquet file ({' '.join(str(error).split())[:200]}): make "
-                "it anew, or take it away"
-            ) from None
+        return ParquetFile(self.files, self.name, self.where)
 
     def columns(self) -> list[str]:
-        with self._opened() as file:
-            return list(file.schema_arrow.names)
+        return list(self._open().schema.names)
 
     def holds_files(self) -> bool:
-        from pyarrow import types
+        from dstrain.data.files.arrow import holds_bytes
 
-        with self._opened() as file:
-            return any(
-                types.is_binary(field.type)
-                or types.is_large_binary(field.type)
-                or (types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0)
-                for field in file.schema_arrow
-            )
+        return any(holds_bytes(field.type) for field in self._open().schema)
 
     def groups(self) -> int:
-        with self._opened() as file:
-            return file.num_row_groups
+        return self._open().num_groups
 
     def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        import pyarrow
-
-        with self._opened() as file:
-            number = 1 + sum(file.metadata.row_group(before).num_rows for before in range(group))
-            content = file.metadata.row_group(group)
-            sizes = [
-                content.column(place).total_uncompressed_size
-                for place in range(content.num_columns)
-                if content.column(place).path_in_schema.split(".")[0] in columns
-            ]
-            if sum(sizes) > min(max(_SMALL, _WIDEST * content.num_rows), _LARGEST):
-                raise ConfigError(
-                    f"{self.where}: row group {group} has {sum(sizes) >> 20} MB of {', '.join(columns)} "
-                    f"in {content.num_rows:,} rows, too much for a list: write smaller row groups, with "
-                    f"rows below {_WIDEST >> 10} KB"
-                )
-            try:
-                for batch in file.iter_batches(_BATCH, row_groups=[group], columns=list(columns)):
-                    for row in batch.to_pylist():
-                        yield number, row
-                        number += 1
-            except NotRead:
-                raise
-            except (pyarrow.ArrowException, OSError, ValueError) as error:
-                raise ConfigError(
-                    f"{self.where}, row {number} or soon behind it cannot be read "
-                    f"({' '.join(str(error).split())[:200]}): make the file anew"
-                ) from None
+        file = self._open()
+        size, count = file.count_bytes(group, columns), file.count_rows(range(group, group + 1))
+        if size > min(max(_SMALL, _WIDEST * count), _LARGEST):
+            raise ConfigError(
+                f"{self.where}: row group {group} has {size >> 20} MB of {', '.join(columns)} in {count:,} rows, "
+                f"too much for a list: write smaller row groups, with rows below {_WIDEST >> 10} KB"
+            )
+        yield from enumerate(file.rows(group, columns), 1 + file.count_rows(range(group)))
 
 
 TABLES = {".csv": _Csv, ".tsv": _Tsv, ".jsonl": _Jsonl, ".parquet": _Parquet}

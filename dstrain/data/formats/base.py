@@ -135,12 +135,15 @@ class Layout(ABC):
         """ConfigError: what shows only after all samples were listed, such as an empty class."""
 
 
-def peek(files: Files) -> list[tuple[str, bool]]:
-    """As `files.names()`, but of a large folder some thousand names only, and of one that cannot be listed none."""
+def peek(files: Files, folder: str = "") -> list[tuple[str, bool]]:
+    """Returns what `files.names(folder)` does, but of a large folder some thousand names only.
+
+    A folder that cannot be listed has none.
+    """
     if not isinstance(files, LocalFiles) or files.listed:
-        return files.names()
+        return files.names(folder)
     try:
-        with os.scandir(files.root) as entries:
+        with os.scandir(files.local(folder)) as entries:
             return sorted((entry.name, is_folder(entry)) for entry in islice(entries, _PEEKED) if entry.name[0] != ".")
     except OSError:
         return []

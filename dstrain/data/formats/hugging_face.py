@@ -1,26 +1,26 @@
-"""Hugging Face's data sets on a disk or at an address: what `save_to_disk` writes, Arrow files, parquet shards.
+"""Hugging Face's data sets on a disk, at an address or by name: what `save_to_disk` writes, Arrow files, parquet shards.
 
     FOLDER/state.json, data-00000-of-00002.arrow                of Dataset.save_to_disk
     FOLDER/dataset_dict.json, train/..., test/...               of DatasetDict.save_to_disk
     FOLDER/data/train-00000-of-00002.parquet, test-...          as on the hub; also FOLDER/data/train-*.parquet, FILE
+    hf-dataset:USER/NAME, hf-dataset:USER/NAME:SPLIT            `datasets` downloads it into its own cache as Arrow files
 
 Where there are splits, the data are train, and held out is validation or test. pyarrow reads all of them and knows the
 columns by their types: images are bytes, or a struct of bytes and path; labels are ClassLabel, or a column `label`.
 """
 
-import json
 import os
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
+from dstrain.disk.small import parse_json
 from dstrain.recipe import ConfigError, NotRead
 
 HUB = "hf-dataset:"
@@ -36,9 +36,10 @@ SPLITS = {
 _UNSEEN = ("validation", "test")
 _TRIED = 8  # folders of each, before it is known that the data are such files
 _DEEP = 3  # folders below each other in which files are looked for
-_MAPPED = 256  # Arrow files that a worker keeps open
+_MAPPED = 256  # Arrow files that a process keeps open
 _ROW = 1 << 24  # rows of a record batch or row group; above them the place of that
 _HUGE = 4 << 20  # bytes of a row group above which random order is worth a warning
+_UNPACKING = threading.Lock()  # One row group is held, and not one of each thread.
 
 
 class Tables(Layout):
@@ -47,38 +48,15 @@ class Tables(Layout):
     suffix: str
     columns_read = ("image", "label", "caption")
 
-    def __init__(self, root: str, files: Files, request: Request) -> None:
-        super().__init__(root, files, request)
-        self._reset()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._open: OrderedDict[Any, Any] = OrderedDict()  # of this process: files, or rows
-        self._lock = threading.Lock()
-
     @cached_property
     def columns(self) -> Any:
-        return _arrow().columns_of(self._schema(self._chosen()[0]), self.request, self.root)
+        from dstrain.data.formats.columns import choose_columns
+
+        return choose_columns(self._schema(self._chosen()[0]), self.request, self.root)
 
     def parts(self) -> list[str]:
         self.classes = self.columns.classes
         return self._chosen()
-
-    def _chosen(self) -> list[str]:
-        splits = self._splits()
-        chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
-        if chosen is None:
-            raise ConfigError(
-                f"{self.request.key}={self.root} has the splits {', '.join(sorted(splits))}, and no "
-                "train: name the files of one of them, such as FOLDER/data/test-*.parquet"
-            )
-        return chosen
 
     def watched(self) -> list[str]:
         parts = self.parts()
@@ -89,17 +67,32 @@ class Tables(Layout):
         name = next((name for name in _UNSEEN if name in splits), None) if "train" in splits else None
         return None if name is None else self._path_of(name, splits[name])
 
+    def _chosen(self) -> list[str]:
+        """Returns the files of the split that is read: train, or the only one."""
+        splits = self._splits()
+        chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
+        if chosen is None:
+            raise ConfigError(
+                f"{self.request.key}={self.root} has the splits {', '.join(sorted(splits))}, and no "
+                "train: name the files of one of them, such as FOLDER/data/test-*.parquet"
+            )
+        return chosen
+
     def _splits(self) -> dict[str, list[str]]:
-        """The files of each split by its name; files whose names say none are a split "", where there is no other."""
+        """Returns the files of each split by its name.
+
+        Files whose names say no split are one called "", where there is no other.
+        """
         splits: dict[str, list[str]] = {}
-        for name in files_below(self.files, self.suffix, _pattern(self.root)):
-            words = re.split(r"[^a-z]+", name.lower()) if _pattern(self.root) is None else ()
+        pattern = _pattern(self.root)
+        for name in find_files(self.files, self.suffix, pattern):
+            words = re.split(r"[^a-z]+", name.lower()) if pattern is None else ()
             splits.setdefault(next((SPLITS[word] for word in words if word in SPLITS), ""), []).append(name)
         return {name: files for name, files in splits.items() if name} or splits
 
     def _path_of(self, split: str, names: list[str]) -> str:
-        """What data.path would be for a split alone."""
-        folder, _, common = os.path.commonprefix(names).rpartition("/")
+        """Returns what data.path would be for a split alone."""
+        folder, _, common = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 (letters of names are meant)
         place = "/".join(filter(None, (self.root.rstrip("/"), folder)))
         if len(names) > 1 and common:
             common += f"*{self.suffix}"
@@ -111,15 +104,22 @@ class Tables(Layout):
     def _where(self, part: str) -> str:
         return f"{self.request.key}={self.root}: {part}"
 
+    def _require_columns(self, names: list[str], part: str) -> None:
+        if missing := {self.columns.image, *self._text_columns} - set(names):
+            raise ConfigError(
+                f"{self._where(part)} has no column {', '.join(sorted(missing))}, as "
+                f"the first file has; it has {', '.join(names)}"
+            )
+
     def _sample(self, place: Place, row: dict[str, Any]) -> Sample:
-        """A sample of its label and captions."""
+        """Returns a sample with its label and captions."""
         columns, label, captions = self.columns, None, []
         if columns.label is not None:
             label = row[columns.label]
-            label = int(label) if isinstance(label, bool) else label
-            if not isinstance(label, int | str) or (
-                isinstance(label, int) and not 0 <= label < (len(self.classes) or 1 << 31)
-            ):
+            if isinstance(label, bool):
+                label = int(label)
+            in_range = isinstance(label, int) and 0 <= label < (len(self.classes) or 1 << 31)
+            if not in_range and not isinstance(label, str):
                 raise ConfigError(
                     f"{self.request.key}={self.root}: {place.name} has the {columns.label} {label!r}, "
                     "which is no class (-1: it is kept secret): write data.labels=none to leave labels "
@@ -128,12 +128,13 @@ class Tables(Layout):
         for name in columns.captions:
             texts = row[name] if isinstance(row[name], list) else [row[name]]
             captions += [str(text or "").strip() for text in texts]
-        # Without a text, it will be a bad sample.
-        return Sample(place, label, tuple(captions) or ("",) * bool(columns.captions))
+        if columns.captions and not captions:
+            captions = [""]  # Without a text, it will be a bad sample.
+        return Sample(place, label, tuple(captions))
 
     def _image(self, value: Any) -> bytes | Path:
-        """The bytes of an image, or where the table names a file instead, its path."""
-        content = bytes_of(value)
+        """Returns the bytes of an image, or where the table names a file instead, its path."""
+        content = _encoded(value)
         if content is not None:
             return content
         path = value.get("path") if isinstance(value, dict) else None
@@ -142,7 +143,7 @@ class Tables(Layout):
         return Path(self.files.root, path)
 
     @property
-    def _read_columns(self) -> list[str]:
+    def _text_columns(self) -> list[str]:
         return [name for name in (self.columns.label, *self.columns.captions) if name]
 
 
@@ -154,31 +155,44 @@ class ArrowTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return of_images(request) and _first_below(files, cls.suffix, _pattern(root)) is not None
+        return wants_images(request) and _first_file(files, cls.suffix, root) is not None
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        from dstrain.data.files.arrow import list_rows
+
+        file = _open_arrow(self.files, part, self._where(part))
+        self._require_columns(file.schema.names, part)
+        for at, batch in file.batches():
+            for row, values in enumerate(list_rows(batch.select(self._text_columns))):
+                yield self._sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values)
+
+    def read(self, place: Place) -> bytes | Path:
+        at, row = divmod(place.offset, _ROW)
+        part = place.name.rsplit("/", 2)[0]
+        return self._image(_open_arrow(self.files, part, self._where(part)).value(at * 8, row, self.columns.image))
 
     def _splits(self) -> dict[str, list[str]]:
         names = {name for name, _ in self.files.names()}
         if "dataset_dict.json" in names:
-            splits = self._json("dataset_dict.json", "splits")
+            splits = self._read_list("dataset_dict.json", "splits")
             return {SPLITS.get(str(name).lower(), str(name)): self._saved(f"{name}/") for name in splits}
         return {"": self._saved("")} if "state.json" in names else super()._splits()
 
     def _path_of(self, split: str, names: list[str]) -> str:
-        saved = self.files.names(names[0].rpartition("/")[0])
-        return (
-            f"{self.root}/{names[0].rpartition('/')[0]}"
-            if ("state.json", False) in saved
-            else super()._path_of(split, names)
-        )
+        folder = names[0].rpartition("/")[0]
+        if ("state.json", False) in self.files.names(folder):
+            return f"{self.root}/{folder}"
+        return super()._path_of(split, names)
 
     def _saved(self, folder: str) -> list[str]:
-        files = self._json(f"{folder}state.json", "_data_files")
+        """Returns the files that save_to_disk has written into a folder."""
+        files = self._read_list(f"{folder}state.json", "_data_files")
         return [f"{folder}{os.path.basename(str(file['filename']))}" for file in files]
 
-    def _json(self, name: str, key: str) -> list[Any]:
+    def _read_list(self, name: str, key: str) -> list[Any]:
         try:
             with self.files.open(name) as file:
-                content = json.loads(file.read(1 << 24))[key]
+                content = parse_json(file.read(1 << 24))[key]
             if not isinstance(content, list) or not content:
                 raise ValueError(f"{key} is no list")
             return content
@@ -190,28 +204,59 @@ class ArrowTables(Tables):
             ) from None
 
     def _schema(self, part: str) -> Any:
-        return self._file(part).schema
+        return _open_arrow(self.files, part, self._where(part)).schema
 
-    def samples(self, part: str) -> Iterator[Sample]:
-        for at, batch in self._file(part).batches():
-            kept = [batch.schema.get_field_index(name) for name in self._read_columns]
-            if -1 in kept or batch.schema.get_field_index(self.columns.image) < 0:
-                raise ConfigError(f"{self._where(part)} has other columns than the first file")
-            for row, values in enumerate(_arrow().values_of(batch.select(kept))):
-                yield self._sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values)
 
-    def read(self, place: Place) -> bytes | Path:
-        at, row = divmod(place.offset, _ROW)
-        file = self._file(place.name.rsplit("/", 2)[0])
-        return self._image(file.row(at * 8, row, self.columns.image).as_py())
+class HubTables(ArrowTables):
+    """A data set of the hub, in the cache of `datasets`; each machine has its own.
 
-    def _file(self, part: str) -> Any:
-        with self._lock:
-            if part not in self._open:
-                self._open[part] = _arrow().ArrowFile(self.files.local(part), self._where(part))
-                if len(self._open) > _MAPPED:
-                    self._open.popitem(last=False)
-            return self._open[part]
+    Without a network what is in that cache is read.
+    """
+
+    kind = "hf-dataset:USER/NAME"
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        super().__init__(root, files, request)
+        self._load()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not os.path.isdir(self.files.root):  # This is another machine.
+            self._load()
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        return root.startswith(HUB) and wants_images(request)
+
+    def _load(self) -> None:
+        """Finds the Arrow files of each split, and downloads them where they are not in the cache yet."""
+        name, _, split = self.root.removeprefix(HUB).partition(":")
+        where = f"{self.request.key}={self.root}"
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(f"{where} needs datasets: pip install 'dstrain[hf]'") from None
+        try:
+            data = datasets.load_dataset(name, split=split or None)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ConfigError(
+                f"{where} cannot be loaded ({text}): without a network only what `datasets` has "
+                "in its cache is there; give a folder of parquet files, or what save_to_disk wrote"
+            ) from None
+        splits = {split: data} if split else dict(data)
+        self._by_split = {name: [file["filename"] for file in part.cache_files] for name, part in splits.items()}
+        folders = [os.path.dirname(path) for paths in self._by_split.values() for path in paths]
+        self.files = LocalFiles(os.path.commonpath(folders))
+
+    def _splits(self) -> dict[str, list[str]]:
+        return {
+            SPLITS.get(split.lower(), split): [os.path.relpath(path, self.files.root) for path in paths]
+            for split, paths in self._by_split.items()
+        }
+
+    def _path_of(self, split: str, names: list[str]) -> str:
+        return f"{self.root}:{next(name for name in self._by_split if SPLITS.get(name.lower()) == split)}"
 
 
 class ParquetTables(Tables):
@@ -224,172 +269,125 @@ class ParquetTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        first = _first_below(files, cls.suffix, _pattern(root)) if of_images(request) else None
+        first = _first_file(files, cls.suffix, root) if wants_images(request) else None
         if first is None:
             return False
-        schema = _arrow().ParquetRows(files, first, f"{request.key}={root}: {first}").schema
-        named = root.lower().endswith(cls.suffix) and "path" not in request.columns and _arrow().holds_bytes(schema)
-        return named or "image" in request.columns or bool(_arrow().image_columns(schema, request))
+        from dstrain.data.files.arrow import holds_bytes
+        from dstrain.data.formats.columns import find_image_columns
 
-    def _schema(self, part: str) -> Any:
-        return _arrow().ParquetRows(self.files, part, self._where(part)).schema
+        schema = _open_parquet(files, first, f"{request.key}={root}: {first}").schema
+        if "image" in request.columns or find_image_columns(schema, request):
+            return True
+        is_file = root.lower().endswith(cls.suffix)
+        return is_file and "path" not in request.columns and any(holds_bytes(field.type) for field in schema)
 
     def advice(self) -> str:
         part = self.parts()[0]
-        file = _arrow().ParquetRows(self.files, part, self._where(part))
-        size, is_plain = file.stored(self.columns.image)
+        file = _open_parquet(self.files, part, self._where(part))
+        size = file.count_bytes(0, [self.columns.image])
+        if size < _HUGE or not file.is_compressed(self.columns.image):
+            return ""
         return (
-            ""
-            if is_plain or size < _HUGE
-            else (
-                f"images are compressed in row groups of {size / 1e6:.0f} MB, "
-                "and each sample costs the decoding of one: "
-                "launch/pack.py writes them as shards that are read sample by sample"
-            )
+            f"images are compressed in row groups of {size / 1e6:.0f} MB, and each sample costs the decoding of one: "
+            "`dstrain pack` writes them as shards that are read sample by sample"
         )
 
     def samples(self, part: str) -> Iterator[Sample]:
-        file, image, count = _arrow().ParquetRows(self.files, part, self._where(part)), self.columns.image, 0
-        missing = {image, *self._read_columns} - set(file.schema.names)
-        if missing:
-            raise ConfigError(
-                f"{self._where(part)} has no column {', '.join(sorted(missing))}, as "
-                f"the first file has; it has {', '.join(file.schema.names)}"
-            )
-        for group in range(len(file)):
-            chunk, row = file.plain(group, image), 0
-            for batch in file.rows(group, [*self._read_columns, *([image] if chunk else [])]):
-                for number, values in enumerate(_arrow().values_of(batch.select(self._read_columns))):
-                    offset, size = group * _ROW + row, -1
-                    content = bytes_of(_arrow().value_at(batch.column(image), number).as_py()) if chunk else None
-                    if content is not None:
-                        at = chunk.place(content)
-                        chunk = chunk if at is not None else None  # coded: the rest of the row group is, too
-                        offset, size = (offset, size) if at is None else (at, len(content))
-                    yield self._sample(Place(f"{part}/{count}", 0, offset, size), values)
-                    row, count = row + 1, count + 1
+        file, image, count = _open_parquet(self.files, part, self._where(part)), self.columns.image, 0
+        self._require_columns(file.schema.names, part)
+        for group in range(file.num_groups):
+            chunk = file.plain(group, image)
+            for row, values in enumerate(file.rows(group, [*self._text_columns, *([image] if chunk else [])])):
+                offset, size = group * _ROW + row, -1
+                content = _encoded(values[image]) if chunk else None
+                if content is not None:
+                    at = chunk.find(content)
+                    if at is None:
+                        chunk = None  # It is coded, and so is the rest of the row group.
+                    else:
+                        offset, size = at, len(content)
+                yield self._sample(Place(f"{part}/{count}", 0, offset, size), values)
+                count += 1
 
     def read(self, place: Place) -> bytes | Path:
+        from dstrain.data.files.arrow import read_value
+
         part = place.name.rpartition("/")[0]
         if place.size >= 0:
             return self.files.span(part, place.offset, place.size)
         group, row = divmod(place.offset, _ROW)
-        with self._lock:
-            return self._image(_arrow().value_at(*self._in_batches(part, group, row)).as_py())
+        with _UNPACKING:
+            column = _unpack_group(self.files, part, self._where(part), group, self.columns.image)
+            if row >= len(column):
+                raise ConfigError("is not in the file any more")
+            return self._image(read_value(column, row))
 
-    def _in_batches(self, part: str, group: int, row: int) -> tuple[Any, int]:
-        """The column of images with a row of a row group, and the row's place in it; the last row group is kept."""
-        if self._open.get("group") != (part, group):
-            self._open.clear()
-            batches, size = [], 0
-            for batch in _arrow().ParquetRows(self.files, part, self._where(part)).rows(group, [self.columns.image]):
-                batches.append(batch.column(0))
-                size += batch.nbytes
-                if size > _arrow().MAX_GROUP:
-                    raise ConfigError(f"{part} has row groups beyond {_arrow().MAX_GROUP / 1e9:.3g} GB: write it anew")
-            self._open.update(group=(part, group), batches=batches)
-        for column in self._open["batches"]:
-            if row < len(column):
-                return column, row
-            row -= len(column)
-        raise ConfigError("is not in the file any more")
+    def _schema(self, part: str) -> Any:
+        return _open_parquet(self.files, part, self._where(part)).schema
 
 
-class HubTables(ArrowTables):
-    """A data set of the hub, which `datasets` downloads into its own cache as Arrow files; each machine has its own."""
-
-    kind = "hf-dataset:USER/NAME"
-
-    def __init__(self, root: str, files: Files, request: Request) -> None:
-        super().__init__(root, files, request)
-        self._load()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if not os.path.isdir(self.files.root):  # this is another machine
-            self._load()
-
-    def _load(self) -> None:
-        self._by_split = hub_files(self.root, self.request)
-        folders = [os.path.dirname(path) for paths in self._by_split.values() for path in paths]
-        self.files = LocalFiles(os.path.commonpath(folders))
-
-    @classmethod
-    def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return root.startswith(HUB) and of_images(request)
-
-    def _splits(self) -> dict[str, list[str]]:
-        return {
-            SPLITS.get(split.lower(), split): [os.path.relpath(path, self.files.root) for path in paths]
-            for split, paths in self._by_split.items()
-        }
-
-    def _path_of(self, split: str, names: list[str]) -> str:
-        return f"{self.root}:{next(name for name in self._by_split if SPLITS.get(name.lower()) == split)}"
+def wants_images(request: Request) -> bool:
+    """Returns whether images are wanted, and not clips."""
+    return ".png" in request.suffixes
 
 
-def hub_files(root: str, request: Request) -> dict[str, list[str]]:
-    """The Arrow files of each split of a data set of the hub, downloaded where they are not in the cache yet."""
-    name, _, split = root.removeprefix(HUB).partition(":")
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(f"{request.key}={root} needs datasets: pip install 'dstrain[hf]'") from None
-    try:
-        data = datasets.load_dataset(name, split=split or None)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(
-            f"{request.key}={root} cannot be loaded ({text}): without a network only what `datasets` has "
-            "in its cache is there; give a folder of parquet files, or what save_to_disk wrote"
-        ) from None
-    splits = {split: data} if split else dict(data)
-    return {split: [entry["filename"] for entry in part.cache_files] for split, part in splits.items()}
-
-
-def bytes_of(value: Any) -> bytes | None:
-    """The encoded image of a cell; None: it is not in the table."""
-    return value.get("bytes") if isinstance(value, dict) else value
-
-
-def files_below(
-    files: Files, suffix: str, pattern: str | None = None, folder: str = "", deep: int = _DEEP
+def find_files(
+    files: Files, suffix: str, pattern: str | None = None, peeks: bool = False, folder: str = "", deep: int = _DEEP
 ) -> Iterator[str]:
-    """The files with a suffix, in the order of their names; `pattern`: those directly in the folder that it fits."""
-    for name, is_folder in files.names(folder):
+    """Yields the files with a suffix at some depth, in the order of their names.
+
+    pattern: files directly in the folder alone, that it fits. peeks: looks at some names of some folders only, files
+    before folders, since the data may be anything, and large.
+    """
+    names = peek(files, folder) if peeks else files.names(folder)
+    if peeks:
+        names = [name for name in names if not name[1]] + [name for name in names if name[1]][:_TRIED]
+    for name, is_folder in names:
         path = f"{folder}/{name}" if folder else name
         if is_folder and deep and pattern is None:
-            yield from files_below(files, suffix, None, path, deep - 1)
+            yield from find_files(files, suffix, None, peeks, path, deep - 1)
         elif not is_folder and name.lower().endswith(suffix) and (pattern is None or fnmatch(name, pattern)):
             yield path
 
 
-def _first_below(files: Files, suffix: str, pattern: str | None, folder: str = "", deep: int = _DEEP) -> str | None:
-    """A file with a suffix, looked for in some folders and some names of each: the data may be anything, and large."""
-    if folder:
-        names = files.names(folder) if files.far else peek(LocalFiles(Path(files.root, folder)))
-    else:
-        names = peek(files)
-    for name, is_folder in names:
-        if not is_folder and name.lower().endswith(suffix) and (pattern is None or fnmatch(name, pattern)):
-            return f"{folder}/{name}".lstrip("/")
-    folders = [name for name, is_folder in names if is_folder][:_TRIED] if deep and pattern is None else []
-    found = (_first_below(files, suffix, None, f"{folder}/{name}".lstrip("/"), deep - 1) for name in folders)
-    return next(filter(None, found), None)
-
-
-def _arrow() -> Any:
-    """What needs pyarrow, whose import takes half a second that other data do without."""
-    from dstrain.data.formats import arrow_files
-
-    return arrow_files
-
-
-def of_images(request: Request) -> bool:
-    """Whether images are wanted, and not clips."""
-    return ".png" in request.suffixes
+def _first_file(files: Files, suffix: str, root: str) -> str | None:
+    return next(find_files(files, suffix, _pattern(root), peeks=True), None)
 
 
 def _pattern(root: str) -> str | None:
-    """The last part of a path with *, such as train-*.parquet."""
+    """Returns the last part of a path with *, such as train-*.parquet."""
     return root.rpartition("/")[2] if "*" in root else None
+
+
+def _encoded(value: Any) -> bytes | None:
+    """Returns the encoded image of a cell; None: it is not in the table."""
+    return value.get("bytes") if isinstance(value, dict) else value
+
+
+@lru_cache(_MAPPED)
+def _open_arrow(files: Files, part: str, where: str) -> Any:
+    from dstrain.data.files.arrow import ArrowFile
+
+    return ArrowFile(files.local(part), where)
+
+
+def _open_parquet(files: Files, part: str, where: str) -> Any:
+    from dstrain.data.files.arrow import ParquetFile
+
+    return ParquetFile(files, part, where)
+
+
+@lru_cache(1)
+def _unpack_group(files: Files, part: str, where: str, group: int, column: str) -> Any:
+    """Returns a column of a row group; the last one is kept for the samples beside the one that was asked for."""
+    import pyarrow
+
+    from dstrain.data.files.arrow import MAX_GROUP
+
+    batches, size = [], 0
+    for batch in _open_parquet(files, part, where).batches(group, [column]):
+        batches.append(batch.column(0))
+        size += batch.nbytes
+        if size > MAX_GROUP:
+            raise ConfigError(f"{part} has row groups beyond {MAX_GROUP / 1e9:.3g} GB: write it anew")
+    return pyarrow.chunked_array(batches)

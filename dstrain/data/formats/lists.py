@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from dstrain.data.files.listing import few
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import TABLES, Table, lines, open_table
-from dstrain.data.formats.base import Layout, Place, Request, Sample
+from dstrain.data.formats.base import Layout, Place, Request, Sample, exists
 from dstrain.data.formats.labels import ClassList, read_class_list
-from dstrain.recipe import ConfigError, NotRead
+from dstrain.recipe import ConfigError
 
 COLUMNS = {  # names by which a column is known, the first that is there counts
     "path": (
@@ -245,17 +245,6 @@ def is_list(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
     """Whether the data are a single file with one of the suffixes."""
     name = os.path.basename(root)
     return name.lower().endswith(suffixes) and not os.path.isdir(root) and exists(files, name)
-
-
-def exists(files: Files, name: str) -> bool:
-    """Whether a file is there; a folder is none."""
-    try:
-        with files.open(name):
-            return True
-    except NotRead:
-        raise
-    except (OSError, ConfigError):
-        return False
 
 
 def _column(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:

@@ -28,9 +28,15 @@ from dstrain.data.sources.images import open_images
 from dstrain.recipe import Cache, ConfigError, Data, NotRead
 from tests.data.formats.test_hugging_face import as_parquet, same, saved, table
 from tests.support.launch import ROOT, environment
+from tests.support.pictures import folder
 from tests.support.ranges import serving
 
 pytest.importorskip("aiohttp", reason="fsspec reads http through it")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return folder(tmp_path_factory.mktemp("plain"), classes=3, each=7)
 
 
 @pytest.fixture

@@ -1,0 +1,203 @@
+"""Rows of Arrow files and of parquet files, each read by itself.
+
+A row of an Arrow file (a stream, or a file with a footer) is found by the byte of its record batch in the mapped file:
+nothing is held that grows with the number of rows. A row of a parquet file has no byte of its own, but the value of a
+column that is neither compressed nor coded has one: it stands there as its length and its bytes. `datasets` writes
+images so. The import of pyarrow takes half a second, so this module is imported where such a file is opened.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dstrain.data.files.local import Files
+from dstrain.recipe import ConfigError, NotRead
+
+MAX_GROUP = 1 << 30  # bytes of a column in a row group, which a worker holds
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
+_MAGIC = b"ARROW1\0\0"  # before the stream in a file with a footer
+_BATCH = 256  # rows of a parquet file that are decoded at a time, at most
+_BATCH_BYTES = 1 << 26  # bytes of these rows, where each is as large as the whole column
+_BUFFER = 1 << 16  # bytes that are read at a time from a column of a parquet file
+_SEARCHED = 64  # bytes of a value that are searched for, before all of it is compared
+
+
+class ArrowFile:
+    """A mapped file, which messages call `where`.
+
+    Raises ConfigError if it is no Arrow file, is cut off, or is compressed inside.
+    """
+
+    def __init__(self, path: Path, where: str) -> None:
+        self.where = where
+        with _refusing_damage(where, "Arrow"):
+            with pa.memory_map(str(path)) as file:
+                self._bytes = file.read_buffer(file.size())  # This is a view: nothing is read.
+            self._start = len(_MAGIC) if self._bytes[: len(_MAGIC)].to_pybytes() == _MAGIC else 0
+            self.schema = pa.ipc.read_schema(self._bytes.slice(self._start))
+
+    def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Yields the byte at which each record batch begins, and the batch."""
+        at = self._start
+        while self._bytes[at : at + len(_END)].to_pybytes() != _END:
+            with _refusing_damage(self.where, "Arrow"):
+                message = pa.ipc.read_message(self._bytes.slice(at))
+            if message.type == "record batch":
+                yield at, self._read_batch(message)
+            at += 8 + len(message.metadata) + (message.body.size if message.body is not None else 0)
+
+    def value(self, at: int, row: int, column: str) -> Any:
+        """Returns a value of the record batch that begins at the byte `at`."""
+        batch = self._read_batch(pa.ipc.read_message(self._bytes.slice(at)))
+        return read_value(batch.column(batch.schema.get_field_index(column)), row)
+
+    def _read_batch(self, message: pa.Message) -> pa.RecordBatch:
+        if _is_compressed(message.metadata):
+            raise ConfigError(
+                f"{self.where} is compressed inside, so that each sample would cost a whole batch: write "
+                "it without compression, or as parquet"
+            )
+        with _refusing_damage(self.where, "Arrow"):
+            return pa.ipc.read_record_batch(message, self.schema)
+
+
+class ParquetFile:
+    """A parquet file, which messages call `where`. Raises ConfigError if it is none, or is cut off or damaged."""
+
+    def __init__(self, files: Files, name: str, where: str) -> None:
+        self.files, self.name, self.where = files, name, where
+        with _refusing_damage(where, "parquet"):
+            self._file = pq.ParquetFile(files.open(name), buffer_size=_BUFFER)
+        self.schema, self._metadata = self._file.schema_arrow, self._file.metadata
+
+    @property
+    def num_groups(self) -> int:
+        return self._metadata.num_row_groups
+
+    def count_rows(self, groups: range) -> int:
+        """Returns how many rows some row groups have."""
+        return sum(self._metadata.row_group(group).num_rows for group in groups)
+
+    def count_bytes(self, group: int, columns: Sequence[str]) -> int:
+        """Returns the bytes of some columns of a row group, unpacked."""
+        return sum(chunk.total_uncompressed_size for chunk in self._chunks(group, columns))
+
+    def batches(self, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yields some columns of a row group, some rows at a time.
+
+        The number of rows is bounded since a dictionary may make each value as large as its column.
+        """
+        rows = max(1, min(_BATCH, _BATCH_BYTES // max(self.count_bytes(group, columns), 1)))
+        with _refusing_damage(self.where, "parquet"):
+            yield from self._file.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False)
+
+    def rows(self, group: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yields the rows of a row group as dictionaries."""
+        for batch in self.batches(group, columns):
+            with _refusing_damage(self.where, "parquet"):
+                rows = list_rows(batch)
+            yield from rows
+
+    def plain(self, group: int, column: str) -> "PlainChunk | None":
+        """Returns the bytes of a column in a row group if they are stored as they are, else None.
+
+        Raises ConfigError if the row group is beyond 1 GB.
+        """
+        for chunk in self._chunks(group, [column]):
+            if chunk.physical_type != "BYTE_ARRAY":
+                continue
+            if max(chunk.total_uncompressed_size, chunk.total_compressed_size) > MAX_GROUP:
+                raise ConfigError(
+                    f"{self.where} has row groups of {chunk.total_uncompressed_size / 1e9:.2g} GB, of "
+                    "which each worker would hold one: write it anew with row groups of some 100 rows"
+                )
+            if chunk.compression != "UNCOMPRESSED" or chunk.path_in_schema not in (column, f"{column}.bytes"):
+                return None
+            start = chunk.dictionary_page_offset or chunk.data_page_offset
+            return PlainChunk(start, self.files.span(self.name, start, chunk.total_compressed_size))
+        return None
+
+    def is_compressed(self, column: str) -> bool:
+        """Returns whether the values of a column are compressed in the first row group."""
+        own = [chunk for chunk in self._chunks(0, [column]) if chunk.path_in_schema in (column, f"{column}.bytes")]
+        return any(chunk.compression != "UNCOMPRESSED" for chunk in own)
+
+    def _chunks(self, group: int, columns: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
+        """Returns what the footer says of some columns of a row group; a struct has a chunk for each of its members."""
+        if group >= self.num_groups:
+            return []
+        row_group = self._metadata.row_group(group)
+        chunks = [row_group.column(number) for number in range(row_group.num_columns)]
+        return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
+
+
+class PlainChunk:
+    """Bytes of a column that hold its values, one after the other, each behind its length."""
+
+    def __init__(self, start: int, content: bytes) -> None:
+        self._start, self._content, self._at = start, content, 0
+
+    def find(self, value: bytes) -> int | None:
+        """Returns the byte of the file at which the next value begins; None: it is not there as it is."""
+        stored = struct.pack("<I", len(value)) + value
+        # The value comes next, or behind the head of a page, or in the dictionary before all pages.
+        for at in (self._at, *(self._content.find(stored[:_SEARCHED], start) for start in (self._at, 0))):
+            if at >= 0 and self._content.startswith(stored, at):
+                self._at = at + len(stored)
+                return self._start + at + 4
+        return None
+
+
+def read_value(column: pa.Array | pa.ChunkedArray, row: int) -> Any:
+    """Returns a value of a column; a damaged file may name bytes outside of it, so the place is checked first."""
+    value = column.slice(row, 1)
+    value.validate(full=True)
+    return value[0].as_py()
+
+
+def list_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Returns the rows of a batch as dictionaries; one without columns has rows, too."""
+    for column in batch.columns:
+        column.validate(full=True)
+    return batch.to_pylist() if batch.num_columns else [{} for _ in range(batch.num_rows)]
+
+
+def holds_bytes(kind: pa.DataType) -> bool:
+    """Returns whether a column of this type may hold encoded images: bytes, or a struct of bytes and path."""
+    if pa.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0 and holds_bytes(kind.field("bytes").type)
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+@contextmanager
+def _refusing_damage(where: str, kind: str) -> Iterator[None]:
+    """Turns errors of pyarrow into a ConfigError; errors of a store, which is no file's fault, go through."""
+    try:
+        yield
+    except (ConfigError, NotRead):
+        raise
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
+        raise ConfigError(
+            f"{where} is no readable {kind} file ({' '.join(str(error).split())[:200]}): it is cut "
+            "off or damaged; make it anew, or take it away"
+        ) from None
+
+
+def _is_compressed(metadata: pa.Buffer) -> bool:
+    """Returns whether a record batch names a compression, the fourth field of its header (Arrow's Message.fbs)."""
+    content = memoryview(metadata)
+
+    def find_field(table: int, number: int) -> int | None:
+        """Returns the place of a field of a table of flatbuffers; None: it is left out."""
+        vtable = table - struct.unpack_from("<i", content, table)[0]
+        size = struct.unpack_from("<H", content, vtable)[0]
+        offset = struct.unpack_from("<H", content, vtable + 4 + 2 * number)[0] if 4 + 2 * number < size else 0
+        return table + offset if offset else None
+
+    header = find_field(struct.unpack_from("<I", content, 0)[0], 2)
+    return header is not None and find_field(header + struct.unpack_from("<I", content, header)[0], 3) is not None

@@ -1,0 +1,115 @@
+"""Which columns of a table are images, labels and captions: by data.columns, by the types that `datasets` has written
+beside the schema, or else by their names and Arrow's types.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from dstrain.data.files.arrow import holds_bytes
+from dstrain.data.formats.base import Request
+from dstrain.recipe import ConfigError
+
+_IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content", "data")
+_CLIPS = ("video", "mp4", "clip")
+_LABELS = ("label", "labels", "class", "cls", "class_id", "fine_label")
+_CAPTIONS = ("caption", "captions", "text", "texts", "prompt", "sentences")
+
+
+class Columns(NamedTuple):
+    image: str
+    label: str | None
+    captions: tuple[str, ...]
+    classes: tuple[str, ...]  # names of a ClassLabel; (): there are none
+
+
+def choose_columns(schema: pa.Schema, request: Request, root: str) -> Columns:
+    """Returns which columns are read.
+
+    Raises ConfigError if none or several fit what is wanted, or if data.columns names one that is not there.
+    """
+    where = f"{request.key}={root}"
+    chosen = {key: [names] if isinstance(names, str) else names for key, names in request.columns.items()}
+    for key in ("image", "label"):
+        if len(chosen.get(key, ())) > 1:
+            raise ConfigError(f"data.columns={{{key}: {', '.join(chosen[key])}}}: a sample has one {key}, so name one")
+    if unknown := [f"{key}: {name}" for key, names in chosen.items() for name in names if name not in schema.names]:
+        raise ConfigError(
+            f"{where} has no column {', '.join(unknown)} of data.columns; it has {', '.join(schema.names)}"
+        )
+    images = find_image_columns(schema, request)
+    if len(images) != 1:
+        found = f"several columns of images ({', '.join(images)})" if images else "no column of images"
+        raise ConfigError(
+            f"{where} has {found} among {', '.join(schema.names)}: name one, data.columns={{image: NAME}}"
+        )
+    label = _choose_label(schema, chosen, request, where)
+    names = _read_features(schema).get(label, {}).get("names") if label else None
+    classes = tuple(map(str, names)) if isinstance(names, list) else ()
+    captions = tuple(chosen.get("caption", ()))
+    if not captions:
+        texts = (name for name in _CAPTIONS if name in schema.names and _is_text(schema.field(name).type))
+        captions = tuple(texts)[:1]
+    return Columns(images[0], label, captions if request.captions else (), classes)
+
+
+def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
+    """Returns the columns that may be meant: one, if all is well."""
+    if chosen := request.columns.get("image"):
+        return [name for name in ([chosen] if isinstance(chosen, str) else chosen) if name in schema.names]
+    fitting = [field.name for field in schema if holds_bytes(field.type)]
+    of_clips = request.noun == "clips"
+    if marked := [name for name in _marked_as(schema, "Video" if of_clips else "Image") if name in fitting]:
+        return marked
+    named = [name for name in (*_CLIPS * of_clips, *_IMAGES) if name in fitting]
+    return named[:1] or [name for name in fitting if pa.types.is_struct(schema.field(name).type)]
+
+
+def _choose_label(schema: pa.Schema, chosen: dict[str, list[str]], request: Request, where: str) -> str | None:
+    """Returns the column of labels; None: there is none, or none is wanted. Raises ConfigError if it holds no labels."""
+    if request.labels == "none":
+        return None
+    label = next((name for name in (*chosen.get("label", ()), *_LABELS) if name in schema.names), None)
+    if label is None:
+        marked = _marked_as(schema, "ClassLabel")
+        label = marked[0] if len(marked) == 1 else None
+    if label is None or _is_label(schema.field(label).type):
+        return label
+    if "label" not in chosen and pa.types.is_nested(schema.field(label).type):
+        return None  # These are boxes, say, and not classes.
+    raise ConfigError(
+        f"{where}: the column {label} holds {schema.field(label).type}, and labels are whole "
+        "numbers or names: name another, data.columns={label: NAME}, or write data.labels=none"
+    )
+
+
+def _is_label(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):  # Categories of pandas come so.
+        kind = kind.value_type
+    return pa.types.is_integer(kind) or pa.types.is_boolean(kind) or _is_string(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    return _is_string(kind)
+
+
+def _is_string(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _marked_as(schema: pa.Schema, kind: str) -> list[str]:
+    """Returns the columns of a type of `datasets`, such as ClassLabel."""
+    features = _read_features(schema)
+    return [name for name in features if features[name].get("_type") == kind and name in schema.names]
+
+
+def _read_features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
+    """Returns the types that `datasets` has written beside the schema: {} where it has not."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
