@@ -67,7 +67,10 @@ def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
 
 
 def _choose_label(schema: pa.Schema, chosen: dict[str, list[str]], request: Request, where: str) -> str | None:
-    """Returns the column of labels; None: there is none, or none is wanted. Raises ConfigError if it holds no labels."""
+    """Returns the column of labels; None: there is none, or none is wanted.
+
+    Raises ConfigError if the column holds something else.
+    """
     if request.labels == "none":
         return None
     label = next((name for name in (*chosen.get("label", ()), *_LABELS) if name in schema.names), None)

@@ -1,9 +1,9 @@
-"""Hugging Face's data sets on a disk, at an address or by name: what `save_to_disk` writes, Arrow files, parquet shards.
+"""Hugging Face's data sets: what `save_to_disk` writes, Arrow files, parquet shards, names of the hub.
 
     FOLDER/state.json, data-00000-of-00002.arrow                of Dataset.save_to_disk
     FOLDER/dataset_dict.json, train/..., test/...               of DatasetDict.save_to_disk
     FOLDER/data/train-00000-of-00002.parquet, test-...          as on the hub; also FOLDER/data/train-*.parquet, FILE
-    hf-dataset:USER/NAME, hf-dataset:USER/NAME:SPLIT            `datasets` downloads it into its own cache as Arrow files
+    hf-dataset:USER/NAME, hf-dataset:USER/NAME:SPLIT            Arrow files to which `datasets` downloads it
 
 Where there are splits, the data are train, and held out is validation or test. pyarrow reads all of them and knows the
 columns by their types: images are bytes, or a struct of bytes and path; labels are ClassLabel, or a column `label`.

@@ -284,7 +284,7 @@ class WebVid(TableList):
 
     kind = "WebVid's csv"
     bases = ("../videos/", "videos/", "", "../")
-    known = {"path": ("videoid",), "label": (), "caption": ("name",)}
+    known: ClassVar[dict[str, tuple[str, ...]]] = {"path": ("videoid",), "label": (), "caption": ("name",)}
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:

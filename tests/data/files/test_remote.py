@@ -235,9 +235,11 @@ def test_a_store_that_fails_in_a_run_is_no_bad_file(web, tmp_path, waits, plain)
     for path in entries(cache):
         path.unlink()
     web.broken = 10_000
-    with Batches(source, global_batch=4, micro_batch=4, seed=1, folder=tmp_path) as batches:
-        with pytest.raises(NotRead, match="the store does not answer"):
-            next(batches.at(0))
+    with (
+        Batches(source, global_batch=4, micro_batch=4, seed=1, folder=tmp_path) as batches,
+        pytest.raises(NotRead, match="the store does not answer"),
+    ):
+        next(batches.at(0))
     assert not (tmp_path / "bad_files.txt").exists() and 25.0 in waits
 
 
