@@ -164,6 +164,7 @@ VALUES = {
     "Metric",
     "Struct",
     "Lock",
+    "lru_cache",
 }
 DECORATORS = {"dataclass", "field_validator", "model_validator", "torch.no_grad", "torch.compiler.disable"}
 

@@ -11,11 +11,11 @@ columns by their types: images are bytes, or a struct of bytes and path; labels 
 
 import os
 import re
-import threading
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cached_property, lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from dstrain.data.files.local import Files, LocalFiles
@@ -39,7 +39,7 @@ _DEEP = 3  # folders below each other in which files are looked for
 _MAPPED = 256  # Arrow files that a process keeps open
 _ROW = 1 << 24  # rows of a record batch or row group; above them the place of that
 _HUGE = 4 << 20  # bytes of a row group above which random order is worth a warning
-_UNPACKING = threading.Lock()  # One row group is held, and not one of each thread.
+_UNPACKING = Lock()  # One row group is held, and not one of each thread.
 
 
 class Tables(Layout):
