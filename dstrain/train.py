@@ -23,8 +23,8 @@ from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.recovery import Course
-from dstrain.engine.settings import precision, remarks
-from dstrain.engine.start import start
+from dstrain.engine.settings import list_remarks, read_precision
+from dstrain.engine.start import start_group
 from dstrain.metrics.in_training import Quality, open_quality
 from dstrain.recipe import NotSaved, Run
 from dstrain.runs import folders, hosts
@@ -222,7 +222,7 @@ def take_step(
 def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `resume`."""
     folder, say = run.directory, phases().say
-    start(run.faults.timeout_minutes)
+    start_group(run.faults.timeout_minutes)
     watchdog.talk()
     hosts.check(run, settings)  # before anything is moved or written
     source, held_out_source = open_sources(run.data, run=folder)
@@ -242,7 +242,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     say("weights: " + ", ".join(f"{part} {count:,}" for part, count in weights.items()))
     if run.save.format == "deepspeed":
         say("note: save.format=deepspeed: going on from these checkpoints needs --trust-pickle")
-    say(*(f"note: {remark}" for remark in remarks(settings, group.device().type)), *engines.notes)
+    say(*(f"note: {remark}" for remark in list_remarks(settings, group.device().type)), *engines.notes)
     course = Course(run.faults)
     saves = Checkpoints(
         folder / "checkpoints",
@@ -282,7 +282,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first, settings=settings, weights=weights)
     saves.saver.report = tracker.note
     throughput = Throughput(
-        run, first, lambda: batches.wait_seconds, system, precision(settings), resume.profile, tracker.note
+        run, first, lambda: batches.wait_seconds, system, read_precision(settings), resume.profile, tracker.note
     )
     return Training(
         run,

@@ -135,10 +135,10 @@ def main() -> None:
     from dstrain.commands import encode
     from dstrain.commands.encoding import embeddings
     from dstrain.distributed import group
-    from dstrain.engine.start import start
+    from dstrain.engine.start import start_group
 
     if group.place().world > 1:
-        start()
+        start_group()
     if not isinstance(options, encode.EncodeOptions):
         plan = embeddings.embed(options)
         if group.rank() == 0:

@@ -185,10 +185,10 @@ def main() -> None:
     options, typed = _options()
     from dstrain.commands import evaluate, quality
     from dstrain.distributed import group
-    from dstrain.engine.start import start
+    from dstrain.engine.start import start_group
 
     if group.place().world > 1:
-        start()
+        start_group()
     with reworded(options=typed):
         if isinstance(options, evaluate.EvaluateOptions):
             text = evaluate.report(*evaluate.evaluate(options))

@@ -100,10 +100,10 @@ def main() -> None:
     options = _options()
     from dstrain.commands import generate
     from dstrain.distributed import group
-    from dstrain.engine.start import start
+    from dstrain.engine.start import start_group
 
     if group.place().world > 1:
-        start()
+        start_group()
     out = generate.generate(options)
     if group.rank() == 0:
         print(f"{options.num} samples in {out}")

@@ -62,10 +62,10 @@ def main() -> None:
     options = _options()
     from dstrain.commands import pack
     from dstrain.distributed import group
-    from dstrain.engine.start import start
+    from dstrain.engine.start import start_group
 
     if group.place().world > 1:
-        start()
+        start_group()
     index = pack.pack(options)
     if group.rank() == 0:
         shards = index["shards"]

@@ -61,10 +61,10 @@ def main() -> None:
     words = _options()
     from dstrain.commands.reconstruct import ReconstructOptions, reconstruct, report
     from dstrain.distributed import group
-    from dstrain.engine.start import start
+    from dstrain.engine.start import start_group
 
     if group.place().world > 1:
-        start()
+        start_group()
     options = None
     if words["sweep"]:
         from dstrain.commands import sweep

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dstrain.checkpoint.fragment_index import FragmentIndex, index_name
 from dstrain.checkpoint.layout import SHARD, Fragment, Index, Places, shard_name
-from dstrain.checkpoint.manifest import THREADS, Digest, manifest
+from dstrain.checkpoint.manifest import THREADS, Digest, read_manifest
 from dstrain.checkpoint.safetensors_io import SIZES, Files, render_header
 from dstrain.recipe import ConfigError
 
@@ -128,7 +128,7 @@ def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
     """The shards of a part: by their index where it is of these very shards, else by their headers."""
     if (folder / index_name(part)).is_file():  # earlier versions wrote none
         indexed = IndexedShards(folder, part)
-        if indexed.holds_for(manifest(folder)["files"]):
+        if indexed.holds_for(read_manifest(folder)["files"]):
             return indexed
     return Shards(folder, part)
 

@@ -46,14 +46,14 @@ class _Body(BaseModel):
         return files
 
 
-def manifest(path: str | os.PathLike) -> dict:
+def read_manifest(path: str | os.PathLike) -> dict:
     """The manifest of a checkpoint's folder: files, step, world, versions, extra.
 
     ConfigError: it is missing, truncated or altered, no plain file, or lacks an entry. The files themselves are not
     compared with it.
     """
     try:
-        body = sealed.parse(small.read_bytes(Path(path) / NAME, _MOST))
+        body = sealed.parse_sealed(small.read_bytes(Path(path) / NAME, _MOST))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{NAME} is missing") from None
     except OSError as error:
@@ -122,7 +122,7 @@ class Digest:
             self._whole.update(self._block.digest())
             self._block = hashlib.blake2b(digest_size=32)
         else:
-            self._jobs.append(self._pool.submit(_hash_of, self._pieces))
+            self._jobs.append(self._pool.submit(_hash_pieces, self._pieces))
             self._pieces = []
             while len(self._jobs) > THREADS:  # no more of the bytes is kept than this
                 self._whole.update(self._jobs.popleft().result())
@@ -136,14 +136,14 @@ class Digest:
         return {"size": self.size, "hash": self._whole.hexdigest()}
 
 
-def _hash_of(pieces: list[memoryview]) -> bytes:
+def _hash_pieces(pieces: list[memoryview]) -> bytes:
     digest = hashlib.blake2b(digest_size=32)
     for piece in pieces:
         digest.update(piece)
     return digest.digest()
 
 
-def faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:
+def find_faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:
     """What is wrong with the named files, compared with the manifest's entries {name: {size, hash}}.
 
     Only plain files of the right size are read: a file may claim to have no end.

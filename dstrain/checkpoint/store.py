@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 import dstrain
-from dstrain.checkpoint.manifest import NAME, faults, manifest
+from dstrain.checkpoint.manifest import NAME, find_faults, read_manifest
 from dstrain.checkpoint.seals import Hashes, first_of, hash_all, message_of
 from dstrain.disk import atomic
-from dstrain.disk.sealed import render
+from dstrain.disk.sealed import render_sealed
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError, NotSaved
 
@@ -211,7 +211,7 @@ class Store:
         path, body = self._path(step), {}
 
         def read() -> None:
-            body.update(manifest(path))
+            body.update(read_manifest(path))
             if body["step"] != step:
                 raise ConfigError(f"{NAME} is of step {body['step']}")
 
@@ -220,7 +220,7 @@ class Store:
         files = group.from_first(body)["files"]
         largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
         share = largest_first[group.rank() % group.world() :: group.world()]
-        problems = list(itertools.chain.from_iterable(group.objects(faults(path, share, files))))
+        problems = list(itertools.chain.from_iterable(group.objects(find_faults(path, share, files))))
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         return ", ".join(problems[:3]) + more or self._on_first(lambda: self._check(path))
 
@@ -234,14 +234,14 @@ class Store:
         for step in self.steps():
             if step not in self.damaged:
                 with suppress(OSError, ValueError):
-                    extras[step] = manifest(self._path(step))["extra"]
+                    extras[step] = read_manifest(self._path(step))["extra"]
         return extras
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step_{step:08d}{suffix}"
 
     def _seal(self, step: int, tmp: Path, body: dict) -> None:
-        atomic.write(tmp / NAME, render(body), make=False)
+        atomic.write_file(tmp / NAME, render_sealed(body), make=False)
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.sync_folder(folder)
         final = self._path(step)
@@ -251,7 +251,7 @@ class Store:
         atomic.sync_folder(self.folder)
 
     def _point(self, pointer: str, step: int) -> None:
-        atomic.write(self.folder / pointer, f"{self._path(step).name}\n", make=False)
+        atomic.write_file(self.folder / pointer, f"{self._path(step).name}\n", make=False)
 
     def _delete_outdated(self) -> None:
         """Keeps a step that is damaged, or of trouble, only until a newer one is whole."""

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dstrain.checkpoint.layout import COMMON, shard_name
-from dstrain.checkpoint.manifest import NAME, manifest
-from dstrain.disk.modes import by_umask
+from dstrain.checkpoint.manifest import NAME, read_manifest
+from dstrain.disk.modes import apply_umask
 from dstrain.recipe import ConfigError
 
 Common = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]  # small tensors by name, the counters of each part
@@ -77,14 +77,14 @@ def counters(path: Path) -> dict[str, dict[str, Any]]:
 def course(path: Path) -> State:
     """The course that a checkpoint holds. Earlier versions wrote none, and kept the number of skipped steps by part."""
     skipped = max((part["skipped"] for part in counters(path).values()), default=0)
-    return parse(manifest(path)["extra"].get("course", {"skipped": skipped}))
+    return parse(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
 
 
 def write_common(folder: Path, common: Common) -> None:
     """common.safetensors, by one rank."""
     tensors, by_part = common
     save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(by_part)})
-    by_umask(folder / COMMON)
+    apply_umask(folder / COMMON)
 
 
 def check(path: Path) -> None:
@@ -93,7 +93,7 @@ def check(path: Path) -> None:
     Every file that it would read is listed, so verified; any program can seal any manifest.
     """
     course(path)
-    body, parts = manifest(path), list(counters(path))
+    body, parts = read_manifest(path), list(counters(path))
     required = {COMMON, *(shard_name(part, rank, body["world"]) for part in parts for rank in range(body["world"]))}
     present = [*path.glob("*.safetensors"), *(file for part in parts for file in (path / "deepspeed" / part).glob("*"))]
     present = {file.relative_to(path).as_posix() for file in present if not file.is_dir()}

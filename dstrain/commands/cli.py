@@ -147,7 +147,7 @@ def describe(job: Job) -> str:
 def headline(job: Job) -> str:
     """What is about to be trained, in a line."""
     run, micro = job.run, job.settings["train_micro_batch_size_per_gpu"]
-    sharding = f"ZeRO stage {settings.stage(job.settings)}, {settings.precision(job.settings)}"
+    sharding = f"ZeRO stage {settings.read_stage(job.settings)}, {settings.read_precision(job.settings)}"
     return (
         f"{run.name}: {run.system}, {run.steps:,} steps of {run.batch.global_:,} samples, {micro} on a rank at a "
         f"time; {sharding}; folder {run.directory}"

@@ -27,7 +27,7 @@ from typing import Any
 from dstrain import __version__
 from dstrain.checkpoint import deepspeed_files, layout, safetensors_io, torch_files
 from dstrain.checkpoint.layout import COMMON, SHARD
-from dstrain.checkpoint.manifest import CONSOLIDATED, NAME, faults, manifest
+from dstrain.checkpoint.manifest import CONSOLIDATED, NAME, find_faults, read_manifest
 from dstrain.checkpoint.safetensors_io import Entry
 from dstrain.disk import atomic
 from dstrain.distributed.launcher import place
@@ -99,7 +99,7 @@ def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Pla
             shutil.copyfile(plan.recipe, tmp / "recipe.yaml")
         description = json.dumps({**_description(order, plan), "files": files}, indent=2)
         (tmp / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
-        atomic.publish(tmp, order.out)
+        atomic.publish_folder(tmp, order.out)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConfigError(
@@ -174,7 +174,7 @@ def _steps(store: Path) -> dict[int, Path]:
 
 def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
     try:
-        body = manifest(checkpoint)
+        body = read_manifest(checkpoint)
     except ConfigError as error:
         raise layout.damaged(checkpoint, str(error)) from None
     files: dict[str, dict] = body["files"]
@@ -206,7 +206,7 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
 
     def verify(update: Update) -> None:
         for name in sorted(used):
-            if problems := faults(checkpoint, [name], files):
+            if problems := find_faults(checkpoint, [name], files):
                 raise layout.damaged(checkpoint, problems[0])
             update(files[name]["size"])
 

@@ -32,7 +32,7 @@ from dstrain.data.cached import shards
 from dstrain.data.cached.rows import CAPTION_BYTES, packed
 from dstrain.data.source import Bad, Item, Source, read_items
 from dstrain.disk import atomic
-from dstrain.disk.sealed import render
+from dstrain.disk.sealed import render_sealed
 from dstrain.distributed import group
 from dstrain.distributed.bars import Bar
 from dstrain.encoders.precision import computing
@@ -111,7 +111,7 @@ def _prepare(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any]
     if needed > free:
         return f"--out {out} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed: make room"
     text = json.dumps({"encoding": encoding, "of": names}, sort_keys=True, indent=1)
-    atomic.write(out / shards.ENCODING, f"{text}\n")
+    atomic.write_file(out / shards.ENCODING, f"{text}\n")
     return None
 
 
@@ -261,7 +261,7 @@ def _write(
     path = out / shards.shard_name(number)
     with write_errors(path, SAME_COMMAND):
         data = shards.pack(arrays, facts)
-        atomic.write(path, data)
+        atomic.write_file(path, data)
     return shards.record(path, shards.facts_of(data))
 
 
@@ -291,7 +291,7 @@ def _finish(
     if group.rank() == 0:
         # Two parts that end at the same time write the same index.
         with nullcontext() if options.part is None else folders.claim(options.out):
-            atomic.write(options.out / shards.INDEX, render(index))
+            atomic.write_file(options.out / shards.INDEX, render_sealed(index))
     return index
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import __version__, systems
-from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.manifest import read_manifest
 from dstrain.data.batches import held_out
 from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.decode.pixels import FORMATS, open_image
@@ -86,7 +86,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
             show=group.rank() == 0,
         )
     unreadable = sorted(set().union(*group.objects(source.unreadable)))
-    seal, device = manifest(checkpoint), group.device()
+    seal, device = read_manifest(checkpoint), group.device()
     data = {
         "path": options.data or run.data.path,
         "fingerprint": source.whole.fingerprint(),
@@ -116,7 +116,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     }
     path = out / f"{_name(options, result)}.json"
     if group.rank() == 0:
-        atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
         figures.plot(path.with_suffix(".png"), result)
     group.barrier()
     return path, result

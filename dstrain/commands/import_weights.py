@@ -18,7 +18,7 @@ from dstrain.checkpoint.layout import COMMON, Fragment, shard_name
 from dstrain.checkpoint.store import Store
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
-from dstrain.engine.initial import build
+from dstrain.engine.initial import build_networks
 from dstrain.recipe import ConfigError, Ema, Run
 from dstrain.runs.folders import new_folder
 from dstrain.runs.weights import fitted
@@ -52,7 +52,7 @@ def adopt(options: AdoptOptions) -> list[str]:
     loaded = fitted(options.weights, system)
     values: dict[str, Mapping[str, Tensor]] = {part: state for part, (state, _) in loaded.items()}
     if system.parts.keys() - loaded.keys():  # the others as training would begin them
-        initial = build(system.networks, run.seed)
+        initial = build_networks(system.networks, run.seed)
         values |= {part: dict(state()) for part, (_, state) in initial.items() if part not in loaded}
     phases().at(f"writing {options.out}")
     with new_folder(options.out) as out:

@@ -64,14 +64,14 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
             before=before,
         )
     if not problems:
-        problems += systems.config(run.system, run.model).conflicts_at(settings.stage(resolved))
+        problems += systems.config(run.system, run.model).conflicts_at(settings.read_stage(resolved))
     if not problems and group.place().rank == 0:
         with _collecting(problems):
             checked_remarks, memory = _check_data_and_folder(run, options, resolved, world)
             remarks += checked_remarks
     if problems:
         raise ConfigError(*problems)
-    return Job(run, resolved, settings.remarks(resolved, device_type) + remarks, memory)
+    return Job(run, resolved, settings.list_remarks(resolved, device_type) + remarks, memory)
 
 
 def checked(run: Run) -> tuple[Run, list[str]]:

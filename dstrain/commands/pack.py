@@ -164,7 +164,9 @@ def _prepare(options: PackOptions, plan: dict[str, Any]) -> str | None:
         return f"--out {out} holds other shards: {'; '.join(changes)}. Name another folder" if changes else None
     if strangers := sorted(path.name for path in out.iterdir() if path.name != ".lock"):
         return f"--out {out} holds {', '.join(strangers[:3])}, which launch/pack.py has not written: name a new folder"
-    atomic.write(out / PACKING, json.dumps({"plan": plan, "of": options.data.path}, indent=1, sort_keys=True) + "\n")
+    atomic.write_file(
+        out / PACKING, json.dumps({"plan": plan, "of": options.data.path}, indent=1, sort_keys=True) + "\n"
+    )
     return None
 
 
@@ -183,7 +185,7 @@ def _record(out: Path, number: int) -> Path:
 def _earlier(out: Path) -> dict[int, dict[str, Any]]:
     """The records in pack.json, where an earlier command has written it."""
     for name in (INDEX, _TARS):
-        body = sealed.parse((out / name).read_bytes()) if (out / name).is_file() else None
+        body = sealed.parse_sealed((out / name).read_bytes()) if (out / name).is_file() else None
         if body is not None:
             return dict(enumerate(body["shards"]))
     return {}
@@ -192,7 +194,7 @@ def _earlier(out: Path) -> dict[int, dict[str, Any]]:
 def _whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
     """The record of a shard that is there and has its hash; else None, and it is gone."""
     path, record = _shard(out, kind, number), _record(out, number)
-    known = earlier.get(number) or (sealed.parse(record.read_bytes()) if record.is_file() else None)
+    known = earlier.get(number) or (sealed.parse_sealed(record.read_bytes()) if record.is_file() else None)
     if known is not None and path.is_file() and path.stat().st_size == known["size"] and hash_of(path) == known["hash"]:
         return known
     if path.exists():
@@ -216,7 +218,7 @@ def _make(
         for number in mine:
             here, before = min(size, total - number * size), len(bad)
             path = _shard(options.out, plan["format"], number)
-            with write_errors(path, SAME_COMMAND), atomic.replacing(path) as temporary:
+            with write_errors(path, SAME_COMMAND), atomic.replace_file(path) as temporary:
                 with open(temporary, "wb") as file:
                     write(file, islice(samples, here), number * size, files.layout.request.suffixes)
                 record = {
@@ -228,7 +230,7 @@ def _make(
                 }
             require_readable(len(bad), total, options.max_bad_fraction, "files")
             with write_errors(options.out, SAME_COMMAND):
-                atomic.write(_record(options.out, number), sealed.render(record))
+                atomic.write_file(_record(options.out, number), sealed.render_sealed(record))
             records[number] = record
             bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))  # others are as far
     return records
@@ -347,8 +349,10 @@ def _finish(
     if group.rank() == 0:
         with write_errors(options.out, SAME_COMMAND):
             if plan["format"] == "tar" and index.classes:
-                atomic.write(options.out / _CLASSES, "".join(f"{name}\n" for name in index.classes))
-            atomic.write(options.out / (INDEX if plan["format"] == "shards" else _TARS), sealed.render(body))
+                atomic.write_file(options.out / _CLASSES, "".join(f"{name}\n" for name in index.classes))
+            atomic.write_file(
+                options.out / (INDEX if plan["format"] == "shards" else _TARS), sealed.render_sealed(body)
+            )
             for number in records:
                 _record(options.out, number).unlink(missing_ok=True)
             if (options.out / _RECORDS).is_dir():

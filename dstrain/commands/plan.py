@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.disk import small
-from dstrain.engine.settings import precision, resolve_settings, stage
+from dstrain.engine.settings import read_precision, read_stage, resolve_settings
 from dstrain.planning.advice import LARGEST, Case, advice, more_gpus, search
 from dstrain.planning.counts import Layout
 from dstrain.planning.estimate import Estimate, as_json, changes, held
@@ -99,7 +99,7 @@ def _row(estimate: Estimate) -> str:
     time, free = estimate.time, estimate.chip.memory - estimate.needed - estimate.reserve
     speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
     return (
-        f"{stage(estimate.settings):>5} {estimate.micro:>6} {estimate.settings['gradient_accumulation_steps']:>8} "
+        f"{read_stage(estimate.settings):>5} {estimate.micro:>6} {estimate.settings['gradient_accumulation_steps']:>8} "
         f"{estimate.choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
         + ("" if estimate.fits else "  does not fit")
     )
@@ -121,7 +121,7 @@ def _head(estimate: Estimate) -> list[str]:
     host = [name for name, value in estimate.choices().items() if value == "cpu"]
     return [
         f"{run.name} on {_where(estimate)}",
-        f"stage {stage(settings)}, {precision(settings)}, {sizes}, recompute "
+        f"stage {read_stage(settings)}, {read_precision(settings)}, {sizes}, recompute "
         f"{estimate.choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
         "weights    " + ", ".join(f"{part} {_short(number)}" for part, number in estimate.counts.weights.items()),
     ]

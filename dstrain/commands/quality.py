@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dstrain import __version__, systems
-from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.manifest import read_manifest
 from dstrain.data.open import open_builtin, open_sources, open_split
 from dstrain.data.source import Source
 from dstrain.data.views import Spread
@@ -94,7 +94,7 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
     }
     path = out and out / f"{_name(options, result)}.json"
     if path is not None and group.rank() == 0:
-        atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
     group.barrier()
     return path, result
 
@@ -174,7 +174,7 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
         )
         choice["guide"] = [*map(str, options.guide)]
     return drawn, {
-        "step": manifest(checkpoint)["step"],
+        "step": read_manifest(checkpoint)["step"],
         "weights": kinds,
         "split": "drawn",
         "seed": options.seed,

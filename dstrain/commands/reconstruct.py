@@ -15,7 +15,7 @@ from typing import Any
 
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.layout import COMMON, RECONSTRUCTED, shard_name
-from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.store import Store
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
@@ -111,7 +111,7 @@ def _made(store: Store, step: int, origin: dict[str, Any]) -> bool:
     """Whether this average was made of the same snapshots before; what was made of others goes."""
     if step not in group.from_first(store.steps()):
         return False
-    if store.fault(step) is None and origin.items() <= manifest(_path(store, step))["extra"].items():
+    if store.fault(step) is None and origin.items() <= read_manifest(_path(store, step))["extra"].items():
         return True
     group.barrier()  # all have read it
     if group.rank() == 0:

@@ -94,7 +94,7 @@ def _written(
     metric = "" if judge == "loss" else f"_{judge}"
     path = folder / RECONSTRUCTED / f"sweep{metric}_step_{facts['step']:08d}.json"
     if group.rank() == 0:
-        atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
         figures.sweep(path.with_suffix(".png"), result)
     group.barrier()
     return path, result

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
+def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
     """A temporary path to write to; afterwards it is on the disk as `path`, or after an error it is gone.
 
     `make`: its folder, too. One process writes a path at a time: all use the same temporary name, so a crash leaves one
@@ -28,13 +28,13 @@ def replacing(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
-def write(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
+def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
     """Writes a whole file; text as UTF-8. `make`: its folder, too."""
-    with replacing(path, make) as temporary:
+    with replace_file(path, make) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def publish(temporary: str | os.PathLike, folder: str | os.PathLike) -> None:
+def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> None:
     """Renames a folder that is filled, when everything in it is on the disk; an empty `folder` gives way."""
     for place, _, names in os.walk(temporary):
         for name in names:

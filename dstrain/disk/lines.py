@@ -3,7 +3,7 @@
 import os
 
 
-def append(path: str | os.PathLike, text: str) -> None:
+def append_lines(path: str | os.PathLike, text: str) -> None:
     """Adds whole lines, after a line break where the last line has none. OSError: nothing was added.
 
     Lines of several processes do not mix where one write takes them whole, as it does on a local disk.
@@ -23,7 +23,7 @@ def append(path: str | os.PathLike, text: str) -> None:
         os.close(descriptor)
 
 
-def cut_torn(path: str | os.PathLike) -> int:
+def cut_torn_line(path: str | os.PathLike) -> int:
     """Cuts off what follows the last line break, as a crash may leave it; returns how many bytes that were."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -6,12 +6,12 @@ import threading
 from pathlib import Path
 
 
-def by_umask(path: str | os.PathLike) -> None:
+def apply_umask(path: str | os.PathLike) -> None:
     """Gives a file, or a folder and everything in it, the modes of what is freshly made there: 0666 & ~umask for
     files, 0777 & ~umask for folders. Links stay.
     """
     path = Path(path)
-    file, folder = _fresh(path if path.is_dir() else path.parent)
+    file, folder = _probe_modes(path if path.is_dir() else path.parent)
     if not path.is_dir():
         os.chmod(path, file)
         return
@@ -25,7 +25,7 @@ def by_umask(path: str | os.PathLike) -> None:
     os.chmod(path, folder)
 
 
-def _fresh(folder: Path) -> tuple[int, int]:
+def _probe_modes(folder: Path) -> tuple[int, int]:
     """The modes of a new file and a new folder in `folder`. Asking for the umask would change it for all threads."""
     name = folder / f".mode.{os.getpid()}.{threading.get_ident()}"
     descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 
-def render(body: dict[str, Any]) -> bytes:
+def render_sealed(body: dict[str, Any]) -> bytes:
     """The file's bytes, a function of the body's content alone."""
     body = json.loads(json.dumps(body))  # keys become text, then are sorted
     text = json.dumps(body, sort_keys=True, indent=1)
@@ -13,10 +13,10 @@ def render(body: dict[str, Any]) -> bytes:
     return f'{{"hash": "{digest}",\n"body": {text}}}\n'.encode()
 
 
-def parse(content: bytes) -> dict[str, Any] | None:
+def parse_sealed(content: bytes) -> dict[str, Any] | None:
     """The body, None where any byte is missing or altered."""
     try:
         body = json.loads(content)["body"]
-        return body if content == render(body) else None  # all bytes: not even a blank may differ
+        return body if content == render_sealed(body) else None  # all bytes: not even a blank may differ
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -56,7 +56,7 @@ def parse_json(text: str | bytes, **hooks: Callable[..., Any]) -> Any:
     return value
 
 
-def kind_of(path: str | os.PathLike) -> str | None:
+def describe_kind(path: str | os.PathLike) -> str | None:
     """What stands at `path`, None for a regular file: opening others may wait for ever, or reading may not end.
 
     OSError: it is not there.
@@ -72,11 +72,11 @@ def kind_of(path: str | os.PathLike) -> str | None:
 
 def require_file(path: str | os.PathLike) -> None:
     """OSError: `path` is no regular file."""
-    if kind := kind_of(path):
+    if kind := describe_kind(path):
         raise OSError(errno.EISDIR if kind == "a folder" else errno.EINVAL, f"it is {kind}, and no file", str(path))
 
 
-def line_of(path: Path, most: int = 4096) -> str | None:
+def read_line(path: Path, most: int = 4096) -> str | None:
     """A small file that holds one line, without blanks around it; None where there is none that can be read."""
     try:
         return read_text(path, most).strip()

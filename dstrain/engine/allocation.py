@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed import group
-from dstrain.engine.settings import precision, stage
+from dstrain.engine.settings import read_precision, read_stage
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PADDING = 2  # elements for each rank: DeepSpeed pads a group to a multiple of it
@@ -30,11 +30,11 @@ def allocate(network: nn.Module, groups: list[dict[str, Any]], settings: dict[st
 
     Others stay as they are. Buffers go to the rank's device. Call on all ranks, before the optimizer is made.
     """
-    options = {"dtype": _DTYPES[precision(settings)], "device": group.device()}
+    options = {"dtype": _DTYPES[read_precision(settings)], "device": group.device()}
     for buffer in network.buffers():
         buffer.data = buffer.data.to(group.device())
     on_meta = [weight for weight in network.parameters() if weight.is_meta]
-    if stage(settings) == 3 and on_meta:
+    if read_stage(settings) == 3 and on_meta:
         import deepspeed
 
         pieces = _OneByOne(on_meta, options)

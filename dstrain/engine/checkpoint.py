@@ -26,7 +26,7 @@ from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragment_index import rows, write_indices
 from dstrain.checkpoint.fragments import open_shards, write_shard
 from dstrain.checkpoint.layout import COMMON, shard_name
-from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.saver import Entries, Saver
 from dstrain.checkpoint.store import ROUTINE, STOP, TROUBLE, Hashes, Store
 from dstrain.checkpoint.stored import stored_weights
@@ -330,7 +330,10 @@ class Checkpoints:
                 saved = {name: tuple(buffers[name].shape)}
                 validate.require_same_shapes(path, part, saved, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
-        if not self._ema.take_up(part, counters.get("averages"), step := manifest(path)["step"]) and group.rank() == 0:
+        if (
+            not self._ema.take_up(part, counters.get("averages"), step := read_manifest(path)["step"])
+            and group.rank() == 0
+        ):
             self.saver.report(
                 f"averages by width (ema.profiles) of {part} begin at step {step}: widths are shares of "
                 "the updates since then"
@@ -341,7 +344,7 @@ class Checkpoints:
 
     def _load_native(self, part: str, path: Path, stage: int) -> None:
         """Reads DeepSpeed's own files; `contents.check` and the store have verified them before the unpickling."""
-        world, own_stage = manifest(path)["world"], self._engines.masters[part].stage
+        world, own_stage = read_manifest(path)["world"], self._engines.masters[part].stage
         if (stage, world) != (own_stage, group.world()):
             raise ConfigError(
                 f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "

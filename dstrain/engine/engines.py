@@ -17,10 +17,10 @@ from dstrain.engine.accumulation import WideSums
 from dstrain.engine.allocation import allocate, flattened_in_place, give_back
 from dstrain.engine.blocks import is_compiled, prepare
 from dstrain.engine.channels_last import use_channels_last
-from dstrain.engine.initial import Networks, Values, build
+from dstrain.engine.initial import Networks, Values, build_networks
 from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, build_optimizer, full_shape, group_weights
-from dstrain.engine.settings import for_deepspeed, offloads_optimizer, stage, sums_aside
+from dstrain.engine.settings import make_deepspeed_config, offloads_optimizer, read_stage, sums_in_fp32
 from dstrain.engine.updates import Flag
 from dstrain.recipe import Optimizer
 
@@ -64,7 +64,7 @@ class Engines(Mapping[str, Any]):
         for part, (network, values) in built.items():
             if channels_last:
                 use_channels_last(network)
-            prepare(network, blocks, recompute, compiled, scattered=stage(settings) == 3)
+            prepare(network, blocks, recompute, compiled, scattered=read_stage(settings) == 3)
             self._engines[part] = self._initialize(network, optimizer, decays, blocks)
             self.masters[part] = self._masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
@@ -76,9 +76,9 @@ class Engines(Mapping[str, Any]):
 
     def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
         """Fresh networks and what gives their initial values."""
-        if stage(self.settings) != 3:
-            return build(networks, seed)
-        return build(
+        if read_stage(self.settings) != 3:
+            return build_networks(networks, seed)
+        return build_networks(
             networks,
             seed,
             lambda reason: self.notes.append(
@@ -106,10 +106,13 @@ class Engines(Mapping[str, Any]):
         groups = list(group_weights(network, choice, decays, blocks))
         allocate(network, groups, self.settings)
         optimizer = build_optimizer(groups, choice, offloads_optimizer(self.settings))
-        sums = WideSums(network.parameters()) if sums_aside(self.settings) else None
+        sums = WideSums(network.parameters()) if sums_in_fp32(self.settings) else None
         with flattened_in_place():
             engine = deepspeed.initialize(
-                model=network, optimizer=optimizer, config=for_deepspeed(self.settings), dist_init_required=False
+                model=network,
+                optimizer=optimizer,
+                config=make_deepspeed_config(self.settings),
+                dist_init_required=False,
             )[0]
         if sums:
             sums.attach(engine)

@@ -55,7 +55,7 @@ _OVERWRITING = frozenset(
 )
 
 
-def build(
+def build_networks(
     networks: Networks, seed: int, note: Callable[[str], None] = lambda text: None
 ) -> dict[str, tuple[nn.Module, Values]]:
     """Fresh networks by part, each with the values that its parameters and buffers start from.
@@ -75,7 +75,7 @@ def build(
                 raise
             built = networks()
     if reason is None:
-        return {part: (network, partial(initial_weights, network, seed)) for part, network in built.items()}
+        return {part: (network, partial(draw_weights, network, seed)) for part, network in built.items()}
     note(reason)
     copies = {
         part: [
@@ -89,7 +89,7 @@ def build(
     return {part: (network, partial(_released, copies[part])) for part, network in built.items()}
 
 
-def initial_weights(network: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields (state-dict name, float32 value) of every parameter and buffer, drawn by modules; integers stay integers.
 
     With `names`, only modules that own a buffer or one of these parameters are drawn. The network is left as it was. It

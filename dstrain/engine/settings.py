@@ -96,32 +96,32 @@ def split_batch(batch: BatchSize, world: int) -> tuple[int, int]:
     return micro, share // micro
 
 
-def stage(settings: Settings) -> int:
+def read_stage(settings: Settings) -> int:
     """The ZeRO stage, 0 to 3."""
     return int(settings.get("zero_optimization", {}).get("stage", 0))
 
 
-def precision(settings: Settings) -> str:
+def read_precision(settings: Settings) -> str:
     """What the networks compute in: fp32, bf16 or fp16."""
     return next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
 
 
-def offload(settings: Settings, what: str) -> str:
+def read_offload(settings: Settings, what: str) -> str:
     """Where offload_optimizer or offload_param puts its part: none, cpu or nvme."""
     return str((settings.get("zero_optimization", {}).get(what) or {}).get("device", "none"))
 
 
 def offloads_optimizer(settings: Settings) -> bool:
-    return offload(settings, "offload_optimizer") != "none"
+    return read_offload(settings, "offload_optimizer") != "none"
 
 
-def sums_aside(settings: Settings) -> bool:
+def sums_in_fp32(settings: Settings) -> bool:
     """Whether accumulation.py sums the gradients in fp32: at stages 0 and 1, where DeepSpeed does not."""
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    return wide and stage(settings) < 2 and precision(settings) != "fp32"
+    return wide and read_stage(settings) < 2 and read_precision(settings) != "fp32"
 
 
-def for_deepspeed(settings: Settings) -> Settings:
+def make_deepspeed_config(settings: Settings) -> Settings:
     """The settings for deepspeed.initialize: its checks of gradients stay on, for steps that updates.py leaves to it;
     grad_accum_dtype is left out where accumulation.py does that work. Its own clock, which waits for the GPU twice a
     micro-batch, stands still unless the JSON asks for it: tracking/throughput.py measures.
@@ -130,28 +130,28 @@ def for_deepspeed(settings: Settings) -> Settings:
     own.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     own.get("zero_optimization", {}).pop("compute_grad_norm", None)
     own.get("bf16", {}).pop("check_grad_overflow", None)
-    if sums_aside(own):
+    if sums_in_fp32(own):
         del own["data_types"]["grad_accum_dtype"]
     return own
 
 
-def remarks(settings: Settings, device_type: str) -> list[str]:
+def list_remarks(settings: Settings, device_type: str) -> list[str]:
     """What is allowed and worth knowing before the run."""
-    zero, bf16 = settings.get("zero_optimization", {}), precision(settings) == "bf16"
+    zero, bf16 = settings.get("zero_optimization", {}), read_precision(settings) == "bf16"
     checked = settings.get("bf16", {}).get("check_grad_overflow", True) and zero.get("compute_grad_norm", True)
     lines = []
-    if stage(settings) == 0 and precision(settings) != "fp32":
-        lines.append(f"stage 0 with {precision(settings)} updates weights one by one, slowly: stage 1 does not")
+    if read_stage(settings) == 0 and read_precision(settings) != "fp32":
+        lines.append(f"stage 0 with {read_precision(settings)} updates weights one by one, slowly: stage 1 does not")
     if not checked:
         lines.append(
             '"bf16.check_grad_overflow" and "zero_optimization.compute_grad_norm" change nothing here: one '
             "norm of all gradients is always computed, and a step where it is not finite is skipped"
         )
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    if wide and offloads_optimizer(settings) and stage(settings) < 3:
+    if wide and offloads_optimizer(settings) and read_stage(settings) < 3:
         lines.append(
             "gradients are summed in fp32 on the GPU, 4 bytes a weight, at stage 2 over all ranks: for half "
-            f'of it, write "data_types": {{"grad_accum_dtype": "{precision(settings)}"}}'
+            f'of it, write "data_types": {{"grad_accum_dtype": "{read_precision(settings)}"}}'
         )
     if bf16 and device_type == "cpu" and not cpu.multiplies_bf16():
         lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
@@ -246,7 +246,7 @@ def _automatic(settings: Settings, device_type: str, before: Settings | None) ->
     """Decides the "auto" of bf16 and of bucket sizes, and names every other one."""
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
         settings["bf16"]["enabled"] = (
-            precision(before) == "bf16" if before else device_type == "cuda" or cpu.multiplies_bf16()
+            read_precision(before) == "bf16" if before else device_type == "cuda" or cpu.multiplies_bf16()
         )
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
@@ -274,7 +274,7 @@ def _compare_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
 
 def _sums(settings: Settings) -> Iterator[str]:
     """Decides that gradients of 16 bits are summed in fp32 where a step has several micro-batches."""
-    data_types, own = settings.get("data_types", {}), precision(settings)
+    data_types, own = settings.get("data_types", {}), read_precision(settings)
     choice = data_types.get("grad_accum_dtype")
     if choice is None:
         if own != "fp32" and settings["gradient_accumulation_steps"] > 1:
@@ -335,7 +335,7 @@ def _mechanism(settings: Settings, optimizer: Optimizer, faults: Faults, world: 
             '"fp16.enabled" is true, and DeepSpeed has no fp16 on CPU: take ds_configs/zero2.json (bf16) or '
             "ds_configs/zero2_fp32.json"
         )
-    elif enabled == ["fp16"] and stage(settings) == 0:
+    elif enabled == ["fp16"] and read_stage(settings) == 0:
         yield (
             '"fp16.enabled" is true at stage 0, where DeepSpeed divides the gradients by a loss scale and does not '
             'multiply the loss by it: write "zero_optimization": {"stage": 1}, for one GPU as well'
@@ -343,16 +343,16 @@ def _mechanism(settings: Settings, optimizer: Optimizer, faults: Faults, world: 
     elif enabled == ["fp16"]:
         yield from _compare_scale(settings["fp16"], faults)
     for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        device = offload(settings, what)
+        device = read_offload(settings, what)
         if device == "nvme":
             yield (
                 f'"zero_optimization.{what}.device" is "nvme", where the fp32 weights are out of reach of the EMA, '
                 'of initialization and of checkpoints: write "cpu"'
             )
-        if device != "none" and stage(settings) < least:
+        if device != "none" and read_stage(settings) < least:
             yield (
                 f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
-                f"{stage(settings)}: remove it or raise the stage"
+                f"{read_stage(settings)}: remove it or raise the stage"
             )
     if optimizer.name != "adamw" and offloads_optimizer(settings):
         yield (
@@ -361,7 +361,7 @@ def _mechanism(settings: Settings, optimizer: Optimizer, faults: Faults, world: 
         )
     if optimizer.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "optimizer.name=adamw8bit needs bitsandbytes: pip install bitsandbytes, or write optimizer.name=adamw"
-    if stage(settings) == 3 and not zero.get("contiguous_gradients", True):
+    if read_stage(settings) == 3 and not zero.get("contiguous_gradients", True):
         yield (
             '"zero_optimization.contiguous_gradients" is false at stage 3, where DeepSpeed then frees a gradient of '
             "which a rank owns no part while the GPU still reads it: write true"
@@ -376,7 +376,7 @@ def _mechanism(settings: Settings, optimizer: Optimizer, faults: Faults, world: 
         )
     for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
         if zero.get(key, False) > (key == "zero_hpz_partition_size"):
-            if stage(settings) != 3:
-                yield f'"zero_optimization.{key}" belongs to stage 3, "stage" is {stage(settings)}: remove it'
+            if read_stage(settings) != 3:
+                yield f'"zero_optimization.{key}" belongs to stage 3, "stage" is {read_stage(settings)}: remove it'
             elif device_type == "cpu" and "quantized" in key:
                 yield f'"zero_optimization.{key}" needs a GPU: take ds_configs/zero3.json here'

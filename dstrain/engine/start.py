@@ -21,7 +21,7 @@ from dstrain.recipe import ConfigError
 _OPERATOR = "deepspeed_shm_comm"  # also the name of its folder
 
 
-def start(timeout_minutes: float = 30) -> None:
+def start_group(timeout_minutes: float = 30) -> None:
     """Joins the process group of the launcher (deepspeed, torchrun, Slurm), or begins one of this process alone.
 
     A rank that waits for others longer than `timeout_minutes` raises: see group.lost. ConfigError: a taken port.

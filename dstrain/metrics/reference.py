@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.disk.atomic import replacing
+from dstrain.disk.atomic import replace_file
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import Statistics
 from dstrain.recipe import ConfigError, write_errors
@@ -174,6 +174,6 @@ def write(path: Path, statistics: dict[str, Statistics]) -> None:
         if name in ("inception", "inception-spatial"):
             end = "_s" if name == "inception-spatial" else ""
             arrays |= {f"mu{end}": arrays[f"{name}.mu"], f"sigma{end}": arrays[f"{name}.sigma"]}
-    with write_errors(f"--write-reference {path}", "make room, or name a file elsewhere"), replacing(path) as new:
+    with write_errors(f"--write-reference {path}", "make room, or name a file elsewhere"), replace_file(path) as new:
         with open(new, "wb") as file:  # a path would get the suffix .npz
             np.savez(file, **arrays)

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from dstrain.distributed.progress import phases
-from dstrain.engine.settings import offload as where
+from dstrain.engine.settings import read_offload as where
+from dstrain.engine.settings import read_stage as stage_of
 from dstrain.engine.settings import resolve_settings
-from dstrain.engine.settings import stage as stage_of
 from dstrain.planning.count import count
 from dstrain.planning.counts import Layout
 from dstrain.planning.estimate import CONTEXT, Estimate

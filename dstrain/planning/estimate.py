@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.engine.settings import offload, precision, stage
+from dstrain.engine.settings import read_offload, read_precision, read_stage
 from dstrain.planning.counts import Counts, Layout
 from dstrain.planning.states import keeps, whole
 from dstrain.planning.step import counted_step
@@ -61,7 +61,7 @@ class Estimate:
 
     def choices(self) -> dict[str, Any]:
         """What may be changed so that a run fits, each by the name that a user writes."""
-        zero = {"stage": stage(self.settings)} | {name: offload(self.settings, name) for name in OPTIONAL}
+        zero = {"stage": read_stage(self.settings)} | {name: read_offload(self.settings, name) for name in OPTIONAL}
         return {"batch.micro": self.micro, "model.recompute": self.run.model.get("recompute", "none")} | {
             f"zero_optimization.{name}": value for name, value in zero.items()
         }
@@ -73,7 +73,7 @@ class Estimate:
             "name": self.run.name,
             "world": self.layout.world,
             "gpus_per_node": self.layout.gpus_per_node,
-            "precision": precision(self.settings),
+            "precision": read_precision(self.settings),
             "batch": self.run.batch.global_,
             "accumulation": self.settings["gradient_accumulation_steps"],
             "choices": self.choices(),
@@ -96,7 +96,7 @@ class Estimate:
             values |= {
                 "seconds": {**vars(time), "total": time.total},
                 "samples_per_second": self.run.batch.global_ / time.total,
-                "mfu": counts.flops / time.total / self.chip.rate(precision(self.settings)),
+                "mfu": counts.flops / time.total / self.chip.rate(read_precision(self.settings)),
                 "days": hours / 24,
                 "kwh": hours * self.layout.world * self.chip.watts / 1000,
             }

@@ -8,7 +8,7 @@ from dstrain import systems
 from dstrain.engine.planning.activations import Fused
 from dstrain.engine.planning.fake_ranks import PretendedEngines, first_of
 from dstrain.engine.planning.memory_kinds import OFFLOADED, saved
-from dstrain.engine.settings import offload, stage
+from dstrain.engine.settings import read_offload, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import states, whole
 from dstrain.planning.step import Measured, build, counted_step, measure
@@ -31,7 +31,7 @@ def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) 
     weights, checkpoint = whole(run, system)
     measured, own = pretended(run, settings, system, layout.world, device)
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))
-    moved = [kind for entry, kinds in OFFLOADED.items() if offload(settings, entry) != "none" for kind in kinds]
+    moved = [kind for entry, kinds in OFFLOADED.items() if read_offload(settings, entry) != "none" for kind in kinds]
     host = {kind: measured.kept[kind] for kind in moved if measured.kept.get(kind)}
     on_device = {kind: size - host.get(kind, 0) for kind, size in peak.items() if size > host.get(kind, 0)}
     if run.save.asynchronous and run.save.format != "deepspeed":
@@ -52,7 +52,7 @@ def pretended(run: Run, settings: dict[str, Any], system: System, world: int, de
         return _extended(measured, accumulation - _MICRO_BATCHES), own
     # Whole groups that share a second copy of the weights, and two at least.
     sharing = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
-    few = min(world, sharing * max(2, _RANKS // sharing)) if stage(settings) == 3 else world
+    few = min(world, sharing * max(2, _RANKS // sharing)) if read_stage(settings) == 3 else world
     batch = settings["train_batch_size"] * few // world
     with first_of(few), Fused() if device == "cuda" else nullcontext():
         measured, engines, ema = measure(run, {**settings, "train_batch_size": batch}, system, PretendedEngines)

@@ -8,7 +8,7 @@ from torch import nn
 
 from dstrain.engine.optimizers import group_weights
 from dstrain.engine.planning.memory_kinds import OFFLOADED
-from dstrain.engine.settings import offload, offloads_optimizer, precision, stage
+from dstrain.engine.settings import offloads_optimizer, read_offload, read_precision, read_stage
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 
@@ -37,7 +37,7 @@ def states(run: Run, system: System, settings: dict[str, Any], world: int) -> di
 
     It is what each of `world` equal shares takes, and what DeepSpeed keeps to the byte but for padding and buffers.
     """
-    level, wide = stage(settings), precision(settings) == "fp32"
+    level, wide = read_stage(settings), read_precision(settings) == "fp32"
     width, share = 4 if wide else 2, world if level else 1
     summed = 4 if settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
     moment = _EIGHT_BITS if run.optimizer.name == "adamw8bit" else 4
@@ -57,8 +57,10 @@ def states(run: Run, system: System, settings: dict[str, Any], world: int) -> di
 def keeps(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
     """What a rank keeps, by kind, and what of it lies in the host's memory: a line."""
     sizes = states(run, system, settings, world)
-    offloaded = {kind for entry, kinds in OFFLOADED.items() if offload(settings, entry) != "none" for kind in kinds}
-    offloaded -= {"gradients"} if stage(settings) < 3 else set()  # summed on the GPU
+    offloaded = {
+        kind for entry, kinds in OFFLOADED.items() if read_offload(settings, entry) != "none" for kind in kinds
+    }
+    offloaded -= {"gradients"} if read_stage(settings) < 3 else set()  # summed on the GPU
     kinds = ", ".join(f"{kind}{' (host)' * (kind in offloaded)} {size / 1e9:.3g}" for kind, size in sizes.items())
     rank = f"each of {world} ranks keeps" if world > 1 else "the rank keeps"
     return f"memory: {rank} {sum(sizes.values()) / 1e9:.3g} GB: {kinds}; activations and buckets come on top"

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.planning.memory_kinds import gradients, kept, makers, secondary
-from dstrain.engine.settings import stage
+from dstrain.engine.settings import read_stage
 from dstrain.planning.counts import Collective
 from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.planning.watch import Watch
@@ -69,7 +69,7 @@ def measure(
         begun: list[tuple[tuple[Collective, ...], float]] = []
         _label(watch, system, engines, updates, begun)
         last = counted_step(run, system)
-        for number in range(last - _WARM[stage(settings)], last + 1):
+        for number in range(last - _WARM[read_stage(settings)], last + 1):
             _settle(watch, engines, ema)
             begun.clear()
             begin = watch.now

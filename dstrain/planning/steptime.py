@@ -17,7 +17,7 @@ what Python and the launches of kernels take, which is most of a step below LAUN
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.engine.settings import offloads_optimizer, precision, stage
+from dstrain.engine.settings import offloads_optimizer, read_precision, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.recipe import Run
 from dstrain.tracking.hardware import Chip
@@ -52,11 +52,11 @@ class StepTime:
 
 def step_time(counts: Counts, run: Run, settings: dict[str, Any], layout: Layout, chip: Chip) -> StepTime:
     """The model of a chip whose rates are known."""
-    accumulation, zero = settings["gradient_accumulation_steps"], stage(settings)
+    accumulation, zero = settings["gradient_accumulation_steps"], read_stage(settings)
     weights = sum(number for part, number in counts.weights.items() if not part.startswith("frozen/"))
-    width = 4 if precision(settings) == "fp32" else 2
+    width = 4 if read_precision(settings) == "fp32" else 2
     reading = _PASSES * width * weights * accumulation / (_BANDWIDTH * chip.bandwidth)
-    compute = max((counts.flops + counts.recomputed) / (_EFFICIENCY * chip.rate(precision(settings))), reading)
+    compute = max((counts.flops + counts.recomputed) / (_EFFICIENCY * chip.rate(read_precision(settings))), reading)
     owned = weights / (layout.world if zero else 1)
     moved = (_ADAMW + _AVERAGE * len(run.ema.names)) * owned
     update = moved / (_BANDWIDTH * chip.bandwidth)

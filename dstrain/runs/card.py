@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dstrain import __version__
-from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.manifest import read_manifest
 from dstrain.recipe import Run, Samples, dump
 from dstrain.systems.base import System
 
@@ -93,7 +93,7 @@ def write(
             what of it was taken                                   errors against the trained network, relative
     limit   of the code's error
     """
-    sealed, run = manifest(checkpoint), _published(run)
+    sealed, run = read_manifest(checkpoint), _published(run)
     imported = sealed["extra"].get("imported")  # of launch/import.py's: not trained here
     versions = ", ".join(f"{library} {version}" for library, version in sealed["versions"].items())
     here = ", ".join(

@@ -25,7 +25,7 @@ from typing import IO, Any
 from safetensors import SafetensorError
 
 from dstrain.disk import atomic, small
-from dstrain.disk.modes import by_umask
+from dstrain.disk.modes import apply_umask
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused, reworded, write_errors
 from dstrain.systems import config_class
@@ -74,7 +74,7 @@ def check(run: Run, fingerprint: str, resume: Resume) -> None:
         return
     if changes := refused(recipe_of(folder), run, system := config_class(run.system)):
         raise refusals(changes, folder / "run.yaml", system)
-    if not (earlier := small.line_of(folder / "data.txt")):
+    if not (earlier := small.read_line(folder / "data.txt")):
         raise ConfigError(
             f"{folder / 'data.txt'} is gone or damaged, and it says on which data the run was trained: "
             f"put it back, or give --allow-change, if these are data.path={run.data.path}"
@@ -115,7 +115,7 @@ def _lost(folder: Path) -> str | None:
 
 def recipe_of(folder: Path) -> Run:
     """The recipe that a run was trained with, as resolved. ConfigError: it cannot be read, or says nothing."""
-    if small.line_of(folder / "run.yaml", small.MEGABYTE) == "":
+    if small.read_line(folder / "run.yaml", small.MEGABYTE) == "":
         raise ConfigError(f"{folder / 'run.yaml'} is empty: put it back from a copy, or train anew with --from-scratch")
     with reworded(options={"--recipe ": ""}):
         run = load(folder / "run.yaml")
@@ -193,7 +193,7 @@ def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
             ("data.txt", fingerprint + "\n"),
             ("ds_config.json", json.dumps(settings, indent=2) + "\n"),
         ):
-            atomic.write(folder / name, text)
+            atomic.write_file(folder / name, text)
 
 
 @contextmanager
@@ -208,8 +208,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        by_umask(temporary)
-        atomic.publish(temporary, out)
+        apply_umask(temporary)
+        atomic.publish_folder(temporary, out)
     except (OSError, SafetensorError) as error:  # a full disk raises either
         raise ConfigError(
             f"--out {out} cannot be written ({getattr(error, 'strerror', None) or error}): name a folder "
@@ -235,7 +235,7 @@ def last_saved(folder: Path) -> int:
 
 def _noted(folder: Path) -> int | None:
     """The step in the file `saved`; None: it is absent or damaged."""
-    text = small.line_of(folder / "saved") or ""
+    text = small.read_line(folder / "saved") or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
@@ -255,7 +255,7 @@ def settings_before(folder: Path) -> dict[str, Any]:
 
 
 def note_saved(folder: Path, step: int) -> None:
-    atomic.write(folder / "saved", f"{step}\n", make=False)  # a run's folder that was taken away stays so
+    atomic.write_file(folder / "saved", f"{step}\n", make=False)  # a run's folder that was taken away stays so
 
 
 def set_aside(folder: Path) -> None:

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dstrain.checkpoint.layout import RECONSTRUCTED
-from dstrain.checkpoint.manifest import CONSOLIDATED, faults
+from dstrain.checkpoint.manifest import CONSOLIDATED, find_faults
 from dstrain.checkpoint.store import Store
 from dstrain.checkpoint.stored import StoredWeight
-from dstrain.disk.modes import by_umask
+from dstrain.disk.modes import apply_umask
 from dstrain.disk.small import read_json
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import ema_decays, read_weights
@@ -120,7 +120,7 @@ def unaltered(paths: Iterable[Path], together: bool = False) -> None:
         files = read_json(folder / CONSOLIDATED).get("files", {})
         names = [name for name in files if any((folder / name).is_relative_to(path) for path in paths)]
         share = names[group.rank() % group.world() :: group.world()] if together else names
-        wrong = faults(folder, share, files)
+        wrong = find_faults(folder, share, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         wrong = [f"{CONSOLIDATED} is damaged"]
     wrong = list(dict.fromkeys(chain.from_iterable(group.objects(wrong)))) if together else wrong
@@ -178,7 +178,7 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
             folder / f"{part}.safetensors",
             metadata={"weights": kind, "checkpoint": checkpoint.name},
         )
-    by_umask(folder)
+    apply_umask(folder)
 
 
 def whole(checkpoint: Path) -> Path:

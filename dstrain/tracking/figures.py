@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from dstrain.disk.atomic import replacing
+from dstrain.disk.atomic import replace_file
 
 _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
@@ -95,7 +95,7 @@ def _plot(path: str | os.PathLike, headline: str, panels: list[Any], result: dic
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     figure.suptitle(headline, fontsize=10)
-    with replacing(path) as file:
+    with replace_file(path) as file:
         figure.savefig(file, format="png", dpi=130)
 
 

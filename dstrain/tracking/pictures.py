@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from dstrain.disk.atomic import replacing
+from dstrain.disk.atomic import replace_file
 from dstrain.recipe import ConfigError
 
 _PADDING = 2  # black pixels between pictures and around them
@@ -108,7 +108,7 @@ def near_square(num: int) -> int:
 def save_png(path: str | os.PathLike, pixels: np.ndarray) -> None:
     """Writes uint8 (H, W, 1 or 3) whole or not at all; makes the folder."""
     grey = pixels.shape[2] == 1
-    with replacing(path) as file:
+    with replace_file(path) as file:
         Image.fromarray(pixels[:, :, 0] if grey else pixels).save(file, format="PNG")
 
 

@@ -74,7 +74,7 @@ class Tracker:
         with write_errors(self.folder / "metrics.jsonl", "make room there, or name another folder="):
             self.folder.mkdir(parents=True, exist_ok=True)
             damaged = _drop_after(self.folder / "metrics.jsonl", resumed_step)
-            torn = lines.cut_torn(self.folder / "log.txt")
+            torn = lines.cut_torn_line(self.folder / "log.txt")
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -292,7 +292,7 @@ class Tracker:
 
     def _write(self, name: str, text: str) -> None:
         try:
-            lines.append(self.folder / name, text)
+            lines.append_lines(self.folder / name, text)
         except OSError as error:
             self._fault(name, error)
 
@@ -333,7 +333,7 @@ def _drop_after(path: Path, step: int) -> int:
     if not path.is_file():
         return 0
     entries, damaged = _entries(path)
-    atomic.write(path, "".join(_line(entry) for entry in entries if entry["step"] <= step))
+    atomic.write_file(path, "".join(_line(entry) for entry in entries if entry["step"] <= step))
     return damaged
 
 

@@ -70,7 +70,7 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
         files.append(file.getvalue())
     head = 13 + 3 * 256
     assert all(file[10] & 7 == 7 for file in files), "a palette of fewer colours"
-    atomic.write(path, b"".join([files[0][:-1], *(file[head:-1] for file in files[1:]), b";"]))
+    atomic.write_file(path, b"".join([files[0][:-1], *(file[head:-1] for file in files[1:]), b";"]))
 
 
 def _in_one_palette(frames: np.ndarray) -> list[Image.Image]:
@@ -108,7 +108,7 @@ def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> Non
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     frames = np.ascontiguousarray(np.broadcast_to(frames, (*frames.shape[:3], 3)))
     options = {"movflags": "+faststart"}
-    with atomic.replacing(path) as temporary, av.open(str(temporary), "w", format="mp4", options=options) as file:
+    with atomic.replace_file(path) as temporary, av.open(str(temporary), "w", format="mp4", options=options) as file:
         stream = file.add_stream("libx264", rate=fps, options={"crf": "15"})
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
         stream.codec_context.thread_count = 1  # small frames, and ranks beside this one

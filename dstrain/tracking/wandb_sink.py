@@ -139,7 +139,7 @@ class WandbSink:
     def _log(self, run: Any, values: dict[str, Any]) -> None:
         if self._entries >= self._reserved:  # written ahead, since a kill leaves no time to write
             self._reserved = self._entries + _RESERVED
-            atomic.write(self._path, f"{self._id}\n{self._reserved}\n")
+            atomic.write_file(self._path, f"{self._id}\n{self._reserved}\n")
         run.log(values, step=self._entries, commit=True)
         self._entries += 1
 
@@ -166,7 +166,7 @@ class WandbSink:
         try:
             if run is not None:
                 run.finish()
-                atomic.write(self._path, f"{self._id}\n{self._entries}\n")
+                atomic.write_file(self._path, f"{self._id}\n{self._entries}\n")
                 self._wandb.teardown()  # waits until wandb's own process has closed the run's file
         except BaseException as error:
             self._note(f"wandb: could not finish: {_brief(error)}")
@@ -254,7 +254,7 @@ def _known(folder: Path) -> tuple[str, int]:
     if path.is_file() and (words := path.read_text().split()):
         return words[0], int(words[1]) if words[1:] and words[1].isdigit() else 0
     fresh = secrets.token_hex(4)
-    atomic.write(path, fresh + "\n")
+    atomic.write_file(path, fresh + "\n")
     return fresh, 0
 
 

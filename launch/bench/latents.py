@@ -30,7 +30,7 @@ import torch
 
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents
-from dstrain.disk.sealed import render
+from dstrain.disk.sealed import render_sealed
 
 
 def main() -> None:
@@ -159,7 +159,7 @@ def write(root: Path, options: argparse.Namespace) -> None:
         path.write_bytes(shards.pack({"moments": codes, "label": index.numpy() % 10, "source": index.numpy()}, facts))
         records.append(shards.record(path, shards.check(path)))
     body = shards.body_of(encoding, [str(i) for i in range(10)], records, {})
-    (root / "shards" / shards.INDEX).write_bytes(render(body))
+    (root / "shards" / shards.INDEX).write_bytes(render_sealed(body))
 
 
 if __name__ == "__main__":

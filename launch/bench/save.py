@@ -47,9 +47,9 @@ def main() -> None:
     elif options.dry_run:
         print(cli.headline(job))
     else:
-        from dstrain.engine.start import start
+        from dstrain.engine.start import start_group
 
-        start()
+        start_group()
         beside = job.run.directory.parent
         beside.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=beside) if group.rank() == 0 else nullcontext() as folder:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.start import start
+from dstrain.engine.start import start_group
 from dstrain.recipe import Save
 from tests.engine.check_elastic import History
 from tests.engine.check_engines import EMA, GLOBAL, batch, decays, gathered, recipe, rows
@@ -123,7 +123,7 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
 
 
 def main(folder: Path) -> None:
-    start()
+    start_group()
     truth = {}
     for stage in STAGES:
         for precision in PRECISIONS:

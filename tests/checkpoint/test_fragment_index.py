@@ -14,7 +14,7 @@ from dstrain.checkpoint.fragment_index import FragmentIndex, Rows, index_name, r
 from dstrain.checkpoint.fragments import Fragment, IndexedShards, Shards, open_shards, shard_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.checkpoint.stored import StoredWeight, elements, stored_weights
-from dstrain.disk.sealed import render
+from dstrain.disk.sealed import render_sealed
 from dstrain.recipe import ConfigError
 
 SHAPES = {"a": (7, 5), "b": (), "c": (64,), "d.weight": (3, 1, 4)}
@@ -46,7 +46,7 @@ def write(folder, world: int, seed: int = 0, kinds=KINDS, leave_out: int = -1) -
 
 def seal(folder) -> None:
     body = {"files": hash_files(folder, [path.name for path in folder.glob("*.safetensors")]), "step": 1, "world": 1}
-    (folder / NAME).write_bytes(render(body))
+    (folder / NAME).write_bytes(render_sealed(body))
 
 
 @pytest.mark.parametrize("world", (1, 2, 5))

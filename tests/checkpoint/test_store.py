@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.checkpoint import seals
-from dstrain.checkpoint.manifest import NAME, Digest, hash_files, manifest
+from dstrain.checkpoint.manifest import NAME, Digest, hash_files, read_manifest
 from dstrain.checkpoint.store import ROUTINE, STOP, TROUBLE, Store
 from dstrain.disk import sealed
 from dstrain.distributed import group
@@ -64,7 +64,7 @@ def test_newest_is_what_was_saved_last(tmp_path):
     assert whole(store, 15) and whole(store, 10)
     assert entries(store.folder) == {"step_00000010", "step_00000015", "newest"}
     assert (store.folder / "newest").read_text() == "step_00000015\n"
-    said = manifest(store.folder / "step_00000015")
+    said = read_manifest(store.folder / "step_00000015")
     assert said["step"] == 15 and said["world"] == 1 and said["extra"] == {"loss": 15 / 7}
     assert said["files"].keys() == set(NAMES)
     assert json.loads((store.folder / "step_00000015" / "manifest.json").read_bytes())["body"] == said
@@ -224,7 +224,9 @@ def test_a_file_that_was_hashed_while_it_was_written_is_not_read(tmp_path):
         before = bytes_read()
         assert store.save(step, lambda folder: write(folder, hashed)), store.error
         assert (bytes_read() - before < len(data)) == hashed
-        assert manifest(tmp_path / f"step_{step:08d}")["files"] == hash_files(tmp_path / f"step_{step:08d}", [NAMES[0]])
+        assert read_manifest(tmp_path / f"step_{step:08d}")["files"] == hash_files(
+            tmp_path / f"step_{step:08d}", [NAMES[0]]
+        )
     assert not store.save(3, truncated) and "has another size than was written" in store.error
     assert store.newest()[0] == 2
     path = tmp_path / "step_00000002" / NAMES[0]
@@ -352,7 +354,7 @@ def test_a_sealed_manifest_may_say_anything(key, value, absent):
         store = Store(folder)
         save(store, 5, 10)
         path = Path(folder) / "step_00000010" / NAME
-        body = manifest(path.parent)
+        body = read_manifest(path.parent)
         entry = body["files"][NAMES[0]]
         if key == "all":
             body = value
@@ -365,7 +367,7 @@ def test_a_sealed_manifest_may_say_anything(key, value, absent):
                 place[key] = value
             if not absent and value == before and type(value) is type(before):
                 return
-        path.write_bytes(sealed.render(body))
+        path.write_bytes(sealed.render_sealed(body))
         lines: list[str] = []
         newest = store.newest(lines.append)
         sound = key in ("extra", "versions") or (key == "world" and type(value) is int and value > 0 and not absent)
@@ -385,7 +387,7 @@ def test_a_manifest_that_storage_cannot_give(tmp_path, monkeypatch):
 
     monkeypatch.setattr("dstrain.disk.small.read_bytes", read_bytes)
     with pytest.raises(OSError, match="Input/output error"):
-        manifest(tmp_path / "step_00000005")
+        read_manifest(tmp_path / "step_00000005")
 
 
 @pytest.mark.parametrize("name", [NAME, NAMES[0]])
@@ -618,8 +620,8 @@ def test_two_ranks_agree(tmp_path, on_ranks):
         None,
     ]
     assert entries(folder) == {"step_00000002", "step_00000003", "newest"}
-    assert manifest(folder / "step_00000003")["extra"] == {"from": 0}
-    assert len(manifest(folder / "step_00000003")["files"]) == 3
+    assert read_manifest(folder / "step_00000003")["extra"] == {"from": 0}
+    assert len(read_manifest(folder / "step_00000003")["files"]) == 3
 
 
 @pytest.mark.parametrize("count", range(1, 6))

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from dstrain import recipe
 from dstrain.checkpoint import validate
-from dstrain.checkpoint.manifest import NAME, hash_files, manifest
+from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.checkpoint.store import Store
-from dstrain.disk.sealed import render
+from dstrain.disk.sealed import render_sealed
 from dstrain.engine.ema import combine
 from dstrain.recipe import ConfigError
 from tests.support import checkpoints
@@ -36,7 +36,7 @@ def seal(path, counters=json.dumps(FINE), **body) -> None:
         {"history": torch.zeros(2)}, path / "common.safetensors", None if counters is None else {"counters": counters}
     )
     names = [file.name for file in path.glob("*.safetensors")]
-    (path / NAME).write_bytes(render({**manifest(path), "files": hash_files(path, names), **body}))
+    (path / NAME).write_bytes(render_sealed({**read_manifest(path), "files": hash_files(path, names), **body}))
 
 
 def newest(folder) -> tuple[int, list[str]]:
@@ -84,7 +84,7 @@ def test_course(folder, course):
 def test_files_that_are_not_listed(folder):
     """Oracle: what `load` would read and no hash covers: a shard, the small file, DeepSpeed's own files."""
     path = folder / "step_00000009"
-    listed = manifest(path)["files"]
+    listed = read_manifest(path)["files"]
     for name in listed:
         seal(path, files={other: entry for other, entry in listed.items() if other != name})
         assert newest(folder)[0] == 7 and f"{name} is not in {NAME}" in newest(folder)[1][0]

@@ -17,7 +17,7 @@ from safetensors.torch import load, load_file, save_file
 
 from dstrain import recipe, systems
 from dstrain.checkpoint.fragments import Fragment, write_shard
-from dstrain.checkpoint.manifest import NAME, hash_files, manifest
+from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.checkpoint.safetensors_io import read_header
 from dstrain.commands.consolidate import Order as Consolidation
 from dstrain.commands.consolidate import consolidate
@@ -26,7 +26,7 @@ from dstrain.commands.export import ExportOptions, _examples, _in_diffusers, _me
 from dstrain.commands.job import JobOptions, checked, prepare
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
-from dstrain.disk.sealed import render
+from dstrain.disk.sealed import render_sealed
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
@@ -326,7 +326,7 @@ def in_deepspeeds_files(folder, part):
     (at / "deepspeed").mkdir()
     (at / "deepspeed" / "files.pt").write_bytes(b"DeepSpeed's own")
     names = [path.relative_to(at).as_posix() for path in at.rglob("*") if path.is_file() and path.name != NAME]
-    (at / NAME).write_bytes(render(manifest(at) | {"files": hash_files(at, names)}))
+    (at / NAME).write_bytes(render_sealed(read_manifest(at) | {"files": hash_files(at, names)}))
 
 
 def test_two_parts_in_deepspeeds_files(tmp_path):

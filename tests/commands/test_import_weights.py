@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 
 from dstrain import recipe, systems
-from dstrain.checkpoint.store import manifest
+from dstrain.checkpoint.store import read_manifest
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
@@ -316,7 +316,7 @@ def test_what_an_import_is(tmp_path, monkeypatch, capsys):
     assert here("import.py", words, monkeypatch, capsys)[0] == 0
     run = trained.read(words[-1])
     assert (run.init_from, run.folder, run.ema.decays, run.samples.ema) == (words[0], words[-1], (), None)
-    body = manifest(trained.checkpoint(words[-1]))
+    body = read_manifest(trained.checkpoint(words[-1]))
     assert body["step"] == 0 and body["extra"] == {"imported": "official.pt"}
     assert sorted(os.listdir(words[-1])) == ["checkpoints", "run.yaml"]
     (part,) = (words[-1] / "checkpoints/step_00000000").glob("denoiser-*.safetensors")

@@ -215,7 +215,7 @@ def test_a_guide(run, words, tmp_path):
 def test_clips_are_no_images(tmp_path, words, monkeypatch):
     """Oracle: a message that says which of both the network takes."""
     counting.register(monkeypatch)
-    monkeypatch.setattr(module, "manifest", lambda checkpoint: {"step": 3})
+    monkeypatch.setattr(module, "read_manifest", lambda checkpoint: {"step": 3})
     with pytest.raises(ConfigError, match=r"torchscript .*: it takes images, and these are clips"):
         quality(
             QualityOptions(
@@ -233,7 +233,7 @@ def test_what_is_known_of_clips_is_checked_before_any_is_drawn(tmp_path, monkeyp
     """Oracle: a sampler that must not be called: networks that take no clips, captions that are none of the data's."""
     run = counting.folder(tmp_path / "run")
     counting.register(monkeypatch)
-    monkeypatch.setattr(module, "manifest", lambda checkpoint: {"step": 3})
+    monkeypatch.setattr(module, "read_manifest", lambda checkpoint: {"step": 3})
     monkeypatch.setattr(counting.Counting, "sample", lambda *_: pytest.fail("drawn"))
     for metrics, prompts, message in (
         (("retrieval",), None, r"emoji \(for the metrics retrieval\): it takes images, and"),

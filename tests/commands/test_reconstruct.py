@@ -18,7 +18,7 @@ import dstrain
 from dstrain import systems
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragments import Fragment, shard_name, write_shard
-from dstrain.checkpoint.manifest import NAME, hash_files, manifest
+from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.commands.consolidate import Order, consolidate
 from dstrain.commands.evaluate import EvaluateOptions, evaluate
 from dstrain.commands.export import ExportOptions, export
@@ -26,7 +26,7 @@ from dstrain.commands.generate import GenerateOptions, generate
 from dstrain.commands.quality import QualityOptions, quality
 from dstrain.commands.reconstruct import USUAL, ReconstructOptions, reconstruct, usable
 from dstrain.commands.sweep import report, sweep, sweep_metric
-from dstrain.disk.sealed import render
+from dstrain.disk.sealed import render_sealed
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import identity
 from dstrain.recipe import ConfigError
@@ -80,7 +80,7 @@ def snapshots(folder: Path, nets: dict[str, torch.nn.Module], steps=STEPS) -> di
             }
         validate.write_common(at, (buffers, counters))
         body = {"files": hash_files(at, sorted(path.name for path in at.iterdir())), "step": step, "world": 1}
-        (at / NAME).write_bytes(render(body))
+        (at / NAME).write_bytes(render_sealed(body))
     solution = published_solution([(step, width) for step in steps for width in WIDTHS], steps[-1], 0.15)
     solution = solution / solution.sum()
     return {name: sum(x * value[name] for x, value in zip(solution, values)) for name in values[0]}
@@ -255,7 +255,7 @@ def test_memory(tmp_path):
     run.mkdir()
     (run / "run.yaml").write_text("name: made\n")
     snapshots(run, {"net": network}, steps=(6, 7))
-    assert manifest(run / "averages" / "step_00000007")["files"]["net-00000-of-00001.safetensors"]["size"] > 7e7
+    assert read_manifest(run / "averages" / "step_00000007")["files"]["net-00000-of-00001.safetensors"]["size"] > 7e7
     program = f"""
 import resource
 from pathlib import Path

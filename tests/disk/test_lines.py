@@ -16,14 +16,14 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 written = 0
 for number in range(30):
     try:
-        lines.append(sys.argv[1], f"line {number} of a file\\n")
+        lines.append_lines(sys.argv[1], f"line {number} of a file\\n")
         written += 1
     except OSError as error:
         assert written == number
         break
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:
-    lines.append(sys.argv[1], "short\\n")
+    lines.append_lines(sys.argv[1], "short\\n")
 except OSError:
     pass
 print(written)
@@ -34,10 +34,10 @@ def test_lines_follow_each_other(tmp_path):
     """Oracle: the text that was given, also after a line that a crash has torn."""
     path = tmp_path / "a"
     for text in ("one\n", "\u00e4\ntwo\n"):
-        lines.append(path, text)
+        lines.append_lines(path, text)
     assert path.read_text() == "one\n\u00e4\ntwo\n"
     path.write_text("one\nhal")
-    lines.append(path, "two\n")
+    lines.append_lines(path, "two\n")
     assert path.read_text() == "one\nhal\ntwo\n"
 
 
@@ -71,5 +71,5 @@ def test_a_torn_tail_is_cut(tmp_path, content, left):
     assert left == "".join(content.rpartition("\n")[:2])
     path = tmp_path / "a"
     path.write_text(content)
-    assert lines.cut_torn(path) == len(content) - len(left) and path.read_text() == left
-    assert lines.cut_torn(tmp_path / "absent") == 0 and not (tmp_path / "absent").exists()
+    assert lines.cut_torn_line(path) == len(content) - len(left) and path.read_text() == left
+    assert lines.cut_torn_line(tmp_path / "absent") == 0 and not (tmp_path / "absent").exists()

@@ -17,7 +17,7 @@ from dstrain import recipe, systems
 from dstrain.distributed import group
 from dstrain.engine.blocks import Graphs
 from dstrain.engine.engines import Engines
-from dstrain.engine.start import start
+from dstrain.engine.start import start_group
 from dstrain.sampling.draw import resting
 from dstrain.systems.base import System
 from tests.engine.check_engines import gathered
@@ -81,7 +81,7 @@ def graphs(engines: Engines) -> dict[tuple, set]:
 
 def main(folder: Path, cases: list[list], backend: str) -> None:
     inductor.cpp.simdlen = 1  # a third less time for the C++ compiler
-    start()
+    start_group()
     figures = {}
     for name, index, stage, recompute, *entries in cases:
         torch._dynamo.reset()

@@ -16,7 +16,7 @@ import torch
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints, read_weights
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.start import start
+from dstrain.engine.start import start_group
 from dstrain.recipe import Save
 from tests.engine.check_engines import GLOBAL, batch, decays, gathered, recipe, rows
 from tests.support.engines import engines_for, resolve
@@ -189,5 +189,5 @@ def load(folder: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
-    start()
+    start_group()
     save(Path(words[1])) if words[0] == "save" else load(Path(words[1]), Path(words[2]))

@@ -8,8 +8,8 @@ import torch
 from dstrain import rng
 from dstrain.distributed import group
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.initial import initial_weights
-from dstrain.engine.start import start
+from dstrain.engine.initial import draw_weights
+from dstrain.engine.start import start_group
 from dstrain.recipe import Ema, Run
 from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
@@ -61,7 +61,7 @@ class Micros:
 def reference() -> tuple[dict[str, torch.Tensor], float]:
     """Plain torch: one process, whole batch, AdamW; the weights and the last gradient norm."""
     network = Tiny()
-    network.load_state_dict(dict(initial_weights(network, SEED)))
+    network.load_state_dict(dict(draw_weights(network, SEED)))
     groups = [
         {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -117,7 +117,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     masters = engines.masters["tiny"]
     shadow = EmaShadow(engines.masters, run.ema, ("tiny",))
     begun = gathered(masters, masters.flats)
-    full = dict(initial_weights(Tiny(), SEED))
+    full = dict(draw_weights(Tiny(), SEED))
     naive = {decay: {name: weight.clone() for name, weight in begun.items()} for decay in EMA.decays}
     held_x = batch(100)[0]
     swaps, applied = [], []
@@ -192,7 +192,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
 
 
 def main(path: str) -> None:
-    start()
+    start_group()
     expected, norm = reference()
     cases = [(stage, precision, micro) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16") for micro in (4, 2)]
     figures = {}

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed import group
-from dstrain.engine.initial import build
-from dstrain.engine.start import start
+from dstrain.engine.initial import build_networks
+from dstrain.engine.start import start_group
 from tests.engine.check_engines import SEED, batch, decays, gathered, recipe, rows
 from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
@@ -87,14 +87,14 @@ class Unseeded(Tiny):
 def refusals() -> list[str]:
     """What each rank says of weights that differ between ranks."""
     try:
-        build(lambda: {"tiny": Unseeded()}, SEED)
+        build_networks(lambda: {"tiny": Unseeded()}, SEED)
     except RuntimeError as error:
         return group.objects(str(error))
     return group.objects("")
 
 
 def main(path: str) -> None:
-    start()
+    start_group()
     figures = {stage: measure(stage) for stage in (0, 1, 2, 3)} | {"refusals": refusals()}
     if group.rank() == 0:
         with open(path, "w") as file:

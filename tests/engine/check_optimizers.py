@@ -17,7 +17,7 @@ from dstrain.distributed import group
 from dstrain.engine import cpu
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.initial import initial_weights
+from dstrain.engine.initial import draw_weights
 from dstrain.recipe import Run
 from tests.engine.check_elastic import History
 from tests.engine.check_engines import SEED, decays, furthest, gathered, mean_difference
@@ -131,7 +131,7 @@ def plain(name: str, network: nn.Module) -> PlainLion | PlainMuon | torch.optim.
 def reference(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The initial weights, and those after ten steps of plain torch on the mean gradient of the ranks' shares."""
     network, world = Network(), group.world()
-    network.load_state_dict(dict(initial_weights(network, SEED)))
+    network.load_state_dict(dict(draw_weights(network, SEED)))
     initial = {key: weight.detach().clone() for key, weight in network.named_parameters()}
     optimizer = plain(name, network)
     for step in range(STEPS):

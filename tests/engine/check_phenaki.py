@@ -16,8 +16,8 @@ from dstrain import rng, systems
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.initial import initial_weights
-from dstrain.engine.start import start
+from dstrain.engine.initial import draw_weights
+from dstrain.engine.start import start_group
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
@@ -120,7 +120,7 @@ def reference(critic: str) -> tuple[dict, dict]:
     system = systems.build("phenaki", recipe(GLOBAL, critic).model)
     nets, optimizers, shadows = system.networks(), {}, {}
     for part, network in nets.items():
-        network.load_state_dict(dict(initial_weights(network, SEED)))
+        network.load_state_dict(dict(draw_weights(network, SEED)))
         named = list(network.named_parameters())
         groups = [
             {"params": [p for n, p in named if system.decays(n, p)], "weight_decay": WEIGHT_DECAY},
@@ -211,7 +211,7 @@ def resumed(stage: int, critic: str, folder: Path) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    start()
+    start_group()
     figures = {}
     for critic in CRITICS:
         expected = reference(critic)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from dstrain import rng, systems
 from dstrain.distributed import group
-from dstrain.engine.initial import initial_weights
-from dstrain.engine.start import start
+from dstrain.engine.initial import draw_weights
+from dstrain.engine.start import start_group
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
@@ -107,7 +107,7 @@ def reference(form: str) -> dict:
     tokenizer, discriminator = nets.values()
     optimizers = {}
     for part, network in nets.items():
-        network.load_state_dict(dict(initial_weights(network, SEED)))
+        network.load_state_dict(dict(draw_weights(network, SEED)))
         groups = [
             {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -178,7 +178,7 @@ def refusal(stage: int) -> str:
 
 
 def main(folder: Path) -> None:
-    start()
+    start_group()
     figures = {}
     for form, stages in (("approximate", (0, 1, 2, 3)), ("exact", (0, 1, 2))):
         expected = reference(form)

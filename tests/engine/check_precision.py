@@ -15,8 +15,8 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.initial import initial_weights
-from dstrain.engine.start import start
+from dstrain.engine.initial import draw_weights
+from dstrain.engine.start import start_group
 from dstrain.recipe import Ema, Run
 from tests.engine.check_engines import SEED, furthest, gathered
 from tests.support.engines import engines_for, resolve
@@ -58,7 +58,7 @@ def engines_of(run: Run, stage: int, parts: tuple[str, ...], **config) -> Engine
 def rounded(dtype: torch.dtype) -> Tiny:
     """The initial network with weights rounded to `dtype`, in float64."""
     network = Tiny()
-    network.load_state_dict(dict(initial_weights(network, SEED)))
+    network.load_state_dict(dict(draw_weights(network, SEED)))
     for weight in network.parameters():
         weight.data = weight.data.to(dtype)
     return network.double()
@@ -231,7 +231,7 @@ def fp16(stage: int, settings: dict, folder: Path) -> dict:
 
 
 def main(folder: Path) -> None:
-    start()
+    start_group()
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True

@@ -18,8 +18,8 @@ from dstrain.engine import prepare_environment
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.initial import initial_weights
-from dstrain.engine.start import start
+from dstrain.engine.initial import draw_weights
+from dstrain.engine.start import start_group
 from dstrain.recipe import Run
 from tests.support.engines import engines_for, resolve
 from tests.support.live import Live
@@ -96,7 +96,7 @@ def start_of(stage: int, bf16: bool, world: int) -> tuple[dict[str, Any], Live, 
         ema.reset()
     masters = built.masters["net"]
     drawn = dict(+DRAWN)
-    expected = dict(initial_weights(network(), SEED))
+    expected = dict(draw_weights(network(), SEED))
     own = [
         (expected[f.name].reshape(-1)[f.start : f.start + f.numel], view) for f, view in masters.views(masters.flats)
     ]
@@ -142,7 +142,7 @@ def from_files(stage: int, bf16: bool, fresh: Engines, ema: EmaShadow) -> dict[s
 
 def main(path: Path, world: int) -> None:
     if world == 1:
-        start()
+        start_group()
     else:
         prepare_environment()
         os.environ.update(RANK="0", WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(world))

@@ -29,7 +29,7 @@ from dstrain.distributed import group
 from dstrain.engine import prepare_environment
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.start import start
+from dstrain.engine.start import start_group
 from dstrain.systems.vae import kl
 from dstrain.train import take_step
 from tests.engine.check_engines import gathered
@@ -381,7 +381,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
             RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
         torch.set_num_threads(1)
-        start()
+        start_group()
         work(folder)
         group.leave()
         code = 0

@@ -15,8 +15,8 @@ from dstrain import rng, systems
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.initial import initial_weights
-from dstrain.engine.start import start
+from dstrain.engine.initial import draw_weights
+from dstrain.engine.start import start_group
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
@@ -114,7 +114,7 @@ def reference() -> dict[str, dict[str, torch.Tensor]]:
     nets = system.networks()
     optimizers = {}
     for part, network in nets.items():
-        network.load_state_dict(dict(initial_weights(network, SEED)))
+        network.load_state_dict(dict(draw_weights(network, SEED)))
         groups = [
             {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -194,7 +194,7 @@ def resumed(stage: int, folder: Path) -> dict:
 
 
 def main(folder: Path) -> None:
-    start()
+    start_group()
     expected = reference()
     figures = {f"{stage}-{micro}": measure(stage, micro, expected) for stage in (0, 1, 2, 3) for micro in (4, 2)}
     figures["resumed"] = {stage: resumed(stage, folder) for stage in (0, 1, 2, 3)}

@@ -19,11 +19,11 @@ from tests.support.spawn import place
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """This process is the only rank, as after start(); no group, variable or state of DeepSpeed is left behind."""
-    from dstrain.engine.start import start
+    from dstrain.engine.start import start_group
 
     environment, linear = dict(os.environ), torch.nn.functional.linear
     preload()
-    start(timeout_minutes=1)
+    start_group(timeout_minutes=1)
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -85,10 +85,10 @@ def _alone(_: int, work: Callable[..., Any], arguments: tuple) -> None:
 
 
 def _enter(rank: int, world: int, port: str, work: Callable[..., Any], arguments: tuple) -> None:
-    from dstrain.engine.start import start
+    from dstrain.engine.start import start_group
 
     os.environ.update(place(rank, world, port))
     torch.set_num_threads(1)
-    start(timeout_minutes=1)
+    start_group(timeout_minutes=1)
     work(*arguments)
     group.leave()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.manifest import read_manifest
 from dstrain.engine.checkpoint import Checkpoints, ema_decays, read_weights
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.optimizers import ADAM
@@ -235,12 +235,12 @@ def test_the_course_and_kinds(tmp_path):
     trial.saves.save(1)
     trial.course.trouble(2, [False], {})
     trial.saves.save(2, routine=False)
-    assert manifest(tmp_path / "step_00000002")["extra"]["kind"] == "trouble"
+    assert read_manifest(tmp_path / "step_00000002")["extra"]["kind"] == "trouble"
     assert trial.saves.go_back(2, "bad") == 1 and trial.course.shift == 1
     for number in (2, 3, 4, 5):
         trial.saves.save(number, score=10.0 - number, routine=number != 5)
     assert trial.saves.store.steps() == [1, 3, 4, 5]
-    kinds = {number: manifest(tmp_path / f"step_{number:08d}")["extra"] for number in (1, 3, 4, 5)}
+    kinds = {number: read_manifest(tmp_path / f"step_{number:08d}")["extra"] for number in (1, 3, 4, 5)}
     assert [extra["kind"] for extra in kinds.values()] == ["routine", "routine", "routine", "stop"]
     assert [extra["score"] for extra in kinds.values()] == [None, 7.0, 6.0, 5.0] and kinds[5]["stays"] == [1]
     assert ["metric" in extra for extra in kinds.values()] == [False, True, True, True] and kinds[5]["metric"] == "loss"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dstrain import systems
-from dstrain.engine.initial import build, initial_weights, set_by_constructors
+from dstrain.engine.initial import build_networks, draw_weights, set_by_constructors
 from tests.engine import check_initial
 from tests.engine.check_initial import Zeroed
 from tests.support import tokenizers
@@ -210,16 +210,16 @@ def test_build():
         expected = {part: network.state_dict() for part, network in networks().items()}
         torch.set_rng_state(before)
         reasons = []
-        for part, (network, values) in build(networks, SEED, note=reasons.append).items():
+        for part, (network, values) in build_networks(networks, SEED, note=reasons.append).items():
             torch.testing.assert_close(dict(values()), dict(expected[part]), rtol=0, atol=0)
             torch.testing.assert_close(dict(network.state_dict()), dict(expected[part]), rtol=0, atol=0)
         assert len(reasons) == 1 and torch.equal(torch.get_rng_state(), before)
     for make, on_meta in ((Tiny, True), (lambda: nn.Sequential(Measured(3, 2)), False)):
-        ((_, (network, values)),) = build(lambda: {"a": make()}, SEED).items()
-        torch.testing.assert_close(dict(values()), dict(initial_weights(make(), SEED)), rtol=0, atol=0)
+        ((_, (network, values)),) = build_networks(lambda: {"a": make()}, SEED).items()
+        torch.testing.assert_close(dict(values()), dict(draw_weights(make(), SEED)), rtol=0, atol=0)
         assert all(weight.is_meta == on_meta for weight in network.parameters())
         assert not any(buffer.is_meta for buffer in network.buffers())
-    tied = build(lambda: {"a": Parent(tie)}, SEED)["a"][0]
+    tied = build_networks(lambda: {"a": Parent(tie)}, SEED)["a"][0]
     assert tied.out.weight is tied.body.weight and tied.out.weight.is_meta
 
 
@@ -236,7 +236,7 @@ def test_values_that_modules_draw(make):
         name: (tensor, tensor.detach().clone())
         for name, tensor in [*network.named_parameters(), *network.named_buffers()]
     }
-    values, others = (dict(initial_weights(network, seed)) for seed in (0, 1))
+    values, others = (dict(draw_weights(network, seed)) for seed in (0, 1))
     assert values.keys() == tensors.keys()
     for name, (tensor, before) in tensors.items():
         assert torch.equal(tensor, before) and values[name].shape == tensor.shape
@@ -246,7 +246,7 @@ def test_values_that_modules_draw(make):
     assert all(now[name] is tensor for name, (tensor, _) in tensors.items())
     if isinstance(network, Tiny):
         assert not torch.equal(values["hidden.0.weight"], values["hidden.1.weight"])
-        assert all(torch.equal(values[name], value) for name, value in initial_weights(Tiny(), 0))
+        assert all(torch.equal(values[name], value) for name, value in draw_weights(Tiny(), 0))
         assert torch.equal(values["scale.gain"], torch.ones(17))
     if isinstance(network, Replacing):
         assert values["gain"].tolist() == [2.0] * 3 and values["steps"].tolist() == [0, 1, 3, 6]
@@ -256,8 +256,8 @@ def test_only_what_is_asked_for_is_drawn():
     """Oracle: by hand: the layer that owns the weight, whole, and each module with a buffer, whatever is asked for."""
     network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
     norm = {"2.weight", "2.bias", "2.running_mean", "2.running_var", "2.num_batches_tracked"}
-    assert dict(initial_weights(network, SEED, {"1.bias"})).keys() == {"1.weight", "1.bias"} | norm
-    assert dict(initial_weights(network, SEED, ())).keys() == norm
+    assert dict(draw_weights(network, SEED, {"1.bias"})).keys() == {"1.weight", "1.bias"} | norm
+    assert dict(draw_weights(network, SEED, ())).keys() == norm
 
 
 @pytest.mark.parametrize("world", (2, 1))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.checkpoint.manifest import NAME, hash_files, manifest
+from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.checkpoint.store import Store
 from dstrain.disk import sealed
 from tests.support import brittle
@@ -33,7 +33,7 @@ def undisturbed(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def course(folder: Path, step: int) -> dict:
-    return manifest(folder / "checkpoints" / f"step_{step:08d}")["extra"]["course"]
+    return read_manifest(folder / "checkpoints" / f"step_{step:08d}")["extra"]["course"]
 
 
 def test_bad_data_are_passed_over(undisturbed):
@@ -85,7 +85,7 @@ def test_killed_and_stopped_in_trouble(undisturbed):
     assert Store(folder / "checkpoints").steps() == [5, 10]
     go_on("model.stop_after=2", code=75)  # from step 10: seen at 14, the second that is skipped
     assert Store(folder / "checkpoints").steps() == [5, 10, 14] and course(folder, 14)["in_a_row"] == 2
-    assert manifest(folder / "checkpoints" / "step_00000014")["extra"]["kind"] == "trouble"
+    assert read_manifest(folder / "checkpoints" / "step_00000014")["extra"]["kind"] == "trouble"
     go_on("model.kill_after=14", code=247)  # behind the second and third way back
     assert Store(folder / "checkpoints").steps() == [10] and Store(folder / "checkpoints").put_aside() == [15]
     go_on("model.stop_after=1", code=75)  # from step 10: a stop where all is well
@@ -204,7 +204,7 @@ class Payload:
 def reseal(path: Path) -> None:
     """Seals whatever the folder of a checkpoint holds, as an attacker would."""
     names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file() and file.name != NAME]
-    (path / NAME).write_bytes(sealed.render({**manifest(path), "files": hash_files(path, names)}))
+    (path / NAME).write_bytes(sealed.render_sealed({**read_manifest(path), "files": hash_files(path, names)}))
 
 
 def test_nothing_is_unpickled_unasked(tmp_path):

@@ -43,7 +43,7 @@ def test_a_shipped_file_is_what_its_name_says(path):
     given_ = json.loads(path.read_text())
     run = recipe.load(None, ["batch.global=48", "optimizer.clip=0.5"])
     resolved = resolve(given_, run, 1, "cuda")
-    found = settings.stage(resolved), settings.precision(resolved), settings.offloads_optimizer(resolved)
+    found = settings.read_stage(resolved), settings.read_precision(resolved), settings.offloads_optimizer(resolved)
     assert found == NAMED[path.stem]
     assert "auto" not in json.dumps(resolved)
     parsed = DeepSpeedConfig(dict(resolved))
@@ -150,14 +150,14 @@ def test_auto_is_decided_or_refused():
     )
     assert zero["zero_optimization"]["reduce_bucket_size"] == 50_000_000
     assert "write true or false" in faults({"fp16": {"enabled": "auto"}})
-    assert settings.precision(resolve({"bf16": {"enabled": "auto"}}, run, 1, "cuda")) == "bf16"
+    assert settings.read_precision(resolve({"bf16": {"enabled": "auto"}}, run, 1, "cuda")) == "bf16"
     assert "zero_optimization.offload_optimizer.device" in faults(
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}}
     )
 
 
 def auto(device="cpu", before=None):
-    return settings.precision(resolve({"bf16": {"enabled": "auto"}}, Run(), 1, device, before))
+    return settings.read_precision(resolve({"bf16": {"enabled": "auto"}}, Run(), 1, device, before))
 
 
 def test_auto_precision_of_a_cpu(monkeypatch):
@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
         before = resolve({"bf16": {"enabled": enabled}}, Run(), 1, "cpu")
         assert auto(before=before) == ("bf16" if enabled else "fp32")
         other = resolve({"bf16": {"enabled": not enabled}}, Run(), 1, "cpu", before)
-        assert settings.precision(other) == ("fp32" if enabled else "bf16")
+        assert settings.read_precision(other) == ("fp32" if enabled else "bf16")
     assert auto(before={}) == ("bf16" if native else "fp32")
 
 
@@ -299,10 +299,10 @@ def test_sums_of_gradients(precision):
     for stage in (1, 2, 3):
         assert "data_types" not in resolved(stage)
         wide = resolved(stage, several)
-        assert wide["data_types"] == {"grad_accum_dtype": "fp32"} and settings.sums_aside(wide) == (stage == 1)
-        assert settings.for_deepspeed(wide).get("data_types") == ({} if stage == 1 else wide["data_types"])
+        assert wide["data_types"] == {"grad_accum_dtype": "fp32"} and settings.sums_in_fp32(wide) == (stage == 1)
+        assert settings.make_deepspeed_config(wide).get("data_types") == ({} if stage == 1 else wide["data_types"])
         assert resolved(stage, several, **own)["data_types"] == own["data_types"]
-        assert not settings.sums_aside(resolved(stage, several, **own))
+        assert not settings.sums_in_fp32(resolved(stage, several, **own))
     other = {"bf16": "fp16", "fp16": "bf16"}[precision]
     text = faults(
         {precision: {"enabled": True}, "zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": other}},
@@ -310,8 +310,8 @@ def test_sums_of_gradients(precision):
     )
     assert f'"{other}", and the networks compute in {precision}' in text and f'write "fp32" or "{precision}"' in text
     offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert any("4 bytes a weight" in line for line in settings.remarks(resolved(2, several, **offloaded), "cuda"))
-    assert settings.remarks(resolved(2, **offloaded), "cuda") == []
+    assert any("4 bytes a weight" in line for line in settings.list_remarks(resolved(2, several, **offloaded), "cuda"))
+    assert settings.list_remarks(resolved(2, **offloaded), "cuda") == []
 
 
 def test_fp32_sums_are_nothing_to_decide():
@@ -361,12 +361,12 @@ def test_the_callers_dict_stays():
 
 def test_remarks():
     """Oracle: the cases of shared/deepspeed.md in which DeepSpeed is slow, and keys that updates.py overrules."""
-    assert settings.remarks({}, "cpu") == []  # stage 0: dstrain looks itself
-    assert any("stage 0" in line for line in settings.remarks({"bf16": {"enabled": True}}, "cuda"))
+    assert settings.list_remarks({}, "cpu") == []  # stage 0: dstrain looks itself
+    assert any("stage 0" in line for line in settings.list_remarks({"bf16": {"enabled": True}}, "cuda"))
     guarded = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    assert settings.remarks(guarded, "cuda") == []
+    assert settings.list_remarks(guarded, "cuda") == []
     guarded["bf16"]["check_grad_overflow"] = False
-    assert any("change nothing here" in line for line in settings.remarks(guarded, "cuda"))
+    assert any("change nothing here" in line for line in settings.list_remarks(guarded, "cuda"))
 
 
 def test_an_auto_that_nothing_decides():

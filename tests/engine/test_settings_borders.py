@@ -53,10 +53,10 @@ def test_automatic_sizes_are_those_of_the_shipped_file():
 def test_the_other_name_of_bf16():
     """Oracle: DeepSpeed's older name of the section, bfloat16; where both stand, the present name counts."""
     config = resolved({"bfloat16": {"enabled": True}})
-    assert settings.precision(config) == "bf16" and "bfloat16" not in config
+    assert settings.read_precision(config) == "bf16" and "bfloat16" not in config
     both = {"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}
     try:
-        assert settings.precision(resolved(both)) == "fp32"
+        assert settings.read_precision(resolved(both)) == "fp32"
     except ConfigError:
         pass
 
@@ -71,7 +71,7 @@ def test_batches_that_would_fit(total, world, fits):
 
 
 def lines(config: dict, device: str = "cuda") -> list[str]:
-    return settings.remarks(config, device)
+    return settings.list_remarks(config, device)
 
 
 def test_remarks_on_checks_that_stay():
@@ -117,7 +117,7 @@ def test_a_torch_that_does_not_say(machine, native, monkeypatch):
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
-    assert settings.precision(resolved({"bf16": {"enabled": "auto"}})) == ("bf16" if native else "fp32")
+    assert settings.read_precision(resolved({"bf16": {"enabled": "auto"}})) == ("bf16" if native else "fp32")
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ def test_the_norm_that_deepspeed_insists_on(stage):
     """Oracle: stage_1_and_2.py, which raises without its norm where it clips or offloads; a JSON without it trains."""
     config = resolved(zero(stage, compute_grad_norm=False), "optimizer.clip=1")
     assert config["zero_optimization"]["compute_grad_norm"] is False  # as the user wrote it
-    assert settings.for_deepspeed(config)["zero_optimization"] == {"stage": stage}
+    assert settings.make_deepspeed_config(config)["zero_optimization"] == {"stage": stage}
     bf16 = resolved({**zero(stage), "bf16": {"enabled": True, "check_grad_overflow": False}}, device="cuda")
-    assert settings.for_deepspeed(bf16)["bf16"] == {"enabled": True}
-    assert "zero_optimization" not in settings.for_deepspeed(resolved({}))
+    assert settings.make_deepspeed_config(bf16)["bf16"] == {"enabled": True}
+    assert "zero_optimization" not in settings.make_deepspeed_config(resolved({}))
 
 
 def test_deepspeeds_clock_stands_still():
@@ -212,7 +212,7 @@ def test_deepspeeds_clock_stands_still():
         ({"throughput": {"enabled": True, "synchronized": False}}, True),
     ):
         config = resolved(zero(1) if section is None else {**zero(1), "timers": section})
-        clock = get_timers_config(settings.for_deepspeed(config))
+        clock = get_timers_config(settings.make_deepspeed_config(config))
         assert clock.enabled == runs and (clock.synchronized or runs)
     for section in ("x", None, {"throughput": None}, {"throughput": True}):
         assert '"timers" is no object' in faults({**zero(1), "timers": section})

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from dstrain.distributed import group
 from dstrain.distributed.progress import Phases
 from dstrain.engine import prepare_environment
-from dstrain.engine.start import _compiling, start
+from dstrain.engine.start import _compiling, start_group
 from dstrain.recipe import ConfigError
 from tests.support.launch import ROOT, environment, free_port
 
@@ -50,13 +50,13 @@ def ranks(rank: int, world: int) -> dict[str, str]:
 
 def meet(rank: int, world: int) -> None:
     """Starts, and finds every other rank; no shared buffer is left under a name."""
-    start(timeout_minutes=0.5)
+    start_group(timeout_minutes=0.5)
     assert (group.started(), group.rank(), group.world()) == (True, rank, world)
     assert group.total(torch.tensor([2.0**rank])).item() == 2**world - 1
     address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     group.barrier()
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_*"))
-    start(timeout_minutes=0.5)  # once more changes nothing
+    start_group(timeout_minutes=0.5)  # once more changes nothing
     assert group.world() == world
     group.leave()
 
@@ -70,7 +70,7 @@ def watched() -> list[str]:
 
 def alone(rank: int) -> None:
     seen = watched()
-    start(timeout_minutes=3)
+    start_group(timeout_minutes=3)
     assert not any("meeting" in phase for phase in seen)
     assert {name: os.environ[name] for name in ranks(0, 1)} == ranks(0, 1)
     assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 1024 <= int(os.environ["MASTER_PORT"]) < 65536
@@ -174,13 +174,13 @@ def test_the_minute_of_compiling(tmp_path, monkeypatch, there):
 
 def taken(rank: int) -> None:
     with pytest.raises(ConfigError, match=f"port {os.environ['MASTER_PORT']} is taken, .*--master_port PORT"):
-        start(timeout_minutes=0.05)
+        start_group(timeout_minutes=0.05)
 
 
 def lonely(rank: int) -> None:
     os.environ.update(ranks(1, 2))
     with pytest.raises(dist.DistError) as caught:
-        start(timeout_minutes=0.02)
+        start_group(timeout_minutes=0.02)
     assert not isinstance(caught.value, ConfigError)
 
 

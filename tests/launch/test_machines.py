@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.checkpoint.manifest import faults, manifest
+from dstrain.checkpoint.manifest import find_faults, read_manifest
 from tests.support import machines
 from tests.support.launch import ROOT, command, environment
 from tests.support.runs import RECIPE, files, finish, metrics, wait_for
@@ -106,8 +106,8 @@ def assert_whole(folder: Path) -> int:
     """Asserts that every checkpoint of a run agrees with its manifest; returns the last one's step."""
     steps = sorted(path for path in (folder / "checkpoints").glob("step_*") if path.suffix != ".tmp")
     for path in steps:
-        hashes = manifest(path)["files"]
-        assert not faults(path, sorted(hashes), hashes)
+        hashes = read_manifest(path)["files"]
+        assert not find_faults(path, sorted(hashes), hashes)
     return int(steps[-1].name.removeprefix("step_"))
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from dstrain import __version__
-from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.manifest import read_manifest
 from dstrain.engine.checkpoint import read_weights
 from tests.support import clips, pictures
 from tests.support.launch import ROOT, command, launch
@@ -61,7 +61,7 @@ def test_kill_minus_nine(undisturbed, stage):
     finish(train(killed, stage, *averages))
     assert_equal_runs(folder, killed)
     for step in (15, 30, 45, 60):
-        one, other = (manifest(run / "averages" / f"step_{step:08d}")["files"] for run in (folder, killed))
+        one, other = (read_manifest(run / "averages" / f"step_{step:08d}")["files"] for run in (folder, killed))
         assert one == other and len(one) == 3
 
 

@@ -247,7 +247,7 @@ def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     words = ["folder=run", "--allow-change"]  # the data are not asked about
 
     def precision(*more):
-        return settings.precision(cli.prepare(cli.train_arguments(ROOT, [*words, *more])).settings)
+        return settings.read_precision(cli.prepare(cli.train_arguments(ROOT, [*words, *more])).settings)
 
     job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
     folders.write_down(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")

@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from dstrain.checkpoint.store import manifest
+from dstrain.checkpoint.store import read_manifest
 from tests.support.forks import Forked
 from tests.support.launch import ROOT, command, run, start
 
@@ -95,7 +95,7 @@ def metrics(folder: Path) -> list[dict]:
 
 def files(folder: Path, step: int) -> dict:
     """Sizes and hashes of a checkpoint: weights, moments, averages, counters."""
-    return manifest(folder / "checkpoints" / f"step_{step:08d}")["files"]
+    return read_manifest(folder / "checkpoints" / f"step_{step:08d}")["files"]
 
 
 def assert_equal_runs(a: Path, b: Path, step: int = STEPS) -> None:

@@ -92,7 +92,7 @@ def embed(options: EmbedOptions) -> dict[str, Any]:
         require_readable(len(bad), plan["pairs"], options.max_bad_fraction, "pairs")
         plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.num_uncaptioned}
         if group.rank() == 0:
-            atomic.write(options.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
+            atomic.write_file(options.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
     return plan
 
 
@@ -141,7 +141,7 @@ def _prepare(options: EmbedOptions, plan: dict[str, Any]) -> str | None:
             (out / name).mkdir(exist_ok=True)
             for leftover in (out / name).glob("*.tmp"):
                 leftover.unlink()
-    atomic.write(path, json.dumps(plan, sort_keys=True, indent=1) + "\n")
+    atomic.write_file(path, json.dumps(plan, sort_keys=True, indent=1) + "\n")
     return None
 
 
@@ -220,9 +220,9 @@ def _write(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[
                 buffer = io.BytesIO()
                 np.save(buffer, np.concatenate([part[name] for part in parts]))
                 data = buffer.getvalue()
-            atomic.write(out / path, data)
+            atomic.write_file(out / path, data)
             note["files"][path] = _digest(data)
-        atomic.write(_note_path(out, number), json.dumps(note, indent=1) + "\n")
+        atomic.write_file(_note_path(out, number), json.dumps(note, indent=1) + "\n")
     return note
 
 

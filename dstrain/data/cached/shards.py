@@ -319,7 +319,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The body of a folder's index. ConfigError: there is none, it is altered, or of another version's format."""
     path = folder / INDEX
     try:
-        body = sealed.parse(path.read_bytes())
+        body = sealed.parse_sealed(path.read_bytes())
     except FileNotFoundError:
         if (folder / ENCODING).exists():
             raise ConfigError(

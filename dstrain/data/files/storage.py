@@ -76,7 +76,7 @@ def _transient(error: Exception) -> bool:
 
 def require_regular(path: str | os.PathLike) -> None:
     """ConfigError: it is no file, and opening it may wait for ever. OSError: it is not there."""
-    if kind := small.kind_of(path):
+    if kind := small.describe_kind(path):
         raise ConfigError(f"it is {kind}, and no file")
 
 

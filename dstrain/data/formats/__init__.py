@@ -21,7 +21,7 @@ from dstrain.data.formats.packed import PackedFiles
 from dstrain.data.formats.sidecars import Beside
 from dstrain.data.formats.tars import Tars
 from dstrain.data.formats.zips import Zips
-from dstrain.disk.small import kind_of
+from dstrain.disk.small import describe_kind
 from dstrain.recipe import ConfigError
 
 LAYOUTS: tuple[type[Layout], ...] = (
@@ -71,7 +71,7 @@ def files_of(path: str, request: Request) -> Files:
             strange_address(request.key, path)
             or f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion"
         )
-    if os.path.exists(path) and (kind := kind_of(path)) not in (None, "a folder"):
+    if os.path.exists(path) and (kind := describe_kind(path)) not in (None, "a folder"):
         raise ConfigError(f"{request.key}={path} is {kind}: give a folder of {request.noun}, or a list of them")
     return files_at(path, request.cache)
 

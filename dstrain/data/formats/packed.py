@@ -173,7 +173,7 @@ def read_index(files: Files) -> dict[str, Any]:
     """What stands in pack.json. ConfigError: there is none yet, it is altered, or of another version's format."""
     try:
         with files.open(INDEX) as file:
-            body = sealed.parse(file.read(small.MEGABYTE << 8))
+            body = sealed.parse_sealed(file.read(small.MEGABYTE << 8))
     except FileNotFoundError:
         raise ConfigError(
             "is not packed to the end: give the command of launch/pack.py that began it once more, and "

@@ -40,7 +40,7 @@ def unpacked(folder: Path, name: str, packed: Stat, size: int, content: Iterator
 
 
 def _write(path: Path, content: Iterator[bytes]) -> None:
-    with atomic.replacing(path) as temporary, open(temporary, "wb") as file:
+    with atomic.replace_file(path) as temporary, open(temporary, "wb") as file:
         for block in content:
             with write_errors(path.parent, _REMEDY):
                 file.write(block)

@@ -242,20 +242,22 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
     if columns is None:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-        lines.append(journal, json.dumps(plan) + "\n")
+        lines.append_lines(journal, json.dumps(plan) + "\n")
         columns, done = Columns(building, classes=layout.classes), 0
     _list(layout, columns, parts, done, journal)
     layout.require_whole()
     more = [name for name in _watch_list(layout) if name not in set(watch_list)]  # folders met while listing
     phases().at(f"writing the index of {layout.root}")
     columns.finished(layout)
-    atomic.write(building / WATCHED, sealed.render({"names": watch_list + more, "stats": stats + _stats(layout, more)}))
+    atomic.write_file(
+        building / WATCHED, sealed.render_sealed({"names": watch_list + more, "stats": stats + _stats(layout, more)})
+    )
     if folder.exists():
         old = folder.with_name(f"{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
         shutil.rmtree(old, ignore_errors=True)
-    atomic.publish(building, folder)
+    atomic.publish_folder(building, folder)
     return Index.open(folder)
 
 
@@ -266,7 +268,7 @@ def _list(layout: Layout, columns: Columns, parts: list[str], done: int, journal
 
     def sync() -> None:
         columns.write(durable=True)
-        lines.append(journal, json.dumps(state) + "\n")
+        lines.append_lines(journal, json.dumps(state) + "\n")
 
     with tqdm(
         initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None, desc=f"listing {layout.root}"
@@ -301,7 +303,7 @@ def _settle(stats: list[list[int | str]]) -> None:
 def _resumed(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
     """The columns that an interrupted command has written of the same data, and how many parts they hold."""
     try:
-        lines.cut_torn(journal)
+        lines.cut_torn_line(journal)
         first, *rows = [json.loads(line) for line in journal.read_text().splitlines()]
         if first != plan or not rows:
             return None, 0

@@ -175,7 +175,7 @@ class Columns:
             os.replace(folder / _RENUMBERED, folder / "label.bin")
         for name, column in columns.items():
             write_sums(folder / f"{name}.bin", column)
-        atomic.write(folder / HEADER, sealed.render(header))
+        atomic.write_file(folder / HEADER, sealed.render_sealed(header))
         return Index(header, columns, folder)
 
     def _labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:

@@ -171,7 +171,7 @@ class Index:
             folder.mkdir(exist_ok=True)
             names = {split: blake2b(digest_size=8) for split in ("train", "held_out")}
             with ExitStack() as stack:
-                paths = {split: stack.enter_context(atomic.replacing(folder / f"{split}.bin")) for split in names}
+                paths = {split: stack.enter_context(atomic.replace_file(folder / f"{split}.bin")) for split in names}
                 files = {split: stack.enter_context(open(path, "wb")) for split, path in paths.items()}
 
                 def put(part: dict[str, tuple[np.ndarray, bytes]]) -> None:
@@ -196,7 +196,7 @@ class Index:
                 header[name] = {"number": split.number, "dtype": dtype, "counts": split.counts, "names": split.names}
                 write_sums(folder / f"{name}.bin", members)
                 unseen = split.counts
-            atomic.write(folder / HEADER, sealed.render(header))
+            atomic.write_file(folder / HEADER, sealed.render_sealed(header))
 
     def _splits(self, held_out: float) -> dict[str, Any] | None:
         """The header of both splits on the disk; None where they are missing, damaged, or of another index."""
@@ -312,6 +312,6 @@ def _members_of(folder: Path, split: str, row: dict[str, Any]) -> tuple[Path, st
 
 def read_sealed(path: Path) -> dict[str, Any] | None:
     try:
-        return sealed.parse(path.read_bytes())
+        return sealed.parse_sealed(path.read_bytes())
     except OSError:
         return None

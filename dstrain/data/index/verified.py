@@ -30,7 +30,7 @@ def write_sums(path: Path, values: Any) -> None:
     view = memoryview(values).cast("B") if len(values) else b""
     count = -(-len(view) // _BLOCK)
     parts = [_sums(view, range(start, min(start + _MANY, count))) for start in range(0, count, _MANY)]
-    atomic.write(path.with_suffix(".sums"), b"".join(part.tobytes() for part in parts))
+    atomic.write_file(path.with_suffix(".sums"), b"".join(part.tobytes() for part in parts))
 
 
 class Verified:

@@ -244,10 +244,10 @@ def _written(source: Bucketed, table: Verified, folder: Path, dtype: str) -> dic
         members.flush()
         write_sums(building / "members.bin", members)
         (building / "by_sample.bin").unlink()
-        atomic.write(building / HEADER, sealed.render(header))
+        atomic.write_file(building / HEADER, sealed.render_sealed(header))
         if _whole(folder, dtype) is None:
             shutil.rmtree(folder, ignore_errors=True)  # damaged
-            atomic.publish(building, folder)
+            atomic.publish_folder(building, folder)
     except OSError:
         if _whole(folder, dtype) is None:  # else another command was faster by a moment
             raise

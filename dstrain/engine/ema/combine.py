@@ -16,7 +16,7 @@ import numpy as np
 
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.layout import Fragments
-from dstrain.checkpoint.manifest import NAME, Digest, manifest
+from dstrain.checkpoint.manifest import NAME, Digest, read_manifest
 from dstrain.checkpoint.safetensors_io import CHUNK, SIZES, Files, floats, render_header
 from dstrain.engine.ema.profiles import Average, Solution, solve
 from dstrain.recipe import ConfigError
@@ -40,7 +40,7 @@ def together(paths: Sequence[Path]) -> list[Snapshot]:
 
     ConfigError: one is no snapshot of averages.
     """
-    snapshots = [Snapshot(path, manifest(path)["step"], validate.counters(path)) for path in paths]
+    snapshots = [Snapshot(path, read_manifest(path)["step"], validate.counters(path)) for path in paths]
     for snapshot in snapshots:
         if not all(counters.get("averages") for counters in snapshot.parts.values()):
             raise ConfigError(f"{snapshot.path} holds no averages by width: move it away")
@@ -74,7 +74,7 @@ class Combined:
             for width in snapshot.averages(part)["widths"]
         ]
         self._fragments = {
-            snapshot.path: Fragments(snapshot.path, part, manifest(snapshot.path)["files"])
+            snapshot.path: Fragments(snapshot.path, part, read_manifest(snapshot.path)["files"])
             for snapshot in by_time.values()
         }
 

@@ -47,7 +47,7 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
     with write_errors(f"--out {out}", "name a file in a folder that can be written"):
-        atomic.write(out, text, make=make)
+        atomic.write_file(out, text, make=make)
     return out
 
 

@@ -16,8 +16,8 @@ import torch
 
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
-from dstrain.engine.settings import precision
-from dstrain.engine.start import start
+from dstrain.engine.settings import read_precision
+from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
 from dstrain.tracking.flops import matmul_rate, step_flops
@@ -36,7 +36,7 @@ Figures = dict[str, float]
 
 def compare(jobs: Iterable[tuple[Run, dict[str, Any]]]) -> list[Figures]:
     """Times all sides under each pair of a recipe and resolved settings; prints and returns the figures by name."""
-    start()
+    start_group()
     keep_memory()
     figures = []
     for run, settings in jobs:
@@ -71,7 +71,7 @@ def compare(jobs: Iterable[tuple[Run, dict[str, Any]]]) -> list[Figures]:
 def one(run: Run, settings: dict[str, Any]) -> tuple[dict[str, Times], dict[str, Times], Figures]:
     """Times of a step by side; those of an average and of a copy; rates, and the share of the matrix products' rate."""
     phases().at("timing steps")
-    device, dtype = group.device(), DTYPES[precision(settings)]
+    device, dtype = group.device(), DTYPES[read_precision(settings)]
     system = system_of(run)
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
     ours, first, figures = Dstrain(run, settings, system, batches), run.steps // 2, {}  # an adversary has joined
@@ -104,7 +104,7 @@ def _ratio(averaging: dict[str, Times], clock: str) -> float:
 def _print(run: Run, settings: dict[str, Any], machine: Machine, figures: Figures) -> None:
     accumulation = settings["gradient_accumulation_steps"]
     print(
-        f"{run.name}, {precision(settings)}, batch {run.batch.global_} in {accumulation} micro-batches, clip "
+        f"{run.name}, {read_precision(settings)}, batch {run.batch.global_} in {accumulation} micro-batches, clip "
         f"{run.optimizer.clip:g}, {group.world()} ranks of {machine.device.type}; {machine.described()}"
     )
     if run.optimizer.name != "adamw" and group.world() == 1:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
-from dstrain.engine.start import start
+from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run, Save
 from kit import jobs
@@ -159,7 +159,7 @@ def _begin(deterministic: bool = True) -> None:
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = False
-    start()
+    start_group()
 
 
 def _differ(ours: State, theirs: State) -> int:

@@ -21,7 +21,7 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.masters import Masters
-from dstrain.engine.start import start
+from dstrain.engine.start import start_group
 from dstrain.engine.updates import Flag
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Ema, Save
@@ -139,7 +139,7 @@ def ema_beside_copy(masters: Masters | Flats, elements: int = 2**24, rounds: int
 
 def _trained(record: Record, stage: int) -> tuple[Dstrain, float]:
     """DiT-XL/2 on a small batch, and the rate of copies in bytes a second."""
-    start()
+    start_group()
     rate = copy_rate(group.device(), 2**20 if record.dry else 0)
     run = jobs.published("DiT-XL/2", record.dry, ["batch.global=4", "optimizer.clip=0"])
     system = system_of(run)

@@ -82,8 +82,8 @@ def run_part(
                 flush=True,
             )
             content = {"part": part, "title": title, "machine": about, "results": results}
-            atomic.write(out / f"part{part}.json", json.dumps(content, indent=1) + "\n")
-            atomic.write(out / f"part{part}.md", report.markdown(f"Part {part}: {title}", about, results))
+            atomic.write_file(out / f"part{part}.json", json.dumps(content, indent=1) + "\n")
+            atomic.write_file(out / f"part{part}.md", report.markdown(f"Part {part}: {title}", about, results))
 
     # Every case holds a core; those that are not timed share a GPU.
     with ThreadPoolExecutor(max(1, min(6, (os.cpu_count() or 1) // 2))) as pool:

@@ -16,8 +16,8 @@ from dstrain import rng, systems
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder, posterior
 from dstrain.encoders.precision import Precision, computing, dtype_of, problem
-from dstrain.engine.initial import build
-from dstrain.engine.start import start
+from dstrain.engine.initial import build_networks
+from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
 from dstrain.runs.trained import placed
@@ -36,7 +36,7 @@ States = dict[str, dict[str, Tensor]]  # of weights, by part
 
 def gradients(record: Record, system: str, most: float) -> None:
     """The gradient of each network's loss, from that in float64 on the CPU. `most`: how far it may be in fp32."""
-    start()
+    start_group()
     run = jobs.small(system, ["compile=off"])
     states, batch = _weights(systems.build(run.system, run.model), run), next(_batches(run, 8))
     exact = _gradients(run, states, batch, torch.float64, torch.device("cpu"))
@@ -54,7 +54,7 @@ def gradients(record: Record, system: str, most: float) -> None:
 
 def draw(record: Record, num: int = 64, steps: int = 20) -> None:
     """DiT-XL/2 with guidance, as launch/generate.py draws."""
-    start()
+    start_group()
     run = jobs.published("DiT-XL/2", record.dry, ["samples.sampler=ddim"])
     num, steps = (2, 2) if record.dry else (num, steps)
     system, device = systems.build(run.system, run.model), group.device()
@@ -84,7 +84,7 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
 
 def encode(record: Record, num: int = 64) -> None:
     """The first stage of DiT's recipes, as launch/encode.py and training online encode."""
-    start()
+    start_group()
     num, side = (2, 32) if record.dry else (num, 256)
     key = rng.keys(0, 0, torch.arange(num)).to(group.device())
     image = rng.uniform(key, "image", (3, side, side)) * 2 - 1
@@ -164,7 +164,7 @@ def _batches(run: Run, count: int) -> Iterator[dict[str, Tensor]]:
 def _weights(system: System, run: Run) -> States:
     """As training draws them; matrices that begin at zero, and would hide what comes before them, small at random."""
     states = {}
-    for part, (network, values) in build(system.networks, run.seed).items():
+    for part, (network, values) in build_networks(system.networks, run.seed).items():
         network.load_state_dict(dict(values()), strict=False, assign=True)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(run.seed)

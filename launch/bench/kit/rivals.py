@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dstrain.distributed import group
 from dstrain.engine.blocks import is_compiled
-from dstrain.engine.initial import build
-from dstrain.engine.settings import precision
+from dstrain.engine.initial import build_networks
+from dstrain.engine.settings import read_precision
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
@@ -55,7 +55,7 @@ def available(name: str) -> str | None:
 
 def _network(run: Run, system: System) -> tuple[str, nn.Module]:
     """The only network, with its initial weights, fp32, on the device."""
-    ((part, (network, values)),) = build(system.networks, run.seed).items()
+    ((part, (network, values)),) = build_networks(system.networks, run.seed).items()
     network.load_state_dict(dict(values()), strict=False, assign=True)
     return part, network.to(group.device())
 
@@ -109,8 +109,8 @@ def _stock(run: Run, settings: dict[str, Any], system: System, batches: Repeated
         },
         "zero_optimization": {"stage": settings.get("zero_optimization", {}).get("stage", 0)},
     }
-    if precision(settings) != "fp32":
-        config[precision(settings)] = {"enabled": True}
+    if read_precision(settings) != "fp32":
+        config[read_precision(settings)] = {"enabled": True}
     engine = deepspeed.initialize(
         model=network, model_parameters=network.parameters(), config=config, dist_init_required=False
     )[0]
@@ -151,7 +151,7 @@ def _accelerate(run: Run, settings: dict[str, Any], system: System, batches: Rep
     _compile(run, system, network)
     with _as_one_process():
         accelerator = Accelerator(
-            mixed_precision={"fp32": "no"}.get(precision(settings), precision(settings)),
+            mixed_precision={"fp32": "no"}.get(read_precision(settings), read_precision(settings)),
             gradient_accumulation_steps=batches.accumulation,
             cpu=not torch.cuda.is_available(),
         )
@@ -181,7 +181,7 @@ def _fast_dit(run: Run, settings: dict[str, Any], system: System, batches: Repea
         if isinstance(module, system.blocks()):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     optimizer = torch.optim.AdamW(network.parameters(), lr=run.optimizer.lr, weight_decay=run.optimizer.weight_decay)
-    average, dtype = _averages(run, network)[:1], DTYPES[precision(settings)]
+    average, dtype = _averages(run, network)[:1], DTYPES[read_precision(settings)]
     kind = group.device().type
 
     def step(number: int) -> None:

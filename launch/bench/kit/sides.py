@@ -18,7 +18,7 @@ from dstrain import systems
 from dstrain.distributed import group
 from dstrain.engine.blocks import is_compiled, prepare
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.initial import build
+from dstrain.engine.initial import build_networks
 from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.recipe import Run
 from dstrain.systems.base import Batch, System
@@ -85,7 +85,8 @@ class Plain:
     def __init__(self, run: Run, system: System, batches: Repeated, dtype: torch.dtype):
         self.run, self.system, self.batches = run, system, batches
         self.networks = {
-            part: self._network(part, *built, dtype) for part, built in build(system.networks, run.seed).items()
+            part: self._network(part, *built, dtype)
+            for part, built in build_networks(system.networks, run.seed).items()
         }
 
     def _network(self, part: str, module: nn.Module, values: Any, dtype: torch.dtype) -> _Network:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from dstrain.distributed import group
-from dstrain.engine.settings import precision as precision_of
-from dstrain.engine.start import start
+from dstrain.engine.settings import read_precision as precision_of
+from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
@@ -64,7 +64,7 @@ def beside(
         if not overrides:  # what is published must be accepted
             raise
         return record.left_out(error.problems[0])
-    start()
+    start_group()
     system, first = system_of(run), run.steps // 2  # by then an adversary has joined
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
     flops = step_flops(system, run.batch.global_, first)
@@ -162,7 +162,7 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float:
     """The share of the time from the first start to the last end in which no span runs; NaN without spans."""
     if not spans:
         return float("nan")
-    covered, reached = 0.0, min(start for start, _ in spans)
+    covered, reached = 0.0, min(start_group for start, _ in spans)
     begun = reached
     for begin, end in sorted(spans):
         covered += max(end - max(begin, reached), 0.0)

@@ -20,7 +20,7 @@ from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_encoded
 from dstrain.data.open import complete_data, open_sources
 from dstrain.data.order import Order
-from dstrain.disk.sealed import render
+from dstrain.disk.sealed import render_sealed
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Data
 from dstrain.systems.base import Request
@@ -94,7 +94,7 @@ def write(
         )
         records.append(shards.record(path, shards.check(path)))
         every.append(codes)
-    (folder / shards.INDEX).write_bytes(render(shards.body_of(encoding, list(classes), records, {})))
+    (folder / shards.INDEX).write_bytes(render_sealed(shards.body_of(encoding, list(classes), records, {})))
     return np.concatenate(every)
 
 
@@ -251,7 +251,7 @@ def test_damaged_index(tmp_path):
         path.write_text(wrong)
         with pytest.raises(ValueError, match="index.json is truncated or altered"):
             Latents(tmp_path / "x")
-    path.write_bytes(render(json.loads(text)["body"] | {"format": 9}))
+    path.write_bytes(render_sealed(json.loads(text)["body"] | {"format": 9}))
     with pytest.raises(ValueError, match="has format 9"):
         Latents(tmp_path / "x")
     path.unlink()

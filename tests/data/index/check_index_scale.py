@@ -66,7 +66,7 @@ def make_index(root: Path, number: int, kept: Path) -> None:
     state = {"number": number, "sizes": sizes, "kinds": ["int", False], "classes": [], "most": 0}
     Columns(building, state=state).finished(layout)
     watched = layout.watched()
-    atomic.write(building / WATCHED, sealed.render({"names": watched, "stats": _stats(layout, watched)}))
+    atomic.write_file(building / WATCHED, sealed.render_sealed({"names": watched, "stats": _stats(layout, watched)}))
     building.rename(kept / _key(str(root), request))
 
 

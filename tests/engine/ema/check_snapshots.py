@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from dstrain import recipe
-from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.manifest import read_manifest
 from dstrain.commands.reconstruct import ReconstructOptions, reconstruct
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
@@ -92,7 +92,7 @@ class Trial:
 
 
 def seals(folder: Path) -> dict[str, dict]:
-    return {path.name: manifest(path)["files"] for path in sorted((folder / "averages").glob("step_*"))}
+    return {path.name: read_manifest(path)["files"] for path in sorted((folder / "averages").glob("step_*"))}
 
 
 def train(folder: Path) -> None:
@@ -122,5 +122,5 @@ def go_on(folder: Path) -> None:
         assert trial.saves.resume() == HALF
         trial.steps(HALF, LAST, save=LAST)
         torch.save(trial.truth(), folder / name / "truth.pt")
-        worlds = [manifest(path)["world"] for path in sorted((folder / name / "averages").glob("step_*"))]
+        worlds = [read_manifest(path)["world"] for path in sorted((folder / name / "averages").glob("step_*"))]
         assert worlds == [2] * (HALF // EVERY) + [1] * ((LAST - HALF) // EVERY), json.dumps(worlds)

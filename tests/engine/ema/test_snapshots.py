@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from dstrain.checkpoint.fragments import Shards
-from dstrain.checkpoint.manifest import manifest
+from dstrain.checkpoint.manifest import read_manifest
 from dstrain.commands.reconstruct import ReconstructOptions, reconstruct, usable
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import Combined
@@ -83,7 +83,9 @@ def test_ranks_share_the_work(trained):
             whole = [torch.from_numpy(chunk[0]) for chunk in combined.values([combined.solve(width)], shares)]
             state = read_weights(path, part, f"ema.{width!r}")
             assert all(torch.equal(state[name].flatten(), values) for name, values in zip(shares, whole, strict=True))
-            sizes = [entry["size"] for name, entry in manifest(path)["files"].items() if name.startswith(f"{part}-")]
+            sizes = [
+                entry["size"] for name, entry in read_manifest(path)["files"].items() if name.startswith(f"{part}-")
+            ]
             assert len(sizes) == 2 and max(sizes) < 1.2 * min(sizes)
 
 
@@ -93,7 +95,7 @@ def test_bytes_of_a_snapshot(trained):
     with Shards(path, "a") as shards:
         assert shards.kinds() == [f"ema.{width!r}" for width in WIDTHS]
         weights = sum(math.prod(shards.shape(name)) for name in shards.names("ema.0.05"))
-    sizes = [entry["size"] for name, entry in manifest(path)["files"].items() if name.startswith("a-")]
+    sizes = [entry["size"] for name, entry in read_manifest(path)["files"].items() if name.startswith("a-")]
     assert len(sizes) == 2 and 0 < sum(sizes) - 4 * weights * len(WIDTHS) < 2 * 3000
 
 
@@ -114,7 +116,7 @@ def test_earlier_and_again(trained, monkeypatch):
     assert reconstruct(ReconstructOptions(run, (0.1,), SAVED))[0].path.stat().st_ino == before
     (run / "averages" / f"step_{EVERY:08d}").rename(run / "elsewhere")
     reconstruct(ReconstructOptions(run, (0.1,), SAVED))
-    assert manifest(path)["extra"]["snapshots"] == list(range(2 * EVERY, SAVED + 1, EVERY))
+    assert read_manifest(path)["extra"]["snapshots"] == list(range(2 * EVERY, SAVED + 1, EVERY))
     (run / "elsewhere").rename(run / "averages" / f"step_{EVERY:08d}")
 
 
