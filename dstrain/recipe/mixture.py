@@ -14,6 +14,7 @@ class MixtureSource(Section):
     """One source of data.mixture; what it leaves out is as the section data says."""
 
     path: str  # as data.path
+    # Share of the samples; None: the number of samples.
     weight: Annotated[_Weight | None, fixed("write the weights as they were")] = None
     held_out: Annotated[Fraction | None, fixed("write the shares as they were")] = None  # None: data.held_out
     held_out_path: str | None = None  # a folder for evaluation instead of a share

@@ -31,7 +31,7 @@ def _refuse(*checks: tuple[Any, str]) -> None:
 class Codes(Section):
     """What the index of a cache says: filled in, not written by hand. See dstrain/data/cached/shards.py."""
 
-    kind: Literal["latents", "tokens"]
+    kind: Literal["latents", "tokens"]  # what the cache holds
     shape: tuple[PositiveInt, ...]  # of one image's codes: (C, h, w), (h, w); of one video's (t, h, w)
     flips: Literal[1, 2]  # 2: of the mirrored image, too
     scaling_factor: float | None  # of latents: 1 / their standard deviation
@@ -141,7 +141,7 @@ class Optimizer(Section):
     lr: NonNegative = 1e-4  # peak learning rate; muon takes that of adamw, lion a third to a tenth
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # of the moments; lion is published with 0.9, 0.99
     momentum: Fraction = 0.95  # of muon's matrices
-    eps: NonNegative = 1e-8
+    eps: NonNegative = 1e-8  # added to AdamW's denominator
     weight_decay: NonNegative = 0.0  # decoupled; on what System.decays names
     clip: NonNegative = 0.0  # global gradient norm is scaled down to this; 0 is none
     warmup: Count = 0  # steps of linear growth from 0 to lr
@@ -225,12 +225,12 @@ class Ema(Section):
 class Every(Section):
     """Intervals in optimizer steps; 0 is never (the last step is always saved)."""
 
-    report: Count = 50
-    sample: Count = 500
-    evaluate: Count = 500
+    report: Count = 50  # a line of metrics.jsonl, the means since the last one
+    sample: Count = 500  # a grid of samples
+    evaluate: Count = 500  # the held-out loss
     evaluate_samples: Count = 0  # held-out samples of an evaluation, evenly spaced; 0 is all
     metrics: Count = 0  # samples.metrics of samples.metrics_samples drawn pictures, from each EMA
-    save: Count = 500
+    save: Count = 500  # a checkpoint
     report_page: Count = 5000  # report.html, and also after the last step; a process of its own writes it
 
     @field_validator("report", "sample", "evaluate", "metrics", "save", "report_page", mode="before")
@@ -242,6 +242,7 @@ class Every(Section):
 
 
 class Save(Section):
+    # fragments resume at any stage and number of ranks; deepspeed writes DeepSpeed's own files, for its tools.
     format: Literal["fragments", "deepspeed"] = "fragments"
     keep: Annotated[int, Field(ge=2)] = 2  # newest checkpoints kept; two, so that a damaged one has a predecessor
     keep_every: Count = 0  # also keep every checkpoint whose step is a multiple; 0 is none
@@ -254,7 +255,7 @@ class Save(Section):
 class Samples(Section):
     """The grid drawn during training, always from the same seeds and labels."""
 
-    num: Annotated[int, Field(gt=0, le=100_000)] = 40
+    num: Annotated[int, Field(gt=0, le=100_000)] = 40  # samples of a grid
     labels: tuple[Count, ...] | None = None  # repeated to `num`; None: every class in turn
     prompts: tuple[str, ...] | None = None  # texts, repeated to `num`, for a system that takes them
     num_frames: PositiveInt | None = None  # of videos; None: the model's
@@ -266,7 +267,7 @@ class Samples(Section):
     guidance_interval: tuple[NonNegative, NonNegative] | None = None  # noise levels sigma / alpha; None: all
     spacing: Literal["leading", "trailing", "linspace", "karras"] | None = None  # None: the sampler's usual
     eta: NonNegative | None = None  # noise of a step; None: the sampler's usual
-    seed: Count = 0
+    seed: Count = 0  # sample i is a function of seed + i
     ema: float | None = None  # decay or width of the EMA to draw from; None: the first
     # For every.metrics: metrics and networks as of launch/evaluate.py, see dstrain/metrics/in_training.py. None: fd and
     # accuracy of the built-in data, as far as the model has labels or captions; nothing of other data.
@@ -295,12 +296,12 @@ class Samples(Section):
 
 class Track(Section):
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"  # auto: online with a key, offline without
-    project: str = "dstrain"
-    entity: str | None = None
+    project: str = "dstrain"  # of wandb
+    entity: str | None = None  # of wandb; None: the usual one of the account
     tags: tuple[str, ...] = ()  # of the run in wandb, beside its name
     group: str | None = None  # wandb shows runs of one group together
     notes: str | None = None  # on the run, for a person
-    tensorboard: bool = False
+    tensorboard: bool = False  # also write event files for TensorBoard
     artifact: bool = False  # log the trained model to wandb at the end, as an artifact
 
 
@@ -327,11 +328,12 @@ class Faults(Section):
 
 
 class Run(Section):
+    # The run's name, and the folder's in runs/.
     name: str = Field("dit-small", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     system: Annotated[str, FIXED] = "dit"  # a folder of dstrain/systems/, or a package of your own: my_lab.edm
     folder: Path | None = None  # None: runs/NAME
     steps: PositiveInt = 1000  # optimizer steps in all; may grow between runs
-    seed: Annotated[Count, FIXED] = 0
+    seed: Annotated[Count, FIXED] = 0  # of data order, noise and initial weights
     init_from: Path | None = None  # weights to start from: a published file or a run
     compile: Literal["auto", "on", "off"] = "auto"  # the repeated block; auto: on a GPU
     channels_last: bool = False  # images enter the networks as NHWC, which GPUs convolve faster

@@ -71,6 +71,7 @@ class Shaping(Section):
     buckets: Annotated[tuple[Bucket, ...] | None, BeforeValidator(_from_rule), FIXED] = None
     # Images that their bucket would enlarge more often are left out; None: they stay, and are counted.
     max_upscale: Annotated[float | None, Field(ge=1), FIXED] = None
+    # How an image is cut to its shape, see docs/guides/buckets.md.
     crop: Annotated[Literal["center", "random", "random_resized", "dalle", "none"], FIXED] = "center"
     crop_scale: Annotated[tuple[Share, Share] | None, FIXED] = None  # share of an image that a random crop keeps, of
     # its side (random) or area (random_resized); None: 0.8-1 or 0.08-1
