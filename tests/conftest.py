@@ -16,8 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORKERS = 4  # at most: a launch of two ranks fills two cores by itself
-# The longest files first, and beside those that compute, those that wait for a timeout, a link or another's
-# end: workers
+# The longest files first, and beside those that compute, those that wait for a timeout, a link or an end: workers
 # that all compute, or all wait, leave cores to each other or to nobody.
 LONGEST = (
     "planning/test_costs.py",
@@ -35,7 +34,7 @@ LONGEST = (
     "launch/test_encode.py",
     "engine/test_turns.py",
     "engine/test_rollback.py",
-    "test_export.py",
+    "commands/test_export.py",
     "launch/test_prior.py",
     "launch/test_gpu.py",
     "faults/test_kills.py",

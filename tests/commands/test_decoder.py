@@ -19,7 +19,7 @@ from dstrain.recipe import ConfigError, Run
 from dstrain.sampling.requests import make_request
 from tests.support import checkpoints, towers
 
-RECIPES = Path(__file__).parents[1] / "launch" / "recipes"
+RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 TINY = {"hidden_size": 32, "depth": 1, "num_heads": 2}
 
 

@@ -14,7 +14,7 @@ from tests.support.launch import ROOT, here, start
 TRAIN = """
 import fcntl, os, signal, subprocess, sys, time
 from pathlib import Path
-from dstrain.distributed import endings
+from dstrain.distributed import exit_codes as endings
 folder = Path(__file__).parent
 run = folder / "run"
 with open(folder / "starts", "a") as starts:
