@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from dstrain.recipe import ConfigError
 
@@ -21,12 +21,11 @@ _KEPT = 0.9  # share of the limit that is left when the oldest entries go
 
 
 class DiskCache:
-    """Entries by key (a name of a file), `limit` bytes in all. ConfigError: the folder cannot be written."""
+    """Entries by key (the name of a file), `limit` bytes in all. Raises ConfigError if the folder cannot be written."""
 
     def __init__(self, folder: str | Path, limit: int) -> None:
         self.folder, self.limit = Path(folder) / _FOLDER, limit
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             with self._locked(_LEDGER):
                 pass
         except OSError as error:
@@ -35,59 +34,40 @@ class DiskCache:
                 "folder on a disk of this machine"
             ) from None
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.folder.mkdir(parents=True, exist_ok=True)  # on another machine there is none yet
+    def has(self, key: str) -> bool:
+        """Returns whether an entry is there; it may go at any moment."""
+        return os.path.exists(self.folder / key)
 
-    def read(self, key: str, size: int, start: int, stop: int) -> bytes | None:
-        """Bytes [start, stop) of an entry that has `size` bytes; None: it is not there."""
-        try:
-            descriptor = os.open(self.folder / key, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        try:
-            if os.fstat(descriptor).st_size != size:
-                return None
-            content = os.pread(descriptor, stop - start, start)
-            return content if len(content) == stop - start else None
-        finally:
-            os.close(descriptor)
+    def open(self, key: str, size: int, fill: Callable[[Path], None], name: str) -> BinaryIO:
+        """Returns an entry of `size` bytes, open for reading.
 
-    def write(self, key: str, content: bytes) -> None:
-        """Adds an entry; where the disk is full, or the entry above the limit, it is left out."""
-        if len(content) > self.limit:
-            return
-        with contextlib.suppress(OSError), self._filled(key, len(content)) as temporary:
-            temporary.write_bytes(content)
-
-    def whole(self, key: str, size: int, fetch: Callable[[Path], None]) -> Path:
-        """The file of an entry; where it is not there, one process fills it by `fetch`, and the others wait.
-
-        ConfigError: it does not fit.
+        Where it is not there, one process writes it by `fill(path)`, and the others wait. Raises ConfigError if it is
+        larger than the cache; messages call it `name`.
         """
-        path = self.folder / key
         if size > self.limit:
             raise ConfigError(
-                f"a file of {size / 1e9:.3g} GB does not fit into the cache of {self.limit / 1e9:.3g} "
+                f"{name}: a file of {size / 1e9:.3g} GB does not fit into the cache of {self.limit / 1e9:.3g} "
                 f"GB: write data.cache.gb={-(-size * 5 // 4 // 10**9)}, say, or download the data"
             )
-        with self._locked(key + _LOCK):
-            if not path.is_file() or path.stat().st_size != size:
-                with self._filled(key, size) as temporary:
-                    fetch(temporary)
-                    if temporary.stat().st_size != size:
-                        raise OSError(f"{temporary.stat().st_size:,} bytes came of {size:,}")
-        return path
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                file = open(self.folder / key, "rb")
+                if os.fstat(file.fileno()).st_size == size:
+                    with contextlib.suppress(PermissionError):  # Another user may own the entry.
+                        os.utime(file.fileno())
+                    return file
+                file.close()
+            with self._locked(key[:2] + _LOCK):  # 256 locks at most, of which no one is ever removed
+                if not self.has(key) or os.stat(self.folder / key).st_size != size:
+                    self._add(key, size, fill)
 
-    @contextlib.contextmanager
-    def _filled(self, key: str, size: int) -> Iterator[Path]:
-        """A temporary file to fill, for which there is room; afterwards it is the entry, after an error it is gone."""
+    def _add(self, key: str, size: int, fill: Callable[[Path], None]) -> None:
         temporary = self.folder / f"{key}.{uuid.uuid4().hex}{_TEMPORARY}"
         try:
             self._take_room(temporary, size)
-            yield temporary
+            fill(temporary)
             with open(temporary, "rb") as file:
-                os.fsync(file.fileno())  # else a power failure could leave an entry of zeros
+                os.fsync(file.fileno())  # Else a power failure could leave an entry of zeros.
             os.replace(temporary, self.folder / key)
         finally:
             temporary.unlink(missing_ok=True)
@@ -96,7 +76,7 @@ class DiskCache:
         """Counts `size` bytes more, and makes the file that takes them, so that whoever counts anew sees it."""
         with self._locked(_LEDGER) as ledger:
             text = os.pread(ledger, 32, 0)
-            used = int(text) if text.isdigit() else self.limit  # a new or damaged ledger: count anew
+            used = int(text) if text.isdigit() else self.limit  # The entries are counted anew.
             if used + size > self.limit:
                 used = self._make_room(size)
             with open(temporary, "wb") as file:
@@ -104,11 +84,11 @@ class DiskCache:
             os.pwrite(ledger, b"%032d" % (used + size), 0)
 
     def _make_room(self, size: int) -> int:
-        """Removes the oldest entries; returns the bytes of the others."""
+        """Removes the entries that were not used for longest; returns the bytes of the others."""
         entries = []
         for entry in os.scandir(self.folder):
             if entry.name != _LEDGER and not entry.name.endswith(_LOCK):
-                with contextlib.suppress(FileNotFoundError):  # it has just been renamed or replaced
+                with contextlib.suppress(FileNotFoundError):  # It has just been renamed or replaced.
                     status = entry.stat()
                     entries.append((status.st_mtime_ns, status.st_size, entry.path))
         used = sum(entry[1] for entry in entries)
@@ -124,7 +104,8 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[int]:
-        """A descriptor of a file that this process alone holds; the kernel lets go where the process is killed."""
+        """Yields a file that this process alone holds; the kernel lets go where the process is killed."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # There is none yet on another machine.
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

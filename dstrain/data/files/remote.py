@@ -1,33 +1,34 @@
 """Files behind an address, by fsspec: s3://, gs://, hf://, http(s)://, with a cache on a disk of this machine.
 
-Data that fit into the cache are fetched in blocks, which serve the samples beside the one that was asked for, too. Of
-data that do not fit, a sample alone is fetched: in random order the rest of its block would be gone before it is used.
+Files are fetched whole, once. Of data that do not fit into the cache a sample is fetched alone, by its bytes: in random
+order the rest of its file would be gone before it is used. A store that fails, or answers slowly, is asked again, over
+31 s; then the run ends as NotRead, and no file is at fault.
 """
 
 import contextlib
 import errno
-import io
 import os
 import posixpath
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dstrain.data.files.cache import DiskCache
 from dstrain.data.files.local import Files, LocalFiles, Stat, before_pattern, expanded, is_hidden
-from dstrain.data.files.stores import NoRanges, Store
-from dstrain.recipe import Cache, ConfigError
+from dstrain.data.files.storage import with_retries
+from dstrain.recipe import Cache, ConfigError, NotRead
 
-BLOCK = 1 << 22  # bytes: what a store gives in little more time than one byte
+SCHEMES = ("s3", "gs", "hf", "http", "https")
+_TRIES = 5  # over 31 s
+_FIRST_TRIES = 3  # over 1 s: at the start the address is as likely at fault
 _THREADS = 16  # requests at once of a process
 _AHEAD = 1024  # samples that may wait to be read ahead, of a process
 _CACHED = 0.8  # of the cache's limit: data below it stay in the cache
-SCHEMES = ("s3", "gs", "hf", "http", "https")
 _ADDRESS = re.compile(r"(s3|gs|hf|https?)://")
 _SEVERAL = re.compile(r"\s+(?=(?:s3|gs|hf|https?)://)")
 _FILES = (
@@ -59,15 +60,33 @@ _VERSIONS = (
     "mtime",
     "created",
 )
+_NETWORK = {
+    "aiohttp",
+    "botocore",
+    "aiobotocore",
+    "gcsfs",
+    "google",
+    "httpx",
+    "httpx2",
+    "requests",
+    "urllib3",
+    "huggingface_hub",
+}
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of ~/.aws",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
+    "hf": "HF_TOKEN, or hf auth login",
+    "http": "user:password@ in the address, or a signed one",
+}
 
 
 def files_at(root: str | Path, cache: Cache | None = None) -> Files:
-    """Access to a folder, or a single file, on a disk or at an address; `cache` is for the latter."""
+    """Returns access to a folder, or a single file, on a disk or at an address; `cache` is for the latter."""
     return RemoteFiles(str(root), cache or Cache()) if is_address(root) else LocalFiles(root)
 
 
 def is_address(root: str | Path) -> bool:
-    """Whether data are read through fsspec."""
+    """Returns whether data are read through fsspec."""
     return _ADDRESS.match(str(root)) is not None
 
 
@@ -81,82 +100,66 @@ class RemoteFiles(Files):
     far = True
 
     def __init__(self, root: str, cache: Cache) -> None:
-        self.cache = DiskCache(os.path.expanduser(cache.folder or _own_folder()), int(cache.gb * 1e9))
+        self.cache = DiskCache(os.path.expanduser(cache.folder or _default_folder()), int(cache.gb * 1e9))
         self._store = Store(root.partition("://")[0])
-        self._store.system()  # what is not installed is told before any file is blamed
+        self._store.system()  # What is not installed is told before any file is blamed.
         self._stats: dict[str, Stat] = {}
         self._folders = {""}
-        self._whole: set[str] = set()  # files whose server knows no ranges
-        self._start()
-        self.root, self._addresses = _taken_apart(root)  # the latter by name; {}: those of a folder, which lists them
+        self._queue: queue.Queue | None = None  # of what is read ahead
+        self.root, self._addresses = _take_apart(root)  # the latter by name; {}: those of a folder, which lists them
 
     def __getstate__(self) -> dict[str, Any]:
-        unfit = ("_lock", "_pending", "_queue")
-        return {name: value for name, value in self.__dict__.items() if name not in unfit}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()
-
-    def _start(self) -> None:
-        self._queue: queue.Queue | None = None  # of what is read ahead
-        self._lock, self._pending = threading.Lock(), {}  # what is being fetched, by the key of its entry
+        return self.__dict__ | {"_queue": None}
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
         if self._addresses:
-            below = [
-                name[len(folder) + 1 if folder else 0 :]
-                for name in self._addresses
-                if not folder or name.startswith(f"{folder}/")
-            ]
+            start = len(folder) + 1 if folder else 0
+            below = [name[start:] for name in self._addresses if not folder or name.startswith(f"{folder}/")]
             return sorted({(name.split("/")[0], "/" in name) for name in below})
         address = self._address(folder).rstrip("/")
         names = set()
-        listed = f"{address}/" if self._store.of_the_web else address  # a page of links
+        listed = f"{address}/" if self._store.of_the_web else address  # of the web a page of links
         for entry in self._store.ask(address, lambda: self._store.system().ls(listed, detail=True)):
             path = _path(str(entry["name"]))
             place, _, name = path.rstrip("/").rpartition("/")
             if not name or is_hidden(name) or not place.endswith(address.partition("://")[2]):
-                continue  # a page may have links to anywhere
+                continue  # A page may have links to anywhere.
             is_folder, known = path.endswith("/") or entry["type"] == "directory", f"{folder}/{name}".lstrip("/")
             names.add((name, is_folder))
             if is_folder:
                 self._folders.add(known)
             elif entry.get("size") is not None:
-                self._stats[known] = _stat(entry)
+                self._stats[known] = _read_stat(entry)
         return sorted(names)
 
     def stat(self, name: str) -> Stat:
-        if name in self._folders:  # it changes when files come or go
+        if name in self._folders:  # Its version changes when files come or go.
             return Stat(0, blake2b(repr(self.names(name)).encode(), digest_size=8).hexdigest())
         if name not in self._stats:
             address = self._address(name)
-            self._stats[name] = _stat(self._store.ask(address, lambda: self._store.system().info(address)), address)
+            entry = self._store.ask(address, lambda: self._store.system().info(address))
+            self._stats[name] = _read_stat(entry, address)
         return self._stats[name]
 
     def open(self, name: str) -> BinaryIO:
-        return io.BufferedReader(_Blocks(self, name), 1 << 16)
+        return self._open(name, 0, self.stat(name).size)
 
     def span(self, name: str, offset: int, size: int) -> bytes:
         whole = self.stat(name).size
         if offset + size > whole:
             raise ConfigError(f"{name} ends after {whole} bytes, before a sample does")
-        if sum(stat.size for stat in self._stats.values()) > _CACHED * self.cache.limit:
-            return self._part(name, offset, offset + size, offset, offset + size)
-        pieces = []
-        for start in range(offset // BLOCK * BLOCK, offset + size, BLOCK):
-            stop = min(start + BLOCK, whole)
-            pieces.append(self._part(name, start, stop, max(offset, start), min(offset + size, stop)))
-        return b"".join(pieces)
+        if not size:
+            return b""
+        first, last = 0, whole
+        fits = sum(stat.size for stat in self._stats.values()) <= _CACHED * self.cache.limit
+        if not fits and not self.cache.has(self._key(name, 0, whole)):
+            first, last = offset, offset + size
+        with self._open(name, first, last) as file:
+            return os.pread(file.fileno(), size, offset - first)
 
     def local(self, name: str) -> Path:
-        address, (size, version) = self._address(name), self.stat(name)
-        key = _key(address, version, 0, size)
-        return self._store.ask(
-            address,
-            lambda: self.cache.whole(key, size, lambda path: self._store.system().get_file(address, str(path))),
-            reading=True,
-        )
+        with self.open(name) as file:
+            return Path(file.name)
 
     def ahead(self, read: Callable[[Any], Any], places: Iterable[Any]) -> None:
         """Reads samples by threads, so that their bytes are in the cache when they are needed. Does not wait.
@@ -165,65 +168,37 @@ class RemoteFiles(Files):
         """
         if self._queue is None:
             self._queue = queue.Queue(_AHEAD)
-            for _ in range(_THREADS):  # daemons: the end of a process does not wait for them
+            for _ in range(_THREADS):  # They are daemons: the end of a process does not wait for them.
                 threading.Thread(target=_read_ahead, args=(self._queue,), daemon=True).start()
         with contextlib.suppress(queue.Full):
             for place in places:
                 self._queue.put_nowait((read, place))
 
-    def part(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes of a file within one block, by way of the cache."""
-        block = start // BLOCK * BLOCK
-        return self._part(name, block, min(block + BLOCK, self.stat(name).size), start, stop)
+    def _open(self, name: str, first: int, last: int) -> BinaryIO:
+        """Returns the cache's entry with the bytes [first, last) of a file, open for reading."""
+        address, size, store = self._address(name), last - first, self._store
 
-    def _part(self, name: str, first: int, last: int, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file, of an entry of the cache with bytes [first, last); fetched once at a time."""
-        if name in self._whole:
-            with open(self.local(name), "rb") as file:
-                return os.pread(file.fileno(), stop - start, start)
-        address = self._address(name)
-        key = _key(address, self.stat(name).version, first, last)
-        content = self.cache.read(key, last - first, start - first, stop - first)
-        if content is not None:
-            return content
-        with self._lock:
-            future = self._pending.get(key)
-            if mine := future is None:
-                future = self._pending[key] = Future()
-        if mine:
-            try:
-                content = self._fetched(name, address, first, last)
-                self.cache.write(key, content)
-                future.set_result(content)
-            except BaseException as error:
-                future.set_exception(error)
-                raise
-            finally:
-                with self._lock:
-                    del self._pending[key]
-        return future.result()[start - first : stop - first]
+        def fetch(path: Path) -> None:
+            if size == self.stat(name).size:
+                store.system().get_file(address, str(path))
+            elif store.of_the_web:
+                with store.system().open(address, "rb", cache_type="none", size=self.stat(name).size) as file:
+                    file.seek(first)
+                    path.write_bytes(file.read(size))
+            else:
+                path.write_bytes(store.system().cat_file(address, start=first, end=last))
+            if path.stat().st_size != size:
+                raise OSError(errno.EIO, f"{path.stat().st_size:,} bytes came of {size:,}")
 
-    def _fetched(self, name: str, address: str, start: int, stop: int) -> bytes:
-        def fetch() -> bytes:
-            if not self._store.of_the_web:
-                return self._store.system().cat_file(address, start=start, end=stop)
-            with self._store.system().open(
-                address, "rb", block_size=BLOCK, cache_type="none", size=self.stat(name).size
-            ) as file:
-                file.seek(start)
-                return file.read(stop - start)
+        def fill(path: Path) -> None:
+            store.ask(address, lambda: fetch(path), reading=True)
 
-        def checked() -> bytes:
-            content = fetch()
-            if len(content) != stop - start:
-                raise OSError(errno.EIO, f"{len(content):,} bytes came of {stop - start:,}")
-            return content
+        return self.cache.open(self._key(name, first, last), size, fill, address)
 
-        try:
-            return self._store.ask(address, checked, reading=True)
-        except NoRanges:
-            self._whole.add(name)
-            return self._part(name, start, stop, start, stop)
+    def _key(self, name: str, first: int, last: int) -> str:
+        """Returns the name of an entry of the cache."""
+        text = f"{self._address(name)}\0{self.stat(name).version}\0{first}\0{last}"
+        return blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _address(self, name: str) -> str:
         if self._addresses and name:
@@ -233,33 +208,68 @@ class RemoteFiles(Files):
         return f"{self.root}/{name}" if name else self.root
 
 
-class _Blocks(io.RawIOBase):
-    """A file as a stream that can be searched, which is read block by block."""
+class Missing(ConfigError, FileNotFoundError):
+    """There is no such object at an address: a layout may look for one, and a user may have named one."""
 
-    def __init__(self, files: RemoteFiles, name: str) -> None:
-        self._files, self.name, self._size, self._at = files, name, files.stat(name).size, 0
 
-    def readable(self) -> bool:
-        return True
+class Store:
+    """What answers to one scheme: s3, gs, hf, http or https. Connections are not pickled."""
 
-    def seekable(self) -> bool:
-        return True
+    def __init__(self, scheme: str) -> None:
+        self.scheme, self.of_the_web = scheme, scheme.startswith("http")
+        self._fs: Any = None  # made when it is used, in the process that uses it
 
-    def tell(self) -> int:
-        return self._at
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_fs": None}
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
-        return self._at
+    def ask(self, address: str, call: Callable[[], Any], reading: bool = False) -> Any:
+        """What a store answers. ConfigError: it has no such object, or wants other credentials. NotRead: it fails.
 
-    def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), (self._at // BLOCK + 1) * BLOCK, self._size)
-        if stop <= self._at:
-            return 0
-        content = self._files.part(self.name, self._at, stop)
-        buffer[: len(content)] = content
-        self._at = stop
-        return len(content)
+        reading: samples are read, so that credentials that are no longer valid are NotRead, and no sample's fault.
+        """
+        began, tries = time.monotonic(), _TRIES if reading else _FIRST_TRIES
+
+        def asked() -> Any:
+            try:
+                return call()
+            except (ConfigError, NotRead):
+                raise
+            except Exception as error:
+                raise _translate(error, address, NotRead if reading else ConfigError) from None
+
+        try:
+            return with_retries(asked, tries)
+        except (ConfigError, NotRead):
+            raise
+        except OSError as error:
+            raise NotRead(
+                f"{address} cannot be read: the store does not answer, or not in full, in {tries} tries over "
+                f"{time.monotonic() - began:.0f} s ({error.strerror}), and no file is at fault: look at the "
+                "network and the address, then give the same command again"
+            ) from None
+
+    def system(self) -> Any:
+        """The file system of this process: its connections and its thread do not survive a fork."""
+        if self._fs is None:
+            import fsspec
+
+            options: dict[str, Any] = {"use_listings_cache": False}
+            if self.of_the_web:
+                try:
+                    import aiohttp
+                except ImportError:
+                    raise self._without("aiohttp") from None
+                options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(sock_connect=30, sock_read=60)}
+            try:
+                self._fs = fsspec.filesystem(self.scheme, **options)
+            except ImportError as error:
+                raise self._without(str(error)) from None
+        return self._fs
+
+    def _without(self, missing: str) -> ConfigError:
+        return ConfigError(
+            f"{self.scheme}:// needs a library that is not installed ({missing}): pip install 'dstrain[remote]'"
+        )
 
 
 def _read_ahead(tasks: queue.Queue) -> None:
@@ -269,7 +279,7 @@ def _read_ahead(tasks: queue.Queue) -> None:
             read(place)
 
 
-def _taken_apart(root: str) -> tuple[str, dict[str, str]]:
+def _take_apart(root: str) -> tuple[str, dict[str, str]]:
     """The folder that all addresses have in common, and the address of each name in it; {} for a folder itself."""
     base = before_pattern(root)
     addresses = expanded(root) if "{" in root else _SEVERAL.split(root)
@@ -281,7 +291,7 @@ def _taken_apart(root: str) -> tuple[str, dict[str, str]]:
     return base, {path[len(base) :].lstrip("/"): address for path, address in zip(paths, addresses)}
 
 
-def _stat(entry: dict[str, Any], address: str = "") -> Stat:
+def _read_stat(entry: dict[str, Any], address: str = "") -> Stat:
     if entry["type"] == "directory":
         return Stat(0, "")
     if entry.get("size") is None:
@@ -291,14 +301,34 @@ def _stat(entry: dict[str, Any], address: str = "") -> Stat:
     return Stat(int(entry["size"]), next((str(entry[key]) for key in _VERSIONS if entry.get(key)), ""))
 
 
-def _key(address: str, version: str, start: int, stop: int) -> str:
-    return blake2b(f"{address}\0{version}\0{start}\0{stop}".encode(), digest_size=16).hexdigest()
-
-
 def _path(address: str) -> str:
     """An address without the part after ?, which signs or chooses a version."""
     return address.partition("?")[0] if address.startswith("http") else address
 
 
-def _own_folder() -> str:
+def _default_folder() -> str:
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "dstrain", "data")
+
+
+def _translate(error: Exception, address: str, refused: type[Exception]) -> Exception:
+    """A library's error as ConfigError or `refused` (the user's to mend), as OSError EIO (asked again), or as it is."""
+    if address.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # fsspec calls whatever a web server answers "not found"
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if "range requests" in text:
+        return refused(
+            f"{address}: the server sends whole files alone, and the data do not fit into the cache: raise "
+            "data.cache.gb, or download them"
+        )
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return Missing(f"{address}: the store has no such object, folder or bucket: correct the address")
+    if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in text:
+        return refused(
+            f"{address}: the store refuses it ({text}): give credentials that may read it, by "
+            f"{_CREDENTIALS[address.partition('://')[0].replace('https', 'http')]}"
+        )
+    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 416, 425, 429):
+        return refused(f"{address}: the store refuses it ({text}): correct the address")
+    roots = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
+    return OSError(errno.EIO, text) if isinstance(error, OSError) or roots & _NETWORK else error

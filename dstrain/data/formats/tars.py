@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from dstrain.data.files.listing import listing
 from dstrain.data.files.local import Files
-from dstrain.data.files.stores import Missing
+from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
 from dstrain.data.formats.sidecars import in_json, in_text
 from dstrain.disk import small

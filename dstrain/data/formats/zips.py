@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.data.files.listing import few, listing
 from dstrain.data.files.local import Files, is_hidden
-from dstrain.data.files.stores import Missing
+from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import DEFLATED, STORED, Members, directory, payload
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
 from dstrain.data.formats.labels import LABELS, MOST_BYTES, is_split, parsed_labels

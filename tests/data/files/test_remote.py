@@ -21,7 +21,7 @@ from dstrain.data.batches import Batches
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files import storage
 from dstrain.data.files.cache import DiskCache
-from dstrain.data.files.remote import BLOCK, files_at
+from dstrain.data.files.remote import files_at
 from dstrain.data.formats.base import Request
 from dstrain.data.open import open_sources
 from dstrain.data.sources.images import open_images
@@ -88,7 +88,7 @@ def test_every_form_of_an_address(web, cache):
         for name in ("a-00.tar", "sub/b.tar") if ("sub", True) in names else ("a-00.tar",):
             whole = content[name]
             assert files.stat(name).size == len(whole)
-            for start, stop in ((0, 5), (BLOCK - 7, BLOCK + 9), (5, len(whole)), (len(whole) - 3, len(whole))):
+            for start, stop in ((0, 5), (4_194_297, 4_194_313), (5, len(whole)), (len(whole) - 3, len(whole))):
                 if stop <= len(whole):
                     assert files.span(name, start, stop - start) == whole[start:stop]
             with files.open(name) as file:
@@ -101,7 +101,7 @@ def test_every_form_of_an_address(web, cache):
     asked = len(web.asked)
     assert files_at(f"{web.address}/", cache).span("a-01.tar", 0, 9_000_000) == content["a-01.tar"]
     assert files_at(f"{web.address}/", cache).span("a-01.tar", 8_000_000, 9) == content["a-01.tar"][8_000_000:8_000_009]
-    assert len(web.asked) == asked + 3  # its three blocks, once
+    assert len(web.asked) == asked + 1  # the file, once
     newer = files_at(f"{web.address}/", cache).stat("").version
     content_of(web, "a-02.tar", 10)
     assert files_at(f"{web.address}/", cache).stat("").version != newer
@@ -134,9 +134,25 @@ def test_a_server_without_ranges(web, cache):
     """Oracle: the bytes on the server's disk, of a whole file that is fetched once."""
     content, web.ranges = content_of(web, "a.tar"), False
     files = files_at(web.address, cache)
-    for start in (BLOCK + 5, 3, 8_000_000):
+    for start in (4_194_309, 3, 8_000_000):
         assert files.span("a.tar", start, 100) == content[start : start + 100]
-    assert web.bytes_sent <= 2 * len(content)  # the answer that showed it, and the file
+    assert web.bytes_sent == len(content)
+    content_of(web, "b.tar")
+    files = files_at(f"{web.address}/", cache.model_copy(update={"gb": 0.01}))
+    files.names()
+    with pytest.raises(NotRead, match=r"b.tar: the server sends whole files alone.* raise data.cache.gb"):
+        files.span("b.tar", 3, 100)
+
+
+def test_a_file_beyond_the_cache(web, cache):
+    """Oracle: the bytes on the server's disk: a sample is fetched alone; the file as a whole is refused by name."""
+    content = content_of(web, "big.tar", 11_000_000)
+    files = files_at(web.address, cache.model_copy(update={"gb": 0.01}))
+    for start, size in ((5, 100), (10_000_000, 7), (10_000_000, 7), (3, 0)):
+        assert files.span("big.tar", start, size) == content[start : start + size]
+    assert web.bytes_sent == 107
+    with pytest.raises(ConfigError, match=r"/big.tar: a file of 0.011 GB does not fit .* write data.cache.gb=1,"):
+        files.open("big.tar")
 
 
 def test_what_is_wrong_at_the_start_is_one_line(web, cache, waits, monkeypatch):
@@ -243,22 +259,25 @@ def test_a_store_that_fails_in_a_run_is_no_bad_file(web, tmp_path, waits, plain)
     assert not (tmp_path / "bad_files.txt").exists() and 25.0 in waits
 
 
+def put(cache: DiskCache, number: int, size: int) -> bytes:
+    """Reads an entry, which is written where it is not there."""
+    content = bytes([number]) * size
+    with cache.open(f"{number:032x}", size, lambda path: path.write_bytes(content), "an entry") as file:
+        return file.read()
+
+
 def fill(folder: str, seed: int) -> None:
     """Reads and writes entries of a cache of 1 MB, of 2 MB in all."""
     cache, draw = DiskCache(folder, 1_000_000), np.random.default_rng(seed)
     for number in draw.integers(0, 60, 400).tolist():
-        key, size = f"{number:032x}", 20_000 + 300 * number
-        if cache.read(key, size, 0, size) is None:
-            cache.write(key, bytes([number]) * size)
-        part = cache.read(key, size, 10, 20)
-        assert part in (None, bytes([number]) * 10)
+        assert put(cache, number, 20_000 + 300 * number) == bytes([number]) * (20_000 + 300 * number)
 
 
 def cached(folder: Path) -> dict[tuple[str, int], int]:
     """The size of each file of a cache, by name and inode, while other processes make and remove some."""
     sizes = {}
     for entry in os.scandir(folder) if folder.exists() else ():
-        if entry.name != "ledger":
+        if len(entry.name) >= 32:
             with contextlib.suppress(FileNotFoundError):
                 sizes[entry.name, entry.inode()] = entry.stat().st_size
     return sizes
@@ -285,19 +304,20 @@ def test_the_cache_is_bounded_and_shared(tmp_path):
 
 
 def test_the_oldest_go_first(tmp_path):
-    """Oracle: the order in which entries were written; files of the user beside the cache stay."""
+    """Oracle: the order in which entries were last used; files of the user beside the cache stay."""
     (tmp_path / "own.txt").write_text("x" * 5000)
     cache = DiskCache(tmp_path, 10_000)
     for number in range(10):
-        cache.write(f"{number:032x}", bytes(1000))
+        put(cache, number, 1000)
         os.utime(cache.folder / f"{number:032x}", (number, number))
-    cache.write(f"{10:032x}", bytes(1000))
-    there = [number for number in range(11) if cache.read(f"{number:032x}", 1000, 0, 1) is not None]
-    assert there == list(range(2, 11)) and (tmp_path / "own.txt").exists()
-    cache.write("f" * 32, bytes(20_000))  # above the limit: left out
-    assert cache.read("f" * 32, 20_000, 0, 1) is None
-    with pytest.raises(ConfigError, match="does not fit into the cache.*data.cache.gb="):
-        cache.whole("e" * 32, 20_000, lambda path: None)
+    put(cache, 1, 1000)
+    put(cache, 10, 1000)
+    there = [number for number in range(11) if cache.has(f"{number:032x}")]
+    assert there == [1, *range(3, 11)] and (tmp_path / "own.txt").exists()
+    with pytest.raises(ConfigError, match="an entry: a file of .* does not fit into the cache.*data.cache.gb="):
+        put(cache, 11, 20_000)
+    (cache.folder / f"{5:032x}").write_bytes(b"cut off")
+    assert put(cache, 5, 1000) == bytes([5]) * 1000
 
 
 _FILLS = """
@@ -336,9 +356,9 @@ def test_killed_in_the_middle_of_a_fill(web, cache):
         assert files.span("a.tar", 0, 9_000_000) == content
         assert files.local("a.tar").read_bytes() == content
     for number in range(12):  # what the killed left counts, and goes in the end
-        files.cache.write(f"{number:032x}", bytes(9_000_000))
+        put(files.cache, number, 9_000_000)
     assert not list(files.cache.folder.glob("*.tmp"))
-    assert sum(path.stat().st_size for path in files.cache.folder.iterdir() if path.name != "ledger") <= 100_000_000
+    assert sum(path.stat().st_size for path in files.cache.folder.iterdir() if len(path.name) >= 32) <= 100_000_000
 
 
 def test_s3(tmp_path, cache, plain):
