@@ -18,6 +18,7 @@ usage:  python launch/plan.py [options] [key=value ...]
   --gpus-per-node M    GPUs of a machine (8)
   --gpu CHIP           h200, h100, a100, 4090, or the bytes of its memory, such as 96GiB; then no times (h200)
   --network GBITS      of a GPU to other machines, Gbit/s (h200, h100: 400; a100: 200; 4090: 25)
+  --efficiency SHARE   of the chip's rate that training reaches, by which steps are timed (0.45)
   --search             the table of stage x micro-batch x recomputation that fits, the fastest first; rows go to
                        stderr as they are counted
   --json               for programs: bytes, seconds, operations
@@ -43,6 +44,7 @@ def _options(argv: list[str] | None = None) -> dict:
     parser.add_argument("--gpus-per-node", "--gpus_per_node", type=arguments.positive, default=8)
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--network", type=arguments.positive)
+    parser.add_argument("--efficiency", type=float, default=0.45)
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("overrides", nargs="*")
@@ -62,7 +64,8 @@ def main() -> None:
     from dstrain.commands import plan
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the process that counts ends with this one
-    case = plan.case(run, ds_config, options["world"], options["gpus_per_node"], options["gpu"], options["network"])
+    names = "world", "gpus_per_node", "gpu", "network", "efficiency"
+    case = plan.case(run, ds_config, *(options[name] for name in names))
     with plan.first_stage_may_be_away(run):
         text, fits = (plan.ways if options["search"] else plan.plan)(case, options["json"])
     print(text)

@@ -157,7 +157,7 @@ def _check_data_and_folder(
     from dstrain.data.formats.labels import require_classes
     from dstrain.data.open import describe_data, find_contents, open_sources
     from dstrain.metrics.in_training import checked_quality
-    from dstrain.planning.states import keeps
+    from dstrain.planning.states import describe_states
 
     source, held_out = open_sources(run.data, verify=True, run=run.directory)
     if run.save.best is True and held_out is None:
@@ -197,11 +197,11 @@ def _check_data_and_folder(
     phases().at("trying two samples")
     remarks += probe(run, system, source)
     if options.dry_run:
-        from dstrain.planning.estimate import brief
+        from dstrain.planning.estimate import describe_costs
 
-        return [*remarks, brief(run, system, resolved, world)], ""
+        return [*remarks, describe_costs(run, system, resolved, world)], ""
     try:
-        return remarks, f"{keeps(run, system, resolved, world)}; {free()}"
+        return remarks, f"{describe_states(run, system, resolved, world)}; {free()}"
     except (RuntimeError, TypeError, ValueError):  # as probe.py meets them on the meta device
         return remarks, ""
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from dstrain.disk import small
 from dstrain.engine.settings import read_precision, read_stage, resolve_settings
-from dstrain.planning.advice import LARGEST, Case, advice, more_gpus, search
+from dstrain.planning.advice import MAX_RANKS, Case, find_change, find_more_gpus, search_choices
 from dstrain.planning.counts import Layout
-from dstrain.planning.estimate import Estimate, as_json, changes, held
-from dstrain.planning.steptime import LAUNCHES
+from dstrain.planning.estimate import EFFICIENCY, LAUNCHES, Estimate, describe_memory, format_json, list_changes
 from dstrain.recipe import ConfigError, Run
-from dstrain.tracking.hardware import chip
+from dstrain.tracking.hardware import parse_chip
 
 _ROWS = 20  # of a search, in a table that fits a screen
 _HEAD = (
@@ -23,25 +22,35 @@ _HEAD = (
 )
 
 
-def case(run: Run, ds_config: Path, world: int, gpus_per_node: int, gpu: str, network: float | None) -> Case:
-    """What is asked about; `network` in Gbit/s of a GPU, None for the chip's own.
+def case(
+    run: Run,
+    ds_config: Path,
+    world: int,
+    gpus_per_node: int,
+    gpu: str,
+    network: float | None,
+    efficiency: float = EFFICIENCY,
+) -> Case:
+    """What is asked about; `network` in Gbit/s of a GPU, None for the chip's own; `efficiency` of the chip's rate.
 
     ConfigError: an unknown chip, the JSON, or the recipe on so many ranks.
     """
-    if world > LARGEST:
+    if world > MAX_RANKS:
         raise ConfigError(
-            f"--world {world}: to count more than {LARGEST:,} ranks takes minutes, since DeepSpeed goes "
-            f"over all of them in Python: give --world {LARGEST} or fewer, with batch.global in "
+            f"--world {world}: to count more than {MAX_RANKS:,} ranks takes minutes, since DeepSpeed goes "
+            f"over all of them in Python: give --world {MAX_RANKS} or fewer, with batch.global in "
             "proportion; on more GPUs each keeps no more"
         )
-    device = chip(gpu)
+    if not 0 < efficiency <= 1:
+        raise ConfigError(f"--efficiency {efficiency}: write a share of the chip's rate above 0 and at most 1")
+    device = parse_chip(gpu)
     if network is not None and device.name is None:
         raise ConfigError(f"--network: --gpu {gpu} names no chip, so that nothing is timed: leave it out, or name one")
     device = device if network is None else replace(device, network=network * 1e9 / 8)
     resolve_settings(
         ds_config, world, "cuda", batch=run.batch, optimizer=run.optimizer, faults=run.faults
     )  # complaints that name the file
-    return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device)
+    return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device, efficiency)
 
 
 @contextmanager
@@ -63,10 +72,10 @@ def first_stage_may_be_away(run: Run) -> Iterator[None]:
 def plan(case: Case, json: bool = False) -> tuple[str, bool]:
     """The costs of a run, and whether it fits; where it does not, also the smallest change with which it does."""
     estimate = case.estimate()
-    change = None if estimate.fits else advice(estimate, case) or more_gpus(case)
+    change = None if estimate.fits else find_change(estimate, case) or find_more_gpus(case)
     if json:
-        advised = None if change is None else change.figures() | {"changes": changes(estimate, change)}
-        return as_json(estimate.figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
+        advised = None if change is None else change.figures() | {"changes": list_changes(estimate, change)}
+        return format_json(estimate.figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
     lines = [*_head(estimate), *_device(estimate), *_step(estimate), *_whole(estimate), *_verdict(estimate)]
     if not estimate.fits:
         lines += _advice(estimate, change)
@@ -79,9 +88,9 @@ def ways(case: Case, json: bool = False) -> tuple[str, bool]:
     Each row is also printed on stderr as soon as it is counted, since all of them may take an hour.
     """
     print(_HEAD, file=sys.stderr, flush=True)
-    estimates = search(case, lambda tried: print(_row(tried), file=sys.stderr, flush=True))
+    estimates = search_choices(case, lambda tried: print(_row(tried), file=sys.stderr, flush=True))
     if json:
-        return as_json([estimate.figures() for estimate in estimates]), bool(estimates)
+        return format_json([estimate.figures() for estimate in estimates]), bool(estimates)
     if not estimates:
         return "no stage, micro-batch and recomputation fits: take more GPUs, or offload", False
     lines = [
@@ -156,11 +165,7 @@ def _step(estimate: Estimate) -> list[str]:
         for call in counts.collectives
     ]
     if time:
-        hidden = max(time.network - time.exposed, 0.0)
-        lines += [
-            f"  it takes {_span(time.total)}: computing {_span(time.compute)}, update {_span(time.update)}, "
-            f"network {_span(time.exposed)} (and {_span(hidden)} hidden)"
-        ]
+        lines += [f"  it takes {_span(time.total)}: computing {_span(time.compute)}, links {_span(time.links)}"]
     return lines + [f"  {line}" for line in _small(estimate)]
 
 
@@ -183,12 +188,12 @@ def _whole(estimate: Estimate) -> list[str]:
         "",
         f"{figures['samples_per_second']:,.0f} samples/s (MFU {100 * figures['mfu']:.0f} %), "
         f"{run.steps:,} steps in {_days(figures['days'])}, {figures['kwh']:,.4g} kWh of the GPUs",
-        f"{checkpoint}, written in {_span(time.save)} beside training, which waits {_span(time.stall)}",
+        checkpoint,
     ]
 
 
 def _verdict(estimate: Estimate) -> list[str]:
-    return ["", f"{'it fits' if estimate.fits else 'IT DOES NOT FIT'}: {held(estimate)}"]
+    return ["", f"{'it fits' if estimate.fits else 'IT DOES NOT FIT'}: {describe_memory(estimate)}"]
 
 
 def _advice(estimate: Estimate, change: Estimate | None) -> list[str]:
@@ -197,9 +202,9 @@ def _advice(estimate: Estimate, change: Estimate | None) -> list[str]:
             "no micro-batch, recomputation, stage and offload makes it fit, nor does any doubling of the GPUs that "
             f"divides batch.global={estimate.run.batch.global_}: take larger GPUs"
         ]
-    words = [_word(name, value) for name, value in changes(estimate, change).items()]
+    words = [_word(name, value) for name, value in list_changes(estimate, change).items()]
     speed = f", {_span(change.time.total)} a step" if change.time else ""
-    return [f"with {', '.join(words)} it fits: {held(change)}{speed}"]
+    return [f"with {', '.join(words)} it fits: {describe_memory(change)}{speed}"]
 
 
 def _word(name: str, value: Any) -> str:

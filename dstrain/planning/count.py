@@ -27,32 +27,33 @@ from dstrain.recipe import Run
 T = TypeVar("T")
 
 
-def count(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cuda") -> Counts:
-    """The costs of a checked recipe with `settings`, which engine/settings.resolve gives for layout.world.
+def count_costs(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cuda") -> Counts:
+    """Counts a checked recipe with `settings`, which engine/settings.py resolves for layout.world.
 
-    device      "cuda", or "cpu" where attention is the CPU's
+    device      "cuda", or "cpu" to count attention as the CPU computes it
 
-    The first call takes the time of torch's and DeepSpeed's imports. ConfigError: ZeRO++'s quantization cannot be
-    counted. RuntimeError, TypeError, ValueError: the system's code asks for values.
+    The first call takes the time of torch's and DeepSpeed's imports.
+    Raises ConfigError if the settings ask for ZeRO++'s quantization, which cannot be counted.
+    Raises RuntimeError, TypeError or ValueError if the system's code asks for values.
     """
-    from dstrain.planning.rank import count_here
+    from dstrain.planning.rank import count_as_rank_0
 
-    return in_worker(count_here, run, settings, layout, device)
+    return run_in_worker(count_as_rank_0, run, settings, layout, device)
 
 
-def in_worker(work: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function in the process that counts. Ctrl-C ends that process, too: a count may take minutes."""
-    worker = _worker()
+def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function in the process that counts. Ctrl-C ends that process, too, since a count may take minutes."""
+    worker = _start_worker()
     try:
-        return worker.submit(_portable, work, *arguments).result()
+        return worker.submit(_call_portably, work, *arguments).result()
     except KeyboardInterrupt:
         for process in worker._processes.values():  # public as kill_workers() from Python 3.14 on
             process.kill()
-        _worker.cache_clear()
+        _start_worker.cache_clear()
         raise
 
 
-def _portable(work: Callable[..., T], *arguments: Any) -> T:
+def _call_portably(work: Callable[..., T], *arguments: Any) -> T:
     """Calls a function; an error that cannot go to another process becomes a RuntimeError with its text."""
     try:
         return work(*arguments)
@@ -65,16 +66,18 @@ def _portable(work: Callable[..., T], *arguments: Any) -> T:
 
 
 @functools.cache
-def _worker() -> ProcessPoolExecutor:
-    """The process that counts, kept for the next call."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
+def _start_worker() -> ProcessPoolExecutor:
+    """Starts the process that counts, and keeps it for the next call."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare_worker)
 
 
-def _begin() -> None:
-    """Leaves GPUs to others; says nothing, since DeepSpeed tells of ranks that do not exist; ends with its parent. What
-    it imports is no garbage, for which DeepSpeed looks whenever it shards weights.
+def _prepare_worker() -> None:
+    """Prepares the process that counts: it uses no GPU, prints nothing, and ends with its parent.
+
+    DeepSpeed would print about ranks that do not exist. Whenever it shards weights it collects garbage, so what is
+    imported here is kept out of the collector's way.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which reaches the parent, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to the parent, too.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -87,5 +90,6 @@ def _begin() -> None:
 
 
 def _end_with_parent() -> None:
+    """Waits for the parent's end, and ends this process."""
     multiprocessing.parent_process().join()
     os._exit(1)

@@ -1,11 +1,11 @@
-"""What was counted of a run: bytes by kind, collectives, operations; see count.py, which fills these in."""
+"""The costs of a run that count.py counts: bytes by kind, collectives, operations."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a run stands: its ranks, one a GPU, and how many of them share a machine."""
+    """The ranks of a run, one a GPU, and how many of them share a machine."""
 
     world: int
     gpus_per_node: int
@@ -48,3 +48,8 @@ class Counts:
     flops: float
     recomputed: float
     checkpoint: int
+
+    @property
+    def learned(self) -> int:
+        """Weights that learn, of all parts."""
+        return sum(number for part, number in self.weights.items() if not part.startswith("frozen/"))

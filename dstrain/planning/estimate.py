@@ -1,35 +1,54 @@
-"""What a run takes of a GPU and its host, in bytes and in seconds, and whether it fits."""
+"""What a run takes of a GPU and its host, in bytes and in seconds, and whether it fits.
+
+Seconds follow one rule. A step takes its operations, those done again included, over the chip's rate times an
+efficiency; and after that the bytes that it sends over the rates of the links. Nothing hides behind anything else, and
+neither data, frozen encoders, the optimizer nor the launches of kernels are in it.
+"""
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.engine.settings import read_offload, read_precision, read_stage
-from dstrain.planning.counts import Counts, Layout
-from dstrain.planning.states import keeps, whole
-from dstrain.planning.step import counted_step
-from dstrain.planning.steptime import StepTime, step_time
+from dstrain.engine.settings import offloads_optimizer, read_offload, read_precision, read_stage
+from dstrain.planning.counts import Collective, Counts, Layout
+from dstrain.planning.states import count_weights, describe_states
+from dstrain.planning.step import choose_step
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 from dstrain.tracking.flops import step_flops
 from dstrain.tracking.hardware import GIB, Chip
 
-# Of a GPU's memory, beside what is counted: the driver's own and the CUDA context with its libraries; the buffers of
-# NCCL's channels; and the allocator's loss, a share of what is counted.
+# A GPU's memory also holds the driver and the CUDA context with its libraries, the buffers of NCCL's channels, and what
+# the allocator loses, a share of what is counted.
 CONTEXT, _NCCL, _ALLOCATOR = 2 * GIB, GIB, 0.05
-_HOST = 0.9  # of the memory of a host, what ranks may take; loaders need some
+_HOST = 0.9  # the share of a host's memory that ranks may take, since loaders need some
 OPTIONAL = "offload_optimizer", "offload_param"
+EFFICIENCY = 0.45  # of the rate on the data sheet; published runs of large transformers report 0.4 to 0.6
+LAUNCHES = 5e-3  # seconds below which Python and the launches of kernels take most of a step
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step: of its operations, and of the bytes that go over links."""
+
+    compute: float
+    links: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.links
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run under resolved settings, somewhere: what it takes. `time` is None where the chip's rates are unknown."""
+    """The costs of a run under resolved settings. `time` is None where the chip's rates are unknown."""
 
     run: Run
     settings: dict[str, Any]
     layout: Layout
     chip: Chip
     counts: Counts
+    efficiency: float = EFFICIENCY  # the share of the chip's rate that training reaches
 
     @property
     def needed(self) -> int:
@@ -53,21 +72,29 @@ class Estimate:
 
     @property
     def time(self) -> StepTime | None:
-        return step_time(self.counts, self.run, self.settings, self.layout, self.chip) if self.chip.name else None
+        if self.chip.name is None:
+            return None
+        rate = self.efficiency * self.chip.rate(read_precision(self.settings))
+        sent = sum(_time_collective(call, self.layout, self.chip) for call in self.counts.collectives)
+        if offloads_optimizer(self.settings):  # gradients go to the host, and weights come back
+            width = 4 if read_precision(self.settings) == "fp32" else 2
+            owned = self.counts.learned / (self.layout.world if read_stage(self.settings) else 1)
+            sent += 2 * width * owned / self.chip.host_link
+        return StepTime((self.counts.flops + self.counts.recomputed) / rate, sent)
 
     @property
     def micro(self) -> int:
         return self.settings["train_micro_batch_size_per_gpu"]
 
     def choices(self) -> dict[str, Any]:
-        """What may be changed so that a run fits, each by the name that a user writes."""
+        """Returns what may be changed so that a run fits, by the names that a user writes."""
         zero = {"stage": read_stage(self.settings)} | {name: read_offload(self.settings, name) for name in OPTIONAL}
         return {"batch.micro": self.micro, "model.recompute": self.run.model.get("recompute", "none")} | {
             f"zero_optimization.{name}": value for name, value in zero.items()
         }
 
     def figures(self) -> dict[str, Any]:
-        """All of it as plain values: seconds, bytes, operations, watt-hours."""
+        """Returns all costs as plain values: seconds, bytes, operations, kilowatt-hours."""
         counts, time = self.counts, self.time
         values: dict[str, Any] = {
             "name": self.run.name,
@@ -103,8 +130,17 @@ class Estimate:
         return values
 
 
-def held(estimate: Estimate) -> str:
-    """What of a GPU's memory, and of the host's, would be taken."""
+def _time_collective(call: Collective, layout: Layout, chip: Chip) -> float:
+    """Returns the seconds of all calls of a kind, each a ring over a group that fills machine after machine."""
+    rate = chip.link
+    if call.ranks > layout.gpus_per_node:
+        rate = min(chip.link, layout.gpus_per_node * chip.network)
+    rounds = 2 if call.operation == "all_reduce" else 1
+    return rounds * call.bytes * (call.ranks - 1) / call.ranks / rate
+
+
+def describe_memory(estimate: Estimate) -> str:
+    """Describes how much of a GPU's memory would be taken, and of the host's where that is too much."""
     chip, total = estimate.chip, estimate.needed + estimate.reserve
     text = f"{total / 1e9:.2f} GB of the {chip.memory / 1e9:.1f} GB of a GPU"
     if chip.host is not None and estimate.host > _HOST * chip.host:
@@ -115,27 +151,27 @@ def held(estimate: Estimate) -> str:
     return text
 
 
-def changes(before: Estimate, after: Estimate) -> dict[str, Any]:
-    """The choices that differ, with their values after; and the GPUs, where these are more."""
+def list_changes(before: Estimate, after: Estimate) -> dict[str, Any]:
+    """Returns the choices that differ, with their values after; and the number of GPUs, where that differs."""
     choices = before.choices()
     more = {"world": after.layout.world} if after.layout.world != before.layout.world else {}
     return more | {name: value for name, value in after.choices().items() if value != choices[name]}
 
 
-def brief(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
-    """What can be said of a run's costs within a second: weights, operations, and what a rank keeps between steps."""
-    numbers, _ = whole(run, system)
+def describe_costs(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
+    """Describes what is known within a second: weights, operations, and the bytes a rank keeps between steps."""
+    numbers, _ = count_weights(run, system)
     try:
         largest = " of the largest bucket" if run.data.buckets else ""
-        work = step_flops(system, run.batch.global_, counted_step(run, system)) / world / 1e12
+        work = step_flops(system, run.batch.global_, choose_step(run, system)) / world / 1e12
         work = f"; a step{largest} is {work:.3g} TFLOP a rank"
-    except (RuntimeError, TypeError, ValueError):  # as commands/probe.py meets them on the meta device
+    except (RuntimeError, TypeError, ValueError):  # Code on the meta device asks for values.
         work = ""
     weights = ", ".join(f"{part} {number / 1e6:,.1f} M" for part, number in numbers.items())
-    return (
-        f"weights: {weights}{work}\n{keeps(run, system, settings, world)}; launch/plan.py counts all that a step takes"
-    )
+    kept = describe_states(run, system, settings, world)
+    return f"weights: {weights}{work}\n{kept}; `dstrain plan` counts all that a step takes"
 
 
-def as_json(values: Any) -> str:
+def format_json(values: Any) -> str:
+    """Returns values as indented JSON."""
     return json.dumps(values, indent=1)

@@ -1,6 +1,6 @@
-"""A few steps of training under a watch: what a rank holds and when, what it exchanges, what it computes again.
+"""Watches a few steps of training: what a rank holds and when, what it exchanges, what it computes again.
 
-The steps are the loop's own, with the run's engines and averages, whether these are real or pretended.
+The steps are the loop's own, with the run's engines and averages, on real ranks or on fake ones.
 """
 
 import itertools
@@ -26,10 +26,10 @@ from dstrain.train import build_engines, take_step
 # Steps before the one that counts. The first one makes the moments, and from it ZeRO-3 learns the order of the weights,
 # by which it fetches them ahead in the second.
 _WARM = {0: 1, 1: 1, 2: 1, 3: 2}
-_EVERY = 16  # a penalty that comes every 1, 2, 4, 8 or 16 steps falls on the step that counts
-_LATE = 4096  # steps among which the one that counts is looked for
+_EVERY = 16  # A penalty that comes every 1, 2, 4, 8 or 16 steps falls on the step that counts.
+_LATE = 4096  # the last steps of a run, among which the one that counts is chosen
 
-MADE_IN_A_STEP = ("other", "activations", "working")  # kinds of what has no owner that is known yet
+MADE_IN_A_STEP = ("other", "activations", "working")  # kinds of tensors whose owner is not known yet
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Measured:
     begun: list[tuple[tuple[Collective, ...], float]] = field(default_factory=list)
 
 
-def measure(
+def measure_step(
     run: Run, settings: dict[str, Any], system: System, kind: type[Engines] = Engines
 ) -> tuple[Measured, Engines, EmaShadow]:
-    """Builds engines and averages and takes a few steps, of which the last counts."""
+    """Builds engines and averages, takes a few steps, and measures the last one."""
     with Watch() as watch:
         with watch.making("buckets"):  # what is made here and has no other owner
             engines = build_engines(run, settings, system, kind=kind)
@@ -67,10 +67,10 @@ def measure(
         )
         updates: list[int] = []  # where they begin and end, in turn
         begun: list[tuple[tuple[Collective, ...], float]] = []
-        _label(watch, system, engines, updates, begun)
-        last = counted_step(run, system)
+        _label_makers(watch, system, engines, updates, begun)
+        last = choose_step(run, system)
         for number in range(last - _WARM[read_stage(settings)], last + 1):
-            _settle(watch, engines, ema)
+            _label_states(watch, engines, ema)
             begun.clear()
             begin = watch.now
             with watch.making("activations"):
@@ -92,10 +92,10 @@ def measure(
     return result, engines, ema
 
 
-def build(
+def measure_states(
     run: Run, settings: dict[str, Any], system: System, kind: type[Engines]
 ) -> tuple[dict[str, int], Engines, EmaShadow]:
-    """Engines and averages without a step, and the bytes of what has an owner, by kind."""
+    """Builds engines and averages without a step, and measures by kind the bytes that have an owner."""
     with Watch() as watch:
         engines = build_engines(run, settings, system, kind=kind)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
@@ -109,15 +109,17 @@ def build(
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
 
-def _label(
+def _label_makers(
     watch: Watch,
     system: System,
     engines: Engines,
     updates: list[int],
     begun: list[tuple[tuple[Collective, ...], float]],
 ) -> None:
-    """Has the watch know what is made for which purpose. `updates` gets where each optimizer's step begins and ends,
-    `begun` what has been done before each micro-batch.
+    """Tells the watch for which purpose a tensor is made, from now on.
+
+    updates     gets the events at which each optimizer's step begins and ends
+    begun       gets what was exchanged and computed again before each micro-batch
     """
 
     @contextmanager
@@ -126,8 +128,8 @@ def _label(
         with watch.making("inputs"):
             yield
 
-    around(system, "encode", encoding)
-    around(engines, "learn", lambda: watch.making("working"))
+    wrap_method(system, "encode", encoding)
+    wrap_method(engines, "learn", lambda: watch.making("working"))
     system.observe = lambda rows: None  # it would read values
 
     @contextmanager
@@ -139,13 +141,13 @@ def _label(
         updates.append(watch.now)
 
     for masters in engines.masters.values():
-        around(masters, "step", updating)
+        wrap_method(masters, "step", updating)
         for owner, name, kind in makers(masters):
-            around(owner, name, partial(watch.making, kind))
+            wrap_method(owner, name, partial(watch.making, kind))
 
 
-def around(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:
-    """Has a method run within a context from now on."""
+def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:
+    """Makes a method run within a context from now on."""
     method = getattr(owner, name)
 
     @wraps(method)
@@ -156,8 +158,8 @@ def around(owner: Any, name: str, context: Callable[[], AbstractContextManager])
     setattr(owner, name, within)
 
 
-def _settle(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
-    """Between two steps: what is alive stays, and has the kind of its owner; counts begin anew."""
+def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
+    """Gives what is alive between two steps the kind of its owner, and begins all counts anew."""
     for kind, tensor in kept(engines.masters, ema):
         watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
     watch.mark(gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
@@ -166,7 +168,7 @@ def _settle(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
     watch.recomputed = 0.0
 
 
-def counted_step(run: Run, system: System) -> int:
-    """A late step that costs as much, and in which as many terms are due, as any."""
+def choose_step(run: Run, system: System) -> int:
+    """Returns a late step that costs as much as any, and in which as many terms are due."""
     late = range(run.steps - 1, max(run.steps - 1 - _LATE, -1), -1)
     return max(late, key=lambda step: (system.workload(step), step % _EVERY == 0))

@@ -34,16 +34,16 @@ _NAMES = {
 
 
 def _computes_again() -> bool:
-    """Whether an operation of a backward pass is one of a forward pass that model.recompute repeats.
+    """Returns whether an operation of a backward pass is one of a forward pass that model.recompute repeats.
 
-    Such passes build a graph. The linear layers of ZeRO-3 compute in a function of their own, within which none is
-    built: there the hook tells that torch.utils.checkpoint puts around a repetition.
+    Such passes build a graph. The linear layers of ZeRO-3 build none, since they compute in a function of their own:
+    there the hook tells that torch.utils.checkpoint puts around a repetition.
     """
     return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class Watch(TorchDispatchMode):
-    """Every storage that operations make inside, its size, and its kind: that of `kind` at its making, or of `mark`."""
+    """Records every storage that operations make inside, with its size and kind: `kind` at its making, or `mark`'s."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,19 +57,21 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].device  # asked more often than anything else is done
+            return args[0].device  # This is asked more often than any operation is done.
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._count(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
         elif self.kind == "working" and _computes_again():
             self.recomputed += operations(func, args, kwargs or {}, out)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":  # is_meta would be an operation, too
+            if (
+                isinstance(tensor, Tensor) and tensor.device.type != "meta"
+            ):  # Asking for is_meta would be an operation, too.
                 self.see(tensor)
         return out
 
     def see(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage, which is noticed here if no operation has made it inside."""
+        """Returns the number of a tensor's storage, and records the storage if no operation has made it inside."""
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
         if address not in self._numbers:
@@ -84,14 +86,14 @@ class Watch(TorchDispatchMode):
         self._events.append((self._numbers.pop(address), -size))
 
     def mark(self, tensors: Iterable[Tensor], kind: str, instead_of: tuple[str, ...] = ()) -> None:
-        """Gives the storages of tensors a kind; with `instead_of`, those that are of one of these."""
+        """Gives the storages of tensors a kind; with `instead_of`, only those of one of these kinds."""
         for number in set(map(self.see, tensors)):
             if not instead_of or self.kinds[number] in instead_of:
                 self.kinds[number] = kind
 
     @contextmanager
     def making(self, kind: str) -> Iterator[None]:
-        """What is made inside is of this kind."""
+        """Gives this kind to all that is made inside."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -99,7 +101,7 @@ class Watch(TorchDispatchMode):
             self.kind = before
 
     def alive(self, until: int | None = None) -> Counter[str]:
-        """Bytes by kind, now or after the first `until` events."""
+        """Sums the living bytes by kind, now or after the first `until` events."""
         totals: Counter[str] = Counter()
         for number, size in self._events[:until]:
             totals[self.kinds[number]] += size
@@ -111,13 +113,13 @@ class Watch(TorchDispatchMode):
         return len(self._events)
 
     def peak(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
-        """Bytes by kind when they are most, in spans of events."""
+        """Sums the bytes by kind at the event of these spans at which they are most."""
         totals = list(accumulate((size for _, size in self._events), initial=0))
         moments = (range(begin, end + 1) for begin, end in spans)
         return self.alive(max(chain.from_iterable(moments), key=totals.__getitem__))
 
     def mark_rest(self, kind: str, instead_of: tuple[str, ...]) -> None:
-        """Gives all that is alive and of one of these kinds another one."""
+        """Gives another kind to all that is alive and of one of these kinds."""
         for number in self._numbers.values():
             if self.kinds[number] in instead_of:
                 self.kinds[number] = kind
@@ -134,14 +136,14 @@ class Watch(TorchDispatchMode):
         self._bytes[operation, ranks] += max(sides)
 
     def collectives(self) -> tuple[Collective, ...]:
-        """What went between ranks since the last call."""
+        """Returns what was exchanged since the last call, and begins anew."""
         found = self.so_far()
         self._calls.clear()
         self._bytes.clear()
         return found
 
     def so_far(self) -> tuple[Collective, ...]:
-        """The same, and the count goes on."""
+        """Returns what was exchanged so far, and goes on counting."""
         return tuple(
             Collective(operation, calls, self._bytes[operation, ranks], ranks)
             for (operation, ranks), calls in sorted(self._calls.items())

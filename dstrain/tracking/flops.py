@@ -18,7 +18,7 @@ from dstrain.data.batches import placed
 from dstrain.distributed import group
 from dstrain.recipe import Run
 from dstrain.systems.base import System
-from dstrain.tracking.hardware import known_rate
+from dstrain.tracking.hardware import find_rate
 
 _SAMPLES = 2  # of a count; operations grow with the number of samples
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,7 +120,7 @@ def chip_rate(device: torch.device, dtype: torch.dtype) -> float:
     where the device is not listed. float32 is that of TF32 where torch is allowed to use it.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return known_rate(name, dtype, torch.get_float32_matmul_precision() != "highest") or matmul_rate(device, dtype)
+    return find_rate(name, dtype, torch.get_float32_matmul_precision() != "highest") or matmul_rate(device, dtype)
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:

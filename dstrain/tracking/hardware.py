@@ -39,7 +39,6 @@ class Chip:
 
     memory      bytes; the data sheet's GB are GiB
     name        torch's, by which its rates are listed; None: only the memory is known, and no times follow
-    bandwidth   bytes a second, of its memory
     link        bytes a second to the other GPUs of its machine
     network     bytes a second of its share in the network between machines
     host_link   bytes a second to the host's memory
@@ -49,7 +48,6 @@ class Chip:
 
     memory: int
     name: str | None = None
-    bandwidth: float = 0.0
     link: float = 0.0
     network: float = 0.0
     host_link: float = 0.0
@@ -58,18 +56,18 @@ class Chip:
 
     def rate(self, precision: str) -> float:
         """Operations a second at most: fp32 (in TF32 nowhere but where torch is allowed to), bf16 or fp16."""
-        return known_rate(self.name, _PRECISIONS[precision])
+        return find_rate(self.name, _PRECISIONS[precision])
 
 
 CHIPS = {
-    "h200": Chip(141 * GIB, "NVIDIA H200", 4.8e12, 450e9, 50e9, 64e9, 700, 250 * GIB),
-    "h100": Chip(80 * GIB, "NVIDIA H100 80GB HBM3", 3.35e12, 450e9, 50e9, 64e9, 700, 250 * GIB),
-    "a100": Chip(80 * GIB, "NVIDIA A100-SXM4-80GB", 2.039e12, 300e9, 25e9, 32e9, 400, 250 * GIB),
-    "4090": Chip(24 * GIB, "NVIDIA GeForce RTX 4090", 1.008e12, 32e9, 3.125e9, 32e9, 450),  # PCIe; 25 Gbit/s
+    "h200": Chip(141 * GIB, "NVIDIA H200", 450e9, 50e9, 64e9, 700, 250 * GIB),
+    "h100": Chip(80 * GIB, "NVIDIA H100 80GB HBM3", 450e9, 50e9, 64e9, 700, 250 * GIB),
+    "a100": Chip(80 * GIB, "NVIDIA A100-SXM4-80GB", 300e9, 25e9, 32e9, 400, 250 * GIB),
+    "4090": Chip(24 * GIB, "NVIDIA GeForce RTX 4090", 32e9, 3.125e9, 32e9, 450),  # PCIe; 25 Gbit/s
 }
 
 
-def known_rate(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
+def find_rate(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """The listed rate of a GPU by torch's name for it, operations a second; None: it is not listed."""
     for pattern, *peaks in _PEAKS:
         if re.fullmatch(pattern, name.removeprefix("NVIDIA ")):
@@ -77,7 +75,7 @@ def known_rate(name: str, dtype: torch.dtype, tf32: bool = False) -> float | Non
     return None
 
 
-def chip(text: str) -> Chip:
+def parse_chip(text: str) -> Chip:
     """The chip that --gpu names: a name of CHIPS, or the bytes of a GPU's memory, as 24GiB, 80GB or 8e10."""
     if text.lower() in CHIPS:
         return CHIPS[text.lower()]

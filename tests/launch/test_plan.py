@@ -19,6 +19,8 @@ TINY = "--recipe", ROOT / "tests/launch/tiny.yaml"
         (["--gpu", "h300"], ["--gpu h300", "h200, h100, a100, 4090"]),
         (["--world", "3"], ["batch.global=8", "3 ranks"]),
         (["--world", "0"], ["--world"]),
+        (["--efficiency", "0"], ["--efficiency 0.0", "above 0 and at most 1"]),
+        (["--efficiency", "nan"], ["--efficiency nan", "above 0 and at most 1"]),
         (["--world", "100000"], ["--world 100000", "give --world 4096 or fewer"]),
         (["--ds_config", "{file}"], ["wrong.json", '"zero_optimization.stage" is 7: write one of 0, 1, 2, 3\n']),
         (["model.depth=none"], ["model.depth"]),

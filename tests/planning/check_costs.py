@@ -119,7 +119,7 @@ def real(folder: Path, world: int, stages: dict[str, Any]) -> None:
         run, settings = prepared(folder, case, stage, world)
         system = systems.build(run.system, run.model)
         with Live() if watches else nullcontext() as live:
-            measured, engines, ema = step.measure(run, settings, system, Engines)
+            measured, engines, ema = step.measure_step(run, settings, system, Engines)
         group.barrier()  # a thread of gloo may hold the tensor of the last exchange a moment longer
         gc.collect()
         own = asdict(measured) | ({"live": live.peak, "still": live.now} if live else {})
@@ -144,10 +144,10 @@ def counted(folder: Path, stages: dict[int, dict[str, Any]]) -> None:
         for case, stage in configurations(stages[world]):
             run, settings = prepared(folder, case, stage, world)
             system = systems.build(run.system, run.model)
-            measured = asdict(rank.pretended(run, settings, system, world, "cpu")[0])
+            measured = asdict(rank.measure_as_rank_0(run, settings, system, world, "cpu")[0])
             figures[f"{world} {case} {stage}"] = measured | {
-                "checkpoint": states.whole(run, system)[1],
-                "states": states.states(run, system, settings, world),
+                "checkpoint": states.count_weights(run, system)[1],
+                "states": states.count_states(run, system, settings, world),
             }
     (folder / "counted.json").write_text(json.dumps(figures))
 
@@ -158,8 +158,8 @@ def many(folder: Path) -> None:
     figures = {}
     for stage in (1, 2, 3):
         run, settings = prepared(folder, "dit summed", stage, 2, "model.depth=1")  # what repeats is the micro-batch
-        settings, figures[stage] = rank._accumulating(settings, 5), []
+        settings, figures[stage] = rank._set_accumulation(settings, 5), []
         for rank._MICRO_BATCHES in (5, 3):
             system = systems.build(run.system, run.model)
-            figures[stage].append(asdict(rank.pretended(run, settings, system, 2, "cpu")[0]))
+            figures[stage].append(asdict(rank.measure_as_rank_0(run, settings, system, 2, "cpu")[0]))
     (folder / "many.json").write_text(json.dumps(figures))

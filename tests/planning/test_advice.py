@@ -8,7 +8,7 @@ import pytest
 
 from dstrain.commands import cli, plan
 from dstrain.planning import advice
-from dstrain.planning.estimate import changes
+from dstrain.planning.estimate import list_changes
 from dstrain.recipe import ConfigError
 from dstrain.tracking.hardware import CHIPS, Chip
 from tests.support.launch import ROOT
@@ -19,7 +19,7 @@ WORLD, BATCH = 4, 8
 @pytest.fixture(scope="module", autouse=True)
 def _count_once():
     """What is counted anew for an oracle and by advice is the same: it is counted once."""
-    known, count = {}, advice.count
+    known, count = {}, advice.count_costs
 
     def remembering(run, settings, layout):
         key = run.model_dump_json(), json.dumps(settings, sort_keys=True), layout
@@ -28,7 +28,7 @@ def _count_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(advice, "count", remembering)
+        patch.setattr(advice, "count_costs", remembering)
         yield
 
 
@@ -64,10 +64,12 @@ def test_the_smallest_change(case):
     least = min(ways)
     tight = on(case, least)
     assert not tight.estimate().fits
-    change = advice.advice(tight.estimate(), tight)
+    change = advice.find_change(tight.estimate(), tight)
     assert change.fits and takes(change) == least
-    assert changes(tight.estimate(), change) == changes(case.estimate(), case.changed(**ways[least]).estimate())
-    assert len(changes(tight.estimate(), change)) == 1
+    assert list_changes(tight.estimate(), change) == list_changes(
+        case.estimate(), case.changed(**ways[least]).estimate()
+    )
+    assert len(list_changes(tight.estimate(), change)) == 1
 
 
 def test_what_computes_least(case):
@@ -77,7 +79,7 @@ def test_what_computes_least(case):
     tight = on(case, takes(case.estimate()) - 1)
     fitting = [other for way in neighbours() if (other := tight.changed(**way).estimate()).fits]
     costs = sorted((other.host, other.counts.recomputed) for other in fitting)
-    change = advice.advice(tight.estimate(), tight)
+    change = advice.find_change(tight.estimate(), tight)
     assert len(set(costs)) > 1 and (change.host, change.counts.recomputed) == costs[0] and change.time is None
     with pytest.raises(ConfigError, match="^--network: --gpu 900TB names no chip, so that nothing is timed"):
         plan.case(case.run, ROOT / "ds_configs" / "zero2.json", WORLD, 8, "900TB", 100.0)
@@ -93,14 +95,14 @@ def test_several_changes(case):
     ]
     assert min(pairs) < min(singles)
     tight = on(case, min(singles) - 1)
-    change = advice.advice(tight.estimate(), tight)
-    assert change.fits and len(changes(tight.estimate(), change)) == 2 and takes(change) in pairs
+    change = advice.find_change(tight.estimate(), tight)
+    assert change.fits and len(list_changes(tight.estimate(), change)) == 2 and takes(change) in pairs
 
 
 def test_no_change_fits():
     """Oracle: a run whose choices all take the least memory already."""
     least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=all"), 2**30)
-    assert advice.advice(least.estimate(), least) is None
+    assert advice.find_change(least.estimate(), least) is None
     assert "take larger GPUs" in plan.plan(least)[0]
 
 
@@ -112,7 +114,7 @@ def test_the_fastest_change(case):
     ways = [replace(case.changed(**way).estimate(), chip=chip) for way in neighbours()]
     fitting = [estimate for estimate in ways if estimate.fits]
     assert len(fitting) >= 2
-    assert advice.advice(tight.estimate(), tight).time.total == min(estimate.time.total for estimate in fitting)
+    assert advice.find_change(tight.estimate(), tight).time.total == min(estimate.time.total for estimate in fitting)
 
 
 def test_the_host_is_full(case):
@@ -131,7 +133,7 @@ def test_search(case):
     """
     fast = replace(case, chip=CHIPS["h200"])
     counted = []
-    estimates = advice.search(fast, counted.append)
+    estimates = advice.search_choices(fast, counted.append)
     every = [
         fast.changed(stage=stage, micro=micro, recompute=choice).estimate()
         for stage in (1, 2, 3)
@@ -145,7 +147,7 @@ def test_search(case):
     assert some and len(lines) == 2 + 18 + 1 and "no step is that short" in lines[-1]
     assert int(lines[2].split()[1]) == estimates[0].micro
     sizes = sorted(map(takes, every))
-    assert sorted(map(takes, advice.search(on(fast, sizes[9]), counted.append))) == [
+    assert sorted(map(takes, advice.search_choices(on(fast, sizes[9]), counted.append))) == [
         size for size in sizes if size <= sizes[9]
     ]
     assert any(not estimate.fits for estimate in counted)
@@ -168,12 +170,12 @@ def test_the_table(case):
     states = {"weights", "masters", "moments", "gradients", "average"}
     assert states <= values["elsewhen"].keys() | values["device"].keys()
     assert all(f"  {kind:14} {'none':>10}    then" in text for kind in values["elsewhen"]) and values["elsewhen"]
-    chips = CHIPS["h200"], replace(CHIPS["h200"], bandwidth=1e6), case.chip  # some ms, minutes, none
+    chips = CHIPS["h200"], replace(CHIPS["h200"], link=1e6), case.chip  # some ms, minutes, none
     texts = [plan.plan(replace(case, chip=chip))[0] for chip in chips]
     assert ["no step is that short: below 5 ms" in text for text in texts] == [True, False, False]
     fast = json.loads(plan.plan(replace(case, chip=CHIPS["h200"]), json=True)[0])
     seconds = fast["seconds"]
-    assert seconds["total"] == seconds["compute"] + seconds["update"] + seconds["exposed"]
+    assert seconds["total"] == seconds["compute"] + seconds["links"]
     assert fast["days"] == pytest.approx(60 * seconds["total"] / 86400)
     assert fast["kwh"] == pytest.approx(fast["days"] * 24 * WORLD * 0.7)
     assert fast["samples_per_second"] == pytest.approx(BATCH / seconds["total"])

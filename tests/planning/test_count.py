@@ -11,10 +11,10 @@ from tests.support.launch import ROOT, environment
 
 PROGRAM = """
 import os, signal
-from dstrain.planning.count import in_worker
+from dstrain.planning.count import run_in_worker
 if __name__ == "__main__":
-    print(in_worker(os.getpid), flush=True)
-    in_worker(signal.pause)
+    print(run_in_worker(os.getpid), flush=True)
+    run_in_worker(signal.pause)
 """
 
 

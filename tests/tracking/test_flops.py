@@ -15,7 +15,7 @@ from dstrain.distributed import group
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.phenaki.masking import MEAN_RATIO
 from dstrain.tracking.flops import Utilization, chip_rate, step_flops
-from dstrain.tracking.hardware import known_rate
+from dstrain.tracking.hardware import find_rate
 from dstrain.tracking.throughput import Throughput
 from tests.support import first_stage
 from tests.support.launch import ROOT
@@ -99,9 +99,9 @@ def test_rates_of_chips():
         "NVIDIA GeForce RTX 4090 Laptop GPU": None,
     }
     for name, peak in names.items():
-        assert known_rate(name, torch.bfloat16) == (peak and peak * 1e12), name
-    assert known_rate("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
-    assert known_rate("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
+        assert find_rate(name, torch.bfloat16) == (peak and peak * 1e12), name
+    assert find_rate("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
+    assert find_rate("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
     assert chip_rate(torch.device("cpu"), torch.float32) > 0
 
 
