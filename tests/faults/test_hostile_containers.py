@@ -106,6 +106,7 @@ ZIPS: dict[str, Content] = {
     "beyond the end": lambda: with_entry(20, struct.pack("<I", 1 << 30)),
     "far away": lambda: with_entry(42, b"\xfe\xff\xff\xff"),
     "without 64 bits": lambda: with_entry(42, b"\xff\xff\xff\xff"),
+    "one of several": lambda: zipped(PNG)[:-18] + b"\1\0" + zipped(PNG)[-16:],
     "long names": lambda: with_entry(28, b"\xff\xff"),
     "another local header": lambda: zipped(PNG).replace(b"PK\3\4", b"PK\3\5", 1),
     "a long local name": lambda: changed(zipped(PNG), 26, b"\xff\xff"),

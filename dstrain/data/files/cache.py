@@ -50,16 +50,24 @@ class DiskCache:
                 f"GB: write data.cache.gb={-(-size * 5 // 4 // 10**9)}, say, or download the data"
             )
         while True:
-            with contextlib.suppress(FileNotFoundError):
-                file = open(self.folder / key, "rb")
-                if os.fstat(file.fileno()).st_size == size:
-                    with contextlib.suppress(PermissionError):  # Another user may own the entry.
-                        os.utime(file.fileno())
-                    return file
-                file.close()
-            with self._locked(key[:2] + _LOCK):  # 256 locks at most, of which no one is ever removed
-                if not self.has(key) or os.stat(self.folder / key).st_size != size:
-                    self._add(key, size, fill)
+            if file := self._open_if_whole(key, size):
+                return file
+            with self._locked(key[:2] + _LOCK):  # There are 256 locks at most, and none is ever removed.
+                if file := self._open_if_whole(key, size):
+                    return file  # Another process has written it meanwhile.
+                self._add(key, size, fill)
+
+    def _open_if_whole(self, key: str, size: int) -> BinaryIO | None:
+        try:
+            file = open(self.folder / key, "rb")  # noqa: SIM115 (the caller closes it)
+        except FileNotFoundError:
+            return None
+        if os.fstat(file.fileno()).st_size != size:
+            file.close()
+            return None
+        with contextlib.suppress(PermissionError):  # Another user may own the entry.
+            os.utime(file.fileno())  # It was used now: the entry that was not used for longest goes first.
+        return file
 
     def _add(self, key: str, size: int, fill: Callable[[Path], None]) -> None:
         temporary = self.folder / f"{key}.{uuid.uuid4().hex}{_TEMPORARY}"

@@ -1,10 +1,12 @@
 """Members of zip files, found once by the directory at the file's end and then read by their places.
 
 Nothing that a zip file says of itself is believed before it is checked: sizes, places, and how far a member inflates.
-The format: PKWARE's APPNOTE, sections 4.3 to 4.5. Python's zipfile would keep an object of each member in every worker.
+Python's zipfile reads the directory, once; it would keep an object of each member in every worker. The format: PKWARE's
+APPNOTE, sections 4.3 to 4.5.
 """
 
 import io
+import zipfile
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -20,13 +22,10 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.recipe import ConfigError
 
 STORED, DEFLATED = 0, 8
-_END = Struct("<4sHHHHIIH")  # end of the directory: disks, entries, bytes and place of it, comment
-_LOCATOR = Struct("<4sIQI")  # of the zip64 record
-_END64 = Struct("<4sQHHIIQQQQ")
-_ENTRY = Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = Struct("<4sHHHHHIIIHH")
-_FIELD = Struct("<HH")  # of an extra field: its kind and its bytes
-_COMMENT, _SLACK = 1 << 16, 32  # bytes; of a member's extra field, above what common writers write
+_END = Struct("<4sHHHHIIH")  # at the end of the directory: two numbers of disks, two of entries, bytes, place, comment
+_UNKNOWN = 0xFFFF  # Such a number of disks or entries stands elsewhere, in 64 bits.
+_SLACK = 32  # bytes of a member's extra field, above what common writers write
 _BLOCK = 1 << 20
 _MOST_ARRAY = 1 << 28  # bytes of an array
 _LARGE = 1 << 24  # bytes that a member may inflate to while others do
@@ -67,70 +66,36 @@ class Members:
 
 
 def directory(file: BinaryIO) -> Iterator[Member]:
-    """Every member but folders. ConfigError: no zip file, a truncated or damaged one, or one of several disks."""
-    length = file.seek(0, 2)
-    start, size, shift = _directory_place(file, length)
-    file.seek(start)
-    left = size
-    while left:
-        try:
-            (mark, _, _, flags, method, _, _, _, packed, whole, names, extras, comments, _, _, _, offset) = (
-                _ENTRY.unpack(file.read(_ENTRY.size))
-            )
-        except StructError:
-            raise ConfigError("its directory is cut off: it is truncated") from None
-        rest = file.read(names + extras + comments)
-        left -= _ENTRY.size + len(rest)
-        if mark != b"PK\1\2" or len(rest) < names + extras + comments or left < 0:
-            raise ConfigError("its directory is damaged")
-        if 0xFFFFFFFF in (whole, packed, offset):
-            whole, packed, offset = _wide(rest[names : names + extras], whole, packed, offset)
-        name = rest[:names].decode("utf-8" if flags & 0x800 else "cp437", "replace")
-        if offset + shift < 0 or offset + shift + _LOCAL.size + packed > start:
+    """Yields every member but folders.
+
+    zipfile holds 0.6 KB a member meanwhile. Raises ConfigError if it is no zip file, truncated, damaged, or one of
+    several disks.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members, end = archive.infolist(), archive.start_dir
+            file.seek(-_END.size - len(archive.comment), io.SEEK_END)
+            end_record = _END.unpack(file.read(_END.size))
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, StructError) as error:
+        raise ConfigError(f"it is no zip file, or its directory, at its end, is cut off or damaged ({error})") from None
+    disk, count = end_record[1], end_record[4]
+    if disk not in (0, _UNKNOWN):
+        raise ConfigError("it is one of several that are one zip file: join them with zip -s 0 OLD.zip --out NEW.zip")
+    if count not in (_UNKNOWN, len(members) & _UNKNOWN):
+        raise ConfigError(f"its directory is damaged: of {count:,} entries, {len(members):,} can be read")
+    for member in members:
+        name = member.orig_filename
+        if not 0 <= member.header_offset <= end - _LOCAL.size - member.compress_size:
             raise ConfigError(f"its member {name[:100]} reaches beyond its data: it is truncated or damaged")
         if not name.endswith("/"):
-            yield Member(name, offset + shift, packed, whole, method, bool(flags & 1))
-
-
-def _directory_place(file: BinaryIO, length: int) -> tuple[int, int, int]:
-    """First byte of the directory, its bytes, and how many bytes stand before the first member that it counts from."""
-    file.seek(max(0, length - _END.size - _COMMENT))
-    tail = file.read(_END.size + _COMMENT)
-    place = tail.rfind(b"PK\5\6")
-    if place < 0 or len(tail) - place < _END.size:
-        raise ConfigError("it is no zip file, or a truncated one: its directory, at its end, is missing")
-    _, disk, _, _, _, size, offset, _ = _END.unpack_from(tail, place)
-    end = length - len(tail) + place
-    file.seek(max(0, end - _LOCATOR.size))
-    locator = file.read(_LOCATOR.size)
-    if locator[:4] == b"PK\6\7" and len(locator) == _LOCATOR.size:  # the numbers of 64 bits stand elsewhere
-        end = min(_LOCATOR.unpack(locator)[2], length)
-        file.seek(end)
-        content = file.read(_END64.size)
-        if content[:4] != b"PK\6\6" or len(content) < _END64.size:
-            raise ConfigError("its directory is damaged")
-        _, _, _, _, disk, _, _, _, size, offset = _END64.unpack(content)
-    if disk:
-        raise ConfigError("it is one of several that are one zip file: join them with zip -s 0 OLD.zip --out NEW.zip")
-    if size > end or offset + size > end:
-        raise ConfigError("its directory is damaged")
-    return end - size, size, end - size - offset
-
-
-def _wide(extra: bytes, *values: int) -> list[int]:
-    """Sizes and places of 64 bits, from the extra field, for those that 32 bits cannot hold."""
-    place = 0
-    while place + 4 <= len(extra):
-        kind, size = _FIELD.unpack_from(extra, place)
-        if kind == 1:
-            field, wide = extra[place + 4 : place + 4 + size], []
-            for value in values:
-                if value == 0xFFFFFFFF:
-                    value, field = int.from_bytes(field[:8].ljust(8, b"\xff"), "little"), field[8:]
-                wide.append(value)
-            return wide
-        place += 4 + size
-    return list(values)
+            yield Member(
+                name,
+                member.header_offset,
+                member.compress_size,
+                member.file_size,
+                member.compress_type,
+                bool(member.flag_bits & 1),
+            )
 
 
 def payload(files: Files, name: str, offset: int, packed: int, most: int) -> bytes:
