@@ -1,0 +1,78 @@
+"""MNIST's idx files, also as .gz: MNIST, Fashion-MNIST, KMNIST, and EMNIST, whose images lie on their side.
+
+What is held out is t10k, or EMNIST's test.
+"""
+
+import gzip
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from dstrain.commands.converting.shards import Pictures, Sample
+from dstrain.data.files.local import LocalFiles
+from dstrain.data.formats.unconverted import IDX, find_idx
+from dstrain.recipe import ConfigError
+
+_IMAGES, _LABELS = 0x803, 0x801  # the first number of a file
+_MOST_BYTES = 1 << 32  # of pixels in a file
+
+
+def read_mnist(path: Path) -> dict[str, Pictures]:
+    """Returns the splits in a folder with four idx files, in a folder of torchvision's, or of one file of images.
+
+    Raises ConfigError if there are none, several sets, or a file that is damaged.
+    """
+    root = path.parent if path.is_file() else path
+    names = {match: root / name for name in find_idx(LocalFiles(path)) if (match := IDX.fullmatch(Path(name).name))}
+    sets = sorted({match["set"] or "" for match in names})
+    if not names:
+        raise ConfigError(f"{path} holds no idx files of images, such as train-images-idx3-ubyte.gz")
+    if len(sets) > 1:
+        words = ", ".join(name.rstrip("-") for name in sets)
+        raise ConfigError(f"{path} holds several sets, {words}: put links to the files of one into a folder")
+    splits = {}
+    for match, file in names.items():
+        images = _read_idx(file, _IMAGES)
+        labels = _read_idx(_find_labels(file), _LABELS)
+        if len(images) != len(labels):
+            raise ConfigError(f"{file} has {len(images):,} images, and {len(labels):,} labels: fetch both anew")
+        split = "train" if match["split"] == "train" else "held_out"
+        samples = _list_samples(file.name.removesuffix(".gz"), images, labels)
+        splits[split] = Pictures(len(images), samples)
+    return dict(sorted(splits.items(), reverse=True))  # train first
+
+
+def _list_samples(name: str, images: np.ndarray, labels: np.ndarray) -> Iterator[Sample]:
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        yield f"{name}/{number:05}", image[..., None], int(label)
+
+
+def _find_labels(images: Path) -> Path:
+    """Returns the file of the labels beside that of the images; packed or not, whatever the images are."""
+    plain = images.with_name(re.sub(r"images([-.])idx3", r"labels\1idx1", images.name).removesuffix(".gz"))
+    return plain if plain.exists() else plain.with_name(f"{plain.name}.gz")
+
+
+def _read_idx(path: Path, kind: int) -> np.ndarray:
+    """Returns the array in an idx file: uint8 (n, H, W) or (n,)."""
+    try:
+        with LocalFiles(path.parent).open(path.name) as raw:
+            file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            (magic,) = struct.unpack(">I", file.read(4))
+            if magic != kind:
+                raise ValueError("its first bytes are others")
+            axes = 3 if kind == _IMAGES else 1
+            shape = struct.unpack(f">{axes}I", file.read(4 * axes))
+            size = int(np.prod(shape, dtype=object))
+            if not 0 < size <= _MOST_BYTES:
+                raise ValueError(f"it says that it holds {shape}")
+            content = file.read(size + 1)
+        if len(content) != size:
+            raise ValueError(f"it holds more or fewer bytes than {size:,}, as its header says")
+        return np.frombuffer(content, np.uint8).reshape(shape)
+    except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read as an idx file ({error}): fetch it anew") from None
