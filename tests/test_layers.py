@@ -47,6 +47,7 @@ RULES = {
     "sampling": (*GROUND, "data", "tracking", "systems.base"),
     "metrics.in_training": (*GROUND, "metrics", "data", "sampling", "systems.base"),
     "metrics.sampled_sets": (*GROUND, "metrics", "encoders", "data", "sampling", "runs", "systems.base"),
+    "commands.converting": (*GROUND, "data", "encoders", "commands.encoding", "__version__"),
     "commands.encoding": (*GROUND, "runs", "data", "encoders", "engine", "checkpoint"),
     "commands": (
         *GROUND,
@@ -92,6 +93,7 @@ VERBS = (
             "keep",
             "index",
             "pack",
+            "convert",
         )
     ),
 )
@@ -444,7 +446,7 @@ def test_scripts_begin_without_torch():
     program = f"""
 import contextlib, io, runpy, sys
 sys.argv = ["", "--help"]
-for name in ("watch", "report", "consolidate", "encode", "evaluate", "export", "generate", "import", "index", "pack",
+for name in ("watch", "report", "consolidate", "convert", "encode", "evaluate", "export", "generate", "import", "index", "pack",
              "plan", "reconstruct"):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(f"{ROOT}/launch/{{name}}.py", run_name="__main__")

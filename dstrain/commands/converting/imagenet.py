@@ -1,8 +1,8 @@
 """The labels of ImageNet's validation images, which lie in one folder, as a table beside it; no image is copied.
 
-    LOC_val_solution.csv                                                                Kaggle's
-    ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt with meta.mat     the development kit
-    imagenet_2012_validation_synset_labels.txt                                          TensorFlow's, a synset a line
+LOC_val_solution.csv                                                                Kaggle's
+ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt with meta.mat     the development kit
+imagenet_2012_validation_synset_labels.txt                                          TensorFlow's, a synset a line
 """
 
 import csv

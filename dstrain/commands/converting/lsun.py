@@ -36,7 +36,9 @@ def read_lsun(path: Path, class_list: ClassList) -> dict[str, Pictures]:
         if missing := [name for chosen in splits.values() for name in chosen if _name_class(name) not in classes]:
             raise ConfigError(f"{path}: {missing[0]} is of no class of {', '.join(classes)}: take it away")
     return {
-        split: Pictures(sum(_count_values(root / name) for name in chosen), _list_samples(root, chosen, classes), classes)
+        split: Pictures(
+            sum(_count_values(root / name) for name in chosen), _list_samples(root, chosen, classes), classes
+        )
         for split, chosen in splits.items()
     }
 

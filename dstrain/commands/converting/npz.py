@@ -88,7 +88,12 @@ def _open_array(path: Path, name: str) -> Iterator[tuple[IO[bytes], tuple[int, .
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
                 raise ConfigError(f"{path}: its {name} is no array of numpy's ({str(error)[:100]})") from None
             size = file.tell() + math.prod(shape) * dtype.itemsize
-            if dtype.hasobject or by_columns or min(shape, default=0) < 0 or size != archive.getinfo(f"{name}.npy").file_size:
+            if (
+                dtype.hasobject
+                or by_columns
+                or min(shape, default=0) < 0
+                or size != archive.getinfo(f"{name}.npy").file_size
+            ):
                 raise ConfigError(
                     f"{path}: its {name} is damaged, or holds Python objects, or is stored by columns: it must hold "
                     "numbers by rows (numpy.ascontiguousarray)"

@@ -24,23 +24,24 @@ Sample = tuple[str, bytes | np.ndarray, int | None]  # name, encoded file or pix
 
 @dataclass
 class Pictures:
-    """The pictures of one split: so many samples, in the order that they keep."""
+    """The pictures of one split, in the order that they keep."""
 
-    number: int
+    number: int  # about, for the progress bar
     samples: Iterator[Sample]
     classes: tuple[str, ...] = ()  # empty: labels, where there are some, are numbers without names
 
 
-def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> None:
+def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, int]:
     """Writes each split: "train" and "held_out" into folders of these names, a single one into `out` itself.
+
+    Returns how many pictures each has.
 
     Raises ConfigError if the folder holds other files, or a label does not belong to a class.
     """
-    folders = {out / name if len(splits) > 1 else out: pictures for name, pictures in splits.items()}
-    for folder in folders:
+    folders = {split: out / split if len(splits) > 1 else out for split in splits}
+    for folder in folders.values():
         _prepare_folder(out, folder, of)
-    for folder, pictures in folders.items():
-        _write_shards(folder, pictures)
+    return {split: _write_shards(folder, splits[split]) for split, folder in folders.items()}
 
 
 def _prepare_folder(out: Path, folder: Path, of: str) -> None:
@@ -59,7 +60,8 @@ def _prepare_folder(out: Path, folder: Path, of: str) -> None:
         atomic.write(folder / PACKING, json.dumps({"converted": of}))
 
 
-def _write_shards(folder: Path, pictures: Pictures) -> None:
+def _write_shards(folder: Path, pictures: Pictures) -> int:
+    """Writes the shards of a split, then its index; returns how many pictures there are."""
     records: list[dict[str, Any]] = []
     largest = -1
     with Bar("converting", total=pictures.number, unit=" images", unit_scale=True) as bar:
@@ -86,6 +88,7 @@ def _write_shards(folder: Path, pictures: Pictures) -> None:
     body |= {"classes": list(classes) if largest >= 0 else [], "captions": 0, "shards": records}
     with write_errors(folder, _REMEDY):
         atomic.write(folder / INDEX, sealed.render(body))
+    return body["number"]
 
 
 def encode_png(pixels: np.ndarray) -> bytes:

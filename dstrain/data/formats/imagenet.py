@@ -33,6 +33,7 @@ from dstrain.data.formats.idx import Idx
 from dstrain.data.formats.labels import SYNSET, is_split, read_class_list, refuse_splits
 from dstrain.data.formats.lmdbs import Lmdbs
 from dstrain.data.formats.no_samples import without_samples
+from dstrain.data.formats.packed import find_packed_splits
 from dstrain.disk import small
 from dstrain.recipe import Cache, ConfigError
 
@@ -60,15 +61,21 @@ def taken_apart(
 
     ConfigError: the `whole` of such a root is asked for, which would count held-out samples among the others.
     """
-    splits = _train_and_held_out(path)
+    splits = _train_and_held_out(path) or _packed_splits(path, cache)
     if splits is None:
         return path, held_out_path or (None if held_out or whole else held_out_by(path, cache))
     if whole:
         raise ConfigError(
-            f"data.path={path}: train and val in it are splits, not classes: write data.path="
-            f"{splits[0]}, and for evaluation data.held_out_path={splits[1]}"
+            f"data.path={path}: {os.path.basename(splits[0])} and {os.path.basename(splits[1])} in it are splits, "
+            f"not classes: write data.path={splits[0]}, and for evaluation data.held_out_path={splits[1]}"
         )
     return splits[0], held_out_path or (None if held_out else splits[1])
+
+
+def _packed_splits(path: str | Path, cache: Cache | None) -> tuple[str, str] | None:
+    files = files_at(path, cache)
+    require_there(f"data.path={path}", files)
+    return find_packed_splits(str(path), files)
 
 
 def held_out_by(path: str | Path, cache: Cache | None = None) -> str | None:

@@ -4,6 +4,8 @@
     FOLDER/files_00000.safetensors     so many samples each, the last one fewer
     FOLDER/pack.json                   written last, sealed: classes, and number, size and hash of each shard
 
+Of data with a test of their own, `dstrain convert` writes two such folders, FOLDER/train/ and FOLDER/held_out/.
+
 A shard holds its n samples in the order of the data, as any reader of safetensors sees it:
 
     bytes          uint8 (b,)      the files as they were, one after the other
@@ -31,11 +33,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from dstrain.data.files.local import Files
-from dstrain.data.formats.base import Layout, Place, Request, Sample, exists
+from dstrain.data.formats.base import Layout, Place, Request, Sample, exists, peek
 from dstrain.disk import sealed, small
 from dstrain.recipe import ConfigError, NotRead
 
 INDEX, PACKING, FORMAT = "pack.json", "packing.json", 1
+TRAIN, HELD_OUT = "train", "held_out"  # folders of shards in one folder, which then are its splits
 _HEADER = 4096  # bytes of a shard before its arrays
 _LARGEST = 1 << 31  # bytes of one column that are read at once
 _TYPES = {
@@ -192,6 +195,15 @@ def read_index(files: Files) -> dict[str, Any]:
     if not sound:
         raise ConfigError(f"has a {INDEX} that launch/pack.py has not written: pack the data again")
     return body
+
+
+def find_packed_splits(path: str, files: Files) -> tuple[str, str] | None:
+    """Returns train/ and held_out/ of a folder that holds shards of both. Returns None for any other data."""
+    top = peek(files)
+    for name in (TRAIN, HELD_OUT):
+        if (name, True) not in top or not exists(files, f"{name}/{PACKING}"):
+            return None
+    return os.path.join(path, TRAIN), os.path.join(path, HELD_OUT)
 
 
 class PackedFiles(Layout):

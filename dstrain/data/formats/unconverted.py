@@ -76,7 +76,8 @@ def describe_conversion(kind: str, path: str, key: str, far: bool = False) -> st
     name = os.path.basename(path.rstrip("/")) or "data"
     out = f"{kind if kind.startswith('cifar') else os.path.splitext(name)[0]}-shards"
     copied = "copy them to a disk, and " if far else ""
-    return f"{copied}convert them once with `dstrain convert {kind} {shlex.quote(path)} --out {out}`, then give {key}={out}"
+    command = f"dstrain convert {kind} {shlex.quote(path)} --out {shlex.quote(out)}"
+    return f"{copied}convert them once with `{command}`, then give {key}={out}"
 
 
 def _refuse_flat_validation(root: str, request: Request) -> None:
@@ -123,7 +124,9 @@ def find_idx(files: Files) -> list[str]:
             continue
         names = {name for name, is_folder in inner if not is_folder and IDX.fullmatch(name)}
         if names:
-            return [folder + name for name in sorted(names) if name.removesuffix(".gz") == name or name[:-3] not in names]
+            return [
+                folder + name for name in sorted(names) if name.removesuffix(".gz") == name or name[:-3] not in names
+            ]
     return []
 
 

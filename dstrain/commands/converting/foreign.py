@@ -1,0 +1,322 @@
+"""Latents that other trainers have cached, as sources that `dstrain convert latents` writes as shards.
+
+    fast-DiT        X_features/0.npy and X_labels/0.npy, ...: a sample of the posterior times 0.18215 (1, C, h, w); (1,)
+    LightningDiT    *.safetensors with latents (n, C, h, w), labels (n,) and mostly latents_flip, samples of the
+                    posterior; beside them latents_stats.pt with their mean and std by channel
+    EDM2, REPA      dataset.json with {"labels": [["00000/img-mean-std-00000000.npy", 3], ...]} and these files:
+                    (2C, h, w), mean and standard deviation; in a folder, or in a .zip that is never extracted
+
+Items are {"codes": float32 (flips, 2 or 1, C, h, w), "label": int}: mean and deviation of the posterior, or a sample of
+it. Nothing is unpickled, and no file is believed to be larger than it is.
+"""
+
+import io
+import json
+import zipfile
+from abc import abstractmethod
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dstrain.data.files.storage import require_regular, with_retries
+from dstrain.data.formats.unconverted import find_fast_dit
+from dstrain.data.source import BadSample, Item, Source, reading
+from dstrain.recipe import ConfigError
+
+_MAX_STATS_BYTES = 1 << 20  # of latents_stats.pt
+_MAX_TABLE_BYTES = 1 << 31  # of dataset.json; ImageNet's has 60 MB
+_MAX_ARRAY_BYTES = 1 << 26  # of a .npy
+_HASHED = 64  # samples, evenly spaced, whose values enter the fingerprint
+
+
+class Statistics(NamedTuple):
+    """Mean and standard deviation of latents by channel, float32 (C, 1, 1)."""
+
+    mean: np.ndarray
+    std: np.ndarray
+
+
+class Foreign(Source):
+    """Latents below `root`. Attributes: shape (C, h, w); moments (2: mean and deviation, 1: a sample); flips; labelled;
+    scale, by which they have been multiplied; statistics, by which items are normalized (None: they are not).
+    """
+
+    noun = "latents"
+    trainer = ""  # who writes this layout
+    scale = 1.0
+    flips = 1
+    labelled = True
+    statistics: Statistics | None = None
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._list()
+        if not len(self):
+            raise ConfigError(f"{root} is empty")
+        try:
+            self.moments, *self.shape = self._read_codes(0).shape[1:]
+        except BadSample as error:
+            raise ConfigError(f"{root}: {error.path}: {error.reason}") from None
+
+    @abstractmethod
+    def _list(self) -> None:
+        """Finds the samples."""
+
+    @abstractmethod
+    def _read_codes(self, index: int) -> np.ndarray:
+        """Returns a sample as stored, (flips, moments, C, h, w). Raises BadSample if it cannot be read."""
+
+    @abstractmethod
+    def _read_label(self, index: int) -> int:
+        """Returns a label. Raises BadSample if it cannot be read."""
+
+    def normalize(self) -> None:
+        """Normalizes items by channel from now on. Raises ConfigError if latents_stats.pt is missing, or of others."""
+        self.statistics = _read_statistics(self.root, self.shape[0])
+
+    def hash_statistics(self) -> str:
+        return blake2b(b"".join(part.tobytes() for part in self.statistics), digest_size=8).hexdigest()
+
+    def __getitem__(self, index: int) -> Item:
+        codes = self._read_codes(index)[: self.flips].astype(np.float32) / np.float32(self.scale)
+        if codes.shape[1:] != (self.moments, *self.shape):
+            raise BadSample(self.name(index), f"{codes.shape[1:]} instead of {(self.moments, *self.shape)}")
+        if self.statistics is not None:
+            codes[:, :1] -= self.statistics.mean
+            codes /= self.statistics.std
+        return {"codes": torch.from_numpy(codes), "label": self._read_label(index)}
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the values of some samples."""
+        digest, count = blake2b(digest_size=8), len(self)
+        for index in sorted({place * count // _HASHED for place in range(_HASHED)}):
+            try:
+                digest.update(self._read_codes(index).tobytes())
+                digest.update(self._read_label(index).to_bytes(8, "little", signed=True))
+            except BadSample as error:
+                digest.update(error.path.encode())
+        return f"{self.trainer} n={count} values={digest.hexdigest()}"
+
+    def describe(self) -> str:
+        kind = "means and deviations" if self.moments == 2 else "samples of posteriors"
+        return f"{len(self):,} latents of {self.trainer} ({' x '.join(map(str, self.shape))}, {kind})"
+
+
+class FastDiT(Foreign):
+    """A .npy for each sample and one for its label, of the same name."""
+
+    trainer, scale = "fast-DiT", 0.18215
+
+    def _list(self) -> None:
+        self.features, self.label_files = find_fast_dit(self.root)
+        names = [path.stem for path in self.features.glob("*.npy")]
+        if strange := next((name for name in names if not name.isdecimal()), None):
+            raise ConfigError(f"{self.features / strange}.npy has no number for a name: take it away")
+        self.numbers = np.sort(np.array(names, np.int64))
+        labels = sum(1 for _ in self.label_files.glob("*.npy"))
+        if labels != len(names):
+            raise ConfigError(
+                f"{self.root}: {len(names)} files in {self.features.name} and {labels} in {self.label_files.name}: "
+                "each needs its label; extract the features again"
+            )
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def name(self, index: int) -> str:
+        return f"{self.features.name}/{self.numbers[index]}.npy"
+
+    def _read_codes(self, index: int) -> np.ndarray:
+        array = _read_array(self.root, self.name(index), 4)
+        if len(array) != 1:
+            raise BadSample(self.name(index), f"{array.shape} is no (1, C, h, w)")
+        return array[None]  # (1, 1, C, h, w)
+
+    def _read_label(self, index: int) -> int:
+        name = f"{self.label_files.name}/{self.numbers[index]}.npy"
+        return int(_read_array(self.root, name, None).reshape(-1)[0])
+
+
+class Edm2(Foreign):
+    """A .npy for each sample, listed with the labels in dataset.json; in a folder, or in a zip file."""
+
+    trainer = "EDM2 and REPA"
+
+    def _list(self) -> None:
+        self.archive = zipfile.ZipFile(self.root) if self.root.is_file() else None
+        path = self.root / "dataset.json"
+        try:
+            entries = sorted((str(name), label) for name, label in json.loads(self._read_table())["labels"])
+            self.names = np.array([name.encode() for name, _ in entries])
+            self.labelled = bool(entries) and entries[0][1] is not None
+            self.labels = np.array([label if self.labelled else 0 for _, label in entries], np.int64)
+        except Exception as error:  # of a damaged file, any
+            raise ConfigError(
+                f"{path} lists no files with labels ({type(error).__name__}: {str(error)[:200]}): EDM2's "
+                "dataset_tool.py encode writes it"
+            ) from None
+        for name, _ in entries:
+            if not name.endswith(".npy") or name[0] == "/" or ".." in Path(name).parts:
+                raise ConfigError(
+                    f"{path} lists {name}, and no .npy below this folder: give it as data.path where these are "
+                    "images, else encode them by EDM2's dataset_tool.py"
+                )
+        if self.archive is not None:
+            missing = {name for name, _ in entries} - set(self.archive.namelist())
+            if missing:
+                raise ConfigError(f"{self.root} lists, and does not hold, {min(missing)}: pack it anew")
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, index: int) -> str:
+        return self.names[index].decode()
+
+    def _read_table(self) -> bytes:
+        if self.archive is not None:
+            return _read_member(self.archive, "dataset.json", _MAX_TABLE_BYTES)
+        if (self.root / "dataset.json").stat().st_size > _MAX_TABLE_BYTES:
+            raise ValueError(f"larger than {_MAX_TABLE_BYTES} bytes")
+        return (self.root / "dataset.json").read_bytes()
+
+    def _read_codes(self, index: int) -> np.ndarray:
+        array = _read_array(self.root, self.name(index), 3, self.archive)  # (2C, h, w)
+        if len(array) % 2:
+            raise BadSample(self.name(index), f"{len(array)} channels are no pairs of mean and deviation")
+        return array.reshape(1, 2, -1, *array.shape[1:])
+
+    def _read_label(self, index: int) -> int:
+        return int(self.labels[index])
+
+
+class LightningDiT(Foreign):
+    """Safetensors files, in the order of their names."""
+
+    trainer = "LightningDiT"
+
+    def _list(self) -> None:
+        self.files = sorted(path.name for path in self.root.glob("*.safetensors"))
+        lengths, flips = [], set()
+        for name in self.files:
+            shapes = self._read_shapes(name)
+            if not {"latents", "labels"} <= set(shapes) or shapes["labels"][0] != shapes["latents"][0]:
+                raise ConfigError(f"{self.root / name} holds {shapes}, and no latents with labels")
+            lengths.append(shapes["labels"][0])
+            flips.add("latents_flip" in shapes)
+        if len(flips) > 1:
+            raise ConfigError(f"{self.root}: latents_flip is in some files alone: extract again")
+        self.flips, self.file_ends = 1 + flips.pop(), np.cumsum(lengths)
+
+    def _read_shapes(self, name: str) -> dict[str, list[int]]:
+        try:
+            require_regular(self.root / name)
+            with safe_open(self.root / name, "pt") as file:
+                return {key: file.get_slice(key).get_shape() for key in file.keys()}
+        except (SafetensorError, OSError, ConfigError) as error:
+            raise ConfigError(
+                f"{self.root / name} is no whole safetensors file ({error}): copy it again, or take it away"
+            ) from None
+
+    def __len__(self) -> int:
+        return int(self.file_ends[-1])
+
+    def _place(self, index: int) -> tuple[str, int]:
+        number = int(np.searchsorted(self.file_ends, index, side="right"))
+        return self.files[number], index - int(self.file_ends[number - 1] if number else 0)
+
+    def name(self, index: int) -> str:
+        file, row = self._place(index)
+        return f"{file}[{row}]"
+
+    def _read_row(self, index: int, key: str) -> Tensor:
+        name, row = self._place(index)
+        with reading(self.name(index), self.root / name), safe_open(self.root / name, "pt") as file:
+            return file.get_slice(key)[row : row + 1]
+
+    def _read_codes(self, index: int) -> np.ndarray:
+        keys = ("latents", "latents_flip")[: self.flips]
+        return torch.stack([self._read_row(index, key) for key in keys]).float().numpy()  # (flips, 1, C, h, w)
+
+    def _read_label(self, index: int) -> int:
+        return int(self._read_row(index, "labels"))
+
+
+def open_foreign(path: Path) -> Foreign:
+    """Opens the latents in a folder or a zip. Raises ConfigError if it holds none of a known layout."""
+    root = path
+    if (root / "vae-sd" / "dataset.json").is_file():  # REPA's folder, which has the images beside
+        root /= "vae-sd"
+    if root.suffix == ".zip" and root.is_file():
+        if not zipfile.is_zipfile(root):
+            raise ConfigError(f"{path}: it is no zip file: pack it anew")
+        return Edm2(root)
+    if (root / "dataset.json").is_file():
+        return Edm2(root)
+    if next(root.glob("*.safetensors"), None) is not None:
+        return LightningDiT(root)
+    if find_fast_dit(root):
+        return FastDiT(root)
+    raise ConfigError(
+        f"{path} holds no latents of a known layout: name a folder with X_features/ and X_labels/ (fast-DiT), with "
+        "*.safetensors of latents and labels (LightningDiT), or with dataset.json and its .npy files (EDM2, REPA), "
+        "or a .zip of EDM2's"
+    )
+
+
+def _read_statistics(root: Path, channels: int) -> Statistics:
+    """Returns what LightningDiT's latents_stats.pt says. Raises ConfigError if it is missing, or of other channels."""
+    path = root / "latents_stats.pt"
+    try:
+        require_regular(path)
+        if path.stat().st_size > _MAX_STATS_BYTES:
+            raise ConfigError(f"it has more than {_MAX_STATS_BYTES} bytes")
+        content = torch.load(path, map_location="cpu", weights_only=True)  # tensors alone, and no code
+        mean, std = (content[name].float().reshape(channels, 1, 1).numpy() for name in ("mean", "std"))
+    except FileNotFoundError:
+        raise ConfigError(f"--normalize: {path} is missing: LightningDiT's extract_features.py writes it") from None
+    except Exception as error:  # whatever a damaged or hostile file makes torch raise
+        raise ConfigError(
+            f"--normalize: {path} holds no mean and std of {channels} channels ({type(error).__name__})"
+        ) from None
+    if not (np.isfinite(mean).all() and (std > 0).all() and np.isfinite(std).all()):
+        raise ConfigError(f"--normalize: {path} has a standard deviation that is not above 0")
+    return Statistics(mean, std)
+
+
+def _read_array(root: Path, name: str, dims: int | None, archive: zipfile.ZipFile | None = None) -> np.ndarray:
+    """Returns the numbers in a .npy with so many axes (None: any). Raises BadSample if it cannot be read.
+
+    The header is compared with the bytes that there are, since it may promise more, or objects.
+    """
+    path = root / name
+
+    def read() -> np.ndarray:
+        if archive is not None:
+            content = _read_member(archive, name, _MAX_ARRAY_BYTES)
+        else:
+            require_regular(path)
+            with open(path, "rb") as file:
+                content = file.read(_MAX_ARRAY_BYTES)
+        file = io.BytesIO(content)
+        version = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0
+        if version != (1, 0):
+            read_header = np.lib.format.read_array_header_2_0
+        shape, by_columns, dtype = read_header(file)
+        if by_columns or dtype.kind not in "fiu" or dims not in (None, len(shape)):
+            raise ConfigError("is no array of numbers of the right shape")
+        return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape)
+
+    with reading(name, path if archive is None else root):
+        return with_retries(read)
+
+
+def _read_member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+    if archive.getinfo(name).file_size > most:
+        raise ConfigError(f"has more than {most:,} bytes")
+    return archive.read(name)
