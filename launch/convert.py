@@ -12,7 +12,7 @@ Converts data of others once, into what data.path=OUT then trains on. Nothing in
 usage:  dstrain convert KIND PATH --out OUT [options]
 
   cifar10, cifar100     PATH is cifar-10-batches-py, cifar-100-python, the binary version, or the folder above
-  mnist                 a folder with idx files, also .gz: of MNIST, Fashion-MNIST, KMNIST, EMNIST; torchvision's folders
+  mnist                 a folder with idx files, also .gz: of MNIST, Fashion-MNIST, KMNIST, EMNIST; torchvision's, too
   lsun                  an LMDB environment, a file of one, or a folder with several *_lmdb/, each of which is a class
   npz                   an .npz with arr_0 uint8 (N, H, W, C), and arr_1 as labels, as ADM keeps images
   imagenet-kit          ImageNet's val/ without class folders: OUT is a table of its images, such as val.csv

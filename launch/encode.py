@@ -42,11 +42,6 @@ of videos, whose captions are kept, too, and of images with captions:
   --text-encoder PATH   what encodes the captions, such as a T5 encoder: a folder or a name on the hub (none)
   --max-text-len N      text tokens (what the encoder takes)
 
-latents that others have cached (fast-DiT, LightningDiT, EDM2, REPA), written as shards:
-  --from-latents PATH   their folder; with --first-stage PATH, or --first-stage name:NAME where it cannot be read here
-  --latent-scale X      by which they have been multiplied (fast-DiT: 0.18215, others 1); they are divided by it
-  --normalize           by channel, with LightningDiT's latents_stats.pt; then no first stage can decode them
-
 for a prior, pairs of embeddings of captioned images (X.png and X.txt, or tar shards), which data.path=DIR trains on:
   --image-encoder PATH  a CLIP model: a folder or a name on the hub; --data, --batch, --dtype, --shard-size as above
   --text-encoder PATH   the same, or a sentence encoder; --max-text-len as above
@@ -82,15 +77,12 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--max-text-len", "--max_text_len", type=arguments.positive)
     parser.add_argument("--crops", type=arguments.positive)
     parser.add_argument("--crop", choices=("random", "random_resized", "dalle"), default="random")
-    parser.add_argument("--from-latents", "--from_latents")
-    parser.add_argument("--latent-scale", "--latent_scale", type=float)
-    parser.add_argument("--normalize", action="store_true")
     parser.add_argument("--num-captions", "--num_captions", type=arguments.positive)
     parser.add_argument("--clips", type=arguments.positive)
     parser.add_argument("--captions")
     parser.add_argument("--text-encodings", "--text_encodings", action="store_true")
     words = parser.words(argv)
-    alone = not (words["run"] or words["first_stage"] or words["from_latents"])  # then texts are one of two towers
+    alone = not (words["run"] or words["first_stage"])  # then texts are one of two towers
     if (
         words["image_encoder"]
         or words["text_encodings"]
@@ -98,7 +90,7 @@ def _options(argv: list[str] | None = None):
     ):
         return _pairs(words, parser)
     del words["image_encoder"], words["text_encodings"]
-    if (words["run"] is None) == (words["first_stage"] is None) and words["from_latents"] is None:
+    if (words["run"] is None) == (words["first_stage"] is None):
         raise ConfigError("name one first stage: the folder of a run, or --first-stage PATH; --help shows how")
     if words["out"] is None:
         raise ConfigError("name the folder to write into: --out DIR")

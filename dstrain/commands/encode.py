@@ -50,7 +50,7 @@ def encode(options: EncodeOptions) -> dict[str, Any] | None:
     plan = planned(options)
     encoding = plan.encoding
     if group.rank() == 0:
-        path = options.from_latents or f"{options.data or plan.stage.data.path}, {options.split}"
+        path = f"{options.data or plan.stage.data.path}, {options.split}"
         print(f"data: {path}: {plan.source.describe()}", flush=True)
     numbers = _own(encoding, options.part)
 
@@ -97,7 +97,7 @@ def _one_thread() -> Iterator[None]:
 def _prepare(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any], numbers: range) -> str | None:
     """Makes the folder ready; returns why it cannot be, else None."""
     out = options.out
-    path = options.from_latents or f"{options.data or 'the data of the run'}, {options.split}"
+    path = f"{options.data or 'the data of the run'}, {options.split}"
     names = {"first_stage": stage.name, "data": path}
     if problem := _conflict(out, encoding, names):
         return problem
@@ -198,11 +198,7 @@ def _read(
 
     ConfigError: a sample without a caption, where captions are encoded, or where others have one.
     """
-    names = [
-        name
-        for name in ("image", "video", "frames", "codes", "caption")
-        if name != "caption" or encoding.get("captions")
-    ]
+    names = [name for name in ("image", "video", "frames", "caption") if name != "caption" or encoding.get("captions")]
     several = encoding.get("num_captions")
 
     def read(index: int) -> tuple[dict, list]:
@@ -285,8 +281,7 @@ def _finish(
                 )
             return None
     versions = {"dstrain": __version__, "torch": torch.__version__}
-    classes = None if options.from_latents and source.labelled else list(source.classes)
-    index = shards.body_of(encoding, classes, [records[number] for number in sorted(records)], versions)
+    index = shards.body_of(encoding, list(source.classes), [records[number] for number in sorted(records)], versions)
     _require_readable(index["bad_files"], options, encoding["number"])
     if group.rank() == 0:
         # Two parts that end at the same time write the same index.

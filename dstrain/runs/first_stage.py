@@ -30,8 +30,7 @@ class FirstStage:
     name: str  # for messages
     fingerprint: str
     channels: int  # of its images
-    codes: Callable[[Batch], np.ndarray] | None = None  # None: it is not at hand, and others have cached its codes;
-    # image uint8 (B, C, H, W), or video uint8 (B, T, C, H, W) and frames
+    codes: Callable[[Batch], np.ndarray]  # image uint8 (B, C, H, W), or video uint8 (B, T, C, H, W) and frames
     # int64 (B,) -> float32 (B, 2, c, h, w), mean and deviation, or
     # token ids (B, h, w) or (B, t, h, w)
     codebook_size: int | None = None  # of token ids
@@ -123,13 +122,11 @@ class Encoder:
         if self.texts is not None:
             arrays |= self._texts(batch["caption"][rows])
         arrays = {name: self._stored(name, array[:count]) for name, array in arrays.items()}
-        inputs = ("image", "video", "codes")
+        inputs = ("image", "video")
         return arrays | {name: values.numpy() for name, values in batch.items() if name not in inputs}
 
     def _codes(self, batch: Batch) -> np.ndarray:
         """(b, crops * flips, ...) of a full batch; with crops, its images are (b, crops, C, H, W)."""
-        if "codes" in batch:
-            return batch["codes"].numpy()
         on_device = {name: values.to(group.device()) for name, values in batch.items()}
         views = [on_device]
         if "crops" in self.encoding:

@@ -47,7 +47,7 @@ def write_table(path: Path, out: Path) -> int:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("path", "label"), *rows])
     with write_errors(f"--out {out}", "name a file that can be written"):
-        atomic.write(out, text.getvalue())
+        atomic.write_file(out, text.getvalue())
     return len(rows)
 
 

@@ -21,7 +21,7 @@ from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, require_read
 from dstrain.data.cached import shards
 from dstrain.data.source import Bad, Item, read_items
 from dstrain.disk import atomic
-from dstrain.disk.sealed import render
+from dstrain.disk.sealed import render_sealed
 from dstrain.distributed.bars import Bar
 from dstrain.encoders import autoencoder
 from dstrain.recipe import ConfigError, reworded, write_errors
@@ -67,7 +67,7 @@ def convert_latents(options: LatentsOptions) -> dict[str, Any]:
         versions = {"dstrain": __version__, "torch": torch.__version__}
         index = shards.body_of(encoding, None if source.labelled else [], records, versions)
         require_readable(len(index["bad_files"]), len(source), options.max_bad_fraction, "files")
-        atomic.write(options.out / shards.INDEX, render(index))
+        atomic.write_file(options.out / shards.INDEX, render_sealed(index))
     return index
 
 
@@ -130,7 +130,7 @@ def _prepare_folder(options: LatentsOptions, encoding: dict[str, Any]) -> str | 
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
     names = {"first_stage": options.first_stage, "data": str(options.path)}
     text = json.dumps({"encoding": encoding, "of": names}, sort_keys=True, indent=1)
-    atomic.write(out / shards.ENCODING, f"{text}\n")
+    atomic.write_file(out / shards.ENCODING, f"{text}\n")
     return None
 
 
@@ -175,5 +175,5 @@ def _write_shard(options: LatentsOptions, source: Foreign, encoding: dict[str, A
     }
     data = shards.pack(arrays, facts)
     with write_errors(path, SAME_COMMAND):
-        atomic.write(path, data)
+        atomic.write_file(path, data)
     return shards.record(path, shards.facts_of(data))

@@ -49,15 +49,15 @@ def _prepare_folder(out: Path, folder: Path, of: str) -> None:
     with write_errors(f"--out {out}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         known = {INDEX, PACKING, TRAIN, HELD_OUT}
-        strangers = [path.name for path in folder.iterdir() if path.name not in known]
+        strangers = sorted(path.name for path in folder.iterdir() if path.name not in known)
         if not (folder / PACKING).exists():
-            strangers = sorted(name for name in strangers if not name.startswith("."))
+            strangers = [name for name in strangers if not name.startswith(".")]
         elif json.loads((folder / PACKING).read_text()) == {"converted": of}:
             strangers = []
         if strangers:
             raise ConfigError(f"--out {out} holds {', '.join(strangers[:3])}: name a new folder")
         (folder / INDEX).unlink(missing_ok=True)
-        atomic.write(folder / PACKING, json.dumps({"converted": of}))
+        atomic.write_file(folder / PACKING, json.dumps({"converted": of}))
 
 
 def _write_shards(folder: Path, pictures: Pictures) -> int:
@@ -67,7 +67,7 @@ def _write_shards(folder: Path, pictures: Pictures) -> int:
     with Bar("converting", total=pictures.number, unit=" images", unit_scale=True) as bar:
         for first in pictures.samples:
             path = folder / shard_name(len(records))
-            with write_errors(path, _REMEDY), atomic.replacing(path) as temporary:
+            with write_errors(path, _REMEDY), atomic.replace_file(path) as temporary:
                 with open(temporary, "wb") as file:
                     writer, number, size = ShardWriter(file), 0, 0
                     for name, content, label in chain([first], pictures.samples):
@@ -87,7 +87,7 @@ def _write_shards(folder: Path, pictures: Pictures) -> int:
     body = {"format": FORMAT, "noun": "images", "number": sum(record["samples"] for record in records)}
     body |= {"classes": list(classes) if largest >= 0 else [], "captions": 0, "shards": records}
     with write_errors(folder, _REMEDY):
-        atomic.write(folder / INDEX, sealed.render(body))
+        atomic.write_file(folder / INDEX, sealed.render_sealed(body))
     return body["number"]
 
 

@@ -24,9 +24,6 @@ class EncodeOptions:
     captions: str | None = None  # of videos: a captions file; None: the run's, for the run's data
     clips: int | None = None  # of videos: windows of each, evenly spaced; None: one
     num_captions: int | None = None  # of images: captions of each that are kept; None: none, or as videos
-    from_latents: str | None = None  # a folder of latents that others have cached, instead of data
-    latent_scale: float | None = None  # by which these have been multiplied; None: as their trainer does
-    normalize: bool = False  # these, by channel, by the latents_stats.pt beside them
     image_size: int | None = None  # pixels; None: the run's
     batch: int = 32  # samples of one call of the first stage
     shard_size: int = 4096  # samples

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from dstrain.commands.encoding.options import EncodeOptions, Plan
-from dstrain.commands.encoding.takeover import taken_over
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
@@ -25,11 +24,6 @@ from dstrain.runs.first_stage import FirstStage
 def planned(options: EncodeOptions) -> Plan:
     """The same on all ranks. ConfigError: what is asked for cannot be."""
     require(options.precision)
-    if options.from_latents is not None:
-        return taken_over(options)
-    for name in ("latent_scale", "normalize"):
-        if getattr(options, name) not in (None, False):
-            raise ConfigError(f"--{name.replace('_', '-')} is for --from-latents: leave it out")
     if options.run is not None:
         stage = first_stage.of_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:

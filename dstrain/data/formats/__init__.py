@@ -8,18 +8,15 @@ from dstrain.data.files.local import Files, before_pattern
 from dstrain.data.files.remote import SCHEMES, files_at, is_address
 from dstrain.data.files.tables import TABLES
 from dstrain.data.formats.base import Layout, Request
-from dstrain.data.formats.cifar import Cifar
 from dstrain.data.formats.clips import Clips
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.hugging_face import HUB, ArrowTables, HubTables, ParquetTables
-from dstrain.data.formats.idx import Idx
-from dstrain.data.formats.imagenet import AllClips, AllFiles, FlatVal, ListedClips, ListedFolders
+from dstrain.data.formats.imagenet import AllClips, AllFiles, ListedClips, ListedFolders
 from dstrain.data.formats.lists import Metadata, PathList, TableList, WebVid
-from dstrain.data.formats.lmdbs import Lmdbs
-from dstrain.data.formats.npz import Npz
 from dstrain.data.formats.packed import PackedFiles
 from dstrain.data.formats.sidecars import Beside
 from dstrain.data.formats.tars import Tars
+from dstrain.data.formats.unconverted import refuse_unconverted
 from dstrain.data.formats.zips import Zips
 from dstrain.disk.small import describe_kind
 from dstrain.recipe import ConfigError
@@ -29,10 +26,6 @@ LAYOUTS: tuple[type[Layout], ...] = (
     HubTables,
     Tars,
     Zips,
-    Npz,
-    Cifar,
-    Idx,
-    Lmdbs,
     ArrowTables,
     ParquetTables,
     WebVid,
@@ -40,7 +33,6 @@ LAYOUTS: tuple[type[Layout], ...] = (
     PathList,
     Metadata,
     Beside,
-    FlatVal,
     AllClips,
     AllFiles,
     ListedClips,
@@ -78,6 +70,7 @@ def files_of(path: str, request: Request) -> Files:
 
 def recognised(path: str, files: Files, request: Request) -> Layout:
     """The layout of the data at a path. ConfigError: they have none of the forms above."""
+    refuse_unconverted(path, files, request)
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):
             unread = [key for key in request.columns if key not in layout.columns_read]
@@ -100,6 +93,6 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
         )
     raise ConfigError(
         f"{request.key}={path}: is not a folder, and no file that is read; give a folder of "
-        f"{request.noun}, a list of them ({' '.join(TABLES)}, or lines PATH NUMBER), a .tar, .zip, .npz, "
+        f"{request.noun}, a list of them ({' '.join(TABLES)}, or lines PATH NUMBER), a .tar, .zip, "
         ".parquet or .arrow (docs/guides/data.md has all forms), or builtin:fashion"
     )

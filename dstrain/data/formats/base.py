@@ -106,12 +106,6 @@ class Layout(ABC):
         at = f"{self.request.key}={self.root}"
         return self.class_list.prefix(name, at) if self.request.labels == "prefix" else self.class_list.number(own, at)
 
-    def prepare(self, folder: Path) -> None:
-        """Unpacks what can only be read from its beginning, once, on one rank, into a folder that need not exist yet.
-
-        Called before anything else, and in vain where it is unpacked already. Most data need not be unpacked.
-        """
-
     def unseen(self) -> str | None:
         """The path of the samples that these data hold out by themselves, such as CIFAR's test_batch; None: none."""
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.listing import few
 from dstrain.data.source import Source
 from dstrain.disk import small
 from dstrain.recipe import ConfigError
@@ -211,12 +210,6 @@ def require_classes(
 def _held_out_without_classes(path: str, source: Source, held_out: Source, own: bool) -> str:
     unseen = held_out.where.partition("=")[2]
     share = ", or write data.held_out=0.02, which holds out a share of what is trained on" if own else ""
-    if own and unseen.endswith("_val_lmdb"):  # LSUN's, where one category alone has them
-        names = [f"{name}_val_lmdb" for name in source.classes if not os.path.isdir(f"{path}/{name}_val_lmdb")]
-        return (
-            f"data.path={path} holds out {os.path.basename(unseen)} alone, and nothing of its other classes: add "
-            f"{few(names)}{share}"
-        )
     which = f"the held-out data, {unseen}," if own else "the held-out data"
     return (
         f"{which} have no classes, and data.path={path} has {len(source.classes)}: put the files of each class "

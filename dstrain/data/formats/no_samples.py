@@ -8,8 +8,8 @@ from itertools import islice
 from os.path import splitext
 from pathlib import Path
 
-from dstrain.data.cached.foreign import Edm2, FastDiT, LightningDiT
 from dstrain.data.formats.base import Layout
+from dstrain.data.formats.unconverted import holds_latents
 from dstrain.recipe import ConfigError
 
 _LOOKED = 1000  # files by which data are judged
@@ -21,7 +21,7 @@ _REMEDIES = (  # suffixes of files that are no samples as they lie there, and th
     (_PICTURES, "convert them to PNG or JPEG, as `mogrify -format png FILES` of ImageMagick does"),
     (
         (".npy", ".safetensors"),
-        "{latents}; pixels are written as uint8 (N, H, W, C) by numpy.savez(FILE, arr_0=images)",
+        "{latents}; pixels are written as uint8 (N, H, W, C) by numpy.savez, for `dstrain convert npz`",
     ),
     (
         (".parquet",),
@@ -29,9 +29,10 @@ _REMEDIES = (  # suffixes of files that are no samples as they lie there, and th
         "write {key}={root}/{name}",
     ),
     (
-        (".tar", ".zip", ".npz", ".csv", ".tsv", ".jsonl"),
+        (".tar", ".zip", ".csv", ".tsv", ".jsonl"),
         "name the file, {key}={root}/{name}; data.mixture='[{{path: A}}, {{path: B}}]' takes several",
     ),
+    ((".npz",), "convert it once with `dstrain convert npz {root}/{name} --out SHARDS`, then give {key}=SHARDS"),
     ((".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it first"),
 )
 _UNKNOWN = "docs/guides/data.md has all forms that are read, such as a folder of {noun}"
@@ -60,7 +61,7 @@ def without_samples(layout: Layout) -> ConfigError:
     remedy = known.get(suffix, _UNKNOWN)
     if "{root}/{name}" in remedy and (within := re.match(r".*?\.(tar|zip)(?=/)", name, re.IGNORECASE)):
         remedy = f"unpack {within[0]} first"  # a member has no path
-    latents = _of_latents(layout.root, name) if "{latents}" in remedy else ""
+    latents = _describe_latents(layout.root, name, request.key) if "{latents}" in remedy else ""
     remedy = remedy.format(key=request.key, root=layout.root, name=name, noun=noun, latents=latents)
     return ConfigError(
         f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "
@@ -81,24 +82,17 @@ def left_out(counts: Mapping[str, int]) -> str:
     )
 
 
-def _of_latents(root: str, name: str) -> str:
-    """How latents that others have cached are taken over, where one of their files is `name`."""
+def _describe_latents(root: str, name: str, key: str) -> str:
+    """Returns how latents that others have cached are converted, if one of their files is `name`."""
+    place = Path(root)
     if "://" in root:
-        place = None  # launch/encode.py reads them from a disk
-    elif root.endswith(".zip"):
-        place = Path(root)
-    else:
-        place = next(
-            (
-                folder
-                for folder in Path(root, name).parents[:_ABOVE]
-                if any(layout.recognises(folder) for layout in (Edm2, LightningDiT, FastDiT))
-            ),
-            None,
-        )
+        place = None  # they are converted from a disk
+    elif not root.endswith(".zip"):
+        folders = Path(root, name).parents[:_ABOVE]
+        place = next((folder for folder in folders if holds_latents(folder)), None)
     if place is None:
-        return "docs/guides/encode.md names the latents of others that launch/encode.py --from-latents takes over"
+        return "docs/guides/encode.md names the latents of others that `dstrain convert latents` converts"
     return (
-        f"latents that others have cached are taken over by launch/encode.py --from-latents "
-        f"{shlex.quote(str(place))} --first-stage PATH --out DIR"
+        f"latents that others have cached are converted once with `dstrain convert latents {shlex.quote(str(place))} "
+        f"--first-stage PATH --out DIR`, then give {key}=DIR"
     )

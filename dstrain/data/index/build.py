@@ -107,7 +107,6 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
             return found
     require_there(f"{request.key}={path}", files)
     layout, folder = recognised(path, files, request), folders[0]
-    layout.prepare(_unpacked(folder))
     if kept is None and not request.measured and not _building(folder).exists():
         index = _in_memory(layout)
         if index is not None:
@@ -138,10 +137,6 @@ def _usual_folders(run: Path | None) -> list[Path]:
 
 def _building(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.building")
-
-
-def _unpacked(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.unpacked")
 
 
 @contextmanager
@@ -176,7 +171,6 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     if index.header["layout"] != type(layout).__name__:  # a list of labels or the like was put beside the data
         return None
     layout.classes, layout.notes = index.classes, index.header["notes"]
-    layout.prepare(_unpacked(folder))
     now = _stats(layout, watched["names"])
     if now == watched["stats"]:
         return layout, index

@@ -1,10 +1,8 @@
 """Images in tars, zips, arrays and LMDB: pixels, labels, captions and order of the folder that was packed."""
 
-import gzip
 import io
 import json
 import pickle
-import struct
 import tarfile
 import zipfile
 import zlib
@@ -12,13 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import braceexpand
-import lmdb
-import numpy as np
 import pytest
 import torch
-import torchvision
 import webdataset
-from PIL import Image
 
 from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
@@ -26,8 +20,6 @@ from dstrain.data.files import zipped as zip_files
 from dstrain.data.files.local import LocalFiles, expanded
 from dstrain.data.formats import LAYOUTS, recognised
 from dstrain.data.formats.base import Request
-from dstrain.data.formats.lmdbs import _values
-from dstrain.data.formats.pickled import as_array, read_pickle
 from dstrain.data.open import open_sources
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import open_images
@@ -35,7 +27,7 @@ from dstrain.data.sources.videos import open_videos
 from dstrain.encoders.text import captions_of
 from dstrain.recipe import ConfigError, Data
 from tests.support.clips import moving, write
-from tests.support.pictures import folder, picture
+from tests.support.pictures import picture
 
 CLASSES, EACH = 3, 4
 
@@ -263,225 +255,12 @@ def test_altered_members_are_bad_samples(tmp_path, plain):
     assert source[0] and source[2]
 
 
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-@pytest.mark.parametrize("labels", [True, False])
-def test_npz(tmp_path, save, labels, monkeypatch):
-    """Oracle: the folder of the same pixels; numpy wrote the file as ADM does."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    root = folder(tmp_path / "plain", 2, 5)
-    pixels = [np.asarray(Image.open(path)) for path in files_of(root)]
-    numbers = np.repeat([0, 1], 5)
-    save(tmp_path / "samples_10x30x40x3.npz", np.stack(pixels), *([numbers] if labels else []))
-    assert_equal(tmp_path / "samples_10x30x40x3.npz", root, names=False, classes=labels)
-    unpacked = list((tmp_path / "cache").rglob("*.npy"))
-    assert len(unpacked) == (save is np.savez_compressed)
-    for path in unpacked:  # once, and anew where the file has changed
-        np.testing.assert_array_equal(np.load(path), np.stack(pixels))
-        save(tmp_path / "samples_10x30x40x3.npz", np.stack(pixels[::-1]))
-        anew = open_images(tmp_path / "samples_10x30x40x3.npz", 16)
-        assert torch.equal(anew[0]["image"], open_images(root, 16)[9]["image"])
-
-
-@pytest.mark.parametrize(
-    "labels", [[0.5, 1.7], [0, np.nan], [0, np.inf], [[0, 0], [0, 1]], [[0.3, 0.7], [0, 1]], [[3], [2]]]
-)
-def test_labels_of_an_npz_that_are_none(tmp_path, labels):
-    """Oracle: the contract: labels are whole numbers or one-hot rows, and nothing else is rounded to one."""
-    np.savez(tmp_path / "a.npz", np.zeros((2, 8, 8, 3), np.uint8), np.array(labels))
-    with pytest.raises(ConfigError, match="neither whole numbers .* nor one-hot"):
-        open_images(tmp_path / "a.npz", 16)
-
-
 def test_a_label_below_zero_in_a_tar(tmp_path):
     """Oracle: the contract: -1 is no class, and no name of one."""
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
         writer.write({"__key__": "a", "png": b"", "cls": b"-1"})
     with pytest.raises(ConfigError, match="has the label -1"):
         open_images(tmp_path, 16)
-
-
-def cifar(root: Path, hundred: bool, draw: np.random.Generator) -> None:
-    """What torchvision unpacks: batches by the pickle of Python 2, protocol 2, whose texts are bytes."""
-    names = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    root.mkdir(parents=True)
-    for name in names:
-        data = draw.integers(0, 256, (20, 3072), dtype=np.uint8)
-        labels = draw.integers(0, 100 if hundred else 10, 20).tolist()
-        batch = {"data": data, "filenames": [f"{i}.png" for i in range(20)]}
-        (root / name).write_bytes(of_python_2(batch | {"fine_labels" if hundred else "labels": labels}))
-        (root / f"{name}.bin").write_bytes(
-            b"".join(bytes([0] * hundred + [label]) + row.tobytes() for label, row in zip(labels, data))
-        )
-    classes = [f"class {i}" for i in range(100 if hundred else 10)]
-    meta = {"fine_label_names" if hundred else "label_names": classes}
-    (root / ("meta" if hundred else "batches.meta")).write_bytes(of_python_2(meta))
-
-
-def of_python_2(content: dict) -> bytes:
-    """A pickle as Python 2 wrote it: every text and the bytes of an array are its `str`, opcodes U and T."""
-
-    def text(value: bytes) -> bytes:
-        return b"U" + bytes([len(value)]) + value if len(value) < 256 else b"T" + struct.pack("<i", len(value)) + value
-
-    def value(item: object) -> bytes:
-        if isinstance(item, str):
-            return text(item.encode())
-        if isinstance(item, int):
-            return b"K" + bytes([item])
-        if isinstance(item, list):
-            return b"](" + b"".join(map(value, item)) + b"e"
-        if isinstance(item, dict):
-            return b"}(" + b"".join(value(key) + value(inner) for key, inner in item.items()) + b"u"
-        rows, columns = item.shape
-        return (
-            b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\x01b\x87R(K\x01M"
-            + struct.pack("<H", rows)
-            + b"M"
-            + struct.pack("<H", columns)
-            + b"\x86cnumpy\ndtype\nU\x02u1K\0K"
-            b"\x01\x87R(K\x03U\x01|NNN"
-            b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89" + text(item.tobytes()) + b"tb"
-        )
-
-    return b"\x80\x02" + value(content) + b"."
-
-
-@pytest.mark.parametrize("hundred", [False, True])
-def test_cifar(tmp_path, hundred, monkeypatch):
-    """Oracle: torchvision's own reader of the same files (its check of the download's MD5 apart); the binary files."""
-    name = "cifar-100-python" if hundred else "cifar-10-batches-py"
-    cifar(tmp_path / name, hundred, np.random.default_rng(1))
-    kind = torchvision.datasets.CIFAR100 if hundred else torchvision.datasets.CIFAR10
-    monkeypatch.setattr(kind, "_check_integrity", lambda self: True)
-    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *_: True)
-    binary = tmp_path / "bin" / ("cifar-100-binary" if hundred else "cifar-10-batches-bin")
-    binary.mkdir(parents=True)
-    for path in sorted((tmp_path / name).glob("*.bin")):
-        path.rename(binary / path.name)
-    names = [f"class_{i}\n" for i in range(100 if hundred else 10)]
-    (binary / ("fine_label_names.txt" if hundred else "batches.meta.txt")).write_text("".join(names))
-    for path in (tmp_path, tmp_path / name, binary.parent, binary):
-        train, unseen = open_sources(Data(path=str(path), image_size=32))
-        for source, of_train in ((train, True), (unseen, False)):
-            expected = kind(str(tmp_path), train=of_train)
-            assert len(source) == len(expected)
-            for i in (0, 7, len(expected) - 1):
-                image, label = expected[i]
-                assert torch.equal(source[i]["image"], torch.from_numpy(np.array(image)).permute(2, 0, 1))
-                assert source[i]["label"] == label
-            assert [text.replace("_", " ") for text in source.classes] == expected.classes
-    own = open_sources(Data(path=str(tmp_path), image_size=32, held_out=0.5))[1]
-    assert 0 < len(own) < len(train) and own.name(0).startswith(("data_batch", "train"))
-    (tmp_path / name / ("train" if hundred else "data_batch_1")).write_bytes(
-        pickle.dumps({"data": Path("x"), "labels": [0]})
-    )
-    with pytest.raises(
-        ConfigError,
-        match="cannot be read as a file of CIFAR: it holds no plain array where one is expected; fetch it anew",
-    ):
-        open_sources(Data(path=str(tmp_path / name), image_size=32))
-
-
-@pytest.mark.parametrize("protocol", range(2, 6))
-def test_pickles_of_python_3(protocol):
-    """Oracle: pickle itself. Protocol 2 writes the bytes as a text that stands for them, which has no place."""
-    data = np.arange(64, dtype=np.uint8).reshape(4, 16)
-    content = pickle.dumps({"data": data, "labels": [1, 2, 3, 2**40], "more": (None, True, 1.5, [], {})}, protocol)
-    value = read_pickle(content)
-    assert value["labels"] == [1, 2, 3, 2**40] and value["more"] == (None, True, 1.5, [], {})
-    if protocol == 2:
-        with pytest.raises(ConfigError, match="write it with protocol=4"):
-            as_array(value["data"])
-        return
-    array = as_array(value["data"])
-    assert array[:2] == ((4, 16), np.uint8) and content[array.place : array.place + 64] == data.tobytes()
-
-
-@pytest.mark.parametrize(
-    "below, ending",
-    [("MNIST/raw", ""), ("EMNIST/raw", ""), ("FashionMNIST/raw", ".gz"), ("KMNIST/raw", ""), ("", ".gz")],
-)
-def test_idx(tmp_path, below, ending, monkeypatch):
-    """Oracle: torchvision's reader of the same files, and numpy."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    draw, prefix = np.random.default_rng(2), "emnist-letters-" if below == "EMNIST/raw" else ""
-    (tmp_path / "data" / below).mkdir(parents=True)
-    expected = {}
-    for split, number in (("train", 30), ("test" if prefix else "t10k", 12)):
-        images = draw.integers(0, 256, (number, 28, 20), dtype=np.uint8)
-        labels = draw.integers(0, 10, number, dtype=np.uint8)
-        labels[0] = 9
-        expected[split] = images, labels
-        for kind, header, array in (
-            ("images-idx3", (0x803, *images.shape), images),
-            ("labels-idx1", (0x801, number), labels),
-        ):
-            content = struct.pack(f">{len(header)}I", *header) + array.tobytes()
-            path = tmp_path / "data" / below / f"{prefix}{split}-{kind}-ubyte{ending}"
-            path.write_bytes(gzip.compress(content) if ending else content)
-    sources = open_sources(Data(path=str(tmp_path / "data"), image_size=20, channels=1))
-    for source, (split, (images, labels)) in zip(sources, expected.items()):
-        assert len(source) == len(images) and source.labels.tolist() == labels.tolist()
-        for i in range(len(source)):
-            np.testing.assert_array_equal(source[i]["image"][0], images[i, 4:24])
-    if below == "MNIST/raw":
-        theirs = torchvision.datasets.MNIST(str(tmp_path / "data"))
-        np.testing.assert_array_equal(theirs.data, expected["train"][0])
-    unpacked = list((tmp_path / "cache").rglob("*-ubyte"))
-    assert len(unpacked) == (2 if ending else 0)
-    again = open_sources(Data(path=str(tmp_path / "data"), image_size=20, channels=1))[0]
-    assert torch.equal(again[3]["image"], sources[0][3]["image"]) and again.fingerprint() == sources[0].fingerprint()
-
-
-def environment(path: Path, values: dict[bytes, bytes]) -> None:
-    with lmdb.open(str(path), map_size=1 << 26) as env, env.begin(write=True) as transaction:
-        for key, value in values.items():
-            transaction.put(key, value)
-
-
-def test_lsun(tmp_path, plain):
-    """Oracle: the folder, of which each class became an environment by the lmdb package; LSUN's names of splits."""
-    root = tmp_path / "lsun"
-    root.mkdir()
-    for name in sorted(path.name for path in plain.iterdir()):
-        values = {file.name.encode(): file.read_bytes() for file in (plain / name).iterdir()}
-        environment(root / f"{name}_train_lmdb", values | {b"length": b"4"})
-        environment(root / f"{name}_val_lmdb", dict(list(values.items())[:1]))
-    environment(root / "test_lmdb", values)
-    assert_equal(root, plain)
-    for file in root.rglob("lock.mdb"):
-        file.unlink()
-    train, unseen = open_sources(Data(path=str(root), image_size=16))
-    assert len(unseen) == CLASSES and unseen.classes == train.classes and sorted(unseen.labels) == [0, 1, 2]
-    one, none = open_sources(Data(path=str(root / "a_train_lmdb"), image_size=16))
-    assert len(one) == EACH and one.classes == () and none is None
-    assert not list(root.rglob("lock.mdb"))
-    with lmdb.open(str(tmp_path / "a.lmdb"), map_size=1 << 26, subdir=False, lock=False) as env:
-        with env.begin(write=True) as transaction:
-            for file in (plain / "a").iterdir():
-                transaction.put(file.name.encode(), file.read_bytes())
-    alone = open_images(tmp_path / "a.lmdb", 16)
-    assert len(alone) == EACH and all(torch.equal(alone[i]["image"], one[i]["image"]) for i in range(EACH))
-
-
-def test_lmdb_pages(tmp_path):
-    """Oracle: the lmdb package's cursor over a tree of three levels, with values in pages and in pages of their own."""
-    draw = np.random.default_rng(5)
-    values = {draw.bytes(20).hex().encode(): draw.bytes(100 if i % 5 else 5000 + i) for i in range(3000)}
-    environment(tmp_path / "a", values)
-    environment(tmp_path / "a", {key: value[::-1] for key, value in list(values.items())[:700]})  # pages used again
-    with (
-        lmdb.open(str(tmp_path / "a"), readonly=True, lock=False) as env,
-        env.begin() as transaction,
-        open(tmp_path / "a" / "data.mdb", "rb") as file,
-    ):
-        assert env.stat()["depth"] == 3
-        rows = list(_values(file))
-        expected = list(transaction.cursor())
-        assert [key for key, _, _ in rows] == [key for key, _ in expected]
-        for (_, place, size), (_, value) in zip(rows, expected):
-            file.seek(place)
-            assert file.read(size) == value
 
 
 def test_one_form_each(tmp_path, plain):

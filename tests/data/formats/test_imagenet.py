@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from scipy.io import savemat
 from torchvision.datasets import imagenet as original
 
+from dstrain.commands.convert import ConvertOptions, convert
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
 from dstrain.data.formats.imagenet import titles
@@ -78,14 +81,18 @@ def test_the_root_of_imagenet(tmp_path, tree, truth):
     root = imagenet(tmp_path / "d" / tree, truth is None) and tmp_path / "d"
     sorted_val = imagenet(tmp_path / "sorted", True)
     (root / tree / "test").mkdir()
+    val = root / tree / "val"
     if truth:
         truth(root)
+        with pytest.raises(ConfigError, match=f"data.held_out_path={val} holds ImageNet's validation images"):
+            open_sources(Data(path=str(root), image_size=16))
+        val = listed(val)
     for section in (Data(path=str(root), image_size=16), Data(path=str(root), image_size=16, held_out=0.3)):
         train, unseen = open_sources(section)
         own = section.model_copy(
             update={
                 "path": str(root / tree / "train"),
-                "held_out_path": None if section.held_out else str(root / tree / "val"),
+                "held_out_path": None if section.held_out else str(val),
             }
         )
         plain, share = open_sources(own)
@@ -129,16 +136,30 @@ def test_what_is_not_like_imagenet(tmp_path):
     ]
 
 
+def listed(val: Path) -> Path:
+    """The table beside val/ that the command of its refusal writes."""
+    with pytest.raises(ConfigError) as caught:
+        open_sources(Data(path=str(val), image_size=16))
+    command = shlex.split(re.search(r"`dstrain convert (.*?)`", str(caught.value)).group(1))
+    assert command == ["imagenet-kit", str(val), "--out", f"{val}.csv"]
+    assert convert(ConvertOptions(command[0], Path(command[1]), Path(command[3]))).startswith("6 images in")
+    return Path(command[3])
+
+
 def test_the_kit_as_torchvision_reads_it(tmp_path, monkeypatch):
-    """Oracle: torchvision's own reader of the kit."""
+    """Oracle: torchvision's own reader of the kit; the images that were written."""
     root = imagenet(tmp_path / "d", False)
     write_kit(root)
     shutil.make_archive(str(tmp_path / "kit"), "gztar", root, "ILSVRC2012_devkit_t12")
     monkeypatch.setattr(original, "_verify_archive", lambda *names: None)  # by the hash of the real one
     original.parse_devkit_archive(tmp_path, "kit.tar.gz")
     _, synsets = original.load_meta_file(tmp_path)
-    source = open_images(root / "val", 16)
+    source, unlabelled = open_images(listed(root / "val"), 16), Request(SUFFIXES, labels="none")
     assert [source.classes[source[index]["label"]] for index in range(len(OF_VAL))] == synsets
+    plain = open_images(root / "val", 16, request=unlabelled)
+    for index in range(len(OF_VAL)):
+        assert source.name(index) == f"val/{plain.name(index)}"
+        assert torch.equal(source[index]["image"], plain[index]["image"])
 
 
 def test_a_kit_that_does_not_fit(tmp_path):
@@ -148,8 +169,16 @@ def test_a_kit_that_does_not_fit(tmp_path):
     root = imagenet(tmp_path / "d", False)
     section = Data(path=str(root / "val"), image_size=16, index=str(tmp_path / "index"))
     assert open_sources(section)[0].classes == ()
+    options = ConvertOptions("imagenet-kit", root / "val", tmp_path / "out.csv")
+    with pytest.raises(ConfigError, match="put its labels beside or above it: ILSVRC2012_devkit_t12/"):
+        convert(options)
     write_kit(root)
-    assert set(labels_of(open_sources(section)[0]).values()) == {0, 1, 2, 3}
+    with pytest.raises(ConfigError, match="validation images without class folders: list them once with"):
+        open_sources(section)
+    convert(options)
+    table = Data(path=str(options.out), image_size=16)
+    assert set(labels_of(open_sources(table)[0]).values()) == {0, 1, 2, 3}
+    options.out.unlink()
     data = root / "ILSVRC2012_devkit_t12" / "data"
     truth = data / "ILSVRC2012_validation_ground_truth.txt"
     for content, message in (
@@ -160,11 +189,12 @@ def test_a_kit_that_does_not_fit(tmp_path):
     ):
         truth.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ConfigError, match=message):
-            open_sources(section)
+            convert(options)
     (data / "meta.mat").write_bytes(b"MATLAB 5.0 MAT-file" + bytes(200))
     truth.write_text("1\n" * 6)
     with pytest.raises(ConfigError, match="meta.mat cannot be read"):
-        open_sources(section)
+        convert(options)
+    assert not options.out.exists()
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,9 @@ def test_what_was_found_is_said(tmp_path):
         "held out: 2,500 clips, 10 classes of 250, captions",
     ]
     pairs = Data(path="builtin:emoji-pairs")
-    assert "held out: 286 of 1,910 embedding pairs: image_embed, text_embed" in describe_data(pairs, *open_sources(pairs))
+    assert "held out: 286 of 1,910 embedding pairs: image_embed, text_embed" in describe_data(
+        pairs, *open_sources(pairs)
+    )
     write(tmp_path / "x")
     held = Latents(tmp_path / "x", "held_out", 0.3)
     labels = np.bincount([held[i]["label"] for i in range(len(held))], minlength=3)

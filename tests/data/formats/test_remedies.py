@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import tarfile
 import zipfile
 
@@ -15,8 +14,7 @@ from dstrain.commands.job import checked
 from dstrain.data.cached.latents import Latents
 from dstrain.data.open import open_sources
 from dstrain.recipe import ConfigError, Data, load
-from tests.commands.encoding.test_takeover import LABELS, edm2, edm2_zip, fast_dit, lightning
-from tests.data.formats.test_containers import environment
+from tests.commands.converting.test_latents import LABELS, edm2, edm2_zip, fast_dit, lightning
 from tests.data.formats.test_labels import lines
 from tests.support import first_stage
 from tests.support.launch import ROOT, here
@@ -49,10 +47,10 @@ def test_latents_of_others(tmp_path, monkeypatch, capsys, write, place):
     root.parent.mkdir()
     write(root)
     text = refusal(path=str((root / place).resolve()))
-    command = re.search(r"launch/encode.py --from-latents .* --out DIR", text).group()
+    command = re.search(r"`dstrain (convert latents .* --out DIR)`", text).group(1)
     values = {"PATH": str(first_stage.save(tmp_path / "vae")), "DIR": str(tmp_path / "out")}
     code, _, error = here(
-        "encode.py", [values.get(word, word) for word in shlex.split(command)[1:]], monkeypatch, capsys
+        "convert.py", [values.get(word, word) for word in shlex.split(command)[1:]], monkeypatch, capsys
     )
     assert code == 0, error
     source = Latents(tmp_path / "out")
@@ -68,7 +66,7 @@ def test_files_that_are_no_latents(tmp_path):
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "dataset.json").write_text("{}")
     (tmp_path / "packed" / "x.zip").write_bytes(b"")
-    assert "from-latents" not in refusal(path=str(tmp_path / "packed"))
+    assert "convert latents" not in refusal(path=str(tmp_path / "packed"))
 
 
 def test_archives_within_archives_and_patterns(tmp_path):
@@ -93,29 +91,6 @@ def test_archives_within_archives_and_patterns(tmp_path):
     assert len(zipped) == 1 and zipped.describe().endswith("; 1 whose names lead outside are left out")
     told = report(index_data(IndexOptions(Data(path=str(tmp_path / "s.zip"), index=str(tmp_path / "index")))))
     assert "note: 1 whose names lead outside are left out" in told
-
-
-def test_a_category_of_lsun_without_val(tmp_path):
-    """Oracle: the environments: a category without *_val_lmdb is named, and each remedy is taken, by a model of two
-    classes; one without labels takes what is there.
-    """
-    (tmp_path / "lsun").mkdir()
-    for name, count in (("bedroom_train", 20), ("bedroom_val", 4), ("church_train", 20)):
-        values = {}
-        for number in range(count):
-            picture(number).save(path := tmp_path / f"{number}.png")
-            values[f"{name}{number}".encode()] = path.read_bytes()
-        environment(tmp_path / "lsun" / f"{name}_lmdb", values)
-    words = [f"folder={tmp_path / 'run'}", f"data.path={tmp_path / 'lsun'}"]
-    labelled = ("dit-small", *words, "model.num_classes=2")
-    (problem,) = lines(*labelled)
-    assert (
-        "holds out bedroom_val_lmdb alone" in problem and "add church_val_lmdb, or write data.held_out=0.02" in problem
-    )
-    for start in (lines(*labelled, "data.held_out=0.2"), lines("vae-small", *words)):
-        assert start[0].startswith(f"data: {tmp_path / 'lsun'}")
-    shutil.copytree(tmp_path / "lsun" / "bedroom_val_lmdb", tmp_path / "lsun" / "church_val_lmdb")
-    assert "8 images, 2 classes of 4" in lines(*labelled)[1]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dstrain.commands.encode import EncodeOptions, encode
-from dstrain.data.cached.foreign import _array, open_foreign
+from dstrain.commands.converting.foreign import _read_array, open_foreign
+from dstrain.commands.converting.latents import LatentsOptions, convert_latents
 from dstrain.data.cached.latents import Latents
 from dstrain.data.source import BadSample
 from dstrain.encoders.autoencoder import Autoencoder
@@ -89,12 +89,11 @@ def edm2_zip(root: Path) -> np.ndarray:
 
 
 def options(root, vae, **changes):
-    return EncodeOptions(
+    return LatentsOptions(
         **{
+            "path": root / "theirs",
             "out": root / "out",
-            "from_latents": str(root / "theirs"),
             "first_stage": str(vae),
-            "batch": 4,
             "shard_size": 9,
             "dtype": "float32",
         }
@@ -106,8 +105,8 @@ def options(root, vae, **changes):
 def test_taken_over(tmp_path, vae, write):
     """Oracle: the plain arrays; the first stage's own fingerprint and size; labels counted by hand."""
     name = "theirs.zip" if write is edm2_zip else "theirs"
-    codes, order = write(tmp_path / name), options(tmp_path, vae, from_latents=str(tmp_path / name))
-    index = encode(order)
+    codes, order = write(tmp_path / name), options(tmp_path, vae, path=tmp_path / name)
+    index = convert_latents(order)
     source, every = Latents(tmp_path / "out"), torch.arange(NUMBER)
     encoding = index["encoding"]
     assert encoding["first_stage"] == Autoencoder(str(vae)).fingerprint() and encoding["image_size"] == 16
@@ -121,13 +120,13 @@ def test_taken_over(tmp_path, vae, write):
     wide = codes.astype(np.float64)
     variance = wide[:, :, 0].var() + ((wide[:, :, 1] ** 2).mean() if codes.shape[2] == 2 else 0.0)
     assert index["statistics"]["std"] == pytest.approx(np.sqrt(variance), rel=1e-6)
-    assert encode(order) == index and len(list((tmp_path / "out").glob("shard*"))) == 3
+    assert convert_latents(order) == index and len(list((tmp_path / "out").glob("shard*"))) == 3
 
 
 def test_normalized_by_channel(tmp_path, vae):
     """Oracle: (latents - mean) / std by numpy, as LightningDiT's data set; a fingerprint of its own, and no pickle."""
     codes = lightning(tmp_path / "theirs")
-    index = encode(options(tmp_path, vae, normalize=True, flip=False))
+    index = convert_latents(options(tmp_path, vae, normalize=True, flip=False))
     batch = Latents(tmp_path / "out").take(torch.arange(NUMBER))
     mean, std = (np.reshape(values, (3, 1, 1)) for values in ((0.5, -1.0, 2.0), (0.5, 1.0, 4.0)))
     np.testing.assert_allclose(batch["latent_mean"], (codes[:, 0, 0] - mean) / std, rtol=1e-5, atol=1e-6)
@@ -144,10 +143,10 @@ def test_normalized_by_channel(tmp_path, vae):
     ):
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(ConfigError, match=words):
-            encode(options(tmp_path, vae, normalize=True, out=tmp_path / "none"))
+            convert_latents(options(tmp_path, vae, normalize=True, out=tmp_path / "none"))
     torch.save({"mean": Hostile(), "std": torch.ones(1, 3, 1, 1)}, path)
     with pytest.raises(ConfigError, match="holds no mean and std"):
-        encode(options(tmp_path, vae, normalize=True, out=tmp_path / "none"))
+        convert_latents(options(tmp_path, vae, normalize=True, out=tmp_path / "none"))
     assert not (tmp_path / "executed").exists() and not (tmp_path / "none").exists()
 
 
@@ -155,8 +154,8 @@ def test_an_encoder_that_is_not_at_hand(tmp_path):
     """Oracle: the contract: its name is the fingerprint, and the images' size must be told."""
     lightning(tmp_path / "theirs")
     with pytest.raises(ConfigError, match="give --image-size, too"):
-        encode(options(tmp_path, "name:vavae-f16d32"))
-    index = encode(options(tmp_path, "name:vavae-f16d32", image_size=64, latent_scale=2.0))
+        convert_latents(options(tmp_path, "name:vavae-f16d32"))
+    index = convert_latents(options(tmp_path, "name:vavae-f16d32", image_size=64, latent_scale=2.0))
     assert index["encoding"]["first_stage"] == "vavae-f16d32" and index["encoding"]["image_size"] == 64
     assert torch.equal(Latents(tmp_path / "out")[3]["latent_mean"], torch.from_numpy(drawn(1, 2)[3, 0] / 2))
 
@@ -168,38 +167,31 @@ def test_what_cannot_be_taken_over(tmp_path, vae):
     wide = first_stage.save(tmp_path / "wide", latent_channels=4)
     fast, shards, listed = (tmp_path / name for name in ("fast", "lightning", "edm2"))
     for root, changes, words in (
-        (fast, {"first_stage": None}, "name what encoded them: --first-stage PATH"),
         (fast, {"first_stage": str(wide)}, "makes latents of 4 channels, those in .* have 3"),
         (fast, {"image_size": 20}, "stand for 16 pixels"),
         (fast, {"latent_scale": 0.0}, "multiplied by a number above 0"),
-        (fast, {"data": "x"}, "--data is for encoding"),
         (fast, {"normalize": True}, "latents_stats.pt is missing"),
-        (fast, {"from_latents": str(tmp_path)}, "holds no latents of a known layout"),
-        (
-            fast,
-            {"from_latents": None, "latent_scale": 2.0, "data": "builtin:fashion", "image_size": 16},
-            "--latent-scale is for --from-latents",
-        ),
+        (fast, {"path": tmp_path}, "holds no latents of a known layout"),
     ):
         with pytest.raises(ConfigError, match=words):
-            encode(options(root, vae, **changes))
+            convert_latents(options(root, vae, **changes))
     (fast / "theirs" / "imagenet256_labels" / "4.npy").unlink()
     with pytest.raises(ConfigError, match="23 files in imagenet256_features and 22 in imagenet256_labels"):
-        encode(options(fast, vae))
+        convert_latents(options(fast, vae))
     file = shards / "theirs" / "latents_rank01_shard000.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(ConfigError, match="latents_rank01_shard000.safetensors is no whole safetensors file"):
-        encode(options(shards, vae))
+        convert_latents(options(shards, vae))
     path = listed / "theirs" / "vae-sd" / "dataset.json"
     for text, words in (
         ('{"labels": null}', "lists no files with labels"),
         ("{", "lists no files with labels"),
         ('{"labels": [["../../x.npy", 1]]}', "no .npy below this folder"),
-        ('{"labels": [["00000/img00000000.png", 1]]}', "give it to --data where these are images"),
+        ('{"labels": [["00000/img00000000.png", 1]]}', "give it as data.path where these are images"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
-            encode(options(listed, vae))
+            convert_latents(options(listed, vae))
     archive = tmp_path / "theirs.zip"
     for members, words in (
         ({"a.npy": b"", "dataset.json": b'{"labels": [["b.npy", 1]]}'}, "does not hold, b.npy"),
@@ -212,7 +204,7 @@ def test_what_cannot_be_taken_over(tmp_path, vae):
         if members is None:
             archive.write_bytes(b"none")
         with pytest.raises(ConfigError, match=words):
-            encode(options(listed, vae, from_latents=str(archive)))
+            convert_latents(options(listed, vae, path=archive))
     assert not any((root / "out").exists() for root in (fast, shards, listed))
 
 
@@ -246,7 +238,7 @@ def test_damaged_and_hostile_files(tmp_path, vae):
     (features / "3.npy").write_bytes(intact[:-4])
     (features / "8.npy").write_bytes(intact.replace(b"(1, 3, 4, 4)", b"(1, 3, 9999, 9999999)".ljust(12))[:200])
     np.save(features / "12.npy", np.array([[[[print]]]], dtype=object), allow_pickle=True)
-    index = encode(options(tmp_path, vae, max_bad_fraction=0.2))
+    index = convert_latents(options(tmp_path, vae, max_bad_fraction=0.2))
     assert [name for name, _ in index["bad_files"]] == [f"imagenet256_features/{i}.npy" for i in (12, 3, 8)]
     batch = Latents(tmp_path / "out").take(torch.tensor([3, 8, 12, 13]))
     np.testing.assert_allclose(batch["latent_mean"], codes[[4, 9, 13, 13], 0, 0], rtol=3e-7)
@@ -280,7 +272,7 @@ def test_two_threads_that_parse_headers(tmp_path):
     gc.set_threshold(1)
     try:
         Garbage()
-        assert _array(tmp_path, "a.npy", 1).tolist() == [0, 1, 2, 3]
+        assert _read_array(tmp_path, "a.npy", 1).tolist() == [0, 1, 2, 3]
     finally:
         gc.set_threshold(*thresholds)
     assert parsed
