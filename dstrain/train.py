@@ -26,7 +26,7 @@ from dstrain.engine.recovery import Course
 from dstrain.engine.settings import list_remarks, read_precision
 from dstrain.engine.start import start_group
 from dstrain.metrics.in_training import Quality, open_quality
-from dstrain.recipe import NotSaved, Run
+from dstrain.recipe import NotSaved, Run, dump
 from dstrain.runs import folders, hosts
 from dstrain.runs.folders import Resume
 from dstrain.runs.weights import fitted, write_parts
@@ -279,10 +279,32 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         steps=run.steps + course.shift,
     )
     quality = open_quality(run, system, source, held_out_source)
-    tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first, settings=settings, weights=weights)
+    tracker = Tracker(
+        folder,
+        run.track,
+        name=run.name,
+        steps=run.steps,
+        parts=tuple(engines),
+        config=run.model_dump(mode="json", by_alias=True),
+        recipe=dump(run),
+        report_page=run.every.report_page,
+        patience=15 * run.faults.timeout_minutes,
+        resumed_step=first,
+        settings=settings,
+        weights=weights,
+    )
     saves.saver.report = tracker.note
     throughput = Throughput(
-        run, first, lambda: batches.wait_seconds, system, read_precision(settings), resume.profile, tracker.note
+        folder,
+        first,
+        lambda: batches.wait_seconds,
+        batch=run.batch.global_,
+        steps=run.steps,
+        optimizer=run.optimizer,
+        system=system,
+        precision=read_precision(settings),
+        window=resume.profile,
+        note=tracker.note,
     )
     return Training(
         run,

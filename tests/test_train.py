@@ -16,10 +16,10 @@ from dstrain.recipe import ConfigError, Run
 from dstrain.runs.folders import farewell
 from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request, System
-from dstrain.tracking.tracker import Tracker
 from dstrain.tracking.videos import film_grid
 from dstrain.train import show
 from tests.support import counting
+from tests.support.tracking import track_run
 
 
 class Clips(Source):
@@ -41,7 +41,7 @@ class Clips(Source):
 def shown(folder: Path, system: System, **samples) -> list[str]:
     """What `show` leaves in a folder."""
     run = Run(samples={"num": 5, "seed": 3} | samples, track={"wandb": "disabled"})
-    tracker = Tracker(run, folder, parts=("net",))
+    tracker = track_run(run, folder, ("net",))
     engines, ema = SimpleNamespace(modules=system.networks()), SimpleNamespace(swapped=lambda decay: nullcontext())
     watchdog = SimpleNamespace(at=lambda step, phase: None)
     show(

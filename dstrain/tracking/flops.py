@@ -16,7 +16,6 @@ from torch.utils.flop_counter import flop_registry
 
 from dstrain.data.batches import placed
 from dstrain.distributed import group
-from dstrain.recipe import Run
 from dstrain.systems.base import System
 from dstrain.tracking.hardware import find_rate
 
@@ -29,11 +28,12 @@ class Utilization:
     """Figures of an interval of training. On the CPU, whose rate belongs to no rank alone, and on ranks that write no
     report there are none. A system whose loss needs values is not counted, and a warning says so.
 
-    precision: what the networks compute in, fp32, bf16 or fp16.
+    batch       samples of a step, on all ranks together
+    precision   fp32, bf16 or fp16
     """
 
-    def __init__(self, run: Run, system: System, precision: str) -> None:
-        self._run, self._system, self._flops = run, system, {}
+    def __init__(self, system: System, batch: int, precision: str) -> None:
+        self._system, self._batch, self._flops = system, batch, {}
         counts = group.device().type == "cuda" and group.rank() == 0
         self._rate = chip_rate(group.device(), _DTYPES[precision]) if counts else None
 
@@ -52,7 +52,7 @@ class Utilization:
     def _of_step(self, step: int) -> float:
         kind = self._system.turns(step), self._system.workload(step)
         if kind not in self._flops:
-            self._flops[kind] = step_flops(self._system, self._run.batch.global_, step)
+            self._flops[kind] = step_flops(self._system, self._batch, step)
         return self._flops[kind]
 
 

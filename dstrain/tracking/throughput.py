@@ -5,11 +5,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dstrain.recipe import Run
+from dstrain.recipe import Optimizer
 from dstrain.systems.base import System
 from dstrain.tracking.flops import Utilization
 from dstrain.tracking.profile import Profile
@@ -20,24 +21,31 @@ _REPORTS = 20  # that tell how long the rest takes
 class Throughput:
     """What happened since the last report. `waited` tells the seconds spent waiting for data so far.
 
-    system, precision: what learns and in what it computes, fp32, bf16 or fp16; with both mfu is reported, see flops.py.
-    window, note: the steps to record, and what writes a line into the log about them, see profile.py.
+    folder              of the run
+    batch, steps        samples of a step, and steps of the whole run
+    system, precision   with both mfu is reported, see flops.py; fp32, bf16 or fp16
+    window, note        the steps to record, and what writes a line into the log about them, see profile.py
     """
 
     def __init__(
         self,
-        run: Run,
+        folder: Path,
         first: int,
         waited: Callable[[], float],
+        *,
+        batch: int,
+        steps: int,
+        optimizer: Optimizer,
         system: System | None = None,
         precision: str = "fp32",
         window: tuple[int, int, int] | None = None,
         note: Callable[[str], None] = print,
     ) -> None:
-        self._run, self._waited, self._note, self._first = run, waited, note, first
-        self._profile = Profile(run.directory, window, first, note)
+        self._batch, self._steps, self._optimizer = batch, steps, optimizer
+        self._waited, self._note, self._first = waited, note, first
+        self._profile = Profile(folder, window, first, note)
         self._reports: deque[tuple[int, float]] = deque(maxlen=_REPORTS)  # steps done, and when
-        self._utilization = None if system is None else Utilization(run, system, precision)
+        self._utilization = None if system is None else Utilization(system, batch, precision)
         self.begin(first)
 
     def begin(self, done: int) -> None:
@@ -78,11 +86,11 @@ class Throughput:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = max(time.perf_counter() - self._begun - self._paused, 1e-9)
-        batch, steps = self._run.batch.global_, done - self._done
+        steps = done - self._done
         figures = {
-            "lr": self._run.optimizer.lr_at(done - 1, self._run.steps),
-            "images_seen": done * batch,
-            "samples_per_second": steps * batch / seconds,
+            "lr": self._optimizer.lr_at(done - 1, self._steps),
+            "images_seen": done * self._batch,
+            "samples_per_second": steps * self._batch / seconds,
             "step_seconds": seconds / max(steps, 1),
             "data_wait": (self._waited() - self._waited_before) / seconds,
             "peak_memory_gb": _peak_memory(),
@@ -97,7 +105,7 @@ class Throughput:
         self._reports.append((done, time.perf_counter()))
         (first, then), (_, now) = self._reports[0], self._reports[-1]
         pace = (now - then) / (done - first) if done > first else step_seconds
-        return pace * (self._run.steps - done)
+        return pace * (self._steps - done)
 
 
 def _peak_memory() -> float:

@@ -29,7 +29,7 @@ from torch import Tensor
 from dstrain.disk import atomic, lines
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
-from dstrain.recipe import ConfigError, Run, dump, write_errors
+from dstrain.recipe import ConfigError, Track, write_errors
 from dstrain.tracking.figures import duration, plot_columns
 from dstrain.tracking.machine import machine, memory
 from dstrain.tracking.meter import Meter
@@ -47,23 +47,36 @@ class Tracker:
     """Progress, metrics and pictures. Make it and call it on all ranks; only rank 0 writes.
 
     Lines of metrics.jsonl after `resumed_step` are dropped: those steps are trained anew. A file that cannot be written
-    later is reported once, and training goes on. ConfigError: the recipe asks for tensorboard, and it is not installed;
-    the folder cannot be written.
+    later is reported once, and training goes on.
+    Raises ConfigError if tensorboard is asked for and not installed, or if the folder cannot be written.
+
+    name, steps     of the run
+    parts           names of the networks that learn
+    config, recipe  the whole recipe for wandb, and as text for TensorBoard
+    report_page     steps between two pages report.html; 0 writes none
+    patience        seconds that the end may wait for the last page at most
     """
 
     def __init__(
         self,
-        run: Run,
         folder: str | os.PathLike,
+        track: Track,
         *,
+        name: str,
+        steps: int,
         parts: Sequence[str],
+        config: dict[str, Any],
+        recipe: str,
+        report_page: int,
+        patience: float,
         resumed_step: int = 0,
         settings: dict[str, Any] | None = None,
         weights: dict[str, int] | None = None,
     ) -> None:
-        if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        if track.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("track.tensorboard=true needs a package: `pip install tensorboard`, or write false")
-        self.folder, self._run = Path(folder), run
+        self.folder, self._name, self._steps, self._patience = Path(folder), name, steps, patience
+        self._artifact = track.artifact
         self._meter = Meter(parts)
         self._first = group.rank() % group.world() == 0
         self._done = resumed_step
@@ -78,35 +91,26 @@ class Tracker:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=run.steps, initial=resumed_step, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(total=steps, initial=resumed_step, unit="step", dynamic_ncols=True)
             phases().through(self._print)
         for line in phases().logged():
             self._write("log.txt", line + "\n")
         facts = machine() | ({"weights": weights} if weights else {})
-        recipe, sharding = run.model_dump(mode="json", by_alias=True), {"deepspeed": settings or {}}
-        if run.track.tensorboard:
+        sharding = {"deepspeed": settings or {}}
+        if track.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(self.folder / "tensorboard", purge_step=resumed_step + 1)
-            for name, text in (("recipe", dump(run)), ("machine", json.dumps(facts | sharding, indent=2))):
+            for name, text in (("recipe", recipe), ("machine", json.dumps(facts | sharding, indent=2))):
                 self._board.add_text(name, f"```\n{text}\n```", resumed_step)
         self._wandb = WandbSink(
-            self.folder,
-            run.track.wandb,
-            name=run.name,
-            project=run.track.project,
-            entity=run.track.entity,
-            tags=run.track.tags,
-            group=run.track.group,
-            notes=run.track.notes,
-            config=recipe | sharding | {"machine": facts},
-            note=self.note,
+            self.folder, track, name=name, config=config | sharding | {"machine": facts}, note=self.note
         )
         if weights:
             self.note(memory())
         if damaged or torn:
             self.note(f"half-written lines were dropped: {damaged} of metrics.jsonl, {int(torn > 0)} of log.txt")
-        self._page = Page(self.folder, run.every.report_page, resumed_step, self.note)
+        self._page = Page(self.folder, report_page, resumed_step, self.note)
         self._event("start", resumed_step, facts)
 
     def add(self, part: str, terms: dict[str, Tensor]) -> None:
@@ -150,7 +154,7 @@ class Tracker:
             path = self.folder / "samples" / f"step_{done:08d}_{name}.png"
             try:
                 path.parent.mkdir(exist_ok=True)  # and never the run's folder, which may be taken away
-                plot_columns(path, f"{self._run.name} at step {done}, held out", {name: values})
+                plot_columns(path, f"{self._name} at step {done}, held out", {name: values})
             except OSError as error:
                 self._fault(path.parent.name, error)
                 return
@@ -223,7 +227,7 @@ class Tracker:
 
     def model(self, done: int, write: Callable[[Path], None]) -> None:
         """Where track.artifact asks for it: `write` fills the folder RUN/model, which goes to wandb as an artifact."""
-        if not (self._first and self._run.track.artifact and self._wandb.on):
+        if not (self._first and self._artifact and self._wandb.on):
             return
         folder = self.folder / "model"
         try:
@@ -231,16 +235,14 @@ class Tracker:
         except (OSError, ValueError) as error:
             self.note(f"track.artifact: the model was not logged: {error}")
         else:
-            self._wandb.artifact(self._run.name, folder, done)
+            self._wandb.artifact(self._name, folder, done)
 
     def finish(self, done: int) -> None:
         """Writes report.html of a run that ends, and waits for it: not so long that it looks hung, and where it was
         stopped early not so long that whoever stopped it loses patience.
         """
         if self._first:
-            self._page.finish(
-                done, min(60.0 if done == self._run.steps else _PATIENCE, 15 * self._run.faults.timeout_minutes)
-            )
+            self._page.finish(done, min(60.0 if done == self._steps else _PATIENCE, self._patience))
 
     def fell(self, text: str, page: bool) -> None:
         """Notes that an error ends the run; with `page`, report.html shows it."""
@@ -270,7 +272,7 @@ class Tracker:
             if name[-3:-1] != "_q" and name != "seconds_left"
         ]
         left = [f"left {duration(values['seconds_left'])}"] if "seconds_left" in values else []
-        return f"step {done}/{self._run.steps}  " + "  ".join(shown + left)
+        return f"step {done}/{self._steps}  " + "  ".join(shown + left)
 
     def _send(self, values: dict[str, float], done: int) -> None:
         self._wandb.log(values, done)

@@ -16,13 +16,14 @@ import secrets
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from dstrain.disk import atomic
+from dstrain.recipe import Track
 
 _CAPACITY = 1000  # entries that wait to be sent
 _HEADER = 7  # bytes of wandb's file before its first entry
@@ -36,23 +37,18 @@ class WandbSink:
     """One run of wandb; its id stands in folder/wandb_id and is the same after a resume, and below it how many entries
     there may be already.
 
-    setting: the recipe's auto, online, offline or disabled; WANDB_MODE can make it quieter. note: gets the
-    few lines that a person should read.
+    track.wandb is auto, online, offline or disabled; WANDB_MODE can make it quieter. `note` gets the few lines that a
+    person should read.
     """
 
     def __init__(
         self,
         folder: Path,
-        setting: str,
+        track: Track,
         *,
         name: str,
-        project: str,
-        entity: str | None,
         config: dict[str, Any],
         note: Callable[[str], None],
-        tags: Sequence[str] = (),
-        group: str | None = None,
-        notes: str | None = None,
     ) -> None:
         self.dropped = 0  # entries that did not fit or were refused
         self._note = note
@@ -60,7 +56,7 @@ class WandbSink:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._sync = f"wandb sync {folder / 'wandb' / 'offline-run-*'}"  # all of a run's files, oldest first
-        mode = resolved_mode(setting)
+        mode = resolved_mode(track.wandb)
         if mode == "disabled":
             return
         if mode == "online" and not has_key():
@@ -77,11 +73,11 @@ class WandbSink:
                 "id": self._id,
                 "dir": str(folder),
                 "name": name,
-                "project": project,
-                "entity": entity,
-                "tags": list(tags) or None,
-                "group": group,
-                "notes": notes,
+                "project": track.project,
+                "entity": track.entity,
+                "tags": list(track.tags) or None,
+                "group": track.group,
+                "notes": track.notes,
                 "config": config,
                 "resume": "allow",
             }

@@ -16,9 +16,9 @@ from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.phenaki.masking import MEAN_RATIO
 from dstrain.tracking.flops import Utilization, chip_rate, step_flops
 from dstrain.tracking.hardware import find_rate
-from dstrain.tracking.throughput import Throughput
 from tests.support import first_stage
 from tests.support.launch import ROOT
+from tests.support.tracking import time_run
 from tests.systems.phenaki.cases import TOKEN_CLIPS
 
 TINY = {"patch_size": 2, "hidden_size": 16, "depth": 2, "num_heads": 2, "num_classes": 3, "in_channels": 3}
@@ -109,12 +109,12 @@ def test_reports(monkeypatch):
     """Oracle: the count of a step times 10 steps, over 4 s and the rate of an H200; a CPU reports none of it."""
     run = recipe.load(Path(ROOT / "tests/launch/tiny.yaml"), ["batch.global=8", "model.image_size=8"])
     system = systems.build("dit", {**run.model, "in_channels": 1})
-    assert Utilization(run, system, "bf16").figures(0, 10, 4.0) == {}
+    assert Utilization(system, 8, "bf16").figures(0, 10, 4.0) == {}
     monkeypatch.setattr(group, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     clock = [100.0]
     monkeypatch.setattr("dstrain.tracking.throughput.time.perf_counter", lambda: clock[0])
-    made = Throughput(run, 20, lambda: 0.0, system, "bf16")
+    made = time_run(run, 20, system=system, precision="bf16")
     clock[0] += 4
     figures, work = made.figures(30), 10 * step_flops(system, 8)
     assert figures["mfu"] == pytest.approx(work / 4 / 989.4e12) and figures["tflops"] == pytest.approx(work / 4e12)
@@ -128,12 +128,11 @@ def test_reports(monkeypatch):
             return super().loss(part, nets, example)
 
     with pytest.warns(UserWarning, match="mfu is not reported"):
-        assert Utilization(run, Values(system.config), "bf16").figures(0, 10, 4.0) == {}
+        assert Utilization(Values(system.config), 8, "bf16").figures(0, 10, 4.0) == {}
 
 
 def test_steps_of_different_cost(monkeypatch):
     """Oracle: the sum of each step's own count: steps with cut clips, and parts of unlike size in turn."""
-    run = recipe.load(Path(ROOT / "tests/launch/tiny.yaml"), ["batch.global=8"])
     monkeypatch.setattr(group, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
 
@@ -147,5 +146,5 @@ def test_steps_of_different_cost(monkeypatch):
     for system in (cut, InTurn(cut.config)):
         each = [step_flops(system, 8, step) for step in range(6)]
         assert len(set(each)) > 2
-        figures = Utilization(run, system, "bf16").figures(0, 6, 2.0)
+        figures = Utilization(system, 8, "bf16").figures(0, 6, 2.0)
         assert figures["tflops"] == pytest.approx(sum(each) / 2e12, rel=1e-6)

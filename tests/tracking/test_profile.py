@@ -9,7 +9,7 @@ import torch
 from dstrain import recipe
 from dstrain.distributed import group
 from dstrain.tracking.profile import Profile
-from dstrain.tracking.throughput import Throughput
+from tests.support.tracking import time_run
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def steps(tmp_path):
 
     def take(window, first=0, count=6, end=True):
         run, lines = recipe.load(None, [f"folder={tmp_path}"]), []
-        made = Throughput(run, first, lambda: 0.0, window=window, note=lines.append)
+        made = time_run(run, first, window=window, note=lines.append)
         for done in range(first + 1, first + count + 1):
             torch.ones(done, 3) @ torch.ones(3, 3)
             made.at(done)

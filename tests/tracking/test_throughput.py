@@ -9,6 +9,7 @@ import torch
 
 from dstrain import recipe
 from dstrain.tracking.throughput import Throughput
+from tests.support.tracking import time_run
 
 
 class Time:
@@ -30,7 +31,7 @@ def hands(monkeypatch):
 
 def throughput(hands: Time, first: int = 0) -> Throughput:
     run = recipe.load(None, ["batch.global=64", "optimizer.lr=0.5", "optimizer.warmup=10"])
-    return Throughput(run, first, lambda: hands.waited)
+    return time_run(run, first, lambda: hands.waited)
 
 
 def test_rates(hands):
@@ -73,7 +74,7 @@ def test_paused_time_is_left_out(hands):
 def test_the_time_left(hands):
     """Oracle: by hand: the steps that are left at 0.5 s each; then at the 2 s of the last reports, pauses included."""
     made = throughput(hands)
-    steps = made._run.steps
+    steps = made._steps
     hands.now += 5
     assert made.figures(10)["seconds_left"] == 0.5 * (steps - 10)
     with made.paused():
@@ -89,7 +90,7 @@ def test_the_time_left(hands):
 def test_the_first_step_is_told(hands):
     """Oracle: one line, of the first step of this command, with the mean of its micro-batches by hand."""
     lines: list[str] = []
-    made = Throughput(recipe.load(None, []), 7, lambda: 0.0, note=lines.append)
+    made = time_run(recipe.load(None, []), 7, note=lines.append)
     hands.now += 2
     for done in (8, 9):
         made.at(done, {"a": [torch.tensor(1.0), torch.tensor(2.0)], "b": [torch.tensor(3.0)]})
@@ -104,7 +105,7 @@ def test_the_end_of_compiling_is_told():
         return graph.forward
 
     lines: list[str] = []
-    made = Throughput(recipe.load(None, []), 7, lambda: 0.0, note=lines.append)
+    made = time_run(recipe.load(None, []), 7, note=lines.append)
     began = time.perf_counter()
     assert torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1)) == 2
     took = time.perf_counter() - began

@@ -14,12 +14,13 @@ from dstrain.recipe import Run, Track
 from dstrain.tracking.pictures import grid
 from dstrain.tracking.tracker import Tracker, read_metrics
 from dstrain.tracking.videos import film_grid, strip
+from tests.support.tracking import track_run
 
 RUN = Run(steps=20, track=Track(wandb="disabled"))
 
 
 def tracker(folder, step: int = 0, run: Run = RUN, parts=("denoiser",)) -> Tracker:
-    return Tracker(run, folder, parts=parts, resumed_step=step)
+    return track_run(run, folder, parts, resumed_step=step)
 
 
 def train(folder, first: int, last: int) -> None:

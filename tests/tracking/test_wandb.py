@@ -19,6 +19,7 @@ from dstrain.tracking import machine, wandb_sink
 from dstrain.tracking.tracker import Tracker, read_metrics
 from dstrain.tracking.wandb_sink import WandbSink, base_url, has_key, resolved_mode
 from tests.support.launch import ROOT
+from tests.support.tracking import track_run
 from tests.support.wandb_server import served
 
 KEY = "0123456789" * 4
@@ -71,11 +72,11 @@ class Fake:
 def sink(folder, monkeypatch, fake, setting="offline") -> tuple[WandbSink, list[str]]:
     notes: list[str] = []
     monkeypatch.setattr(wandb_sink.importlib, "import_module", lambda name: fake)
-    return WandbSink(folder, setting, name="a", project="p", entity=None, config={}, note=notes.append), notes
+    return WandbSink(folder, Track(wandb=setting), name="a", config={}, note=notes.append), notes
 
 
 def run_of(tmp_path, setting: str = "auto") -> Tracker:
-    return Tracker(Run(steps=20, track=Track(wandb=setting)), tmp_path, parts=("denoiser",))
+    return track_run(Run(steps=20, track=Track(wandb=setting)), tmp_path)
 
 
 REAL = """
@@ -83,12 +84,12 @@ import signal, sys, torch
 from pathlib import Path
 from dstrain.recipe import Run, Track
 from dstrain.tracking import wandb_sink
-from dstrain.tracking.tracker import Tracker
+from tests.support.tracking import track_run
 wandb_sink._INIT_SECONDS = wandb_sink._FINISH_SECONDS = patience = float(sys.argv[3])
 handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
 run = Run(steps=20, track=Track(wandb=sys.argv[2], tags=["a", "b"], group="sweep", notes="a first try"))
-track = Tracker(run, Path(sys.argv[1]), parts=("denoiser",), settings={"zero_optimization": {"stage": 2}},
-                weights={"denoiser": 7})
+track = track_run(run, Path(sys.argv[1]), settings={"zero_optimization": {"stage": 2}},
+                  weights={"denoiser": 7})
 track.add("denoiser", {"loss": torch.tensor(0.5)})
 track.report(10, {"lr": 0.25})
 track.samples(10, torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
@@ -199,11 +200,11 @@ import os, signal, sys, time, torch
 from pathlib import Path
 from dstrain.recipe import Run, Track
 from dstrain.tracking import wandb_sink
-from dstrain.tracking.tracker import Tracker
+from tests.support.tracking import track_run
 patience = float(sys.argv[5])
 wandb_sink._INIT_SECONDS = wandb_sink._FINISH_SECONDS = patience
 folder, first, last, kill = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-track = Tracker(Run(steps=20, track=Track(wandb="offline")), folder, parts=("denoiser",), resumed_step=first)
+track = track_run(Run(steps=20, track=Track(wandb="offline")), folder, resumed_step=first)
 sink = track._wandb
 def sent():
     end = time.monotonic() + patience
@@ -285,7 +286,7 @@ def test_a_model_becomes_an_artifact(tmp_path, monkeypatch):
 
     def trained(folder, **track):
         run = Run(name="vae", folder=folder, track=Track(wandb="offline", **track))
-        tracker = Tracker(run, folder, parts=("a",))
+        tracker = track_run(run, folder, ("a",))
         tracker.model(7, lambda into: (into.mkdir(), (into / "a.safetensors").write_bytes(b"weights")))
         tracker._wandb.close(PATIENCE)
         tracker.close()

@@ -8,7 +8,7 @@ import torch
 from dstrain.recipe import Run
 from dstrain.runs import folders
 from dstrain.tracking import figures
-from dstrain.tracking.tracker import Tracker
+from tests.support.tracking import track_run
 from tests.tracking.test_figures import result
 
 
@@ -26,7 +26,7 @@ def made(folder: Path, *, steps: int = 40, lr: float = 1e-3, clips: bool = False
     )
     folder.mkdir(parents=True)
     folders.write_down(run, {"zero_optimization": {"stage": 2}, "gradient_clipping": lr}, "builtin:fashion n=2")
-    tracker = Tracker(run, folder, parts=("denoiser",))
+    tracker = track_run(run, folder)
     for done in range(1, steps + 1):
         tracker.add(
             "denoiser",
@@ -43,7 +43,7 @@ def made(folder: Path, *, steps: int = 40, lr: float = 1e-3, clips: bool = False
             tracker.samples(done, torch.full(shape, 5 * done, dtype=torch.uint8), captions=["<b>a & b</b>", "", "c"])
         if done == 16:
             tracker.close()
-            tracker = Tracker(run, folder, parts=("denoiser",), resumed_step=16)
+            tracker = track_run(run, folder, resumed_step=16)
     tracker.go_back(steps, steps + 6, "a loss of <NaN>")
     tracker.note(f"complete: {steps} steps")
     tracker.close()
