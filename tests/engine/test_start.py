@@ -218,8 +218,8 @@ def test_a_start_without_compiler():
     """
     program = """
 import sys, torch
-from dstrain.engine.start import import_deepspeed, start
-start(timeout_minutes=1)
+from dstrain.engine.start import import_deepspeed, start_group
+start_group(timeout_minutes=1)
 deepspeed = import_deepspeed()
 known = deepspeed.runtime.zero.utils.is_zero_supported_optimizer(torch.optim.AdamW([torch.zeros(1)]))
 print(known, "torch._inductor.compile_fx" in sys.modules, deepspeed.runtime.compiler.compile() is torch.compile)
