@@ -22,7 +22,7 @@ from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.recovery import Course
+from dstrain.engine.recovery import Divergence
 from dstrain.engine.settings import list_remarks, read_precision
 from dstrain.engine.start import start_group
 from dstrain.metrics.in_training import Quality, open_quality
@@ -56,7 +56,7 @@ class Training:
     watchdog: Watchdog
     tracker: Tracker
     throughput: Throughput
-    course: Course  # trouble, and how often the run went back
+    course: Divergence  # trouble, and how often the run went back
     first: int  # the step that it begins with
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     if run.save.format == "deepspeed":
         say("note: save.format=deepspeed: going on from these checkpoints needs --trust-pickle")
     say(*(f"note: {remark}" for remark in list_remarks(settings, group.device().type)), *engines.notes)
-    course = Course(run.faults)
+    course = Divergence(run.faults)
     saves = Checkpoints(
         folder / "checkpoints",
         engines,

@@ -43,16 +43,16 @@ class Checkpoint(NamedTuple):
     sums: dict[Span, int]  # CRC-32 of the storages that the entries lie in
 
 
-def tag_folder(path: Path, tag: str | None = None) -> Path | None:
+def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
     """The folder of one tag: `path` itself, or below it the one named, in `latest`, or alone. None: no checkpoint.
 
     ConfigError: no such tag, or several to choose from.
     """
     if not path.is_dir():
         return None
-    if tag is None and files(path):
+    if tag is None and list_files(path):
         return path
-    tags = sorted(child.name for child in path.iterdir() if child.is_dir() and files(child))
+    tags = sorted(child.name for child in path.iterdir() if child.is_dir() and list_files(child))
     if not tags:
         return None
     source = "--tag"
@@ -66,13 +66,13 @@ def tag_folder(path: Path, tag: str | None = None) -> Path | None:
     return path / tag
 
 
-def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
+def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
     """The weights of a tag's folder, to be written as `dtype`; buffers keep their type, or become float32.
 
     ConfigError: not whole, of a kind that cannot be merged, or its pickles ask for classes and `trusted` is False.
     """
-    optimizers, models = _ranked(folder)
-    contents = {path: torch_files.load(path) for path in (*models.values(), *optimizers.values())}
+    optimizers, models = _sort_by_rank(folder)
+    contents = {path: torch_files.load_torch_file(path) for path in (*models.values(), *optimizers.values())}
     asked = sorted(set().union(*(content.asked for content in contents.values())))
     if asked and not trusted:
         more = f" and {len(asked) - 6} more" if len(asked) > 6 else ""
@@ -88,8 +88,8 @@ def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
     try:
         states = {rank: values[path]["optimizer_state_dict"] for rank, path in optimizers.items()}
         if states:
-            _complete(folder, optimizers, models, states)
-        merged = _merged(folder, {rank: values[path] for rank, path in models.items()}, states, dtype)
+            _require_complete(folder, optimizers, models, states)
+        merged = _merge_weights(folder, {rank: values[path] for rank, path in models.items()}, states, dtype)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"{folder} is no checkpoint of ZeRO 1 to 3 as DeepSpeed 0.9 to 0.19 writes it "
@@ -103,15 +103,15 @@ def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
     return merged
 
 
-def files(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     """Names of what DeepSpeed has written straight into a folder."""
     return sorted(path.name for path in folder.iterdir() if path.name.endswith(("model_states.pt", "optim_states.pt")))
 
 
-def _ranked(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+def _sort_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     """Optimizer files and model files by data-parallel rank."""
     optimizers, models, parallel = {}, {}, []
-    for name in files(folder):
+    for name in list_files(folder):
         for pattern, reason in _UNSUPPORTED.items():
             if pattern.fullmatch(name):
                 raise ConfigError(
@@ -139,7 +139,7 @@ def _ranked(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     return optimizers, models
 
 
-def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], dtype: str) -> Checkpoint:
+def _merge_weights(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], dtype: str) -> Checkpoint:
     first = models[0]
     module, buffers = first["module"], set(first["buffer_names"])
     if not isinstance(module, dict) or first.get("mp_world_size") not in (None, 0, 1):
@@ -149,8 +149,8 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
             "ds_to_universal.py"
         )
     sharded = any("fp32_flat_groups" in state for state in states.values())
-    trained = _trained(folder, first, states, sharded)
-    weights = dict(_frozen(folder, models, sharded)) | trained
+    trained = _collect_trained(folder, first, states, sharded)
+    weights = dict(_collect_frozen(folder, models, sharded)) | trained
     shared = dict(first.get("shared_params") or {})
     names_by_place = (
         {}
@@ -199,7 +199,7 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
     )
 
 
-def _complete(
+def _require_complete(
     folder: Path, optimizers: Mapping[int, Path], models: Mapping[int, Path], states: Mapping[int, Any]
 ) -> None:
     """ConfigError: a rank's file is missing, or the folder also holds files of another world size."""
@@ -245,11 +245,13 @@ class _Line:
             done += flat.numel
 
 
-def _trained(folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], sharded: bool) -> dict[str, Stored]:
+def _collect_trained(
+    folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], sharded: bool
+) -> dict[str, Stored]:
     """The fp32 masters; at stage 0 the network's own weights, unless it computes in less. `first`: rank 0's model."""
     if states:
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
-        return dict(_stage3(folder, shapes, states) if sharded else _stage12(folder, shapes, states))
+        return dict(_collect_stage3(folder, shapes, states) if sharded else _collect_stage12(folder, shapes, states))
     if first.get("param_shapes"):
         raise ConfigError(
             f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt and those of other ranks, where "
@@ -269,7 +271,9 @@ def _trained(folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], 
     return weights
 
 
-def _stage12(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]) -> Iterator[tuple[str, Stored]]:
+def _collect_stage12(
+    folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
+) -> Iterator[tuple[str, Stored]]:
     """A group's weights lie one after another over all ranks' partitions, with gaps where DeepSpeed says so."""
     ranks = range(len(states))
     for number, group in enumerate(shapes):
@@ -288,10 +292,12 @@ def _stage12(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, 
             else:  # before DeepSpeed 0.8
                 spans = list(whole.cut(offset, math.prod(shape)))
             offset += math.prod(shape) + gap
-            yield name, _fitting(folder, name, Stored(whole.dtype, shape, tuple(spans)))
+            yield name, _require_fit(folder, name, Stored(whole.dtype, shape, tuple(spans)))
 
 
-def _stage3(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]) -> Iterator[tuple[str, Stored]]:
+def _collect_stage3(
+    folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
+) -> Iterator[tuple[str, Stored]]:
     """Every weight is cut into equal shares, the last one padded; a rank's shares lie one after another."""
     lines = [_Line(states[rank]["fp32_flat_groups"]) for rank in range(len(states))]
     offset = 0
@@ -304,7 +310,7 @@ def _stage3(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, A
             for span in line.cut(offset, max(0, min(share, numel - rank * share)))
         ]
         offset += share
-        yield name, _fitting(folder, name, Stored(lines[0].dtype, shape, tuple(spans)))
+        yield name, _require_fit(folder, name, Stored(lines[0].dtype, shape, tuple(spans)))
     if any(line.numel != offset for line in lines):
         raise ConfigError(
             f"{folder}: its partitions hold {[line.numel for line in lines]} elements, the weights need "
@@ -312,18 +318,18 @@ def _stage3(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, A
         )
 
 
-def _frozen(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[tuple[str, Stored]]:
+def _collect_frozen(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[tuple[str, Stored]]:
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         shares = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models) if sharded else 1)]
         if sharded:
             line = _Line(shares)
             spans = tuple(line.cut(0, math.prod(shape)))
-            yield name, _fitting(folder, name, Stored(line.dtype, tuple(shape), spans))
+            yield name, _require_fit(folder, name, Stored(line.dtype, tuple(shape), spans))
         else:
             yield name, shares[0]
 
 
-def _fitting(folder: Path, name: str, tensor: Stored) -> Stored:
+def _require_fit(folder: Path, name: str, tensor: Stored) -> Stored:
     actual, expected = sum(span.nbytes for span in tensor.spans), tensor.numel * SIZES[tensor.dtype]
     if actual != expected:
         raise ConfigError(

@@ -41,13 +41,13 @@ class Rows(NamedTuple):
     hash: str
 
 
-def rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
+def collect_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
     """The rows of a shard into which fragments.write_shard has written these entries, and what it returned."""
     fragments = [(kind, fragment) for kind, fragment, *_ in entries if fragment.numel]
     place = written["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)  # behind the header
     table = np.zeros((len(fragments), 5), np.int64)
     for row, (kind, fragment) in zip(table, fragments):
-        row[:] = _key(kind, fragment.name), fragment.start, fragment.numel, 0, place
+        row[:] = _hash_key(kind, fragment.name), fragment.start, fragment.numel, 0, place
         place += SIZES["F32"] * fragment.numel
     return Rows(list(dict.fromkeys(kind for kind, _ in fragments)), table, written["hash"])
 
@@ -79,7 +79,7 @@ def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[s
             "kinds": json.dumps(kinds),
             "shapes": json.dumps({name: list(shape) for name, shape in shapes.items()}),
             "shards": str(len(by_rank)),
-            "seal": _seal(own.hash for own in by_rank),
+            "seal": _hash_shards(own.hash for own in by_rank),
         },
     )
     digest = Digest()
@@ -115,7 +115,9 @@ class FragmentIndex(Places):
     def holds_for(self, files: dict[str, dict[str, Any]]) -> bool:
         """Whether the shards are those of which the index was made, by the hashes in a manifest."""
         names = [shard_name(self.part, rank, self._shards) for rank in range(min(self._shards, len(files) + 1))]
-        return all(name in files for name in names) and _seal(files[name]["hash"] for name in names) == self._sealed
+        return (
+            all(name in files for name in names) and _hash_shards(files[name]["hash"] for name in names) == self._sealed
+        )
 
     def kinds(self) -> list[str]:
         return self._kinds
@@ -151,13 +153,13 @@ class FragmentIndex(Places):
 
     def _rows(self, kind: str, name: str) -> tuple[int, int]:
         """The rows of a tensor's fragments: the first, and the one behind the last."""
-        keys, key = self._table[0], _key(kind, name)
+        keys, key = self._table[0], _hash_key(kind, name)
         return int(np.searchsorted(keys, key)), int(np.searchsorted(keys, key, "right"))
 
 
-def _seal(hashes: Iterable[str]) -> str:
+def _hash_shards(hashes: Iterable[str]) -> str:
     return hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
 
 
-def _key(kind: str, name: str) -> int:
+def _hash_key(kind: str, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{kind}/{name}".encode(), digest_size=8).digest(), "little", signed=True)

@@ -25,7 +25,7 @@ from dstrain.checkpoint.manifest import THREADS, Digest, read_manifest
 from dstrain.checkpoint.safetensors_io import SIZES, Files, render_header
 from dstrain.recipe import ConfigError
 
-_CHUNK = 1 << 24  # elements that are on the host at a time: 64 MB
+_CHUNK_ELEMENTS = 1 << 24  # elements that are on the host at a time: 64 MB
 
 
 def write_shard(
@@ -70,7 +70,7 @@ def write_shard(
 
         put(memoryview(header))
         for _, values in keys.values():
-            for piece in values.split(_CHUNK):
+            for piece in values.split(_CHUNK_ELEMENTS):
                 piece = piece.cpu() if dtype == "F32" else piece.to(torch.bfloat16).cpu().view(torch.int16)
                 put(memoryview(piece.contiguous().numpy()).cast("B"))
         file.flush()
@@ -117,7 +117,7 @@ class Shards(_Reader, Index):
     """
 
     def __init__(self, folder: str | os.PathLike, part: str) -> None:
-        super().__init__(Path(folder), part, _all_shards(Path(folder), part))
+        super().__init__(Path(folder), part, _list_shards(Path(folder), part))
 
 
 class IndexedShards(_Reader, FragmentIndex):
@@ -133,7 +133,7 @@ def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
     return Shards(folder, part)
 
 
-def _all_shards(folder: Path, part: str) -> list[str]:
+def _list_shards(folder: Path, part: str) -> list[str]:
     """The names of a part's shards by rank. ConfigError: there are none, or not one of every rank."""
     names = {
         (int(match[2]), int(match[3])): path.name

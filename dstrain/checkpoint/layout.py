@@ -47,7 +47,7 @@ def shard_name(part: str, rank: int, world: int) -> str:
     return f"{part}-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def damaged(checkpoint: Path, reason: str) -> ConfigError:
+def damage_error(checkpoint: Path, reason: str) -> ConfigError:
     return ConfigError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
 
 
@@ -180,9 +180,9 @@ class Fragments(Index):
         try:
             super().__init__(folder, part, self.files)
         except FileNotFoundError as error:
-            raise damaged(folder, f"{Path(error.filename).name} is missing") from None
+            raise damage_error(folder, f"{Path(error.filename).name} is missing") from None
         except ConfigError as error:
-            raise damaged(folder, str(error)) from None
+            raise damage_error(folder, str(error)) from None
 
     def tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
         """Every tensor of a kind, in the order of saving."""
@@ -190,35 +190,35 @@ class Fragments(Index):
             try:
                 yield name, Stored(self.dtype, self.shape(name), tuple(self.spans(kind, name)))
             except ConfigError as error:
-                raise damaged(self.folder, str(error)) from None
+                raise damage_error(self.folder, str(error)) from None
 
 
-def reconstructed(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
+def find_reconstructed(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
     """What launch/reconstruct.py has made of a run: its average of `width` at `step` (None: the newest).
 
     None: there is none, or `checkpoint`, the run's own of that step, holds this average itself.
     """
     paths = (folder / RECONSTRUCTED / repr(width)).glob("step_*")
     made = {int(path.name[5:]): path for path in paths if path.name[5:].isdigit()}
-    if not made or (checkpoint is not None and width in averages(checkpoint)):
+    if not made or (checkpoint is not None and width in list_averages(checkpoint)):
         return None
     return made.get(max(made) if step is None else step)
 
 
-def averages(checkpoint: Path) -> set[float]:
+def list_averages(checkpoint: Path) -> set[float]:
     """Decays and widths of the averages that a checkpoint holds, of any part."""
     shards = [match for path in checkpoint.glob("*.safetensors") if (match := SHARD.fullmatch(path.name))]
     return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).decays()}
 
 
-def buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
+def list_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
     """Buffers of a part, which all ranks hold alike; floating ones in float32 at least, as networks keep them."""
     try:
         tensors, _ = read_header(checkpoint / COMMON)
     except FileNotFoundError:
-        raise damaged(checkpoint, f"{COMMON} is missing") from None
+        raise damage_error(checkpoint, f"{COMMON} is missing") from None
     except ConfigError as error:
-        raise damaged(checkpoint, f"{COMMON}: {error}") from None
+        raise damage_error(checkpoint, f"{COMMON}: {error}") from None
     prefix = f"buffer/{part}/"
     for name, tensor in tensors.items():
         if name.startswith(prefix):

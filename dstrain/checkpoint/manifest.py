@@ -18,9 +18,9 @@ from dstrain.recipe import ConfigError
 
 NAME = "manifest.json"
 CONSOLIDATED = "consolidated.json"  # of launch/consolidate.py: hashes of its files, and more
-_BLOCK = 1 << 26
+_BLOCK_BYTES = 1 << 26
 THREADS = 4  # for each rank; hashlib releases the interpreter's lock
-_MOST = 1 << 26  # bytes of a manifest: 150 for each file, and a rank writes one for each part
+_MAX_BYTES = 1 << 26  # bytes of a manifest: 150 for each file, and a rank writes one for each part
 
 
 class _Entry(BaseModel):
@@ -53,7 +53,7 @@ def read_manifest(path: str | os.PathLike) -> dict:
     compared with it.
     """
     try:
-        body = sealed.parse_sealed(small.read_bytes(Path(path) / NAME, _MOST))
+        body = sealed.parse_sealed(small.read_bytes(Path(path) / NAME, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{NAME} is missing") from None
     except OSError as error:
@@ -78,14 +78,14 @@ def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, 
             if sync and start == 0:
                 os.fsync(file.fileno())
             file.seek(start)
-            digest, left = hashlib.blake2b(digest_size=32), _BLOCK
+            digest, left = hashlib.blake2b(digest_size=32), _BLOCK_BYTES
             while left and (data := file.read(min(left, 1 << 20))):
                 digest.update(data)
                 left -= len(data)
             return digest.digest()
 
     sizes = {name: (folder / name).stat().st_size for name in names}
-    jobs = [(name, start) for name in names for start in range(0, max(sizes[name], 1), _BLOCK)]
+    jobs = [(name, start) for name in names for start in range(0, max(sizes[name], 1), _BLOCK_BYTES)]
     whole = {name: hashlib.blake2b(digest_size=32) for name in names}
     with ThreadPoolExecutor(THREADS) as pool:
         for (name, _), digest in zip(jobs, pool.map(block, jobs)):
@@ -108,13 +108,13 @@ class Digest:
 
     def update(self, data: memoryview) -> None:
         while data:
-            piece = data[: _BLOCK - self.size % _BLOCK]
+            piece = data[: _BLOCK_BYTES - self.size % _BLOCK_BYTES]
             if self._pool is None:
                 self._block.update(piece)
             else:
                 self._pieces.append(piece)
             self.size, data = self.size + len(piece), data[len(piece) :]
-            if self.size % _BLOCK == 0:
+            if self.size % _BLOCK_BYTES == 0:
                 self._end_block()
 
     def _end_block(self) -> None:
@@ -129,7 +129,7 @@ class Digest:
 
     def entry(self) -> dict[str, Any]:
         """To be called once, when all is written."""
-        if self.size % _BLOCK or not self.size:
+        if self.size % _BLOCK_BYTES or not self.size:
             self._end_block()
         while self._jobs:
             self._whole.update(self._jobs.popleft().result())

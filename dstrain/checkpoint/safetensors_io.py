@@ -119,7 +119,7 @@ def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]],
     return len(text).to_bytes(8, "little") + text
 
 
-def split(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
+def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
     """Entries in order, dealt out to files of at most `shard_size` bytes; a larger one has a file of its own."""
     files: list[list[Entry]] = [[]]
     room = shard_size
@@ -136,7 +136,7 @@ def write_model(
     folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str], progress: Callable[[int], Any]
 ) -> dict[Path, dict[str, Any]]:
     """Hugging Face's layout: model.safetensors, or numbered files and their index, synced; size and hash of each."""
-    files = split(entries, shard_size)
+    files = split_entries(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     by_name = dict(zip(names, files)) if len(files) > 1 else {"model.safetensors": entries}
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,17 +165,17 @@ def _write_file(
     digest, buffer = Digest(), memoryview(bytearray(CHUNK))
     with open(path, "wb", buffering=0) as out, Files() as files:
         digest.update(memoryview(header))
-        _put(out, memoryview(header))
+        _write_all(out, memoryview(header))
         for entry in entries:
-            for piece in _converted(entry, files, buffer):
+            for piece in _convert_entry(entry, files, buffer):
                 digest.update(piece)
-                _put(out, piece)
+                _write_all(out, piece)
                 progress(len(piece))
         os.fsync(out.fileno())
     return digest.entry()
 
 
-def _put(file: BinaryIO, data: memoryview) -> None:
+def _write_all(file: BinaryIO, data: memoryview) -> None:
     while data:
         data = data[file.write(data) :]
 
@@ -209,7 +209,7 @@ class Files:
             into = into[count:]
 
 
-def _converted(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
+def _convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order and in the entry's type; a piece is valid until the next one."""
     source = entry.source
     for span in source.spans:
@@ -218,11 +218,11 @@ def _converted(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memory
             piece = buffer[: span.nbytes - start]
             files.read(Span(span.path, span.offset + start, len(piece)), piece)
             if source.strides is not None:
-                piece = _gathered(source, piece)
-            yield piece if source.dtype == entry.dtype else _cast(piece, source.dtype, entry)
+                piece = _gather_strided(source, piece)
+            yield piece if source.dtype == entry.dtype else _cast_floats(piece, source.dtype, entry)
 
 
-def _gathered(source: Stored, raw: memoryview) -> memoryview:
+def _gather_strided(source: Stored, raw: memoryview) -> memoryview:
     import numpy as np
 
     size = SIZES[source.dtype]
@@ -234,7 +234,7 @@ def _gathered(source: Stored, raw: memoryview) -> memoryview:
     return memoryview(np.ascontiguousarray(view)).cast("B")
 
 
-def floats(raw: memoryview, dtype: str) -> Any:
+def decode_floats(raw: memoryview, dtype: str) -> Any:
     """Floating bytes of a type as a numpy array; BF16, which numpy lacks, as float32."""
     import numpy as np
 
@@ -243,11 +243,11 @@ def floats(raw: memoryview, dtype: str) -> Any:
     return np.frombuffer(raw, _NUMPY[dtype])
 
 
-def _cast(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
+def _cast_floats(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
     """Floating bytes of one type as another, rounded to nearest even as torch does."""
     import numpy as np
 
-    values = floats(raw, dtype)
+    values = decode_floats(raw, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         if entry.dtype != "BF16":
             cast = values.astype(_NUMPY[entry.dtype])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstrain.checkpoint.snapshot import Entry, Snapshot
+from dstrain.checkpoint.snapshot import Entry, HostCopies
 from dstrain.checkpoint.store import Hashes, Store
 from dstrain.distributed import group
 from dstrain.recipe import NotSaved
@@ -53,7 +53,7 @@ class Saver:
         self.newest = 0  # the newest step known to be whole
         self._saved = saved
         self._asynchronous = asynchronous
-        self._snapshot = Snapshot()
+        self._snapshot = HostCopies()
         self._group: object = None  # made with the first thread
         self._pending: _Pending | None = None
         self._failed: _Pending | None = None  # the latest that failed
@@ -76,7 +76,7 @@ class Saver:
         which the third attempt is waited for, or a failure of the `last` save.
         """
         began = time.perf_counter()
-        self.settle()
+        self.wait()
         pending = _Pending(step, score, extra or {}, began)
         at_once = last or self._failures == _MAX_FAILURES - 1
         copies = None if at_once else self._copies(entries)
@@ -84,7 +84,7 @@ class Saver:
             self._pending = pending
             self._run(pending, lambda folder: write(folder, entries), need_bytes)
             pending.waited = pending.seconds
-            self.settle()
+            self.wait()
             if self._failures >= _MAX_FAILURES or (last and self._failures):
                 failed = self._failed
                 raise NotSaved(
@@ -109,7 +109,7 @@ class Saver:
             in_thread()
             pending.waited = pending.seconds
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for a pending save; afterwards all ranks know how it ended."""
         pending = self._pending
         if pending is None:
@@ -145,9 +145,9 @@ class Saver:
         """Whether a score is finite, and lower than those of all checkpoints so far, a pending one included."""
         best, pending = self.store.best(), self._pending
         scores = [best[1]] if best else []
-        if pending is not None and _finite(pending.score) and not (pending.ended.is_set() and pending.error):
+        if pending is not None and _is_finite(pending.score) and not (pending.ended.is_set() and pending.error):
             scores.append(pending.score)
-        return group.from_first(_finite(score) and all(score < earlier for earlier in scores))
+        return group.from_first(_is_finite(score) and all(score < earlier for earlier in scores))
 
     def close(self) -> None:
         """Waits for a pending save when an error ends the run, but not when the user interrupts it a second time."""
@@ -168,7 +168,7 @@ class Saver:
         shortages = [reason for reason in group.objects(shortage) if reason is not None]
         if not shortages:
             return copies
-        self._asynchronous, self._snapshot = False, Snapshot()
+        self._asynchronous, self._snapshot = False, HostCopies()
         if group.rank() == 0:
             self.report(f"training waits for each save (save.asynchronous): {shortages[0]}")
         return None
@@ -189,7 +189,7 @@ class Saver:
             pending.ended.set()
 
 
-def _finite(score: float | None) -> bool:
+def _is_finite(score: float | None) -> bool:
     return score is not None and math.isfinite(score)
 
 

@@ -28,25 +28,25 @@ def hash_all(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> 
     names, fault = list(hashed), None
     try:
         hashed = hashed | finish(folder)
-        names = names or _names(folder)
+        names = names or _list_files(folder)
         if short := [name for name in hashed if (folder / name).stat().st_size != hashed[name]["size"]]:
             raise OSError(f"{short[0]} has another size than was written")
     except Exception as error:
-        fault = message_of(error)
-    merged, rest, failed = _merged(folder, group.to_first((hashed, names, fault)))
+        fault = describe_error(error)
+    merged, rest, failed = _merge_hashes(folder, group.to_first((hashed, names, fault)))
     if failed is not None:
         return {}, failed
     more = {}
     try:
-        own = [name for name in rest if _owner(name) == group.rank() % group.world()]
+        own = [name for name in rest if _choose_rank(name) == group.rank() % group.world()]
         more = hash_files(folder, [name for name in own if (folder / name).is_file()], sync=True)
     except Exception as error:
-        fault = message_of(error)
-    merged_more, _, failed = _merged(folder, group.to_first((more, [], fault)), rest)
+        fault = describe_error(error)
+    merged_more, _, failed = _merge_hashes(folder, group.to_first((more, [], fault)), rest)
     return merged | merged_more, failed
 
 
-def _merged(
+def _merge_hashes(
     folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
 ) -> tuple[Hashes, list[str], str | None]:
     """What the ranks have hashed, on rank 0; on all ranks the files that none has, and what is wrong.
@@ -57,19 +57,19 @@ def _merged(
     rest, failed = [], None
     if gathered is not None:
         hashed = {name: entry for hashes, _, _ in gathered for name, entry in hashes.items()}
-        failed = first_of([fault for _, _, fault in gathered])
+        failed = first_failure([fault for _, _, fault in gathered])
         try:
-            present = set(_names(folder)) if expected is None else set(hashed)
+            present = set(_list_files(folder)) if expected is None else set(hashed)
             seen = {name for _, names, _ in gathered for name in names} | set(hashed) | set(expected or ())
             if failed is None and (unseen := sorted(seen - present)):
                 failed = f"{unseen[0]} is not seen by all ranks: is {folder.parent} shared?"
             rest = sorted(present - set(hashed))
         except OSError as error:
-            failed = failed or message_of(error)
+            failed = failed or describe_error(error)
     return hashed, *group.from_first((rest, failed))
 
 
-def first_of(reasons: list[str | None]) -> str | None:
+def first_failure(reasons: list[str | None]) -> str | None:
     """The failure of the lowest rank that failed, with its number if there are several ranks."""
     for rank, failure in enumerate(reasons):
         if failure is not None:
@@ -77,15 +77,15 @@ def first_of(reasons: list[str | None]) -> str | None:
     return None
 
 
-def message_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def _names(folder: Path) -> list[str]:
+def _list_files(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
-def _owner(name: str) -> int:
+def _choose_rank(name: str) -> int:
     """The rank that hashes a file: the writer in its name, else any, the same on all ranks."""
     writer = _WRITTEN_BY.fullmatch(name)
     return (int(writer[1]) if writer else zlib.crc32(name.encode())) % group.world()

@@ -20,7 +20,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _SHARE = 0.8  # of the free memory; loaders and the page cache need some, too
 
 
-class Snapshot:
+class HostCopies:
     """Copies of a checkpoint's values, in buffers that the next one uses again."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Snapshot:
         if self._buffers:
             return None
         nbytes = 4 * sum(len(values) for own in entries.values() for _, _, values in own)
-        ranks = group.objects((socket.gethostname(), nbytes, available_memory()))
+        ranks = group.objects((socket.gethostname(), nbytes, measure_free_memory()))
         for host in dict.fromkeys(name for name, _, _ in ranks):
             needed = sum(count for name, count, _ in ranks if name == host)
             free = min(left for name, _, left in ranks if name == host)
@@ -61,13 +61,13 @@ class Snapshot:
         buffer = torch.empty(numel, dtype=torch.float32)
         if torch.cuda.is_available() and numel:
             runtime, begin = torch.cuda.cudart(), buffer.data_ptr()
-            if _done(runtime.cudaHostRegister, begin, 4 * numel, 0):
+            if _call_cuda(runtime.cudaHostRegister, begin, 4 * numel, 0):
                 # Before the memory is given back, which another copy may then be given.
-                weakref.finalize(self, _done, runtime.cudaHostUnregister, begin).atexit = False
+                weakref.finalize(self, _call_cuda, runtime.cudaHostUnregister, begin).atexit = False
         return buffer
 
 
-def _done(call: Callable[..., Any], *arguments: int) -> bool:
+def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
     """Whether CUDA has done what it was asked for. Its error is cleared, else the next kernel would raise it."""
     failed = int(call(*arguments))
     if failed:
@@ -76,7 +76,7 @@ def _done(call: Callable[..., Any], *arguments: int) -> bool:
     return not failed
 
 
-def available_memory() -> int:
+def measure_free_memory() -> int:
     """Bytes that this host, or this process's container, can still give; sys.maxsize if the system does not say."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

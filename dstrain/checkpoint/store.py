@@ -25,7 +25,7 @@ import torch
 
 import dstrain
 from dstrain.checkpoint.manifest import NAME, find_faults, read_manifest
-from dstrain.checkpoint.seals import Hashes, first_of, hash_all, message_of
+from dstrain.checkpoint.seals import Hashes, describe_error, first_failure, hash_all
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed
 from dstrain.distributed import group
@@ -72,7 +72,7 @@ class Store:
         try:
             hashed = write(folder)
         except Exception as error:  # the other ranks wait in commit
-            failed = message_of(error)
+            failed = describe_error(error)
         return self.commit(step, extra, failed, hashed)
 
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
@@ -90,7 +90,7 @@ class Store:
         def prepare() -> None:
             self.folder.mkdir(parents=self._makes_parents, exist_ok=True)
             for leftover in self.folder.glob("step_*.tmp"):
-                _remove(leftover)
+                _remove_path(leftover)
             free = shutil.disk_usage(self.folder).free
             if needed > free:
                 raise ConfigError(f"{self.folder} has {free / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed")
@@ -112,7 +112,7 @@ class Store:
         and goes when a newer one is whole. extra["stays"] are steps to keep as well.
         """
         tmp = self._path(step, ".tmp")
-        self.error = first_of(group.objects(failed))
+        self.error = first_failure(group.objects(failed))
         if self.error is None:
             files, self.error = hash_all(tmp, hashed or {}, self._finish)
         if self.error is None:
@@ -150,7 +150,7 @@ class Store:
         ]
         return min(scored)[::-1] if scored else None
 
-    def good(self, before: int, bad_from: int | None = None) -> list[int]:
+    def list_good(self, before: int, bad_from: int | None = None) -> list[int]:
         """Steps up to `before` to go back to from trouble: the routine ones, or those of stops where there is no other.
 
         bad_from: where this is the newest routine one, it and all later ones are bad. Nothing is verified.
@@ -173,7 +173,7 @@ class Store:
             if reason is None:
                 return step, self._path(step)
             self.damaged.add(step)
-            if _first():
+            if _is_first():
                 report(f"checkpoint {self._path(step)} is damaged and passed over: {reason}")
         return None
 
@@ -194,7 +194,7 @@ class Store:
         def rename() -> None:
             for step in reversed([step for step in self.steps() if step > after]):
                 with suppress(OSError):
-                    _remove(self._path(step, _ASIDE))  # of an earlier time
+                    _remove_path(self._path(step, _ASIDE))  # of an earlier time
                 os.rename(self._path(step), self._path(step, _ASIDE))
             atomic.sync_folder(self.folder)
             self._point("newest", after)
@@ -271,23 +271,23 @@ class Store:
             # A crash must not leave half a step_N.
             os.rename(self._path(step, suffix), self._path(step, f"{suffix}.gone.tmp"))
         for gone in self.folder.glob("step_*.tmp"):
-            _remove(gone)
+            _remove_path(gone)
 
     def _on_first(self, action: Callable[[], Any]) -> str | None:
         """Runs an action on rank 0; its failure, None for success, on all ranks."""
         failure = None
-        if _first():
+        if _is_first():
             try:
                 action()
             except Exception as error:
-                failure = message_of(error)
+                failure = describe_error(error)
         return group.from_first(failure)
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     """A link goes, and what it points to stays: it was put elsewhere by hand."""
     path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
-def _first() -> bool:
+def _is_first() -> bool:
     return group.rank() % group.world() == 0  # before the process group is started a rank is alone

@@ -41,11 +41,11 @@ class StoredWeight(torch.Tensor):
         return op(*args, **kwargs)
 
 
-def elements(value: Tensor, start: int, numel: int) -> Tensor:
+def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
     """Elements start .. start + numel of a flattened tensor; of one in a checkpoint no others are read."""
     return value.elements(start, numel) if isinstance(value, StoredWeight) else value.reshape(-1)[start : start + numel]
 
 
-def stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
+def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
     """All tensors of a kind by state-dict name."""
     return {name: StoredWeight(shards, kind, name) for name in shards.names(kind)}

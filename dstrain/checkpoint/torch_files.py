@@ -64,7 +64,7 @@ _PLAIN = {
     "complex": complex,
     "bytearray": bytearray,
 }
-_SMALL = 1 << 30  # bytes: no checkpoint's structure is larger
+_MAX_PICKLE_BYTES = 1 << 30  # bytes: no checkpoint's structure is larger
 
 
 class DType(NamedTuple):
@@ -107,7 +107,7 @@ class Content(NamedTuple):
     sums: dict[Span, int]
 
 
-def altered(span: Span, crc: int) -> bool:
+def is_altered(span: Span, crc: int) -> bool:
     """Whether a storage's bytes do not match their CRC-32; never if torch wrote no sums, which leaves 0."""
     actual, left = 0, span.nbytes
     with open(span.path, "rb") as file:
@@ -121,11 +121,11 @@ def altered(span: Span, crc: int) -> bool:
     return actual != crc
 
 
-def load(path: Path) -> Content:
+def load_torch_file(path: Path) -> Content:
     """ConfigError: no file of torch.save's zip format, damaged, or not readable as plain values and tensors."""
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-            return _load(path, archive, file)
+            return _load_archive(path, archive, file)
     except zipfile.BadZipFile:
         raise ConfigError(
             f"{path} is truncated, damaged, or not of torch.save's zip format (torch < 1.6 wrote "
@@ -140,7 +140,7 @@ def load(path: Path) -> Content:
         ) from None
 
 
-def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
+def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
     length = file.seek(0, 2)
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "data.pkl" not in members or "constants.pkl" in members:
@@ -162,14 +162,14 @@ def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
 
     def whole(name: str) -> bytes:
         span = place(members[name])
-        if altered(span, members[name].CRC):
+        if is_altered(span, members[name].CRC):
             raise ConfigError(f"its {name} has altered bytes: it is damaged")
         file.seek(span.offset)
         return file.read(span.nbytes)
 
     if "byteorder" in members and whole("byteorder") != b"little":
         raise ConfigError("its numbers are big-endian: save it again on this kind of machine")
-    if members["data.pkl"].file_size > _SMALL:
+    if members["data.pkl"].file_size > _MAX_PICKLE_BYTES:
         raise ConfigError(f"a pickle of {members['data.pkl'].file_size} bytes is no checkpoint's")
     unpickler = _Unpickler(io.BytesIO(whole("data.pkl")), lambda key: members[f"data/{key}"], place)
     return Content(unpickler.load(), frozenset(unpickler.asked), unpickler.sums)

@@ -52,7 +52,7 @@ class State(BaseModel):
         return not self.in_a_row and self.high is None
 
 
-def parse(saved: Any) -> State:
+def parse_state(saved: Any) -> State:
     """The state that a checkpoint holds. ConfigError: it is none."""
     try:
         return State.model_validate(saved)
@@ -61,7 +61,7 @@ def parse(saved: Any) -> State:
         raise ConfigError(f"its course is malformed: {where}: {error.errors()[0]['msg']}") from None
 
 
-def counters(path: Path) -> dict[str, dict[str, Any]]:
+def read_counters(path: Path) -> dict[str, dict[str, Any]]:
     """The counters of each part. ValueError: they are missing or malformed."""
     with safe_open(path / COMMON, "pt") as file:
         values = json.loads((file.metadata() or {}).get("counters", "null"))
@@ -74,10 +74,10 @@ def counters(path: Path) -> dict[str, dict[str, Any]]:
     return values
 
 
-def course(path: Path) -> State:
+def read_divergence(path: Path) -> State:
     """The course that a checkpoint holds. Earlier versions wrote none, and kept the number of skipped steps by part."""
-    skipped = max((part["skipped"] for part in counters(path).values()), default=0)
-    return parse(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
+    skipped = max((part["skipped"] for part in read_counters(path).values()), default=0)
+    return parse_state(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
 
 
 def write_common(folder: Path, common: Common) -> None:
@@ -87,13 +87,13 @@ def write_common(folder: Path, common: Common) -> None:
     apply_umask(folder / COMMON)
 
 
-def check(path: Path) -> None:
+def check_checkpoint(path: Path) -> None:
     """ConfigError: a checkpoint whose bytes are those of its manifest is none that `load` could read.
 
     Every file that it would read is listed, so verified; any program can seal any manifest.
     """
-    course(path)
-    body, parts = read_manifest(path), list(counters(path))
+    read_divergence(path)
+    body, parts = read_manifest(path), list(read_counters(path))
     required = {COMMON, *(shard_name(part, rank, body["world"]) for part in parts for rank in range(body["world"]))}
     present = [*path.glob("*.safetensors"), *(file for part in parts for file in (path / "deepspeed" / part).glob("*"))]
     present = {file.relative_to(path).as_posix() for file in present if not file.is_dir()}
@@ -101,7 +101,7 @@ def check(path: Path) -> None:
         raise ConfigError(f"{unlisted[0]} is not in {NAME}")
 
 
-def within(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def select_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

@@ -119,7 +119,7 @@ def look(order: Order) -> Plan:
         raise ConfigError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
     checkpoint = _reconstructed(order) or _checkpoint(source, order.step)
     if checkpoint is None:
-        folder = deepspeed_files.tag_folder(source, order.tag)
+        folder = deepspeed_files.find_tag_folder(source, order.tag)
         if folder is None:
             raise ConfigError(
                 f"{source} holds no checkpoint: neither a run's (run.yaml, checkpoints/) nor DeepSpeed's "
@@ -159,7 +159,7 @@ def _reconstructed(order: Order) -> Path | None:
         return None
     steps = _steps(order.source / "checkpoints")
     own = steps.get(max(steps, default=0) if order.step is None else order.step)
-    return layout.reconstructed(order.source, width, order.step, own)
+    return layout.find_reconstructed(order.source, width, order.step, own)
 
 
 def _steps(store: Path) -> dict[int, Path]:
@@ -168,7 +168,7 @@ def _steps(store: Path) -> dict[int, Path]:
     return {
         int(match[1]): path
         for path in paths
-        if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not deepspeed_files.files(path)
+        if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not deepspeed_files.list_files(path)
     }
 
 
@@ -176,7 +176,7 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
     try:
         body = read_manifest(checkpoint)
     except ConfigError as error:
-        raise layout.damaged(checkpoint, str(error)) from None
+        raise layout.damage_error(checkpoint, str(error)) from None
     files: dict[str, dict] = body["files"]
     parts = sorted({match[1] for name in files if (match := SHARD.fullmatch(name))})
     if order.part is not None and order.part not in parts:
@@ -193,21 +193,21 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
         native = checkpoint / "deepspeed" / part  # with save.format=deepspeed the training weights are there
         if kind == "master" and kind not in fragments.pieces:
             if not native.is_dir():
-                raise layout.damaged(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
+                raise layout.damage_error(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
             used |= {name for name in files if name.startswith(f"deepspeed/{part}/")}
-            merged = deepspeed_files.read(native, order.trust_pickle, DTYPES[order.dtype])
+            merged = deepspeed_files.read_checkpoint(native, order.trust_pickle, DTYPES[order.dtype])
             plan.parts[part], plan.tied[part] = merged.entries, merged.tied
         else:
             used |= set(fragments.files)
             entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in fragments.tensors(kind)]
-            plan.parts[part] = entries + list(layout.buffers(checkpoint, part))
+            plan.parts[part] = entries + list(layout.list_buffers(checkpoint, part))
         plan.weights[part] = "raw" if kind == "master" else kind.replace("ema.", "ema:", 1)
     plan.to_verify = sum(files[name]["size"] for name in used)
 
     def verify(update: Update) -> None:
         for name in sorted(used):
             if problems := find_faults(checkpoint, [name], files):
-                raise layout.damaged(checkpoint, problems[0])
+                raise layout.damage_error(checkpoint, problems[0])
             update(files[name]["size"])
 
     plan.verify = verify
@@ -277,12 +277,12 @@ def _of_deepspeed(order: Order, folder: Path) -> Plan:
             f"--weights {order.weights}: {folder} is DeepSpeed's own checkpoint, which holds no "
             "averages: take --weights raw"
         )
-    merged = deepspeed_files.read(folder, order.trust_pickle, DTYPES[order.dtype])
+    merged = deepspeed_files.read_checkpoint(folder, order.trust_pickle, DTYPES[order.dtype])
     facts = {"seed": None, **merged.facts, "tag": folder.name}
 
     def verify(update: Update) -> None:
         for span, crc in merged.sums.items():
-            if torch_files.altered(span, crc):
+            if torch_files.is_altered(span, crc):
                 raise ConfigError(f"checkpoint {folder} is damaged ({span.path.name} is altered): take another --tag")
             update(span.nbytes)
 

@@ -58,7 +58,7 @@ def reconstruct(options: ReconstructOptions) -> list[Made]:
     misfits = {width: {part.part: part.solve(width).misfit for part in parts} for width in widths}
     folder = options.folder / RECONSTRUCTED
     with write_errors(f"folder={options.folder}", "make room there"):
-        stores = {width: Store(folder / repr(width), sys.maxsize, check=validate.check) for width in widths}
+        stores = {width: Store(folder / repr(width), sys.maxsize, check=validate.check_checkpoint) for width in widths}
         missing = [width for width, store in stores.items() if not _made(store, step, origin)]
         if missing:
             _write(
@@ -75,7 +75,7 @@ def usable(folder: Path, step: int | None) -> list[Snapshot]:
 
     ConfigError: there is none, or none of that step.
     """
-    run, store = trained.read(folder), Store(folder / snapshots.FOLDER, check=validate.check)
+    run, store = trained.read(folder), Store(folder / snapshots.FOLDER, check=validate.check_checkpoint)
     steps = group.from_first(store.steps())
     if not steps:
         raise ConfigError(

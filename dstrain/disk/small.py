@@ -10,7 +10,7 @@ from typing import Any
 
 MEGABYTE = 1 << 20
 _KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
-_DEEPEST = 64  # levels of lists and sections in a JSON file
+_MAX_DEPTH = 64  # levels of lists and sections in a JSON file
 
 
 def read_bytes(path: str | os.PathLike, most: int) -> bytes:
@@ -39,7 +39,7 @@ def read_json(path: str | os.PathLike, most: int = 16 * MEGABYTE, **hooks: Calla
 
 def parse_json(text: str | bytes, **hooks: Callable[..., Any]) -> Any:
     """What a JSON text holds. ValueError: no JSON, or nested too deep to be worked with."""
-    too_deep = ValueError(f"lists or sections are nested deeper than {_DEEPEST}")
+    too_deep = ValueError(f"lists or sections are nested deeper than {_MAX_DEPTH}")
     try:
         value = json.loads(text, **hooks)
     except RecursionError:
@@ -51,7 +51,7 @@ def parse_json(text: str | bytes, **hooks: Callable[..., Any]) -> Any:
         if isinstance(outer, (dict, list))
         for inner in (outer.values() if isinstance(outer, dict) else outer)
     ]:
-        if (depth := depth + 1) > _DEEPEST:
+        if (depth := depth + 1) > _MAX_DEPTH:
             raise too_deep
     return value
 

@@ -57,7 +57,7 @@ class WideSums:
 
 
 @torch.no_grad()
-def sum_into(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
+def add_gradients(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
     """Adds the gradients of a micro-batch to `master.grad`, where they lie flat, one behind the other."""
     if master.grad is None:
         master.grad = torch.zeros_like(master)

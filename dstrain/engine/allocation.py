@@ -25,7 +25,7 @@ _PADDING = 2  # elements for each rank: DeepSpeed pads a group to a multiple of 
 Weights = Sequence[nn.Parameter]
 
 
-def allocate(network: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]) -> None:
     """Replaces weights on the meta device, in a network and in the "params" of its optimizer's groups.
 
     Others stay as they are. Buffers go to the rank's device. Call on all ranks, before the optimizer is made.
@@ -43,7 +43,7 @@ def allocate(network: nn.Module, groups: list[dict[str, Any]], settings: dict[st
     else:
         in_groups = [[weight for weight in members["params"] if weight.is_meta] for members in groups]
         on_meta = [weight for weights in in_groups for weight in weights]
-        fresh = [weight for weights in in_groups for weight in _in_one(weights, options)]
+        fresh = [weight for weights in in_groups for weight in _pack_weights(weights, options)]
     new = dict(zip(map(id, on_meta), fresh, strict=True))
     for module in network.modules():
         for name, weight in list(module._parameters.items()):
@@ -63,35 +63,35 @@ class _OneByOne(nn.Module):
 
     def parameters(self, *_: Any, **__: Any) -> Iterator[nn.Parameter]:
         for weight in self._weights:
-            self.made.append(_with_memory(weight, torch.empty(weight.shape, **self._options)))
+            self.made.append(_replace_weight(weight, torch.empty(weight.shape, **self._options)))
             yield self.made[-1]
 
 
-def _in_one(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]:
+def _pack_weights(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]:
     """The weights, one after another in one tensor that has room for DeepSpeed's padding."""
     counts = [weight.numel() for weight in weights]
     flat = torch.empty(sum(counts) + _PADDING * group.world(), **options)
     for weight, values in zip(weights, flat[: sum(counts)].split(counts)):
-        fresh = _with_memory(weight, values.view(weight.shape))
+        fresh = _replace_weight(weight, values.view(weight.shape))
         fresh.lies_in_one = True
         yield fresh
 
 
-def _with_memory(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
+def _replace_weight(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
     fresh = nn.Parameter(values, requires_grad=weight.requires_grad)
     vars(fresh).update(vars(weight))
     return fresh
 
 
 @contextmanager
-def flattened_in_place() -> Iterator[None]:
+def flatten_in_place() -> Iterator[None]:
     """Inside, DeepSpeed's stages 1 and 2 take the weights of a group that lie in one tensor as they lie."""
     from deepspeed.runtime.zero import stage_1_and_2
 
     copying, inside = stage_1_and_2._flatten_dense_tensors, True
 
     def flatten(tensors: Sequence[Tensor]) -> Tensor:
-        flat = _as_one(tensors) if inside else None  # the optimizer keeps this function for gradients
+        flat = _find_flat(tensors) if inside else None  # the optimizer keeps this function for gradients
         return copying(tensors) if flat is None else flat
 
     stage_1_and_2._flatten_dense_tensors = flatten
@@ -102,7 +102,7 @@ def flattened_in_place() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
     """The tensor that weights of `_in_one` fill from its beginning, and padding behind them; None: they do not."""
     weights = [tensor for tensor in tensors if getattr(tensor, "lies_in_one", False)]
     padding = sum(tensor.numel() for tensor in tensors[len(weights) :])
@@ -120,7 +120,7 @@ def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     return flat
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Gives back to the system what this process has freed, where the C library is glibc, which would keep it: as much
     as a rank of 8 needs at stage 3, where each weight was made whole.
     """

@@ -23,22 +23,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dstrain.checkpoint import validate
-from dstrain.checkpoint.fragment_index import rows, write_indices
+from dstrain.checkpoint.fragment_index import collect_rows, write_indices
 from dstrain.checkpoint.fragments import open_shards, write_shard
 from dstrain.checkpoint.layout import COMMON, shard_name
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.saver import Entries, Saver
 from dstrain.checkpoint.store import ROUTINE, STOP, TROUBLE, Hashes, Store
-from dstrain.checkpoint.stored import stored_weights
+from dstrain.checkpoint.stored import list_stored_weights
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.masters import errors_at_the_end, universal_info
-from dstrain.engine.nonfinite import advice, check_weights
+from dstrain.engine.masters import defer_errors, make_universal_info
+from dstrain.engine.nonfinite import advise_user, check_weights
 from dstrain.engine.optimizers import CODES, from_floats
-from dstrain.engine.recovery import Course, State
+from dstrain.engine.recovery import Divergence, State
 from dstrain.recipe import ConfigError, NotRead, Save
 
 
@@ -62,12 +62,12 @@ class Checkpoints:
         save: Save = Save(),
         report: Callable[[str], None] = print,
         saved: Callable[[int], None] = lambda step: None,
-        course: Course | None = None,
+        course: Divergence | None = None,
         trust_pickle: bool = False,
     ):
         metric = save.best if isinstance(save.best, str) else "loss"
-        self.store = Store(folder, save.keep, save.keep_every, validate.check, metric, self._write_indices)
-        self.course = course or Course()
+        self.store = Store(folder, save.keep, save.keep_every, validate.check_checkpoint, metric, self._write_indices)
+        self.course = course or Divergence()
         self._native = save.format == "deepspeed"  # master and moments stand in DeepSpeed's own files
         # DeepSpeed writes its own files from the live weights, and its ranks communicate meanwhile: not in a thread.
         self.saver = Saver(self.store, save.asynchronous and not self._native, report, saved)
@@ -130,7 +130,7 @@ class Checkpoints:
         """Loads a checkpoint that has just been verified; returns its course. NotRead: its storage fails now."""
         try:
             self.load(path)
-            return validate.course(path)
+            return validate.read_divergence(path)
         except (OSError, SafetensorError) as error:
             raise NotRead(
                 f"{path} cannot be read, though it verified just now ({error}): its storage fails. All saved "
@@ -148,8 +148,8 @@ class Checkpoints:
         Newer ones are put aside. FloatingPointError: there is none, or the run has gone back often enough.
         """
         course = self.course
-        self.saver.settle()
-        steps = self.store.good(course.before(done), course.state.rollbacks[-1][1] if course.rollbacks else None)
+        self.saver.wait()
+        steps = self.store.list_good(course.before(done), course.state.rollbacks[-1][1] if course.rollbacks else None)
         if course.rollbacks - course.state.forgiven >= course.faults.max_rollbacks:
             reason = (
                 f"The run has gone back {course.rollbacks} times (faults.max_rollbacks="
@@ -166,7 +166,7 @@ class Checkpoints:
             self.averages.set_aside(step)
             self.saver.newest = step
             return step
-        raise FloatingPointError(f"{trouble}. {reason}. {advice(self.store)}")
+        raise FloatingPointError(f"{trouble}. {reason}. {advise_user(self.store)}")
 
     def save(self, step: int, last: bool = False, score: float | None = None, routine: bool = True) -> None:
         """Saves `step`, atomically: beside training, or before this returns if it is the run's `last`.
@@ -177,7 +177,7 @@ class Checkpoints:
         FloatingPointError: weights that are not finite. NotSaved: three failures in a row, or one of the `last` save.
         """
         check_weights(self._engines.masters, step, self.store)
-        self.averages.saver.settle()
+        self.averages.saver.wait()
         common, course = self._common(), self.course.state
         # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.
         extra = {
@@ -222,14 +222,14 @@ class Checkpoints:
     def _write(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
         """Fills `folder` with what is this rank's; the shards' hashes."""
         if self._native:
-            with errors_at_the_end(self._engines.values()):
+            with defer_errors(self._engines.values()):
                 for part, engine in self._engines.items():
                     engine.save_checkpoint(
-                        str(folder / "deepspeed"), tag=part, client_state=universal_info(), save_latest=False
+                        str(folder / "deepspeed"), tag=part, client_state=make_universal_info(), save_latest=False
                     )
         names = {part: shard_name(part, group.rank(), group.world()) for part in entries}
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
-        self._rows = {part: rows(entries[part], hashes[name]) for part, name in names.items()}
+        self._rows = {part: collect_rows(entries[part], hashes[name]) for part, name in names.items()}
         if group.rank() == 0:
             validate.write_common(folder, common)
         return hashes
@@ -254,7 +254,7 @@ class Checkpoints:
         tensors = {f"system/{name}": tensor for name, tensor in self._system.state_dict().items()}
         counters: dict[str, Any] = {}
         for part in (part for part in self._engines if parts is None or part in parts):
-            tensors |= {f"buffer/{part}/{name}": buffer for name, buffer in _buffers(self._engines[part].module)}
+            tensors |= {f"buffer/{part}/{name}": buffer for name, buffer in _saved_buffers(self._engines[part].module)}
             masters = self._engines.masters[part]
             counters[part] = {
                 "updates": masters.updates,
@@ -275,7 +275,7 @@ class Checkpoints:
                 f"{path} holds DeepSpeed's own files, and reading them runs what is pickled in them: if "
                 "you know where they come from, give --trust-pickle"
             )
-        common, counters = load_file(path / COMMON), validate.counters(path)
+        common, counters = load_file(path / COMMON), validate.read_counters(path)
         if counters.keys() != self._engines.keys():
             raise ConfigError(
                 f"{path} holds the networks {', '.join(counters)}; this run trains "
@@ -284,7 +284,7 @@ class Checkpoints:
         for part in self._engines:
             self._load_part(part, path, common, counters[part])
         try:
-            self._system.load_state_dict(validate.within(common, "system/"))
+            self._system.load_state_dict(validate.select_prefix(common, "system/"))
         except ConfigError as error:  # only after --allow-change: the recipe is compared before
             if group.rank() == 0:
                 self.saver.report(f"the system's own state begins anew: {error}")
@@ -324,8 +324,8 @@ class Checkpoints:
             for kind, name, codes in masters.codes():
                 if not anew and shards.has(kind, name):
                     from_floats(codes, shards.read(kind, name))
-        buffers = validate.within(common, f"buffer/{part}/")
-        for name, buffer in _buffers(engine.module):
+        buffers = validate.select_prefix(common, f"buffer/{part}/")
+        for name, buffer in _saved_buffers(engine.module):
             if name in buffers:
                 saved = {name: tuple(buffers[name].shape)}
                 validate.require_same_shapes(path, part, saved, {name: tuple(buffer.shape)})
@@ -371,19 +371,19 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
         if kind not in shards.kinds():
             raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
         weights = (
-            stored_weights(shards, kind)
+            list_stored_weights(shards, kind)
             if not at_once
             else {name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}
         )
-    return weights | validate.within(load_file(path / COMMON), f"buffer/{part}/")
+    return weights | validate.select_prefix(load_file(path / COMMON), f"buffer/{part}/")
 
 
-def ema_decays(path: Path, part: str) -> list[float]:
+def read_ema_decays(path: Path, part: str) -> list[float]:
     """Decays of the averages that a checkpoint holds of a part, in the order of the recipe."""
     return open_shards(path, part).decays()
 
 
-def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a state dict holds."""
     transient = {
         f"{prefix}.{name}" if prefix else name

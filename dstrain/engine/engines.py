@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed.progress import phases
 from dstrain.engine.accumulation import WideSums
-from dstrain.engine.allocation import allocate, flattened_in_place, give_back
+from dstrain.engine.allocation import allocate_weights, flatten_in_place, release_memory
 from dstrain.engine.blocks import is_compiled, prepare
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.engine.initial import Networks, Values, build_networks
@@ -70,7 +70,7 @@ class Engines(Mapping[str, Any]):
             self.masters[part].reset_optimizer_state()
             if not draw:
                 self._set(part, values(()))
-        give_back()
+        release_memory()
         if draw:
             self.draw()
 
@@ -104,10 +104,10 @@ class Engines(Mapping[str, Any]):
 
         phases().at("setting up DeepSpeed's engines")
         groups = list(group_weights(network, choice, decays, blocks))
-        allocate(network, groups, self.settings)
+        allocate_weights(network, groups, self.settings)
         optimizer = build_optimizer(groups, choice, offloads_optimizer(self.settings))
         sums = WideSums(network.parameters()) if sums_in_fp32(self.settings) else None
-        with flattened_in_place():
+        with flatten_in_place():
             engine = deepspeed.initialize(
                 model=network,
                 optimizer=optimizer,

@@ -64,7 +64,7 @@ def build_networks(
     hold their values, and `note` gets the reason why constructors decide. Call on all ranks. RuntimeError on all ranks:
     constructors leave other weights on some rank than on rank 0.
     """
-    reason = set_by_constructors(networks)
+    reason = find_constructed_weights(networks)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -79,14 +79,14 @@ def build_networks(
     note(reason)
     copies = {
         part: [
-            (_join(prefix, name), tensor.detach().clone())
+            (_join_names(prefix, name), tensor.detach().clone())
             for prefix, module in network.named_modules()
-            for name, tensor in _own(module).items()
+            for name, tensor in _own_tensors(module).items()
         ]
         for part, network in built.items()
     }
     _require_same_on_all_ranks({f"{part}: {name}": value for part, values in copies.items() for name, value in values})
-    return {part: (network, partial(_released, copies[part])) for part, network in built.items()}
+    return {part: (network, partial(_pop_values, copies[part])) for part, network in built.items()}
 
 
 def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -96,13 +96,13 @@ def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = N
     may be on the meta device or partitioned by ZeRO-3: only the full shapes of its parameters are read.
     """
     for prefix, module in network.named_modules():
-        own = _own(module)
-        if any(names is None or name in module._buffers or _join(prefix, name) in names for name in own):
-            for name, value in _reset(module, seed ^ zlib.crc32(prefix.encode())).items():
-                yield _join(prefix, name), value
+        own = _own_tensors(module)
+        if any(names is None or name in module._buffers or _join_names(prefix, name) in names for name in own):
+            for name, value in _reset_module(module, seed ^ zlib.crc32(prefix.encode())).items():
+                yield _join_names(prefix, name), value
 
 
-def _released(values: list[tuple[str, Tensor]], names: object = None) -> Iterator[tuple[str, Tensor]]:
+def _pop_values(values: list[tuple[str, Tensor]], names: object = None) -> Iterator[tuple[str, Tensor]]:
     """What constructors have left, once and whatever is asked for: each value is given up as it is taken."""
     while values:
         yield values.pop(0)
@@ -128,7 +128,7 @@ def weights_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def set_by_constructors(networks: Networks) -> str | None:
+def find_constructed_weights(networks: Networks) -> str | None:
     """Why the weights of these networks are what their constructors leave; None where modules draw their own.
 
     The networks are constructed on the meta device, which costs no memory, and every operation on a tensor is watched.
@@ -143,9 +143,9 @@ def set_by_constructors(networks: Networks) -> str | None:
     seen = set()  # of tied weights, DeepSpeed trains the first name
     for part, network in built.items():
         for prefix, module in network.named_modules():
-            for name, tensor in _own(module).items():
+            for name, tensor in _own_tensors(module).items():
                 if id(tensor) not in seen and writes.owner(tensor) is not module:
-                    return f"{part}: {_join(prefix, name)} is set by a constructor"
+                    return f"{part}: {_join_names(prefix, name)} is set by a constructor"
                 seen.add(id(tensor))
     return None
 
@@ -180,7 +180,7 @@ class _Writes(TorchDispatchMode):
         return result
 
     def _record(self, value: Any, overwrites: bool) -> None:
-        resetting = _resetting()
+        resetting = _find_resetting_module()
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -192,7 +192,7 @@ class _Writes(TorchDispatchMode):
                 self._last[storage._cdata] = resetting, views
 
 
-def _resetting() -> nn.Module | None:
+def _find_resetting_module() -> nn.Module | None:
     """The module in whose `reset_parameters` the caller runs, the innermost if there are several.
 
     None also if that method takes arguments: another call could not repeat what this one does.
@@ -220,11 +220,11 @@ def _require_same_on_all_ranks(values: dict[str, Tensor]) -> None:
         )
 
 
-def _join(prefix: str, name: str) -> str:
+def _join_names(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     # By items() alone: indexing ZeRO-3's own kind of dict gathers a partitioned parameter.
     return {
         name: tensor
@@ -235,7 +235,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _reset(module: nn.Module, seed: int) -> dict[str, Tensor]:
+def _reset_module(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Values that the module's `reset_parameters` gives its own weights under a seed."""
     originals = [
         (tensors, name, tensor)

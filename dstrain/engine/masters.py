@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrain.checkpoint.fragments import Fragment
-from dstrain.checkpoint.stored import elements
+from dstrain.checkpoint.stored import read_elements
 from dstrain.distributed import group
-from dstrain.engine.optimizers import CODES, Muon, as_floats, full_shape, moment, set_moment, state_of
+from dstrain.engine.optimizers import CODES, Muon, as_floats, full_shape, get_state, read_moment, write_moment
 from dstrain.engine.updates import Updates
 
 
-def universal_info() -> dict[str, Any]:
+def make_universal_info() -> dict[str, Any]:
     """An entry for DeepSpeed's own checkpoints, from which its tool ds_to_universal sees how weights are split."""
     from deepspeed.checkpoint import constants
 
@@ -43,7 +43,7 @@ def universal_info() -> dict[str, Any]:
 
 
 @contextmanager
-def errors_at_the_end(engines: Iterable[Any]) -> Iterator[None]:
+def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
     """Keeps back the errors of files that DeepSpeed cannot write, and raises the first at the end.
 
     The ranks communicate between the files of a save_checkpoint: a rank that left there would leave them waiting.
@@ -170,7 +170,7 @@ class Masters(Updates):
             own.setdefault(fragment.name, []).append((fragment, view))
         for name, value in values:
             for fragment, view in own.get(name, ()):
-                view.copy_(elements(value, fragment.start, fragment.numel))
+                view.copy_(read_elements(value, fragment.start, fragment.numel))
 
     def publish(self) -> None:
         """Writes the masters into the compute weights, on all ranks together."""
@@ -227,14 +227,14 @@ class Masters(Updates):
         They are the optimizer's own, but for moments of 8 bits: `set_moments` takes back what was written into these.
         """
         return [
-            moment(self._state(number), kind) if kind in self._own_kinds(number) else None
+            read_moment(self._state(number), kind) if kind in self._own_kinds(number) else None
             for number in range(len(self.flats))
         ]
 
     def set_moments(self, kind: str, values: Sequence[Tensor | None]) -> None:
         for number, flat in enumerate(values):
             if flat is not None:
-                set_moment(self._state(number), kind, flat)
+                write_moment(self._state(number), kind, flat)
 
     def codes(self) -> Iterator[tuple[str, str, Tensor]]:
         """Moments of 8 bits as they are: kind, a name made of their flat's layout, the live tensor.
@@ -259,10 +259,10 @@ class Masters(Updates):
 
     def _stepped(self, number: int) -> Tensor:
         """What the optimizer steps: at stage 0 in fp32 the parameter itself, whose data the flat is."""
-        return self._weights[number] if self._plain else self.flats[number]
+        return self._weights[number] if self._torch_fp32 else self.flats[number]
 
     def _state(self, number: int) -> dict[str, Any]:
-        return state_of(self._inner(), self._stepped(number), self._own_kinds(number))
+        return get_state(self._inner(), self._stepped(number), self._own_kinds(number))
 
     @property
     def updates(self) -> int:

@@ -29,7 +29,7 @@ from dstrain.distributed import group
 from dstrain.engine.masters import Masters
 
 
-def advice(store: Store) -> str:
+def advise_user(store: Store) -> str:
     """What to do about training that has diverged, by the checkpoints that there are; call on rank 0 at least."""
     steps, aside = store.steps(), store.put_aside()
     change = "Lower optimizer.lr, set optimizer.clip, or use bf16 in place of fp16"
@@ -50,7 +50,7 @@ def check_weights(masters: Mapping[str, Masters], step: int, store: Store) -> No
     """
     finite = all_finite([view for part in masters.values() for _, view in part.own_views(part.flats)])
     if group.agree(not finite):
-        raise FloatingPointError(f"the weights of step {step} are not finite and are not saved. {advice(store)}")
+        raise FloatingPointError(f"the weights of step {step} are not finite and are not saved. {advise_user(store)}")
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

@@ -93,7 +93,7 @@ def group_weights(
         }
 
 
-def state_of(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
+def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
     """The optimizer's state of a weight or flat, whose moments are zero before its first step."""
     state = optimizer.state[weight]
     if not state:
@@ -110,7 +110,7 @@ def state_of(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence
     return state
 
 
-def moment(state: dict[str, Any], kind: str) -> Tensor:
+def read_moment(state: dict[str, Any], kind: str) -> Tensor:
     """A moment in fp32, as it lies in the state; of 8 bits a copy, which `set_moment` takes back."""
     if kind in state:
         return state[kind]
@@ -125,7 +125,7 @@ def moment(state: dict[str, Any], kind: str) -> Tensor:
     ).view_as(codes)
 
 
-def set_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
+def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
     """Writes the copy that `moment` has returned into a state of 8 bits."""
     if "absmax1" not in state:
         return
@@ -163,8 +163,8 @@ class Lion(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                gradient, applied = _checked(self, weight.grad)
-                state = state_of(self, weight, group["moments"])
+                gradient, applied = _check_gradient(self, weight.grad)
+                state = get_state(self, weight, group["moments"])
                 average = state["exp_avg"]
                 update = average.lerp(gradient, 1 - beta1).sign_()
                 weight.mul_(1 - lr * group["weight_decay"] * applied).sub_(update.mul_(lr * applied))
@@ -172,7 +172,7 @@ class Lion(torch.optim.Optimizer):
                 state["step"] += applied
 
 
-def _checked(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
+def _check_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
     """The gradient as it counts, and 1, or 0 where nothing may change; a tensor where only the device knows."""
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if scale is not None:
@@ -259,16 +259,16 @@ class Muon(torch.optim.AdamW):
 
     def _step_matrices(self, flat: Tensor, group: Group) -> None:
         matrices, lr = self._matrices[flat], group["lr"]
-        gradient, applied = _checked(self, flat.grad)
-        state = state_of(self, flat, group["moments"])
+        gradient, applied = _check_gradient(self, flat.grad)
+        state = get_state(self, flat, group["moments"])
         momentum = state["momentum"].lerp_(gradient, (1 - group["momentum"]) * applied)
         update = gradient.lerp(momentum, group["momentum"]).bfloat16().view(-1)  # Nesterov's
         for matrix in matrices:
             if len(matrix.pieces) == 1 and matrix.owner == ranks.rank():
                 piece = update.narrow(0, matrix.pieces[0].offset, matrix.pieces[0].numel)
-                piece.copy_(orthogonal(piece.view(matrix.rows, matrix.columns)).reshape(-1))
+                piece.copy_(orthogonalize(piece.view(matrix.rows, matrix.columns)).reshape(-1))
         if shared := [matrix for matrix in matrices if len(matrix.pieces) > 1]:
-            exchanged(update, shared)
+            orthogonalize_shared(update, shared)
         update.mul_(applied)
         weights = flat.mul_(1 - lr * group["weight_decay"] * applied).view(-1)
         for matrix in matrices:
@@ -279,7 +279,7 @@ class Muon(torch.optim.AdamW):
         state["step"] += applied
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """Nearly the orthogonal factor of a matrix (rows, columns) in bf16: singular values of about 0.7 to 1.2.
 
     Five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al. They are done in bf16, but
@@ -297,7 +297,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (wide.T if tall else wide).to(matrix.dtype)
 
 
-def exchanged(update: Tensor, matrices: Sequence[Matrix]) -> None:
+def orthogonalize_shared(update: Tensor, matrices: Sequence[Matrix]) -> None:
     """Makes matrices that lie on several ranks orthogonal, in place in the flat `update`; on all ranks together."""
     rank, world = ranks.rank(), ranks.world()
     mine = [
@@ -334,7 +334,9 @@ def exchanged(update: Tensor, matrices: Sequence[Matrix]) -> None:
                 ((piece.start, value) for (owned, piece), value in zip(places, values) if owned is matrix),
                 key=lambda item: item[0],
             )
-            whole = orthogonal(torch.cat([value for _, value in slices]).view(matrix.rows, matrix.columns)).reshape(-1)
+            whole = orthogonalize(torch.cat([value for _, value in slices]).view(matrix.rows, matrix.columns)).reshape(
+                -1
+            )
             for start, value in slices:
                 value.copy_(whole[start : start + value.numel()])
     dist.all_to_all_single(outgoing, incoming, sent, received)

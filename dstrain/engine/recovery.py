@@ -26,20 +26,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain.checkpoint.validate import State, parse
+from dstrain.checkpoint.validate import State, parse_state
 from dstrain.distributed import group
-from dstrain.engine.updates import Flag, Late
+from dstrain.engine.updates import AsyncHostCopy, Flag
 from dstrain.recipe import Faults
 
-WINDOW, _LEAST = 64, 16  # losses of each part in a running median, and the number from which on it is trusted
+WINDOW, _LEAST_LOSSES = 64, 16  # losses of each part in a running median, and the number from which on it is trusted
 
 
-class Course:
+class Divergence:
     """Takes note of every step; on all ranks together."""
 
     def __init__(self, faults: Faults = Faults()):
         self.faults, self._state = faults, State()
-        self._unread: tuple[int, Sequence[Flag], Mapping[str, Late]] | None = None  # the latest step, as it is known
+        self._unread: tuple[int, Sequence[Flag], Mapping[str, AsyncHostCopy]] | None = (
+            None  # the latest step, as it is known
+        )
 
     @property
     def state(self) -> State:
@@ -69,7 +71,7 @@ class Course:
         """
         state = self.state
         if state.high is None:
-            self._unread = done, list(applied), _means(losses) if self.faults.spike else {}
+            self._unread = done, list(applied), _mean_losses(losses) if self.faults.spike else {}
             if last or state.in_a_row >= self.faults.max_skipped:
                 self._note()
         if state.in_a_row > self.faults.max_skipped:
@@ -85,7 +87,7 @@ class Course:
         state.skipped, state.in_a_row = state.skipped + skipped, state.in_a_row + 1 if skipped else 0
         for part, late in losses.items():
             loss, window = late.read(), state.losses.setdefault(part, [])
-            usual = median(window) if len(window) >= _LEAST else math.inf
+            usual = median(window) if len(window) >= _LEAST_LOSSES else math.inf
             if 0 < usual * self.faults.spike < loss < math.inf:
                 state.high = (
                     done,
@@ -102,7 +104,7 @@ class Course:
     def go_back(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
         """From `done` steps to a checkpoint of `step`, whose course is `saved`."""
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
-        self.state = parse(saved).model_copy(
+        self.state = parse_state(saved).model_copy(
             update={"shift": clock - step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
         )
 
@@ -111,7 +113,7 @@ class Course:
         self.state.forgiven = self.rollbacks
 
 
-def _means(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, Late]:
+def _mean_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:
     """The mean loss of each part over all micro-batches and ranks."""
     own = torch.stack([torch.stack([loss.double() for loss in each]).mean() for each in losses.values()])
-    return dict(zip(losses, map(Late, (group.total(own) / group.world()).unbind())))
+    return dict(zip(losses, map(AsyncHostCopy, (group.total(own) / group.world()).unbind())))

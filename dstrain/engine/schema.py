@@ -68,7 +68,7 @@ UNSUPPORTED_WITHIN = {
 }
 
 
-def unsupported(settings: dict[str, Any]) -> Iterator[str]:
+def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
     """Sections and switches that DeepSpeed may know and dstrain does not."""
     for key, reason in UNSUPPORTED.items():
         if key in settings:
@@ -107,7 +107,7 @@ class _Asked(dict):
         return self
 
 
-def refusals(settings: dict[str, Any]) -> Iterator[str]:
+def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
     """What DeepSpeed's own parser says, and top-level keys that it never asks for."""
     settings = {key: _without_auto(value) for key, value in settings.items() if key not in UNSUPPORTED}
     prepare_environment()

@@ -16,7 +16,7 @@ from typing import Any
 
 from dstrain.disk import small
 from dstrain.engine import cpu
-from dstrain.engine.schema import refusals, unsupported
+from dstrain.engine.schema import list_refusals, list_unsupported
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, divisors, nearby
 
 Settings = dict[str, Any]
@@ -56,19 +56,19 @@ def resolve_settings(
     Raises ConfigError with every problem.
     """
     source = "ds_config" if isinstance(ds_config, dict) else str(ds_config)
-    settings = copy.deepcopy(ds_config) if isinstance(ds_config, dict) else _read(ds_config)
+    settings = copy.deepcopy(ds_config) if isinstance(ds_config, dict) else _read_json(ds_config)
     if "bfloat16" in settings and "bf16" not in settings:
         settings["bf16"] = settings.pop("bfloat16")
-    problems = list(unsupported(settings))
+    problems = list(list_unsupported(settings))
     problems += _compare_optimizer(settings.pop("optimizer", {}), optimizer)
     problems += _fill_in(settings, batch, optimizer, world)
-    problems += _automatic(settings, device_type, before)
+    problems += _decide_auto(settings, device_type, before)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
-    problems += refusals(settings)
-    problems += _sizes(settings)
+    problems += list_refusals(settings)
+    problems += _check_sizes(settings)
     if not problems:  # the types are right from here on
-        problems += [*_mechanism(settings, optimizer, faults, world, device_type), *_sums(settings)]
+        problems += [*_check_mechanism(settings, optimizer, faults, world, device_type), *_decide_sums(settings)]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return settings
@@ -158,9 +158,11 @@ def list_remarks(settings: Settings, device_type: str) -> list[str]:
     return lines
 
 
-def _read(path: Path) -> Settings:
+def _read_json(path: Path) -> Settings:
     try:
-        settings = small.read_json(path, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+        settings = small.read_json(
+            path, object_pairs_hook=_reject_duplicates, parse_constant=_parse_finite, parse_float=_parse_finite
+        )
     except FileNotFoundError:
         raise ConfigError(f"--ds_config {path}: there is no such file{nearby(path, '*.json')}") from None
     except json.JSONDecodeError as error:
@@ -180,7 +182,7 @@ def _read(path: Path) -> Settings:
     return settings
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Settings:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> Settings:
     section: Settings = {}
     for key, value in pairs:
         if key in section:
@@ -189,7 +191,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> Settings:
     return section
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is no finite number")
     return value
@@ -211,7 +213,7 @@ def _compare_optimizer(block: Any, optimizer: Optimizer) -> Iterator[str]:
     }
     for key, value in block.get("params", {}).items():
         if key in own:
-            yield from _agreement(f"optimizer.params.{key}", value, f"optimizer.{key}", own[key])
+            yield from _compare_values(f"optimizer.params.{key}", value, f"optimizer.{key}", own[key])
         elif (key, value) != ("adam_w_mode", True):
             yield f'"optimizer.params.{key}" has no effect, since dstrain builds the optimizer: remove it'
     for key in sorted(set(block) - {"type", "params"}):
@@ -230,11 +232,11 @@ def _fill_in(settings: Settings, batch: BatchSize, optimizer: Optimizer, world: 
         ("gradient_accumulation_steps", f"batch.global / batch.micro / {world} ranks", accumulation),
         ("gradient_clipping", "optimizer.clip", optimizer.clip),
     ):
-        yield from _agreement(key, settings.get(key, "auto"), recipe_key, own)
+        yield from _compare_values(key, settings.get(key, "auto"), recipe_key, own)
         settings[key] = own
 
 
-def _agreement(key: str, value: Any, recipe_key: str, own: Any) -> Iterator[str]:
+def _compare_values(key: str, value: Any, recipe_key: str, own: Any) -> Iterator[str]:
     if value not in ("auto", own):
         yield (
             f'"{key}" is {json.dumps(value)}, {recipe_key} in the recipe is {json.dumps(own)}: write "auto" in the '
@@ -242,7 +244,7 @@ def _agreement(key: str, value: Any, recipe_key: str, own: Any) -> Iterator[str]
         )
 
 
-def _automatic(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
+def _decide_auto(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
     """Decides the "auto" of bf16 and of bucket sizes, and names every other one."""
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
         settings["bf16"]["enabled"] = (
@@ -251,7 +253,7 @@ def _automatic(settings: Settings, device_type: str, before: Settings | None) ->
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
         zero.update({key: own for key, own in _AUTO_ZERO.items() if zero.get(key) == "auto"})
-    for key in _autos(settings, ""):
+    for key in _find_autos(settings, ""):
         section, _, name = key.rpartition(".")
         within = f" within {section}" if section else ""
         yield (
@@ -272,7 +274,7 @@ def _compare_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
         )
 
 
-def _sums(settings: Settings) -> Iterator[str]:
+def _decide_sums(settings: Settings) -> Iterator[str]:
     """Decides that gradients of 16 bits are summed in fp32 where a step has several micro-batches."""
     data_types, own = settings.get("data_types", {}), read_precision(settings)
     choice = data_types.get("grad_accum_dtype")
@@ -287,16 +289,16 @@ def _sums(settings: Settings) -> Iterator[str]:
         )
 
 
-def _autos(value: Any, key: str) -> Iterator[str]:
+def _find_autos(value: Any, key: str) -> Iterator[str]:
     if value == "auto":
         yield key
     elif isinstance(value, dict):
         for name, inner in value.items():
             if (key, name) != ("data_types", "keep_in_fp32_modules"):  # there DeepSpeed knows the word
-                yield from _autos(inner, f"{key}.{name}" if key else name)
+                yield from _find_autos(inner, f"{key}.{name}" if key else name)
 
 
-def _sizes(settings: Settings) -> Iterator[str]:
+def _check_sizes(settings: Settings) -> Iterator[str]:
     """Types that DeepSpeed confuses, and numbers that it would fail on while training: buckets are allocated whole."""
     zero = settings.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
@@ -321,7 +323,9 @@ def _sizes(settings: Settings) -> Iterator[str]:
         yield '"steps_per_print" is below 1: remove it, dstrain reports'
 
 
-def _mechanism(settings: Settings, optimizer: Optimizer, faults: Faults, world: int, device_type: str) -> Iterator[str]:
+def _check_mechanism(
+    settings: Settings, optimizer: Optimizer, faults: Faults, world: int, device_type: str
+) -> Iterator[str]:
     """Yields what does not go together, in DeepSpeed or with dstrain's own promises."""
     zero = settings.get("zero_optimization", {})
     for name in ("bf16", "fp16"):

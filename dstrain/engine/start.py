@@ -34,11 +34,11 @@ def start_group(timeout_minutes: float = 30) -> None:
         LOCAL_RANK=str(place.local_rank),
         LOCAL_WORLD_SIZE=str(place.local_world),
     )
-    os.environ.setdefault("MASTER_ADDR", _first_host())
+    os.environ.setdefault("MASTER_ADDR", _find_first_host())
     if "MASTER_PORT" not in os.environ:
         # A process alone takes any free port. Several must know one port without a word between them: it follows from
         # Slurm's job, so that two jobs on one host seldom meet.
-        port = _free_port() if place.world == 1 else 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000
+        port = _find_free_port() if place.world == 1 else 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000
         os.environ["MASTER_PORT"] = str(port)
     deepspeed = import_deepspeed()
     deepspeed.utils.logger.addFilter(_is_news)
@@ -55,7 +55,10 @@ def start_group(timeout_minutes: float = 30) -> None:
             if place.world > 1:
                 phases().at(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
             _join_anew(deepspeed.get_accelerator().communication_backend_name(), timeout)
-            with _compiling(), redirect_stdout(io.StringIO()):  # each rank would print a line of DeepSpeed's own
+            with (
+                _announce_compiling(),
+                redirect_stdout(io.StringIO()),
+            ):  # each rank would print a line of DeepSpeed's own
                 deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
         except torch.distributed.DistNetworkError as error:
             if "EADDRINUSE" not in str(error) and "in use" not in str(error):
@@ -94,7 +97,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def _compiling() -> Iterator[None]:
+def _announce_compiling() -> Iterator[None]:
     """Tells where DeepSpeed compiles its operator for exchanges on the CPU, which it has to once in an environment."""
     module = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / _OPERATOR / f"{_OPERATOR}.so"
     if group.device().type != "cpu" or module.exists():
@@ -137,7 +140,7 @@ def _unlink_buffers() -> None:
             path.unlink(missing_ok=True)
 
 
-def _first_host() -> str:
+def _find_first_host() -> str:
     """The host of rank 0: the first of Slurm's step, or this one."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
@@ -149,7 +152,7 @@ def _first_host() -> str:
     ).stdout.split()[0]
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

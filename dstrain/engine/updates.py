@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrain.distributed import group
-from dstrain.engine.accumulation import sum_into
+from dstrain.engine.accumulation import add_gradients
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _ROW = 1 << 14  # elements in one sum of squares: on a CPU, a longer one in fp32 loses digits
 
 
-class Late:
+class AsyncHostCopy:
     """Values on their way to the host: to read them waits for what the device did before, and not for what follows."""
 
     def __init__(self, values: Tensor):
@@ -47,7 +47,7 @@ class Flag:
 
     def __init__(self, value: Tensor | bool):
         self.value = value if isinstance(value, Tensor) else float(value)
-        self._late = Late(value) if isinstance(value, Tensor) else None
+        self._late = AsyncHostCopy(value) if isinstance(value, Tensor) else None
         self._applied = bool(value) if self._late is None else None
 
     def __bool__(self) -> bool:
@@ -73,14 +73,16 @@ class Updates:
         self.applied = Flag(False)  # whether the latest micro-batch led to an update
         self._unread: Flag | None = None  # of the latest step, where it is not yet counted
         self._norm: Tensor | None = None  # of the latest step's gradients, before clipping
-        self._sums = False  # micro-batches' gradients in those of the masters
-        self._plain = self.stage == 0 and not hasattr(self._zero, "fp32_groups")  # fp32: torch's optimizer
-        self._lean = getattr(self._inner(), "_step_supports_amp_scaling", False) and (self._plain or self.stage > 0)
-        if self._lean and self._plain:
+        self._sum_into_masters = False  # micro-batches' gradients in those of the masters
+        self._torch_fp32 = self.stage == 0 and not hasattr(self._zero, "fp32_groups")  # fp32: torch's optimizer
+        self._check_on_device = getattr(self._inner(), "_step_supports_amp_scaling", False) and (
+            self._torch_fp32 or self.stage > 0
+        )
+        if self._check_on_device and self._torch_fp32:
             engine.clip_fp32_gradients = lambda: None
-        elif self._lean:
+        elif self._check_on_device:
             self._zero.step = self._step_stage3 if self.stage == 3 else self._step_stage12
-            if self._alone:
+            if self._one_rank:
                 self._reduce_nothing()
             elif self.stage == 3 and engine.zero_overlap_comm() and torch.cuda.is_available():
                 self._zero.reduce_and_partition_stream = _Followed()
@@ -94,27 +96,27 @@ class Updates:
 
     def step(self) -> None:
         """The optimizer's step after a backward pass, on the last micro-batch; none where a gradient is not finite."""
-        if self._sums:
+        if self._sum_into_masters:
             for master, weights in zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups):
-                sum_into(master, weights)
+                add_gradients(master, weights)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
             self.applied = Flag(False)
             return
-        self.settle()
-        if self._plain:
+        self.count_last_step()
+        if self._torch_fp32:
             # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
             self._check(
-                [_norms(weight.grad) for weight in self.engine.module.parameters() if weight.grad is not None], None
+                [_norm_rows(weight.grad) for weight in self.engine.module.parameters() if weight.grad is not None], None
             )
-        if self._plain and not self._lean and not self._norm.isfinite().item():
+        if self._torch_fp32 and not self._check_on_device and not self._norm.isfinite().item():
             self._skip()
         else:
             self.engine.step()
-        self.applied = Flag(self._norm.isfinite().float() if self._lean else self.engine.was_step_applied())
+        self.applied = Flag(self._norm.isfinite().float() if self._check_on_device else self.engine.was_step_applied())
         self._unread = self.applied
 
-    def settle(self) -> None:
+    def count_last_step(self) -> None:
         """Counts the latest step as skipped or not, and lowers or raises a dynamic loss scale by it.
 
         The scale changes after the step: DeepSpeed would raise it before it divides by it, and so halve the gradients
@@ -122,7 +124,7 @@ class Updates:
         """
         if self._unread is not None:
             flag, self._unread = self._unread, None
-            if self._lean:
+            if self._check_on_device:
                 self.engine.skipped_steps += not flag
             if self._searches_scale:
                 self._zero.loss_scaler.update_scale(not flag)
@@ -130,7 +132,7 @@ class Updates:
     def before_backward(self) -> None:
         """A dynamic loss scale must be known before the loss is multiplied by it."""
         if self._searches_scale:
-            self.settle()
+            self.count_last_step()
 
     @torch.no_grad()
     def _check(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
@@ -146,14 +148,14 @@ class Updates:
             dist.all_reduce(square, group=ranks)
             norm = square.sqrt()
         self._norm = norm / scale
-        if self._lean:
+        if self._check_on_device:
             inner = self._inner()
             inner.found_inf = (~self._norm.isfinite()).float()
             factor = ((self._norm + 1e-6) / clip).clamp(min=1.0) * scale if clip > 0 else None
             inner.grad_scale = torch.full_like(norm, scale) if factor is None and scale != 1 else factor
 
     @cached_property
-    def _alone(self) -> bool:
+    def _one_rank(self) -> bool:
         """Whether there is nothing to reduce: on one rank, which rounds no gradient as if it sent
         it in another type.
         """
@@ -176,15 +178,15 @@ class Updates:
         aside = getattr(self.engine, "wide_sums", None)
         if aside:
             aside.detach()
-        self._sums = bool(aside) or self._zero.gradient_accumulation_dtype != self._zero.dtype
+        self._sum_into_masters = bool(aside) or self._zero.gradient_accumulation_dtype != self._zero.dtype
 
     def _gradients(self, number: int, master: Tensor) -> list[Tensor]:
         """What makes up the gradient of a flat master at stages 1 and 2, one piece behind the other."""
         zero = self._zero
-        if not self._alone:
+        if not self._one_rank:
             flat = zero._get_preflattened_grad_partition(number)  # fp32 sums over micro-batches lie so already
             return [piece.reshape(-1) for piece in zero.averaged_gradients[number]] if flat is None else [flat]
-        if self._sums:
+        if self._sum_into_masters:
             return [master.grad]
         pieces = [
             weight.new_zeros(weight.numel()) if weight.grad is None else weight.grad.reshape(-1)
@@ -222,7 +224,9 @@ class Updates:
                 torch._foreach_copy_(master.grad.split([piece.numel() for piece in pieces]), pieces)
             # A GPU takes all pieces at once, and reads half the bytes where they are of 16 bits.
             norms.append(
-                torch.stack(torch._foreach_norm(pieces, dtype=torch.float32)) if master.is_cuda else _norms(master.grad)
+                torch.stack(torch._foreach_norm(pieces, dtype=torch.float32))
+                if master.is_cuda
+                else _norm_rows(master.grad)
             )
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
@@ -243,7 +247,7 @@ class Updates:
         zero._pre_step()
         if any(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in self._scattered):
             zero._partition_all_parameters()
-        self._check([_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
+        self._check([_norm_rows(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
         zero.zero_grad(set_to_none=True)
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             zero._prepare_sub_group(number, set())
@@ -289,7 +293,7 @@ class Updates:
     @property
     def skipped(self) -> int:
         """Steps that were not applied since the run began."""
-        self.settle()
+        self.count_last_step()
         return self.engine.skipped_steps
 
     @skipped.setter
@@ -318,7 +322,7 @@ class Updates:
         """What a checkpoint keeps of a dynamic loss scale and its history; nothing of a fixed one,
         which is a setting.
         """
-        self.settle()
+        self.count_last_step()
         return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._searches_scale}
 
     @scaler_state.setter
@@ -328,7 +332,7 @@ class Updates:
             vars(self._zero.loss_scaler).update(state)
 
 
-def _norms(values: Tensor) -> Tensor:
+def _norm_rows(values: Tensor) -> Tensor:
     """Lengths (n,) in fp32 of pieces of a tensor, which together have its length."""
     values = values.reshape(-1)
     whole = values.numel() // _ROW * _ROW

@@ -6,8 +6,8 @@ from typing import Any
 
 from dstrain import systems
 from dstrain.engine.planning.activations import Fused
-from dstrain.engine.planning.fake_ranks import PretendedEngines, first_of
-from dstrain.engine.planning.memory_kinds import OFFLOADED, saved
+from dstrain.engine.planning.fake_ranks import FakeEngines, fake_world
+from dstrain.engine.planning.memory_kinds import OFFLOADED, count_saved_bytes
 from dstrain.engine.settings import read_offload, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_states, count_weights
@@ -56,13 +56,13 @@ def measure_as_rank_0(
     sharing = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     few = min(world, sharing * max(2, _MAX_FAKE_RANKS // sharing)) if read_stage(settings) == 3 else world
     batch = settings["train_batch_size"] * few // world
-    with first_of(few), Fused() if device == "cuda" else nullcontext():
-        measured, engines, ema = measure_step(run, {**settings, "train_batch_size": batch}, system, PretendedEngines)
-        own = saved(engines.masters, ema)
+    with fake_world(few), Fused() if device == "cuda" else nullcontext():
+        measured, engines, ema = measure_step(run, {**settings, "train_batch_size": batch}, system, FakeEngines)
+        own = count_saved_bytes(engines.masters, ema)
     if few < world:
-        with first_of(world):
-            kept, engines, ema = measure_states(run, settings, system, PretendedEngines)
-            own = saved(engines.masters, ema)
+        with fake_world(world):
+            kept, engines, ema = measure_states(run, settings, system, FakeEngines)
+            own = count_saved_bytes(engines.masters, ema)
         measured = _scale_to_world(measured, kept, few, world)
     return measured, own
 

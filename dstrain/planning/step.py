@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.planning.memory_kinds import gradients, kept, makers, secondary
+from dstrain.engine.planning.memory_kinds import list_gradients, list_kept, list_makers, list_secondary
 from dstrain.engine.settings import read_stage
 from dstrain.planning.counts import Collective
 from dstrain.planning.synthetic import NoTracker, Repeated
@@ -102,9 +102,9 @@ def measure_states(
         for masters in engines.masters.values():
             for moment in masters.kinds:
                 masters.moments(moment)
-        for name, tensor in kept(engines.masters, ema):
+        for name, tensor in list_kept(engines.masters, ema):
             watch.mark([tensor], name, MADE_IN_A_STEP)
-        watch.mark(gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+        watch.mark(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
         sizes = watch.alive()
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
@@ -134,15 +134,15 @@ def _label_makers(
 
     @contextmanager
     def updating() -> Iterator[None]:
-        watch.mark(gradients(engines.masters), "gradients", MADE_IN_A_STEP)
-        watch.mark(secondary(engines.masters), "secondary")
+        watch.mark(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+        watch.mark(list_secondary(engines.masters), "secondary")
         updates.append(watch.now)
         yield
         updates.append(watch.now)
 
     for masters in engines.masters.values():
         wrap_method(masters, "step", updating)
-        for owner, name, kind in makers(masters):
+        for owner, name, kind in list_makers(masters):
             wrap_method(owner, name, partial(watch.making, kind))
 
 
@@ -160,9 +160,9 @@ def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextMana
 
 def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
     """Gives what is alive between two steps the kind of its owner, and begins all counts anew."""
-    for kind, tensor in kept(engines.masters, ema):
+    for kind, tensor in list_kept(engines.masters, ema):
         watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
-    watch.mark(gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
+    watch.mark(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
     watch.mark_rest("other", MADE_IN_A_STEP)
     watch.collectives()
     watch.recomputed = 0.0

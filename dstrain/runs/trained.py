@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dstrain.checkpoint.layout import reconstructed
+from dstrain.checkpoint.layout import find_reconstructed
 from dstrain.checkpoint.store import Store
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_weights
@@ -36,14 +36,14 @@ def checkpoint(folder: Path, step: int | None = None, ema: float | None = None) 
     store = Store(folder / "checkpoints")
     if step is not None:
         own = store.folder / f"step_{step:08d}" if step in store.steps() else None
-        if ema is not None and (made := reconstructed(folder, ema, step, own)):
+        if ema is not None and (made := find_reconstructed(folder, ema, step, own)):
             return whole(made)
         if own is None:
             steps = ", ".join(map(str, store.steps())) or "none"
             raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {steps}")
         return whole(own)
     newest = store.newest()
-    if ema is not None and (made := reconstructed(folder, ema, None, newest and newest[1])):
+    if ema is not None and (made := find_reconstructed(folder, ema, None, newest and newest[1])):
         if newest and newest[1].name != made.name and group.rank() == 0:
             print(
                 f"note: --ema {ema} is of {made.name}; launch/reconstruct.py has made none of {newest[1].name}",

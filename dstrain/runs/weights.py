@@ -20,7 +20,7 @@ from dstrain.checkpoint.stored import StoredWeight
 from dstrain.disk.modes import apply_umask
 from dstrain.disk.small import read_json
 from dstrain.distributed import group
-from dstrain.engine.checkpoint import ema_decays, read_weights
+from dstrain.engine.checkpoint import read_ema_decays, read_weights
 from dstrain.engine.ema import snapshots
 from dstrain.recipe import WIDEST, ConfigError
 from dstrain.systems.base import System
@@ -172,7 +172,7 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
     if (recipe := checkpoint.parent.parent / "run.yaml").exists():
         shutil.copyfile(recipe, folder / "run.yaml")
     for part in parts:
-        kind = checkpoint_kind(checkpoint, part, ema if ema in ema_decays(checkpoint, part) else None)
+        kind = checkpoint_kind(checkpoint, part, ema if ema in read_ema_decays(checkpoint, part) else None)
         save_file(
             read_weights(checkpoint, part, kind),
             folder / f"{part}.safetensors",
@@ -190,7 +190,7 @@ def whole(checkpoint: Path) -> Path:
 
 def checkpoint_kind(path: Path, part: str, ema: float | None = None) -> str:
     """The kind of weights to take from a checkpoint: the EMA asked for, else its first, else the weights."""
-    decays = ema_decays(path, part)
+    decays = read_ema_decays(path, part)
     if ema is not None and ema not in decays:
         raise ConfigError(
             f"{path} holds no EMA of {'width' if ema <= WIDEST else 'decay'} {ema}; it holds "

@@ -15,7 +15,7 @@ from dstrain import recipe, systems
 from dstrain.commands.arguments import Parser, positive
 from dstrain.commands.exits import run_main
 from dstrain.engine.blocks import prepare
-from dstrain.engine.planning.activations import flops, kept
+from dstrain.engine.planning.activations import count_flops, count_kept_bytes
 
 _LATENTS = ["model.first_stage=null", "model.in_channels=4"]
 _PICTURES = ["perceptual=null", "discriminator=null"]
@@ -58,7 +58,7 @@ def measure(system: systems.System, choice: str | int, batch: int) -> tuple[int,
     def loss():
         return system.loss(part, networks, dict(example))["loss"]
 
-    return kept(loss, [*example.values(), *weights]), flops(loss)
+    return count_kept_bytes(loss, [*example.values(), *weights]), count_flops(loss)
 
 
 def main() -> None:

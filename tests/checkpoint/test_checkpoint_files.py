@@ -110,7 +110,7 @@ def test_a_save_beside_training(tmp_path):
     trial.saves.save(1)
     state = trial.state()
     trial.steps(1, 3)
-    trial.saves.saver.settle()
+    trial.saves.saver.wait()
     again = Trial(tmp_path)
     assert again.saves.resume() == 1 and same(again.state(), state)
     assert trial.saved == [1] and any(line.startswith("saved step 1") for line in trial.lines)

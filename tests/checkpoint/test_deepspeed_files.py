@@ -124,7 +124,7 @@ def test_trust(saved, tmp_path, case):
     asked = set()
     for path in (folder / case / "third").glob("*.pt"):
         unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-        assert torch_files.load(path).asked == unsafe
+        assert torch_files.load_torch_file(path).asked == unsafe
         asked |= unsafe
     with pytest.raises(ValueError, match="--trust-pickle") as refusal:
         consolidate(Order(folder / case, tmp_path / "out"))
@@ -144,7 +144,7 @@ def test_how_many_classes_are_named(tmp_path, count, more):
         for kind in classes:
             del globals()[kind.__name__]
     with pytest.raises(ValueError, match=rf"asks for (\S+ ){{5}}\S+Class5{more}: if you know"):
-        deepspeed_files.read(tmp_path, False, "F32")
+        deepspeed_files.read_checkpoint(tmp_path, False, "F32")
 
 
 def test_older_files(saved, tmp_path):

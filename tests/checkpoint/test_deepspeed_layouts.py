@@ -120,7 +120,7 @@ def altered(path: Path, **changes) -> None:
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], deepspeed_files.Checkpoint]:
-    checkpoint = deepspeed_files.read(folder, True, "F32")
+    checkpoint = deepspeed_files.read_checkpoint(folder, True, "F32")
     write_model(folder / "out", checkpoint.entries, 10**9, {}, lambda count: None)
     return load_file(folder / "out" / "model.safetensors"), checkpoint
 
@@ -159,7 +159,7 @@ def test_any_number_of_ranks(tmp_path, lay, world):
             )
             == 1
         )
-    assert not any(torch_files.altered(*item) for item in checkpoint.sums.items())
+    assert not any(torch_files.is_altered(*item) for item in checkpoint.sums.items())
     stage = 3 if (tmp_path / f"zero_pp_rank_0_{MODEL}").exists() else 2
     assert checkpoint.facts == {"step": 12, "stage": stage, "world": world, "deepspeed": "0.19.1", "left_out": []}
 
@@ -338,7 +338,7 @@ def test_a_parallel_size_of_one(tmp_path):
 
 def test_which_tag(tmp_path):
     """Oracle: by hand: the folder itself, the tag that is named, that of `latest`, the only one; else a choice."""
-    find = deepspeed_files.tag_folder
+    find = deepspeed_files.find_tag_folder
     assert find(tmp_path / "none") is None and find(tmp_path) is None and find(tmp_path, "first") is None
     for tag in ("first", "second"):
         (tmp_path / tag).mkdir()

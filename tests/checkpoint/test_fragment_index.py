@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 
 from dstrain.checkpoint import safetensors_io
-from dstrain.checkpoint.fragment_index import FragmentIndex, Rows, index_name, rows, write_index
+from dstrain.checkpoint.fragment_index import FragmentIndex, Rows, collect_rows, index_name, write_index
 from dstrain.checkpoint.fragments import Fragment, IndexedShards, Shards, open_shards, shard_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
-from dstrain.checkpoint.stored import StoredWeight, elements, stored_weights
+from dstrain.checkpoint.stored import StoredWeight, list_stored_weights, read_elements
 from dstrain.disk.sealed import render_sealed
 from dstrain.recipe import ConfigError
 
@@ -38,7 +38,9 @@ def write(folder, world: int, seed: int = 0, kinds=KINDS, leave_out: int = -1) -
     own = []
     for rank, entries in enumerate(by_rank):
         entries.sort(key=lambda entry: kinds.index(entry[0]) if entry[0] in kinds else len(kinds))
-        own.append(rows(entries, write_shard(folder / shard_name("net", rank, world), entries, {"part": "net"})))
+        own.append(
+            collect_rows(entries, write_shard(folder / shard_name("net", rank, world), entries, {"part": "net"}))
+        )
     assert {index_name("net"): write_index(folder, "net", own, SHAPES)} == hash_files(folder, [index_name("net")])
     seal(folder)
     return truth
@@ -144,7 +146,7 @@ def test_files_that_are_none(tmp_path):
 def test_stored_weights(tmp_path, monkeypatch):
     """Oracle: torch on the tensors that were written; and the bytes that a slice reads."""
     truth = write(tmp_path, 3)
-    weights = stored_weights(open_shards(tmp_path, "net"), "ema.0.99")
+    weights = list_stored_weights(open_shards(tmp_path, "net"), "ema.0.99")
     assert list(weights) == list(SHAPES) and all(isinstance(weight, StoredWeight) for weight in weights.values())
     for name, weight in weights.items():
         values = truth["ema.0.99", name]
@@ -163,5 +165,5 @@ def test_stored_weights(tmp_path, monkeypatch):
         safetensors_io.Files, "read", lambda self, span, into: (sizes.append(span.nbytes), read(self, span, into))
     )
     plain = truth["ema.0.99", "c"]
-    assert torch.equal(elements(weights["c"], 5, 20), plain[5:25]) and sum(sizes) == 4 * 20
-    assert torch.equal(elements(truth["ema.0.99", "a"], 5, 20), truth["ema.0.99", "a"].flatten()[5:25])
+    assert torch.equal(read_elements(weights["c"], 5, 20), plain[5:25]) and sum(sizes) == 4 * 20
+    assert torch.equal(read_elements(truth["ema.0.99", "a"], 5, 20), truth["ema.0.99", "a"].flatten()[5:25])

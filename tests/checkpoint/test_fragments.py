@@ -109,7 +109,7 @@ def test_pieces_larger_than_a_chunk_and_strided_values(tmp_path, monkeypatch):
     """Oracle: the strided column that was written, three chunks of at most 4 elements, to the last bit."""
     import dstrain.checkpoint.fragments as fragments
 
-    monkeypatch.setattr(fragments, "_CHUNK", 4)
+    monkeypatch.setattr(fragments, "_CHUNK_ELEMENTS", 4)
     whole = torch.randn(11, 2)[:, 0]
     write_shard(tmp_path / shard_name("net", 0, 1), [("master", Fragment("w", (11,), 0, 11), whole)])
     assert torch.equal(Shards(tmp_path, "net").read("master", "w"), whole)

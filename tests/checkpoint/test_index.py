@@ -15,13 +15,13 @@ from dstrain.checkpoint.layout import (
     RECONSTRUCTED,
     Fragment,
     Index,
-    averages,
-    buffers,
-    damaged,
-    reconstructed,
+    damage_error,
+    find_reconstructed,
+    list_averages,
+    list_buffers,
     shard_name,
 )
-from dstrain.checkpoint.safetensors_io import Entry, Span, Stored, read_header, render_header, split
+from dstrain.checkpoint.safetensors_io import Entry, Span, Stored, read_header, render_header, split_entries
 from dstrain.recipe import ConfigError
 
 
@@ -121,7 +121,7 @@ def test_types_of_buffers(tmp_path, kind, name):
     """Oracle: the contract: floating buffers are written in float32 at least, others as they are; of one part alone."""
     named = {"buffer/net/a": torch.ones(3, dtype=kind), "buffer/other/a": torch.ones(3), "system/a": torch.ones(3)}
     (tmp_path / "common.safetensors").write_bytes(save(named))
-    (entry,) = buffers(tmp_path, "net")
+    (entry,) = list_buffers(tmp_path, "net")
     assert (entry.name, entry.dtype, entry.source.numel) == ("a", name, 3)
 
 
@@ -144,20 +144,20 @@ def test_averages_made_afterwards(tmp_path):
         (tmp_path / RECONSTRUCTED / "0.1" / name).mkdir(parents=True)
 
     def at(step, width=0.1):
-        return reconstructed(tmp_path, width, step, None)
+        return find_reconstructed(tmp_path, width, step, None)
 
     assert [at(None).name, at(9).name] == ["step_00000010", "step_00000009"]
     assert at(8) is None and at(None, 0.2) is None
     own = tmp_path / "own"
     own.mkdir()
-    assert averages(own) == set() and reconstructed(tmp_path, 0.1, None, own).name == "step_00000010"
+    assert list_averages(own) == set() and find_reconstructed(tmp_path, 0.1, None, own).name == "step_00000010"
     for part, rank, kinds in (
         ("a", 0, ("master", "ema.0.9")),
         ("a", 1, ("ema.0.9", "ema.0.3")),
         ("b-c", 0, ("ema.0.1",)),
     ):
         write_shard(own / shard_name(part, rank, 2), [piece(0, 12, kind=kind) for kind in kinds])
-    assert averages(own) == {0.9, 0.3, 0.1} and reconstructed(tmp_path, 0.1, None, own) is None
+    assert list_averages(own) == {0.9, 0.3, 0.1} and find_reconstructed(tmp_path, 0.1, None, own) is None
 
 
 def test_kinds_and_names(tmp_path):
@@ -173,7 +173,7 @@ def test_kinds_and_names(tmp_path):
     assert index.names("ema.0.5") == ["b", "a"] and index.names("ema.0.7") == [] and index.metadata == {"step": "3"}
     with pytest.raises(ConfigError, match="net: the checkpoint .* holds no tensor named c$"):
         index.shape("c")
-    assert "checkpoint a/b is damaged (torn): take an older one with --step" in str(damaged(Path("a/b"), "torn"))
+    assert "checkpoint a/b is damaged (torn): take an older one with --step" in str(damage_error(Path("a/b"), "torn"))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_the_longest_header(tmp_path, length, message):
 def test_files_of_a_size(sizes, room, files):
     """Oracle: by hand: float32 tensors of so many elements, in order, in files of at most `room` bytes."""
     entries = [Entry(str(number), Stored("F32", (size,), ()), "F32") for number, size in enumerate(sizes)]
-    dealt = split(entries, room)
+    dealt = split_entries(entries, room)
     assert [len(part) for part in dealt] == files and [entry for part in dealt for entry in part] == entries
 
 

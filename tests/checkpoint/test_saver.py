@@ -70,7 +70,7 @@ def test_what_is_saved_is_what_was_there(tmp_path):
     trial.save(2)
     assert time.perf_counter() - began > 0.4 and trial.saver.newest == 1, "two saves were in flight"
     trial.values.fill_(3.0)
-    trial.saver.settle()
+    trial.saver.wait()
     trial.save(3, last=True)
     assert trial.saver.newest == 3 and trial.saved == [1, 2, 3] and trial.saver.store.steps() == [2, 3]
     assert torch.equal(trial.read(2), torch.full((SIZE,), 2.0)) and torch.equal(trial.read(3), trial.values)
@@ -81,16 +81,16 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
     """Oracle: the limit on a file's size: reported, nothing left, the older step verifies, the next save succeeds."""
     trial = Trial(tmp_path)
     trial.save(1)
-    trial.saver.settle()
+    trial.saver.wait()
     with no_room():
         trial.save(2)
-        trial.saver.settle()
+        trial.saver.wait()
     assert "saving step 2 failed: OSError" in trial.reports[-1] and "File too large" in trial.reports[-1]
     assert trial.saver.newest == 1 and trial.saved == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "step_00000001"]
     assert Store(tmp_path).newest()[0] == 1
     trial.save(3)
-    trial.saver.settle()
+    trial.saver.wait()
     assert trial.saver.newest == 3 and Store(tmp_path).newest()[0] == 3
 
 
@@ -101,10 +101,10 @@ def test_three_failures_in_a_row_end_the_run(tmp_path, asynchronous):
     for step in (1, 2, 4, 5):
         with no_room():
             trial.save(step)
-            trial.saver.settle()
+            trial.saver.wait()
         if step % 3 == 2:
             trial.save(step + 1)
-            trial.saver.settle()
+            trial.saver.wait()
     assert Store(tmp_path).newest()[0] == 6 and trial.saved == [3, 6]
     with no_room():
         trial.save(7)
@@ -120,7 +120,7 @@ def test_no_memory_and_no_thread(tmp_path, monkeypatch):
     """Oracle: what the system refuses: the step is saved before save comes back, and nothing waits for ever."""
     trial = Trial(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(snapshot.Snapshot, "_host_buffer", lambda self, numel: torch.empty(1 << 60))
+        patched.setattr(snapshot.HostCopies, "_host_buffer", lambda self, numel: torch.empty(1 << 60))
         trial.save(1)
     assert trial.saver.newest == 1 and "no memory for a copy" in trial.reports[0]
     with monkeypatch.context() as patched:
@@ -129,7 +129,7 @@ def test_no_memory_and_no_thread(tmp_path, monkeypatch):
         trial.save(2)
         assert trial.saver.store.steps() == [1, 2] and not trial.saver.under_way
         assert trial.saver._pending.waited == trial.saver._pending.seconds > 0  # training waited for all of it
-    trial.saver.settle()
+    trial.saver.wait()
     assert trial.saver.newest == 2
 
 
@@ -154,13 +154,13 @@ def test_the_save_in_flight_counts_as_the_best(tmp_path):
     """Oracle: the lowest score so far by hand, while its checkpoint is still being written."""
     trial = Trial(tmp_path)
     trial.save(1, score=0.5)
-    trial.saver.settle()
+    trial.saver.wait()
     trial.gate.clear()
     trial.save(2, score=0.3)
     assert trial.saver.store.steps() == [1]
     assert not trial.saver.improves(0.4) and not trial.saver.improves(0.3) and trial.saver.improves(0.2)
     trial.gate.set()
-    trial.saver.settle()
+    trial.saver.wait()
     assert not trial.saver.improves(0.3) and trial.saver.improves(0.2)
     with no_room():
         trial.save(3, score=0.1)
@@ -177,7 +177,7 @@ def test_a_score_that_is_not_finite(tmp_path):
     assert trial.saver.improves(0.3) and not trial.saver.improves(nan)
     for step, score in ((2, 0.3), (3, nan), (4, 0.4), (5, nan), (6, nan)):
         trial.save(step, score=score)
-        trial.saver.settle()
+        trial.saver.wait()
         assert trial.saver.store.best() == (2, 0.3) and trial.saver.improves(0.2) and not trial.saver.improves(0.3)
     assert trial.saver.store.steps() == [2, 5, 6]
 
@@ -198,20 +198,20 @@ def test_an_error_lets_the_save_end(tmp_path):
                 found = trial.saver.store.steps()
         assert found == steps
         letting_go.join()
-        trial.saver.settle()
+        trial.saver.wait()
 
 
 def test_a_host_without_memory_saves_at_once(tmp_path, monkeypatch):
     """Oracle: a host that says it has less than the copy needs: the step is there when save comes back."""
     enough = Trial(tmp_path / "enough")
     with monkeypatch.context() as patched:  # four fifths of the memory, and not a byte more
-        patched.setattr(snapshot, "available_memory", lambda: 5 * SIZE)
+        patched.setattr(snapshot, "measure_free_memory", lambda: 5 * SIZE)
         enough.gate.clear()
         enough.save(1)
         assert enough.saver.under_way and enough.reports == []
         enough.gate.set()
-        enough.saver.settle()
-    monkeypatch.setattr(snapshot, "available_memory", lambda: 5 * SIZE - 1)
+        enough.saver.wait()
+    monkeypatch.setattr(snapshot, "measure_free_memory", lambda: 5 * SIZE - 1)
     trial = Trial(tmp_path)
     trial.save(1)
     assert trial.saver.store.steps() == [1]
@@ -224,17 +224,17 @@ def test_memory_of_a_container(tmp_path, monkeypatch):
     """Oracle: the limit, the use and the reclaimable cache that the container's files say; psutil for the host."""
     psutil = pytest.importorskip("psutil")
     monkeypatch.setattr(snapshot, "_CGROUP", tmp_path)
-    assert abs(snapshot.available_memory() - psutil.virtual_memory().available) < 1e9
+    assert abs(snapshot.measure_free_memory() - psutil.virtual_memory().available) < 1e9
     (tmp_path / "memory.current").write_text("5000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700\n")
     (tmp_path / "memory.max").write_text("8000\n")
-    assert snapshot.available_memory() == 8000 - 5000 + 700
+    assert snapshot.measure_free_memory() == 8000 - 5000 + 700
     (tmp_path / "memory.max").write_text("max\n")
-    assert snapshot.available_memory() > 1e6
+    assert snapshot.measure_free_memory() > 1e6
     read = Path.read_text
     for text, bytes_ in (("Total: 9 kB\nMemAvailable:    3000 kB\n", 3000 * 1024), ("Total: 9 kB\n", sys.maxsize)):
         monkeypatch.setattr(Path, "read_text", lambda path: text if str(path) == "/proc/meminfo" else read(path))
-        assert snapshot.available_memory() == bytes_
+        assert snapshot.measure_free_memory() == bytes_
 
 
 def talk_while_saving(folder: Path) -> None:
@@ -250,7 +250,7 @@ def talk_while_saving(folder: Path) -> None:
             time.sleep(0.02 * step)  # the ranks' threads and main threads drift apart
     with no_room() if rank == 1 else open("/dev/null"):
         trial.save(6)
-        trial.saver.settle()
+        trial.saver.wait()
     result = {"right": right, "steps": trial.saver.store.steps(), "newest": trial.saver.newest}
     (folder / f"{rank}.json").write_text(json.dumps(result))
 
@@ -271,7 +271,7 @@ def test_a_save_is_reported_once(tmp_path):
         time.sleep(0.01)
     for _ in range(3):
         trial.saver.look()
-    trial.saver.settle()
+    trial.saver.wait()
     trial.saver.look()
     assert len(trial.reports) == 1
 
@@ -282,7 +282,7 @@ def test_how_long_training_waited(tmp_path):
         trial = Trial(tmp_path / str(asynchronous), asynchronous)
         began = time.perf_counter()
         trial.save(1)
-        trial.saver.settle()
+        trial.saver.wait()
         took = time.perf_counter() - began
         seconds, waited = map(
             float, re.fullmatch(r"saved step 1 in ([\d.]+) s; training waited ([\d.]+) s", trial.reports[0]).groups()

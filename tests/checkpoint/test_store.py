@@ -161,7 +161,7 @@ def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
     """Oracle: a flip of each byte in turn and a swap of two blocks: the only step no longer counts."""
     import dstrain.checkpoint.manifest as module
 
-    monkeypatch.setattr(module, "_BLOCK", 64)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 64)
     store = Store(tmp_path)
     save(store, 5)
     path = tmp_path / "step_00000005" / NAMES[0]
@@ -197,7 +197,7 @@ def test_hashes_while_writing(sizes, threads):
         pytest.MonkeyPatch.context() as patch,
         ThreadPoolExecutor(threads or 1) as pool,
     ):
-        patch.setattr(module, "_BLOCK", 64)
+        patch.setattr(module, "_BLOCK_BYTES", 64)
         digest, pieces = Digest(pool if threads else None), [random.Random(size).randbytes(size) for size in sizes]
         for piece in pieces:
             digest.update(memoryview(piece))
@@ -290,10 +290,10 @@ def test_what_is_saved_in_trouble_pushes_out_nothing(kinds, keep):
             kept = sorted({*good[-keep:], *routine[-keep:], step})
             assert store.steps() == kept
             of = {wanted: [s for s in kept if kinds[s - 1] == wanted] for wanted in (ROUTINE, STOP)}
-            assert store.good(step) == (of[ROUTINE] or of[STOP])
+            assert store.list_good(step) == (of[ROUTINE] or of[STOP])
             if of[ROUTINE]:
                 last = of[ROUTINE].pop()
-                assert store.good(step, bad_from=last) == (of[ROUTINE] or [s for s in of[STOP] if s < last])
+                assert store.list_good(step, bad_from=last) == (of[ROUTINE] or [s for s in of[STOP] if s < last])
 
 
 @settings(max_examples=20, deadline=None)
@@ -375,7 +375,7 @@ def test_a_sealed_manifest_may_say_anything(key, value, absent):
             assert sound or (key == "files" and value == {} and not absent)
         else:
             assert newest[0] == 5 and len(lines) == 1 and "step_00000010" in lines[0]
-        assert store.best() is None and store.good(10)
+        assert store.best() is None and store.list_good(10)
 
 
 def test_a_manifest_that_storage_cannot_give(tmp_path, monkeypatch):
@@ -639,7 +639,7 @@ def test_how_many_faults_are_named(tmp_path, count):
 def test_a_hash_that_is_taken_while_writing(tmp_path, monkeypatch):
     """Oracle: the hash of the finished file, at every size around two borders of blocks; each file is synced once."""
     synced: list[int] = []
-    monkeypatch.setattr("dstrain.checkpoint.manifest._BLOCK", 8)
+    monkeypatch.setattr("dstrain.checkpoint.manifest._BLOCK_BYTES", 8)
     monkeypatch.setattr(os, "fsync", synced.append)
     for size in range(20):
         data, digest = bytes(range(size)), Digest()
@@ -654,5 +654,5 @@ def test_a_file_that_another_rank_sees(tmp_path):
     where all see all.
     """
     (tmp_path / "a").write_bytes(b"x")
-    assert seals._merged(tmp_path, [({}, ["a"], None)]) == ({}, ["a"], None)
-    assert "b is not seen by all ranks" in seals._merged(tmp_path, [({}, ["a", "b"], None)])[2]
+    assert seals._merge_hashes(tmp_path, [({}, ["a"], None)]) == ({}, ["a"], None)
+    assert "b is not seen by all ranks" in seals._merge_hashes(tmp_path, [({}, ["a", "b"], None)])[2]

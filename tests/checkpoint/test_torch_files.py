@@ -38,7 +38,7 @@ def test_what_a_shell_holds(tmp_path):
         objects[name].start = torch.Size([3])
     objects["both"].numel = objects["plain"].numel = 4
     torch.save(objects, tmp_path / "a.pt")
-    content = torch_files.load(tmp_path / "a.pt")
+    content = torch_files.load_torch_file(tmp_path / "a.pt")
     shells = content.value
     assert all(isinstance(shell, torch_files.Shell) for shell in shells.values())
     assert [shell.start for shell in (shells["both"], shells["slots"], shells["plain"])] == [(3,)] * 3
@@ -57,7 +57,7 @@ class Made:
 def test_what_a_shell_gives(tmp_path):
     """Oracle: by hand: a shell that is called gives another one, and takes items; nothing of it is run."""
     torch.save({"made": Made(), "items": defaultdict(list, a=1), "list": deque([1, 2])}, tmp_path / "a.pt")
-    content = torch_files.load(tmp_path / "a.pt")
+    content = torch_files.load_torch_file(tmp_path / "a.pt")
     assert all(isinstance(value, torch_files.Shell) for value in content.value.values())
     assert content.asked >= {"operator.attrgetter", "collections.defaultdict", "collections.deque"}
 
@@ -68,12 +68,12 @@ def test_a_pickle_of_any_size(tmp_path, monkeypatch, limit, fits):
     torch.save({"w": torch.arange(5)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
         size = next(info.file_size for info in archive.infolist() if info.filename.endswith("data.pkl"))
-    monkeypatch.setattr(torch_files, "_SMALL", size + limit)
+    monkeypatch.setattr(torch_files, "_MAX_PICKLE_BYTES", size + limit)
     if fits:
-        assert torch_files.load(tmp_path / "a.pt").value["w"].shape == (5,)
+        assert torch_files.load_torch_file(tmp_path / "a.pt").value["w"].shape == (5,)
     else:
         with pytest.raises(ConfigError, match=f"a pickle of {size} bytes is no checkpoint's"):
-            torch_files.load(tmp_path / "a.pt")
+            torch_files.load_torch_file(tmp_path / "a.pt")
 
 
 class Tagged(torch.Tensor):
@@ -85,7 +85,7 @@ def test_tensors_with_attributes(tmp_path):
     plain, other = torch.arange(3.0), torch.arange(3.0).as_subclass(Tagged)
     plain.origin = other.origin = "here"
     torch.save({"plain": plain, "other": other}, tmp_path / "a.pt")
-    content = torch_files.load(tmp_path / "a.pt").value
+    content = torch_files.load_torch_file(tmp_path / "a.pt").value
     assert isinstance(content["plain"], safetensors_io.Stored) and content["plain"].shape == (3,)
     assert isinstance(content["other"], torch_files.Shell)
 
@@ -101,16 +101,16 @@ def test_the_order_of_bytes(tmp_path, order, refused):
                 copy.writestr(name, content)
     if refused:
         with pytest.raises(ConfigError, match="its numbers are big-endian"):
-            torch_files.load(tmp_path / "b.pt")
+            torch_files.load_torch_file(tmp_path / "b.pt")
     else:
-        assert torch_files.load(tmp_path / "b.pt").value["w"].shape == (5,)
+        assert torch_files.load_torch_file(tmp_path / "b.pt").value["w"].shape == (5,)
 
 
 def test_a_name_of_the_longest(tmp_path):
     """Oracle: the elements: names within the archive begin with the file's, and these have more than 255 bytes."""
     path = tmp_path / f"{'a' * 252}.pt"
     torch.save({"w": torch.arange(5)}, path)
-    entry = Entry("w", torch_files.load(path).value["w"], "I64")
+    entry = Entry("w", torch_files.load_torch_file(path).value["w"], "I64")
     write_model(tmp_path / "out", [entry], 10**9, {}, lambda count: None)
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [0, 1, 2, 3, 4]
 
@@ -128,10 +128,10 @@ def test_a_storage_beyond_the_end(tmp_path, more, whole):
         struct.pack_into("<I", data, entry + place, 40 + more)
     path.write_bytes(data)
     if whole:
-        assert torch_files.load(path).value["w"].shape == (5,)
+        assert torch_files.load_torch_file(path).value["w"].shape == (5,)
     else:
         with pytest.raises(ConfigError, match="a.pt: it is truncated"):
-            torch_files.load(path)
+            torch_files.load_torch_file(path)
 
 
 class Forged:
@@ -149,9 +149,9 @@ def test_elements_beyond_a_storage(tmp_path):
     """Oracle: the length of the storage: element 26 is the last one of 27, and beyond 26."""
     for numel in (27, 26):
         torch.save({"w": Forged(numel)}, tmp_path / f"{numel}.pt")
-    torch_files.load(tmp_path / "27.pt")
+    torch_files.load_torch_file(tmp_path / "27.pt")
     with pytest.raises(ConfigError, match="reaches beyond its storage"):
-        torch_files.load(tmp_path / "26.pt")
+        torch_files.load_torch_file(tmp_path / "26.pt")
 
 
 @pytest.mark.parametrize(
@@ -170,14 +170,14 @@ def test_a_pickle_of_altered_bytes(tmp_path):
     torch.save({"name": "unaltered"}, path)
     path.write_bytes(path.read_bytes().replace(b"unaltered", b"unalterad"))
     with pytest.raises(ConfigError, match="data.pkl has altered bytes: it is damaged"):
-        torch_files.load(path)
+        torch_files.load_torch_file(path)
 
 
 def test_a_tensor_larger_than_what_is_copied_at_a_time(tmp_path):
     """Oracle: the elements, four pieces of them."""
     values = torch.arange(100_000)
     torch.save({"first": torch.zeros(3), "w": values}, tmp_path / "a.pt")
-    entry = Entry("w", torch_files.load(tmp_path / "a.pt").value["w"], "I64")
+    entry = Entry("w", torch_files.load_torch_file(tmp_path / "a.pt").value["w"], "I64")
     write_model(tmp_path / "out", [entry], 10**9, {}, lambda count: None)
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], values)
 
@@ -186,7 +186,9 @@ def test_a_tensor_larger_than_what_is_copied_at_a_time(tmp_path):
 def test_what_is_written_is_synced(tmp_path, synced, shard_size):
     """Oracle: the files that the system was asked to write down, by their descriptors: all of them, when whole."""
     torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, tmp_path / "a.pt")
-    entries = [Entry(name, value, "F32") for name, value in torch_files.load(tmp_path / "a.pt").value.items()]
+    entries = [
+        Entry(name, value, "F32") for name, value in torch_files.load_torch_file(tmp_path / "a.pt").value.items()
+    ]
     out = tmp_path / "new" / "out"
     for _ in range(2):
         write_model(out, entries, shard_size, {}, lambda count: None)
@@ -202,7 +204,7 @@ def test_a_file_that_takes_a_part_at_a_time():
             return super().write(data[:3])
 
     file = Slow()
-    safetensors_io._put(file, memoryview(bytes(range(20))))
+    safetensors_io._write_all(file, memoryview(bytes(range(20))))
     assert file.getvalue() == bytes(range(20))
 
 
@@ -215,7 +217,7 @@ def test_where_elements_lie(tmp_path):
         },
         tmp_path / "a.pt",
     )
-    content = torch_files.load(tmp_path / "a.pt").value
+    content = torch_files.load_torch_file(tmp_path / "a.pt").value
     entries = [Entry(name, value, value.dtype) for name, value in content.items()]
     write_model(tmp_path, entries, 10**9, {}, lambda count: None)
     for name, tensor in safetensors_io.read_header(tmp_path / "model.safetensors")[0].items():

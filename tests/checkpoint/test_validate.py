@@ -41,7 +41,7 @@ def seal(path, counters=json.dumps(FINE), **body) -> None:
 
 def newest(folder) -> tuple[int, list[str]]:
     lines: list[str] = []
-    return Store(folder, check=validate.check).newest(lines.append)[0], lines
+    return Store(folder, check=validate.check_checkpoint).newest(lines.append)[0], lines
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def newest(folder) -> tuple[int, list[str]]:
 def test_counters(folder, counters):
     """Oracle: the step before, and one line that names the file; in order it is the step itself."""
     assert newest(folder) == (9, [])
-    assert validate.counters(folder / "step_00000009") == FINE
-    assert validate.course(folder / "step_00000009").skipped == 1
+    assert validate.read_counters(folder / "step_00000009") == FINE
+    assert validate.read_divergence(folder / "step_00000009").skipped == 1
     seal(folder / "step_00000009", counters)
     step, lines = newest(folder)
     assert step == 7 and len(lines) == 1 and "step_00000009" in lines[0]
@@ -120,8 +120,8 @@ def test_small_tensors_and_counters(tmp_path):
     validate.write_common(tmp_path, (tensors, FINE))
     loaded = load_file(tmp_path / "common.safetensors")
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
-    assert validate.counters(tmp_path) == FINE
-    within = validate.within(loaded, "buffer/net/")
+    assert validate.read_counters(tmp_path) == FINE
+    within = validate.select_prefix(loaded, "buffer/net/")
     assert list(within) == ["scale"] and torch.equal(within["scale"], tensors["buffer/net/scale"])
 
 

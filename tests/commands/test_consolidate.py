@@ -221,7 +221,7 @@ def test_types():
             given = values.to(names[source])
             raw = memoryview(given.view(torch.uint8).numpy().tobytes())
             entry = safetensors_io.Entry("w", safetensors_io.Stored(source, tuple(given.shape), ()), target)
-            cast = torch.frombuffer(bytearray(safetensors_io._cast(raw, source, entry)), dtype=names[target])
+            cast = torch.frombuffer(bytearray(safetensors_io._cast_floats(raw, source, entry)), dtype=names[target])
             want = given.float().to(names[target]) if source == "F64" and target == "BF16" else given.to(names[target])
             torch.testing.assert_close(cast, want, rtol=0, atol=0, equal_nan=True, msg=f"{source} {target}")
 
@@ -487,8 +487,8 @@ def test_files_of_torch(tmp_path):
     ):
         content[str(dtype)] = torch.tensor([0, 1, 1, 0]).to(dtype)
     torch.save(content, tmp_path / "a.pt")
-    read, asked, sums = torch_files.load(tmp_path / "a.pt")
-    assert not any(torch_files.altered(span, crc) for span, crc in sums.items()) and len(sums) == len(content) - 4
+    read, asked, sums = torch_files.load_torch_file(tmp_path / "a.pt")
+    assert not any(torch_files.is_altered(span, crc) for span, crc in sums.items()) and len(sums) == len(content) - 4
     assert not asked and read["nested"] == [OrderedDict(a=(1, 2.5, None, True, "x", (2, 3)))]
     entries = [
         safetensors_io.Entry(name, value, value.dtype)
@@ -508,8 +508,8 @@ def test_without_checksums(tmp_path):
         torch.save({"w": torch.arange(5)}, tmp_path / "a.pt")
     finally:
         torch.serialization.set_crc32_options(before)
-    content = torch_files.load(tmp_path / "a.pt")
-    assert set(content.sums.values()) == {0} and not torch_files.altered(*next(iter(content.sums.items())))
+    content = torch_files.load_torch_file(tmp_path / "a.pt")
+    assert set(content.sums.values()) == {0} and not torch_files.is_altered(*next(iter(content.sums.items())))
     data = (tmp_path / "a.pt").read_bytes()
     (span,) = content.value["w"].spans
     assert np.frombuffer(data[span.offset : span.offset + span.nbytes], "<i8").tolist() == [0, 1, 2, 3, 4]
@@ -542,7 +542,7 @@ def test_hostile_pickles(tmp_path):
     for number, payload in enumerate(payloads):
         path = tmp_path / f"{number}.pt"
         torch.save({"module": {"w": torch.ones(2)}, "x": payload}, path)
-        content = torch_files.load(path)
+        content = torch_files.load_torch_file(path)
         assert content.asked and not mark.exists() and isinstance(content.value["x"], torch_files.Shell)
         wanted = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         assert {name.rpartition(".")[2] for name in wanted} <= {name.rpartition(".")[2] for name in content.asked}
@@ -561,8 +561,8 @@ def test_a_pickle_alters_no_reader(tmp_path):
                 for info in whole.infolist():
                     file.writestr(info, hostile if info.filename.endswith("data.pkl") else whole.read(info))
             with pytest.raises(ValueError, match=f"{number}.pt"):
-                torch_files.load(tmp_path / f"{number}.pt")
-    assert torch_files.load(tmp_path / "a.pt").value["w"].shape == (2,)
+                torch_files.load_torch_file(tmp_path / f"{number}.pt")
+    assert torch_files.load_torch_file(tmp_path / "a.pt").value["w"].shape == (2,)
     assert not hasattr(torch_files._Tensor(), "__dict__")
 
 
@@ -595,7 +595,7 @@ def test_damaged_files_of_torch(tmp_path):
             data[place] = random.integers(256)
         (tmp_path / "b.pt").write_bytes(bytes(data[: random.integers(1, len(data))] if random.random() < 0.2 else data))
         try:
-            value = torch_files.load(tmp_path / "b.pt").value
+            value = torch_files.load_torch_file(tmp_path / "b.pt").value
             stack = [value]
             while stack:
                 item = stack.pop()
@@ -610,7 +610,7 @@ def test_damaged_files_of_torch(tmp_path):
     # No Linear: DeepSpeed's stage 3 replaces F.linear for the whole process, and its own cannot be scripted.
     torch.jit.save(torch.jit.script(torch.nn.ReLU()), tmp_path / "j.pt")
     with pytest.raises(ValueError, match="TorchScript"):
-        torch_files.load(tmp_path / "j.pt")
+        torch_files.load_torch_file(tmp_path / "j.pt")
     torch.save([torch.ones(2)], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(ValueError, match="not of torch.save's zip format"):
-        torch_files.load(tmp_path / "old.pt")
+        torch_files.load_torch_file(tmp_path / "old.pt")

@@ -135,7 +135,7 @@ def save(folder: Path) -> None:
         trial.native.save(BEFORE)
         trial.saves.save(BEFORE)  # a thread writes it while the steps below change the weights
         truth[stage] = {"state": trial.state(), "losses": trial.steps(BEFORE, BEFORE + AFTER)}
-        trial.saves.saver.settle()
+        trial.saves.saver.wait()
         assert trial.saves.saver.newest == trial.native.saver.newest == BEFORE
         assert fails_together(trial), f"stage {stage} saves half of a checkpoint"
         assert refuses_nan(trial), f"stage {stage} saves NaN"

@@ -14,7 +14,7 @@ import torch
 
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
-from dstrain.engine.recovery import Course
+from dstrain.engine.recovery import Divergence
 from dstrain.engine.updates import Flag
 from dstrain.train import take_step
 from tests.engine import check_systems
@@ -73,7 +73,7 @@ def trial(folder: Path, case: str, stage: int, precision: str, form: str) -> Tri
     made = Trial(folder, case, stage, overrides=(f"save.format={form}", *words))
     at = folder / case / f"{group.world()}-{stage}-{precision}-{form}"
     made.saves = Checkpoints(
-        at, made.engines, made.ema, made.system, made.run.save, course=Course(made.run.faults), trust_pickle=True
+        at, made.engines, made.ema, made.system, made.run.save, course=Divergence(made.run.faults), trust_pickle=True
     )
     return made
 

@@ -21,8 +21,8 @@ from dstrain.commands import cli
 from dstrain.diffusion import gaussian, likelihood
 from dstrain.engine import prepare_environment
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.recovery import Course
-from dstrain.engine.updates import Late
+from dstrain.engine.recovery import Divergence
+from dstrain.engine.updates import AsyncHostCopy
 from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.train import take_step
 from tests.support.engines import engines_for
@@ -54,18 +54,18 @@ class HostReads(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.now = self.late = 0
-        self._read = Late.read
+        self._read = AsyncHostCopy.read
 
     def __enter__(self):
-        def read(late: Late):
+        def read(late: AsyncHostCopy):
             self.now, self.late = self.now - 1, self.late + 1
             return self._read(late)
 
-        Late.read = read
+        AsyncHostCopy.read = read
         return super().__enter__()
 
     def __exit__(self, *error):
-        Late.read = self._read
+        AsyncHostCopy.read = self._read
         return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -109,7 +109,7 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
     job = cli.prepare(cli.JobOptions(ROOT / "tests" / "launch" / f"{recipe}.yaml", config, tuple(words)), WORLD, "cuda")
     run, system = job.run, systems.build(job.run.system, job.run.model)
     engines = engines_for(system.networks, run, job.settings, system.decays, system.blocks())
-    ema, course = EmaShadow(engines.masters, run.ema, system.averaged), Course(run.faults)
+    ema, course = EmaShadow(engines.masters, run.ema, system.averaged), Divergence(run.faults)
     batches = Repeated(system, 1, accumulation)
     update = Counter()
     for masters in engines.masters.values():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrain.engine.allocation import allocate, flattened_in_place, give_back
+from dstrain.engine.allocation import allocate_weights, flatten_in_place, release_memory
 from dstrain.engine.initial import weights_on_meta
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -43,7 +43,7 @@ def test_a_group_lies_in_one_tensor(stage, precision):
     ]
     before = [[weight.shape for weight in members["params"]] for members in groups]
     settings = {precision: {"enabled": True}} if precision != "fp32" else {}
-    allocate(network, groups, {"zero_optimization": {"stage": stage}, **settings})
+    allocate_weights(network, groups, {"zero_optimization": {"stage": stage}, **settings})
     held = {id(weight) for weight in network.parameters()}
     assert {id(weight) for members in groups for weight in members["params"]} == held
     assert network.third.weight is network.first.weight and groups[0]["params"][2] is own is network.own
@@ -68,7 +68,7 @@ def pieces(network: nn.Module) -> list[nn.Parameter]:
     for number, weight in enumerate(weights):
         setattr(network, f"w{number}", weight)
     groups = [{"params": weights}]
-    allocate(network, groups, {})
+    allocate_weights(network, groups, {})
     for number, weight in enumerate(groups[0]["params"]):
         weight.data.copy_(10 * number + torch.arange(float(weight.numel())).view(weight.shape))
     return groups[0]["params"]
@@ -109,7 +109,7 @@ def test_what_deepspeed_flattens(choose, in_place):
     usual, weights = stage_1_and_2._flatten_dense_tensors, pieces(nn.Module())
     tensors = choose(weights)
     expected = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    with flattened_in_place():
+    with flatten_in_place():
         inside = stage_1_and_2._flatten_dense_tensors
         flat = inside(tensors)
         assert torch.equal(flat, expected) and (flat.data_ptr() == tensors[0].data_ptr()) == in_place
@@ -137,7 +137,7 @@ def hold_and_free(path):
     size()
     del pieces[:-1]  # the last one lies behind the others on the heap
     size()
-    give_back()
+    release_memory()
     size()
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.checkpoint.manifest import read_manifest
-from dstrain.engine.checkpoint import Checkpoints, ema_decays, read_weights
+from dstrain.engine.checkpoint import Checkpoints, read_ema_decays, read_weights
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.optimizers import ADAM
-from dstrain.engine.recovery import Course
+from dstrain.engine.recovery import Divergence
 from dstrain.recipe import ConfigError, Ema, Faults, NotRead, Save
 from tests.engine.test_masters import LR, engines_of, same, step, weights
 from tests.support.tiny import Tiny
@@ -82,7 +82,7 @@ class Trial:
         self.ema = EmaShadow(
             self.engines.masters, Ema(decays=decays, profiles=profiles, snapshots=len(profiles)), parts[:1]
         )
-        self.system, self.course = System(refuses), Course(Faults(**faults))
+        self.system, self.course = System(refuses), Divergence(Faults(**faults))
         self.saves = Checkpoints(
             folder, self.engines, self.ema, self.system, save, self.lines.append, self.saved.append, self.course, trust
         )
@@ -259,7 +259,7 @@ def test_what_one_process_reads(run):
     for name, value in weights(trial.engines, "a").items():
         assert torch.equal(read[name], value) and not torch.equal(read[name], averaged[name])
     assert torch.equal(read["count"], torch.full((2,), 3)) and torch.equal(read["scale.table"], averaged["scale.table"])
-    assert ema_decays(path, "a") == [0.5, 0.9] and ema_decays(path, "b") == []
+    assert read_ema_decays(path, "a") == [0.5, 0.9] and read_ema_decays(path, "b") == []
     with pytest.raises(ConfigError, match="no ema.0.7 of a; it holds master, exp_avg, exp_avg_sq, ema.0.5, ema.0.9"):
         read_weights(path, "a", "ema.0.7")
     with pytest.raises(ConfigError, match="no file c-"):

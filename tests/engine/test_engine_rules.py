@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.engine.engines import Engines
-from dstrain.engine.masters import errors_at_the_end, universal_info
+from dstrain.engine.masters import defer_errors, make_universal_info
 from tests.engine.check_engines import applied
 from tests.engine.test_masters import DECAY, LR, engines_of, step, weights
 from tests.support.tiny import Tiny
@@ -23,7 +23,7 @@ def test_files_that_cannot_be_written(stage, tmp_path):
     order: list[str] = []
 
     def attempt(work) -> None:
-        with errors_at_the_end(engines.values()):
+        with defer_errors(engines.values()):
             for part, engine in engines.items():
                 engine.save_checkpoint(str(tmp_path / part / "x"), tag="t", save_latest=False)
                 order.append(part)
@@ -52,7 +52,7 @@ def test_what_deepspeeds_tool_asks_for():
     )
 
     expected = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
-    assert universal_info() == expected
+    assert make_universal_info() == expected
 
 
 class Pictures(nn.Module):

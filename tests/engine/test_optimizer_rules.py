@@ -145,10 +145,10 @@ def test_what_is_nearly_orthogonal(shape, native, monkeypatch):
     monkeypatch.setattr(cpu, "multiplies_bf16", lambda: native)
     matrix = gradients(1, shape) * 1e-3
     u, _s, v = torch.linalg.svd(matrix, full_matrices=False)
-    found = optimizers.orthogonal(matrix.bfloat16()).float()
+    found = optimizers.orthogonalize(matrix.bfloat16()).float()
     assert found.shape == matrix.shape and (inner := u.T @ found @ v.T).diagonal().min() > 0.6
     assert inner.diagonal().max() < 1.3 and (inner - inner.diagonal().diag()).abs().max() < 0.1
-    assert torch.equal(optimizers.orthogonal(torch.zeros(shape).bfloat16()), torch.zeros(shape).bfloat16())
+    assert torch.equal(optimizers.orthogonalize(torch.zeros(shape).bfloat16()), torch.zeros(shape).bfloat16())
 
 
 @pytest.mark.parametrize("applied", [True, False])
@@ -209,16 +209,16 @@ def test_moments_of_eight_bits():
     large, small = nn.Parameter(gradients(1, (64, 128))), nn.Parameter(gradients(2, (5,)))
     optimizer = bitsandbytes.optim.AdamW8bit([{"params": [large, small], "moments": ADAM}], lr=LR, betas=BETAS)
     for weight in (large, small):
-        state = optimizers.state_of(optimizer, weight, ADAM)
-        assert optimizers.state_of(optimizer, weight, ADAM) is state and len(optimizer.param_groups[0]["params"]) == 2
+        state = optimizers.get_state(optimizer, weight, ADAM)
+        assert optimizers.get_state(optimizer, weight, ADAM) is state and len(optimizer.param_groups[0]["params"]) == 2
         for number, kind in enumerate(ADAM):
-            assert not optimizers.moment(state, kind).any()
+            assert not optimizers.read_moment(state, kind).any()
             values = gradients(3 + number, weight.shape).abs()
             if weight is small:
-                optimizers.moment(state, kind).copy_(values)
-                optimizers.set_moment(state, kind, values)
-                assert torch.equal(optimizers.moment(state, kind), values)
+                optimizers.read_moment(state, kind).copy_(values)
+                optimizers.write_moment(state, kind, values)
+                assert torch.equal(optimizers.read_moment(state, kind), values)
                 continue
-            optimizers.set_moment(state, kind, values)
-            read = optimizers.moment(state, kind)
+            optimizers.write_moment(state, kind, values)
+            read = optimizers.read_moment(state, kind)
             assert read.shape == values.shape and 0 < (read - values).abs().max() < 0.03 * values.max()

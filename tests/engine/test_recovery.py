@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.engine.recovery import _LEAST, WINDOW, Course, parse
+from dstrain.engine.recovery import _LEAST_LOSSES, WINDOW, Divergence, parse_state
 from dstrain.engine.updates import Flag
 from dstrain.recipe import ConfigError, Faults
 
@@ -17,8 +17,8 @@ from dstrain.recipe import ConfigError, Faults
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.integers(0, 9))
 def test_skipped_steps_are_counted_and_bounded(steps, most, before):
     """Oracle: the number of Falses; the first of more than `most` Falses in a row is trouble."""
-    course = Course(Faults(max_skipped=most))
-    course.state = parse({"skipped": before})
+    course = Divergence(Faults(max_skipped=most))
+    course.state = parse_state({"skipped": before})
     in_a_row, total = 0, before
     for done, applied in enumerate(steps, 1):
         in_a_row, total = (0, total) if applied else (in_a_row + 1, total + 1)
@@ -34,10 +34,10 @@ def test_skipped_steps_are_counted_and_bounded(steps, most, before):
 @given(st.lists(st.floats(0.0625, 8, width=32), min_size=1, max_size=2 * WINDOW), st.sampled_from([1.5, 3.0, 20.0]))
 def test_a_loss_above_the_running_median(losses, spike):
     """Oracle: statistics.median of the last WINDOW losses; without faults.spike nothing is kept."""
-    course, silent = Course(Faults(spike=spike)), Course()
+    course, silent = Divergence(Faults(spike=spike)), Divergence()
     for done, loss in enumerate(losses, 1):
         window = losses[max(0, done - 1 - WINDOW) : done - 1]
-        above = len(window) >= _LEAST and loss > spike * median(window)
+        above = len(window) >= _LEAST_LOSSES and loss > spike * median(window)
         each = {"net": [torch.tensor(loss - 0.03125), torch.tensor(loss + 0.03125)]}
         assert silent.trouble(done, [Flag(True)], each) is None and silent.state.losses == {}
         if abs(loss - spike * median(window or [0])) < 1e-3:
@@ -51,16 +51,16 @@ def test_a_loss_above_the_running_median(losses, spike):
 
 def test_small_losses_have_a_median_too():
     """Oracle: by hand: a thousandth, and then ten times as much, which is above 3 x the median."""
-    course = Course(Faults(spike=3))
-    for done in range(1, _LEAST + 2):
-        course.trouble(done, [Flag(True)], {"net": [torch.tensor(1e-3 if done <= _LEAST else 1e-2)]})
+    course = Divergence(Faults(spike=3))
+    for done in range(1, _LEAST_LOSSES + 2):
+        course.trouble(done, [Flag(True)], {"net": [torch.tensor(1e-3 if done <= _LEAST_LOSSES else 1e-2)]})
     assert course.state.high is not None
 
 
 @pytest.mark.parametrize("most, trouble", [(2, False), (1, True)])
 def test_the_last_step_of_a_run_is_looked_at_once(most, trouble):
     """Oracle: by hand: two skipped steps in a row are trouble where one is the most, and not where two are."""
-    course = Course(Faults(max_skipped=most))
+    course = Divergence(Faults(max_skipped=most))
     course.trouble(1, [Flag(False)], {})
     assert (course.trouble(2, [Flag(False)], {}, last=True) is not None) == trouble
 
@@ -72,19 +72,19 @@ def test_to_look_or_to_resume_changes_nothing(steps):
     same state in the end.
     """
     faults = Faults(spike=20, max_skipped=2)
-    alone, course = Course(faults), Course(faults)
-    for done, (loss, looks, resumes) in enumerate([(1.0, False, False)] * _LEAST + steps, 1):
+    alone, course = Divergence(faults), Divergence(faults)
+    for done, (loss, looks, resumes) in enumerate([(1.0, False, False)] * _LEAST_LOSSES + steps, 1):
         each = {"net": [torch.tensor(loss)]}
         applied = [Flag(torch.tensor(float(loss < math.inf)))]
-        trouble = alone.trouble(done, applied, each, done == _LEAST + len(steps))
-        assert course.trouble(done, applied, each, done == _LEAST + len(steps)) == trouble
+        trouble = alone.trouble(done, applied, each, done == _LEAST_LOSSES + len(steps))
+        assert course.trouble(done, applied, each, done == _LEAST_LOSSES + len(steps)) == trouble
         if trouble:
             assert course.before(done) == alone.before(done)
             return
         assert not looks or course.state.good == (loss in (1.0, 1.5))
         if resumes:
-            course, saved = Course(faults), course.state.model_dump()
-            course.state = parse(saved)
+            course, saved = Divergence(faults), course.state.model_dump()
+            course.state = parse_state(saved)
     assert course.state == alone.state
 
 
@@ -92,7 +92,7 @@ def test_to_look_or_to_resume_changes_nothing(steps):
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
 def test_the_data_never_go_back(events):
     """Oracle: a counter: each step learns from the batch after the last, however often the run has gone back."""
-    course, done, batch, saved = Course(), 0, 0, {0: Course().state.model_dump()}
+    course, done, batch, saved = Divergence(), 0, 0, {0: Divergence().state.model_dump()}
     for event in events:
         assert done + course.shift == batch
         done, batch = done + 1, batch + 1
@@ -106,7 +106,7 @@ def test_the_data_never_go_back(events):
             saved.pop(max(saved))
             course.go_back(done, max(saved), saved[max(saved)])
             done = max(saved)
-    assert course.rollbacks == len(course.state.rollbacks) and parse(course.state.model_dump()) == course.state
+    assert course.rollbacks == len(course.state.rollbacks) and parse_state(course.state.model_dump()) == course.state
 
 
 @pytest.mark.parametrize(
@@ -126,4 +126,4 @@ def test_the_data_never_go_back(events):
 def test_a_malformed_course_is_refused(saved):
     """Oracle: ConfigError, and no other."""
     with pytest.raises(ConfigError, match="course is malformed"):
-        parse(saved)
+        parse_state(saved)

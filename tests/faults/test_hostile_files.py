@@ -297,7 +297,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         if name.endswith(".safetensors") and name not in HARMLESS:
             table[f"header: {name}"] = (f"w/{name}", content, safetensors_io.read_header)
         elif not name.endswith(".safetensors"):
-            table[f"without torch: {name}"] = (f"w/{name}", content, torch_files.load)
+            table[f"without torch: {name}"] = (f"w/{name}", content, torch_files.load_torch_file)
             table[f"DeepSpeed's: {name}"] = ("c/mp_rank_00_model_states.pt", content, merged)
     table |= {f"tar: {name}": ("d/0.tar", content, first_captioned) for name, content in TARS.items()}
     table |= {f"list: {name}": (f"t/{name}", content, first_listed) for name, content in LISTS.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dstrain.checkpoint.fragments import Fragment
-from dstrain.checkpoint.snapshot import Snapshot
+from dstrain.checkpoint.snapshot import HostCopies
 from dstrain.engine import updates
 from kit import correct, jobs, report
 
@@ -41,7 +41,7 @@ def left_registered() -> tuple[int, int]:
     """What CUDA says when the memory of a snapshot is given back: of one in use (0), and of one that is gone (713)."""
     answers = []
     for gone in (False, True):
-        snapshot = Snapshot()
+        snapshot = HostCopies()
         live = ("master", Fragment("w", (8,), 0, 8), torch.ones(8, device="cuda"))
         begin = snapshot.take({"part": [live]})["part"][0][2].data_ptr()
         if gone:

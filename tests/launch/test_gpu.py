@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dstrain.engine.updates import Late
+from dstrain.engine.updates import AsyncHostCopy
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.network import DiT
@@ -276,7 +276,7 @@ def test_names_of_cases(kit_says, tmp_path):
 
 def test_waits_are_counted():
     """Oracle: waits made by hand, each once; of late reads, those of dstrain and MaskGit, so many are expected."""
-    late, pending = Late(torch.ones(1)), Pending(torch.ones(1, dtype=torch.bool))
+    late, pending = AsyncHostCopy(torch.ones(1)), Pending(torch.ones(1, dtype=torch.bool))
     before = torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize
     with correct.waits() as counts:
         late._copied = pending.event = SimpleNamespace(synchronize=partial(torch.cuda.Event.synchronize, None))

@@ -17,8 +17,8 @@ import numpy as np
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.layout import Fragments
 from dstrain.checkpoint.manifest import NAME, Digest, read_manifest
-from dstrain.checkpoint.safetensors_io import CHUNK, SIZES, Files, floats, render_header
-from dstrain.engine.ema.profiles import Average, Solution, solve
+from dstrain.checkpoint.safetensors_io import CHUNK, SIZES, Files, decode_floats, render_header
+from dstrain.engine.ema.profiles import Average, Solution, solve_coefficients
 from dstrain.recipe import ConfigError
 
 MISFIT = 0.1  # above it an average is refused: profiles.Solution
@@ -40,7 +40,7 @@ def together(paths: Sequence[Path]) -> list[Snapshot]:
 
     ConfigError: one is no snapshot of averages.
     """
-    snapshots = [Snapshot(path, read_manifest(path)["step"], validate.counters(path)) for path in paths]
+    snapshots = [Snapshot(path, read_manifest(path)["step"], validate.read_counters(path)) for path in paths]
     for snapshot in snapshots:
         if not all(counters.get("averages") for counters in snapshot.parts.values()):
             raise ConfigError(f"{snapshot.path} holds no averages by width: move it away")
@@ -99,7 +99,7 @@ class Combined:
         return not self._time or self._solution(width).misfit <= MISFIT
 
     def _solution(self, width: float) -> Solution:
-        return solve([average for _, average in self._sources], Average(self._time, width)).normalised()
+        return solve_coefficients([average for _, average in self._sources], Average(self._time, width)).normalised()
 
     @property
     def _last(self) -> Snapshot:
@@ -134,7 +134,7 @@ class Combined:
         for span in fragments.spans(kind, name, start, end):
             files.read(span, raw[done : done + span.nbytes])
             done += span.nbytes
-        return floats(raw, fragments.dtype)
+        return decode_floats(raw, fragments.dtype)
 
     def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int, world: int) -> list[dict[str, Any]]:
         """A rank's shards with the kind ema.WIDTH, one file a width, synced; {size, hash} of each.

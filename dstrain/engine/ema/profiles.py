@@ -40,26 +40,29 @@ class Solution(NamedTuple):
         return Solution([value / total for value in self.coefficients], (self.misfit**2 + shift) ** 0.5)
 
 
-def exponent(width: float) -> float:
+def solve_exponent(width: float) -> float:
     """gamma of a width in 0 .. 1 / sqrt(12): width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), solved for gamma."""
     inverse = float(width) ** -2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
 
-def solve(averages: Sequence[Average], target: Average) -> Solution:
+def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution:
     """The combination of `averages` nearest to `target`. Those of a run whose times differ are linearly independent."""
-    times, gammas = np.array([average.time for average in averages]), np.array([exponent(a.width) for a in averages])
-    time, gamma = np.array([target.time]), np.array([exponent(target.width)])
-    length = np.sqrt(_inner(time, gamma, time, gamma).item())
-    lengths = np.sqrt(np.diagonal(_inner(times, gammas, times, gammas)))  # unit profiles: better conditioned
-    products = _inner(times, gammas, times, gammas) / np.outer(lengths, lengths)
-    cosines = _inner(times, gammas, time, gamma)[:, 0] / (lengths * length)
+    times, gammas = (
+        np.array([average.time for average in averages]),
+        np.array([solve_exponent(a.width) for a in averages]),
+    )
+    time, gamma = np.array([target.time]), np.array([solve_exponent(target.width)])
+    length = np.sqrt(_inner_products(time, gamma, time, gamma).item())
+    lengths = np.sqrt(np.diagonal(_inner_products(times, gammas, times, gammas)))  # unit profiles: better conditioned
+    products = _inner_products(times, gammas, times, gammas) / np.outer(lengths, lengths)
+    cosines = _inner_products(times, gammas, time, gamma)[:, 0] / (lengths * length)
     found = np.linalg.solve(products, cosines)
     misfit = np.sqrt(max(1 - 2 * cosines @ found + found @ products @ found, 0.0))
     return Solution((found * length / lengths).tolist(), float(misfit))
 
 
-def _inner(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.ndarray) -> np.ndarray:
+def _inner_products(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.ndarray) -> np.ndarray:
     """Inner products (N, M) of profiles of times t (N,), exponents g (N,) with those of times u (M,), exponents h (M,).
 
     The integral of both to the earlier time; by logarithms, since powers of times overflow.

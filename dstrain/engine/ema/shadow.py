@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain.engine.ema.profiles import exponent
+from dstrain.engine.ema.profiles import solve_exponent
 from dstrain.engine.masters import Masters
 from dstrain.engine.updates import Flag
 from dstrain.recipe import ConfigError, Ema
@@ -28,7 +28,7 @@ class EmaShadow:
     def __init__(self, masters: Mapping[str, Masters], ema: Ema, averaged: tuple[str, ...]):
         self._masters = masters
         self.ema = ema
-        self._powers = {width: exponent(width) + 1 for width in ema.profiles}
+        self._powers = {width: solve_exponent(width) + 1 for width in ema.profiles}
         self.flats: dict[str, dict[float, list[Tensor]]] = {
             part: {name: [flat.detach().clone() for flat in masters[part].flats] for name in ema.names}
             for part in averaged

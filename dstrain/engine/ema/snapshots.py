@@ -38,7 +38,7 @@ class Averages:
         report: Callable[[str], None],
     ):
         self.saver = Saver(
-            Store(folder, keep=sys.maxsize, check=validate.check),
+            Store(folder, keep=sys.maxsize, check=validate.check_checkpoint),
             asynchronous,
             lambda line: report(f"averages: {line}"),
             lambda step: None,
@@ -80,6 +80,6 @@ class Averages:
 
     def set_aside(self, after: int) -> None:
         """Puts snapshots of later steps aside: the run takes these steps again."""
-        self.saver.settle()
+        self.saver.wait()
         if max(group.from_first(self.saver.store.steps()), default=0) > after:
             self.saver.store.set_aside(after)

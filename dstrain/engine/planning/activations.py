@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 
-def kept(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
+def count_kept_bytes(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
     """Bytes that a forward pass keeps for its backward pass. `present` are weights and inputs, which are not counted.
 
     Shapes are enough: all may be on the meta device. Attention is fused, as on a GPU in 16 bits.
@@ -29,7 +29,7 @@ def kept(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
     return live
 
 
-def flops(loss: Callable[[], Tensor]) -> int:
+def count_flops(loss: Callable[[], Tensor]) -> int:
     """Floating-point operations of both passes, by torch's own count. Attention counts as its two products."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss().backward()

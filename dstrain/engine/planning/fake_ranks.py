@@ -31,7 +31,7 @@ from dstrain.engine.start import import_deepspeed
 
 
 @contextmanager
-def first_of(world: int) -> Iterator[None]:
+def fake_world(world: int) -> Iterator[None]:
     """Inside, this process is rank 0 of `world`. It may be entered again, with another `world`."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     deepspeed = import_deepspeed()
@@ -73,7 +73,7 @@ class _Zeros(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return _zero(args[0])
+            return _make_zero(args[0])
         if func is aten.nonzero.default and isinstance(args[0], FakeTensor):
             return torch.empty((0, args[0].ndim), dtype=torch.int64, device=args[0].device)
         if func is aten._unique2.default and isinstance(args[0], FakeTensor):  # of none, where they are selected
@@ -120,7 +120,7 @@ _VIEWS = frozenset(
 )
 
 
-def _zero(tensor: torch.Tensor) -> bool | int | float:
+def _make_zero(tensor: torch.Tensor) -> bool | int | float:
     return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
 
 
@@ -135,7 +135,7 @@ def _first_step(optimizer: Any, closure: Callable | None = None) -> None:
                 state.update((moment, torch.zeros_like(weight.data, device="cpu")) for moment in members["moments"])
 
 
-class PretendedMasters(Masters):
+class FakeMasters(Masters):
     """Masters that know what the ranks own that do not exist."""
 
     def _layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
@@ -154,10 +154,10 @@ class PretendedMasters(Masters):
                 begin += weight.numel()
 
 
-class PretendedEngines(Engines):
+class FakeEngines(Engines):
     """Engines whose networks have neither values nor memory before DeepSpeed gets them."""
 
-    _masters = PretendedMasters
+    _masters = FakeMasters
 
     def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
         with unset_fake_temporarily(), weights_on_meta():

@@ -28,7 +28,7 @@ OFFLOADED = {
 }
 
 
-def saved(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
+def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
     """Bytes that this rank writes into a checkpoint: masters, moments, averages."""
     kinds = [
         (own, [own.flats, *map(own.moments, own.kinds), *ema.flats.get(part, {}).values()])
@@ -39,7 +39,7 @@ def saved(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
     )
 
 
-def kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
+def list_kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
     """(kind, tensor) of what lives from step to step; a storage has the kind that comes first."""
     for own in masters.values():
         module = own.engine.module
@@ -63,7 +63,7 @@ def kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, 
     yield from (("average", flat) for flat in tree_leaves(ema.flats))
 
 
-def makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
+def list_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
     """Owner, name and kind of methods that make tensors of one kind: whole weights, buckets for gradients."""
     zero = masters.engine.optimizer
     if hasattr(zero, "parameter_offload"):
@@ -72,7 +72,7 @@ def makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
         yield zero, "setup_buckets", "buckets"
 
 
-def gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
+def list_gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
     """The gradients that wait for the optimizer's step or for the next micro-batch."""
     for own in masters.values():
         zero, engine = own.engine.optimizer, own.engine
@@ -83,7 +83,7 @@ def gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
         yield from (value for value in tree_leaves(held) if isinstance(value, Tensor))
 
 
-def secondary(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
+def list_secondary(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
     """ZeRO++'s second copy of the weights, where it is."""
     weights = chain.from_iterable(own.engine.module.parameters() for own in masters.values())
     copies = (getattr(weight, "ds_secondary_tensor", None) for weight in weights)

@@ -41,7 +41,7 @@ _HELD = tuple(
 )
 
 # What reads a value late, by an event recorded after its copy to the host: that awaits no work launched afterwards.
-_LATE = ("dstrain.engine.updates.Late.read", "dstrain.systems.phenaki.maskgit.Pending.places")
+_LATE = ("dstrain.engine.updates.AsyncHostCopy.read", "dstrain.systems.phenaki.maskgit.Pending.places")
 
 
 class Trial:
@@ -106,7 +106,7 @@ def _check_stage(
     if group.device().type == "cuda":
         record.row(f"{name}: page-locked copies", all(buffer.is_pinned() for buffer in buffers.values()), at_least=1)
     losses += trial.steps(HALF, 2 * HALF)
-    trial.saves.saver.settle()
+    trial.saves.saver.wait()
     record.row(f"{name}: loss of {2 * HALF} steps, from plain torch in fp32", apart(losses, reference), at_most=most)
     ended = trial.state()
 

@@ -67,7 +67,7 @@ def stall(record: Record, stage: int) -> None:
         for number in (1, 2):  # the first makes the buffers
             waits.append(measured(partial(saves.save, number), group.device())[0])
             began = time.perf_counter()
-            saves.saver.settle()
+            saves.saver.wait()
             written = waits[-1] + time.perf_counter() - began
     record.detail("log", lines)
     record.row("checkpoint", size / 1e9, "GB")

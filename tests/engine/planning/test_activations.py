@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain.engine.blocks import prepare
-from dstrain.engine.planning.activations import _fused, flops, kept
+from dstrain.engine.planning.activations import _fused, count_flops, count_kept_bytes
 from dstrain.nn.layers import Mlp, SelfAttention
 
 B, N, D, H, DEPTH = 2, 8, 16, 24, 3  # samples, tokens, widths, blocks
@@ -26,7 +26,7 @@ def counted(block, recompute):
     def loss():
         return network(x).sum()
 
-    return kept(loss, [x, *network.parameters()]), flops(loss)
+    return count_kept_bytes(loss, [x, *network.parameters()]), count_flops(loss)
 
 
 @pytest.mark.parametrize(
