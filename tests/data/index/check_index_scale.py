@@ -1,4 +1,4 @@
-"""What an index of very many samples costs a rank and its workers: python -m tests.data.check_index_scale [SAMPLES]
+"""What an index of very many samples costs a rank and its workers: python -m tests.data.index.check_index_scale [SAMPLES]
 
 It makes an index of SAMPLES (100,000,000) entries directly, whose names are those of 1,000 real pictures again
 and again,
@@ -138,7 +138,7 @@ def main(number: int) -> None:
                 for attempt in range(1 + (held_out > 0)):  # the first one makes the split
                     words = [str(root), str(work / name), str(num_workers), str(held_out)]
                     out = subprocess.run(
-                        [sys.executable, "-m", "tests.data.check_index_scale", "--measure", *words],
+                        [sys.executable, "-m", "tests.data.index.check_index_scale", "--measure", *words],
                         capture_output=True,
                         text=True,
                         check=True,
