@@ -13,7 +13,6 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
@@ -22,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dstrain.data.formats.base import Place
-from dstrain.data.index.verified import CHECKED, Verified, mapped, open_whole, write_sums
+from dstrain.data.index.verified import Verified, map_file, write_sums
 from dstrain.disk import atomic, sealed
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, write_errors
 
-HEADER, WATCHED, VERSION = "index.json", "watched.json", 3
+HEADER, WATCHED, VERSION = "index.json", "watched.json", 4
 COLUMNS = {  # name: (type, default); of "ends" the place behind the last byte or entry
     "names": (None, None),
     "name_ends": (np.uint64, None),
@@ -41,6 +40,7 @@ COLUMNS = {  # name: (type, default); of "ends" the place behind the last byte o
     "captions_ends": (np.uint64, None),
 }  # of the captions of a sample, in caption_ends
 CHUNK = 1 << 16  # samples that are worked on at a time
+SPLITS = ("train", "held_out")
 
 
 class Split(NamedTuple):
@@ -85,8 +85,6 @@ class Index:
 
     def is_whole(self) -> bool:
         """Whether all columns are what was written; a large index is not read for that, but verified as it is used."""
-        if sum(self.header["columns"].values()) > CHECKED:
-            return True
         return all(column.is_whole() for column in self._columns.values())
 
     def name(self, index: int) -> str:
@@ -140,76 +138,61 @@ class Index:
         if split == "all" or not held_out:
             return Split(len(self), None, self.header["counts"], self.header["names"])
         if self.folder is None:
-            parts = [part[split] for part in _members(self, held_out)]
+            parts = [part[split] for part in _divide(self, held_out)]
             names = blake2b(b"".join(text for _, text in parts), digest_size=8)
-            return _counted(self, np.concatenate([rows for rows, _ in parts]), names)
-        folder, header = self._split_folder(held_out), self._splits(held_out)
-        if header is None:
+            return _describe_split(self, np.concatenate([rows for rows, _ in parts]), names)
+        splits = self._open_splits(held_out)
+        if splits is None:
             raise ConfigError(
-                f"{folder} is not to be seen from here, damaged, or of other data: remove it, or write "
-                "data.index=FOLDER, a folder that all machines share"
+                f"{self._split_folder(held_out)} is not to be seen from here, damaged, or of other data: remove it, or "
+                "write data.index=FOLDER, a folder that all machines share"
             )
-        row = header[split]
-        return Split(row["number"], Verified(*_members_of(folder, split, row)), row["counts"], row["names"])
+        return splits[split]
 
     def has_splits(self, held_out: float) -> bool:
-        """Whether the splits stand on the disk as they were written; large ones are verified as they are used."""
-        if not held_out:
-            return True
-        folder, header = self._split_folder(held_out), self._splits(held_out)
-        return header is not None and all(
-            open_whole(*_members_of(folder, split, header[split])) for split in ("train", "held_out")
-        )
+        """Returns whether the splits stand on the disk as they were written."""
+        splits = self._open_splits(held_out) if held_out else {}
+        return splits is not None and all(own.members.is_whole() for own in splits.values())
 
     def write_splits(self, held_out: float) -> None:
-        """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: it cannot be written there.
+        """Writes both splits beside an index on a disk, a chunk at a time.
 
         Other processes may have mapped the old files: they are replaced, never written to.
+        Raises ConfigError if they cannot be written there.
         """
-        folder, header = self._split_folder(held_out), {"index": self._known()}
+        folder, header = self._split_folder(held_out), {"index": self._identity()}
         with write_errors(folder, "write data.index=FOLDER, a folder that can be written"):
             folder.mkdir(exist_ok=True)
-            names = {split: blake2b(digest_size=8) for split in ("train", "held_out")}
+            names = {split: blake2b(digest_size=8) for split in SPLITS}
             with ExitStack() as stack:
                 paths = {split: stack.enter_context(atomic.replace_file(folder / f"{split}.bin")) for split in names}
                 files = {split: stack.enter_context(open(path, "wb")) for split, path in paths.items()}
-
-                def put(part: dict[str, tuple[np.ndarray, bytes]]) -> None:
-                    for name, (rows, text) in part.items():
-                        files[name].write(rows.tobytes())
-                        names[name].update(text)
-
-                # A third of the time goes into the hash, which another core may do meanwhile; one chunk waits.
-                with ThreadPoolExecutor(1) as pool:
-                    ahead: Future | None = None
-                    for part in _members(self, held_out):
-                        if ahead is not None:
-                            ahead.result()
-                        ahead = pool.submit(put, part)
-                    if ahead is not None:
-                        ahead.result()
-            dtype, unseen = _rows_type(self).__name__, None
-            for name in ("held_out", "train"):  # the few are counted
-                members = np.frombuffer(mapped(folder / f"{name}.bin"), dtype)
-                counts = None if unseen is None else np.subtract(self.header["counts"], unseen).tolist()
-                split = _counted(self, members, names[name], counts)
-                header[name] = {"number": split.number, "dtype": dtype, "counts": split.counts, "names": split.names}
-                write_sums(folder / f"{name}.bin", members)
-                unseen = split.counts
+                for part in _divide(self, held_out):
+                    for split, (rows, text) in part.items():
+                        files[split].write(rows.tobytes())
+                        names[split].update(text)
+            for split, digest in names.items():
+                path = folder / f"{split}.bin"
+                members = np.frombuffer(map_file(path), _type_of_rows(self))
+                write_sums(path, members)
+                own = _describe_split(self, members, digest)
+                header[split] = {"number": own.number, "counts": own.counts, "names": own.names}
             atomic.write_file(folder / HEADER, sealed.render_sealed(header))
 
-    def _splits(self, held_out: float) -> dict[str, Any] | None:
-        """The header of both splits on the disk; None where they are missing, damaged, or of another index."""
-        folder = self._split_folder(held_out)
+    def _open_splits(self, held_out: float) -> dict[str, Split] | None:
+        """Opens both splits on the disk; returns None if they are missing, damaged, or of another index."""
+        folder, dtype = self._split_folder(held_out), np.dtype(_type_of_rows(self))
         header = read_sealed(folder / HEADER)
-        if header is None or header.get("index") != self._known():
+        if header is None or header.get("index") != self._identity():
             return None
-        rows = {split: header[split] for split in ("train", "held_out")}
-        try:
-            number = sum(len(Verified(*_members_of(folder, split, row))) for split, row in rows.items())
-        except (OSError, ValueError):
-            return None
-        return header if number == len(self) else None
+        splits = {}
+        for split in SPLITS:
+            try:
+                rows = Verified(folder / f"{split}.bin", dtype, header[split]["number"] * dtype.itemsize)
+            except (OSError, ValueError):
+                return None
+            splits[split] = Split(members=rows, **header[split])
+        return splits
 
     def _split_folder(self, held_out: float) -> Path:
         return self.folder / f"held_out-{held_out!r}"
@@ -221,14 +204,14 @@ class Index:
     def _value(self, name: str, index: int) -> int:
         return int(self._columns[name][index]) if name in self._columns else COLUMNS[name][1]
 
-    def _known(self) -> str:
+    def _identity(self) -> str:
         return f"{self.header['names']} {self.rest}"
 
     def __getstate__(self) -> dict[str, Any]:
         """On a disk, where it is and which one it is: it is mapped when it is used in the other process."""
         if self.folder is None:
             return self.__dict__
-        return {"folder": self.folder, "known": self._known()}
+        return {"folder": self.folder, "identity": self._identity()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -238,7 +221,7 @@ class Index:
         if name.startswith("__") or "header" in self.__dict__ or self.__dict__.get("folder") is None:
             raise AttributeError(name)
         index = Index.open(self.folder)
-        if index is None or index._known() != self.__dict__["known"]:
+        if index is None or index._identity() != self.__dict__["identity"]:
             fault = "is not to be seen from here" if index is None else "was made anew meanwhile, of other data"
             raise ConfigError(
                 f"the index of the data at {self.folder} {fault}: name a folder that all machines share, "
@@ -269,13 +252,13 @@ def name_hash(name: bytes) -> int:
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
-def _rows_type(index: Index) -> type[np.unsignedinteger]:
+def _type_of_rows(index: Index) -> type[np.unsignedinteger]:
     return np.uint32 if len(index) < 1 << 32 else np.uint64
 
 
-def _members(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
+def _divide(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
     """The rows of each split and their names, of a chunk of the index after the other."""
-    dtype = _rows_type(index)
+    dtype = _type_of_rows(index)
     bound = np.uint64(math.ceil(held_out * 2.0**64))  # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
         phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
@@ -294,20 +277,15 @@ def _joined(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
     return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
 
 
-def _counted(index: Index, members: np.ndarray, names: Any, known: list[int] | None = None) -> Split:
-    """The split of these rows. names: a hash of their names so far; known: how many of each class there are."""
+def _describe_split(index: Index, members: np.ndarray, names: Any) -> Split:
+    """Returns the split of these rows. names: a hash of their names so far."""
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
         labels = index.labels(members[start : start + CHUNK])
         names.update(labels.tobytes())
-        if len(counts) and known is None:
+        if len(counts):
             counts += np.bincount(labels, minlength=len(counts))
-    return Split(len(members), members, counts.tolist() if known is None else known, names.hexdigest())
-
-
-def _members_of(folder: Path, split: str, row: dict[str, Any]) -> tuple[Path, str, int]:
-    """The file with the places of a split's samples, their type, and its bytes."""
-    return folder / f"{split}.bin", row["dtype"], row["number"] * np.dtype(row["dtype"]).itemsize
+    return Split(len(members), members, counts.tolist(), names.hexdigest())
 
 
 def read_sealed(path: Path) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -172,14 +171,6 @@ class Indexed(Source):
             raise
         except OSError:
             return -1
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Of an index on a disk the split is there, too, and mapped anew."""
-        return self.__dict__ | ({} if self.index.folder is None else {"chosen": None})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.chosen = self.chosen or self.index.split(self.split, self._held_out)
 
 
 def _check(layout: Layout) -> str:

@@ -11,7 +11,6 @@ file that all ranks and workers map, so that none of them holds a list:
 import os
 import shutil
 from abc import abstractmethod
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -33,26 +32,8 @@ from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.recipe.shapes import Shape
 
+_MEMBERS = "members.bin"
 _OUT = 65535  # uint16, the bucket of samples that are left out
-
-
-@dataclass
-class _Members:
-    """Places of samples in a file, which another process maps again."""
-
-    path: Path
-    dtype: str
-    size: int  # bytes of the file
-    array: Verified | None = field(default=None, repr=False)
-
-    def at(self, index: int) -> Any:
-        """ConfigError: the file is not to be seen from here. NotRead: it was altered."""
-        if self.array is None:
-            self.array = open_shared(self.path, self.dtype, self.size)
-        return self.array[index]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"array": None}
 
 
 class Bucketed(View):
@@ -70,7 +51,9 @@ class Bucketed(View):
         self.shapes, self.rule = shapes, rule
         key = repr([shapes, rule, whole.split, whole.chosen.number, whole.chosen.names])
         folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
-        self.header, self.members = from_first(lambda: _sorted(self, table, folder))
+        self.dtype = "uint32" if len(whole) < 1 << 32 else "uint64"  # of places in the source
+        self.header = from_first(lambda: _sort_samples(self, table, folder))
+        self.members = open_shared(folder / _MEMBERS, self.dtype, _size(self.header, self.dtype))
         self.counts = tuple(self.header["counts"])
         self.ends = tuple(np.cumsum(self.counts).tolist())
 
@@ -85,7 +68,7 @@ class Bucketed(View):
         return self.ends[-1]
 
     def place(self, index: int | Tensor) -> int | Tensor:
-        return int(self.members.at(int(index)))
+        return int(self.members[int(index)])
 
     def shape(self, index: int) -> Any:
         """The entry of `shapes` that a sample belongs to."""
@@ -210,20 +193,19 @@ def by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | M
     return Timed(source, durations)
 
 
-def _sorted(source: Bucketed, table: Verified, folder: Path) -> tuple[dict[str, Any], _Members]:
-    """How many samples the buckets have, and their places; written to the folder, unless they stand there."""
-    dtype = "uint32" if len(source.whole) < 1 << 32 else "uint64"
-    header = _whole(folder, dtype)
+def _sort_samples(source: Bucketed, table: Verified, folder: Path) -> dict[str, Any]:
+    """Writes the samples by bucket into the folder, unless they stand there; returns how many each bucket has."""
+    header = _read_header(folder, source.dtype)
     if header is None:
         with write_errors(folder, "name another folder for the index with data.index=FOLDER"):
-            header = _written(source, table, folder, dtype)
-    return header, _Members(folder / "members.bin", dtype, _size(header, dtype))
+            header = _write(source, table, folder)
+    return header
 
 
-def _whole(folder: Path, dtype: str) -> dict[str, Any] | None:
-    """What stands in the folder; None: it is not there, or altered."""
+def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
+    """Returns what stands in the folder; None if it is not there, or altered."""
     header = read_sealed(folder / HEADER)
-    return header if header and open_whole(folder / "members.bin", dtype, _size(header, dtype)) else None
+    return header if header and open_whole(folder / _MEMBERS, dtype, _size(header, dtype)) else None
 
 
 def _size(header: dict[str, Any], dtype: str) -> int:
@@ -231,32 +213,32 @@ def _size(header: dict[str, Any], dtype: str) -> int:
     return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
 
 
-def _written(source: Bucketed, table: Verified, folder: Path, dtype: str) -> dict[str, Any]:
+def _write(source: Bucketed, table: Verified, folder: Path) -> dict[str, Any]:
     """Makes the folder, which is there at once and whole: other commands may be about the same one."""
     building = folder.with_name(f"{folder.name}.{os.getpid()}")
     building.mkdir(parents=True, exist_ok=True)
     try:
         buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(source.whole),))
-        header = _chosen(buckets, source, table)
-        number = _size(header, dtype) // np.dtype(dtype).itemsize
-        members = np.memmap(building / "members.bin", dtype, "w+", shape=(number,))
-        _fill(members, buckets, header["counts"])
+        header = _choose_buckets(buckets, source, table)
+        number = _size(header, source.dtype) // np.dtype(source.dtype).itemsize
+        members = np.memmap(building / _MEMBERS, source.dtype, "w+", shape=(number,))
+        _sort_by_bucket(members, buckets, len(source.shapes))
         members.flush()
-        write_sums(building / "members.bin", members)
+        write_sums(building / _MEMBERS, members)
         (building / "by_sample.bin").unlink()
         atomic.write_file(building / HEADER, sealed.render_sealed(header))
-        if _whole(folder, dtype) is None:
+        if _read_header(folder, source.dtype) is None:
             shutil.rmtree(folder, ignore_errors=True)  # damaged
             atomic.publish_folder(building, folder)
     except OSError:
-        if _whole(folder, dtype) is None:  # else another command was faster by a moment
+        if _read_header(folder, source.dtype) is None:  # else another command was faster by a moment
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return header
 
 
-def _chosen(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:
+def _choose_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:
     """Writes the bucket of each sample, uint16, and counts them."""
     counts, header, members = np.zeros(len(source.shapes), np.int64), {}, source.whole.chosen.members
     for start in range(0, len(buckets), CHUNK):
@@ -267,12 +249,11 @@ def _chosen(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str,
     return header | {"counts": counts.tolist()}
 
 
-def _fill(members: np.ndarray, buckets: np.ndarray, counts: list[int]) -> None:
-    """The samples sorted by bucket, some at a time."""
-    free = np.cumsum(counts) - counts  # where the next sample of each bucket goes
-    for start in range(0, len(buckets), CHUNK):
-        block = np.asarray(buckets[start : start + CHUNK])
-        for bucket in np.unique(block[block != _OUT]).tolist():
-            own = np.flatnonzero(block == bucket) + start
-            members[free[bucket] : free[bucket] + len(own)] = own
-            free[bucket] += len(own)
+def _sort_by_bucket(members: np.ndarray, buckets: np.ndarray, count: int) -> None:
+    """Writes the samples of one bucket after the other, each in their order, some at a time."""
+    end = 0
+    for bucket in range(count):
+        for start in range(0, len(buckets), CHUNK):
+            own = np.flatnonzero(buckets[start : start + CHUNK] == bucket) + start
+            members[end : end + len(own)] = own
+            end += len(own)

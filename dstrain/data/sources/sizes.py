@@ -21,7 +21,7 @@ from dstrain.data.formats.base import Layout, Place
 from dstrain.data.index.build import from_first, locked
 from dstrain.data.index.columns import ELSEWHERE
 from dstrain.data.index.index import CHUNK, Index
-from dstrain.data.index.verified import Verified, mapped, open_shared, open_whole, write_sums
+from dstrain.data.index.verified import Verified, map_file, open_shared, open_whole, write_sums
 from dstrain.data.source import BadSample, reading
 from dstrain.data.sources.images import encoded
 from dstrain.distributed.progress import phases
@@ -109,7 +109,7 @@ def _write(
             stop = min(start + chunk, len(index))
             _append(part, np.array(list(of_each(known, range(start, stop))), np.int32), start * dtype.itemsize)
             bar.update(stop - start)
-    write_sums(path, mapped(part))
+    write_sums(path, map_file(part))
     os.replace(part, path)
 
 

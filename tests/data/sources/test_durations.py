@@ -96,8 +96,8 @@ def test_an_index_on_a_disk(folder, tmp_path, monkeypatch):
     opened(folder, index=None, run=run, held_out=0.5)
     again = opened(folder, index=None, run=run)[0]
     assert [plain.name(i) for i in range(15)] == [kept.name(i) for i in range(15)] == [again.name(i) for i in range(15)]
-    sent = pickle.loads(pickle.dumps(again))
-    assert sent.members.array is None and torch.equal(sent[7]["video"], plain[7]["video"])
+    sent = pickle.loads(pickled := pickle.dumps(again))
+    assert len(pickled) < 4096 and torch.equal(sent[7]["video"], plain[7]["video"])
     assert opened(folder, [5, 1], index=None, run=run)[0].counts == (10, 5)  # another rule, by the same table
 
 
