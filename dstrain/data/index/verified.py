@@ -34,7 +34,8 @@ class Verified:
     """A column that is mapped: values of `dtype`, None for bytes. Indexed by an int, a slice or an array of ints >= 0.
     A dtype of several values makes a table, whose rows are indexed. Pickled, it is the file's path.
 
-    size: bytes that the file has. Raises OSError or ValueError if it or its checksums are not there, or of another size.
+    size: bytes that the file has.
+    Raises OSError or ValueError if it or its checksums are not there, or of another size.
     """
 
     def __init__(self, path: Path, dtype: Any, size: int) -> None:
