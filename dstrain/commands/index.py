@@ -9,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dstrain.data.decode.clips import Cut
-from dstrain.data.files.listing import of_each
+from dstrain.data.files.listing import ask_each
 from dstrain.data.formats.base import Layout, Place
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import Verified
@@ -168,7 +168,7 @@ def _checked(options: IndexOptions, layout: Layout, index: Index) -> Iterator[tu
             return error.path, error.reason
         return None
 
-    rows = of_each(fault, range(len(index)))
+    rows = ask_each(fault, range(len(index)))
     for entry in tqdm(rows, total=len(index), unit=f" {layout.request.noun}", disable=None, delay=2, desc="checking"):
         if entry is not None:
             yield entry

@@ -22,7 +22,7 @@ from PIL import Image
 
 from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.data.decode.pixels import FORMATS
-from dstrain.data.files.storage import read_text, require_regular, storage_fails, with_retries
+from dstrain.data.files.storage import is_storage_fault, read_text, require_regular, retry
 from dstrain.data.formats import packed
 from dstrain.data.formats.base import Layout
 from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, hash_of
@@ -243,13 +243,13 @@ def _read(files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str,
     def read(row: int) -> tuple[Sampled, str | None]:
         place, captions = index.place(row), ()
         try:
-            content, problem = with_retries(lambda: _encoded(layout.read(place))), None
-            captions = with_retries(lambda: files.captions(row))
+            content, problem = retry(lambda: _encoded(layout.read(place))), None
+            captions = retry(lambda: files.captions(row))
         except NotRead:
             raise
         except Exception as error:  # a hostile file may raise anything
             path = Path(layout.root, place.name)
-            if storage_fails(error, path):
+            if is_storage_fault(error, path):
                 raise NotRead(
                     f"{path} cannot be read ({error}), and the fault is not the file's: mend the storage, "
                     "then give the same command again"

@@ -21,7 +21,7 @@ from dstrain.data.cached.shards import read_index
 from dstrain.data.decode.clips import VIDEOS, Cut
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import class_folders, listing
+from dstrain.data.files.listing import list_class_folders, listing_errors
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.imagenet import taken_apart
 from dstrain.data.index.build import cache_folder, from_first, open_index
@@ -461,10 +461,10 @@ def _lacks_frames(data: Data) -> ConfigError:
 def _holds_videos(path: str) -> bool:
     """Returns whether a folder, or its first class, has videos in it and no images."""
     root, has_videos = Path(path), False
-    with listing(root):
-        classes = class_folders(root)[:1]
+    with listing_errors(root):
+        classes = list_class_folders(root)[:1]
     for name in ("", *classes) if root.is_dir() else ():
-        with listing(root), os.scandir(root / name) as entries:
+        with listing_errors(root), os.scandir(root / name) as entries:
             for entry in entries:
                 suffix = os.path.splitext(entry.name)[1].lower()
                 if suffix in SUFFIXES:

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from dstrain.data.files.storage import storage_fails
+from dstrain.data.files.storage import is_storage_fault
 from dstrain.data.order import Order
 from dstrain.recipe import ConfigError, NotRead
 
@@ -48,7 +48,7 @@ def reading(name: str, path: Path) -> Iterator[None]:
     except NotRead:
         raise
     except Exception as error:
-        if storage_fails(error, path):
+        if is_storage_fault(error, path):
             raise NotRead(
                 f"{path} cannot be read ({type(error).__name__}: {error}), and the fault is not the file's: "
                 "mend the storage or free memory, then give the same command again"

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dstrain.data.files.storage import require_regular, with_retries
+from dstrain.data.files.storage import require_regular, retry
 from dstrain.data.formats.unconverted import find_fast_dit
 from dstrain.data.source import BadSample, Item, Source, reading
 from dstrain.recipe import ConfigError
@@ -313,7 +313,7 @@ def _read_array(root: Path, name: str, dims: int | None, archive: zipfile.ZipFil
         return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape)
 
     with reading(name, path if archive is None else root):
-        return with_retries(read)
+        return retry(read)
 
 
 def _read_member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:

@@ -40,7 +40,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from dstrain.data.files.storage import with_retries
+from dstrain.data.files.storage import retry
 from dstrain.disk import sealed
 from dstrain.recipe import ConfigError, NotRead
 
@@ -162,7 +162,7 @@ def mapped(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arra
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
     try:
-        whole = with_retries(content)
+        whole = retry(content)
         entries = layouts[rows]
         begin = size - max(place.stop for place, _, _ in entries.values())
         if len(whole) != size or begin < 0:

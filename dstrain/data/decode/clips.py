@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from dstrain.data.decode.pixels import FORMATS, SUFFIXES, center_crop, open_image, require_below_cap, to_mode, to_tensor
-from dstrain.data.files.storage import require_regular, with_retries
+from dstrain.data.files.storage import require_regular, retry
 from dstrain.recipe import ConfigError
 
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")  # compared in lower case
@@ -94,7 +94,7 @@ def read_clip(
         listed = listing or list_frames(file)
         return _video(file, cut, cut.window(listed.count, chance), listed), listed
 
-    frames, listing = with_retries(read)
+    frames, listing = retry(read)
     padding = frames[-1:] * (cut.num_frames - len(frames))
     return torch.stack(frames + padding), len(frames), listing
 
@@ -114,7 +114,7 @@ def count_frames(file: Path | bytes) -> int:
         with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
             return getattr(image, "n_frames", 1) - _skipped(image)
 
-    return with_retries(count)
+    return retry(count)
 
 
 def list_frames(path: Path | bytes) -> Listing:

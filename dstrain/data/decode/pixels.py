@@ -20,7 +20,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from dstrain.data.files.storage import require_regular, with_retries
+from dstrain.data.files.storage import require_regular, retry
 from dstrain.recipe import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # compared in lower case
@@ -37,7 +37,7 @@ def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool
     Raises whatever Pillow raises on a broken file, OSError on storage that fails again and again, ConfigError for what
     is no file, and for a header with more pixels than PIXEL_CAP, before anything is decoded.
     """
-    return with_retries(lambda: decode(path, image_size, channels, draft))
+    return retry(lambda: decode(path, image_size, channels, draft))
 
 
 def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:

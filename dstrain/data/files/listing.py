@@ -18,7 +18,7 @@ _T, _A = TypeVar("_T"), TypeVar("_A")
 
 
 @contextmanager
-def listing(root: str | Path, key: str = "data.path") -> Iterator[None]:
+def listing_errors(root: str | Path, key: str = "data.path") -> Iterator[None]:
     """Turns an OSError raised inside into a ConfigError: a folder in `root` cannot be listed."""
     try:
         yield
@@ -31,7 +31,7 @@ def listing(root: str | Path, key: str = "data.path") -> Iterator[None]:
         ) from None
 
 
-def class_folders(root: Path) -> tuple[str, ...]:
+def list_class_folders(root: Path) -> tuple[str, ...]:
     """The names of the first-level folders, sorted; hidden ones and links back do not count. Empty where `root` is no
     folder.
     """
@@ -49,19 +49,19 @@ def class_folders(root: Path) -> tuple[str, ...]:
         )
 
 
-def of_each(ask: Callable[[_A], _T], names: Sequence[_A]) -> Iterator[_T]:
+def ask_each(ask: Callable[[_A], _T], names: Sequence[_A]) -> Iterator[_T]:
     """ask(name) in the order of the names, by several threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(names), _PENDING):
             yield from pool.map(ask, [names[i] for i in range(start, min(start + _PENDING, len(names)))])
 
 
-def few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
+def join_few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
     """The first names for a message, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def walk(
+def walk_files(
     root: Path,
     folder: str,
     suffixes: tuple[str, ...],
@@ -92,7 +92,7 @@ def walk(
                     seen.add(target)
                 if visited is not None:
                     visited.append(name)
-                yield from walk(root, name, suffixes, visited, others, (*above, target), seen)
+                yield from walk_files(root, name, suffixes, visited, others, (*above, target), seen)
             elif entry.name.lower().endswith(suffixes):
                 yield name
             elif others is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from dstrain.data.files.storage import require_regular, with_retries
+from dstrain.data.files.storage import require_regular, retry
 from dstrain.recipe import ConfigError
 
 _T = TypeVar("_T")
@@ -78,10 +78,10 @@ class LocalFiles(Files):
         self.single = os.path.basename(path) if os.path.isfile(path) else None
         self.listed: list[str] = [self.single] if self.single else []
         self.root = os.path.dirname(path) if self.single else path
-        base = before_pattern(path)
+        base = find_base(path)
         if base is not None and not os.path.exists(path):
             self.root = base
-            self.listed = [name[len(base) :].lstrip("/") for name in expanded(path)] if "{" in path else []
+            self.listed = [name[len(base) :].lstrip("/") for name in expand_braces(path)] if "{" in path else []
         self.root = str(Path(self.root))
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
@@ -106,7 +106,7 @@ class LocalFiles(Files):
                 file.seek(offset)
                 return file.read(size)
 
-        content = with_retries(read)
+        content = retry(read)
         if len(content) < size:
             raise ConfigError(f"{name} ends after {offset + len(content)} bytes, before a sample does")
         return content
@@ -127,13 +127,13 @@ def require_there(data: str, files: Files) -> None:
         )
 
 
-def before_pattern(path: str) -> str | None:
+def find_base(path: str) -> str | None:
     """The last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet; None: there is none."""
     place = re.search(r"[{*]", path)
     return path[: place.start()].rpartition("/")[0] if place else None
 
 
-def expanded(pattern: str) -> list[str]:
+def expand_braces(pattern: str) -> list[str]:
     """What a shell makes of x{000..127}.tar or {a,b}/x.tar; of several braces, all of each.
 
     ConfigError: a brace without its other one, no names, or more than a million.

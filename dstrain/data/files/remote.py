@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dstrain.data.files.cache import DiskCache
-from dstrain.data.files.local import Files, LocalFiles, Stat, before_pattern, expanded, is_hidden
-from dstrain.data.files.storage import with_retries
+from dstrain.data.files.local import Files, LocalFiles, Stat, expand_braces, find_base, is_hidden
+from dstrain.data.files.storage import retry
 from dstrain.recipe import Cache, ConfigError, NotRead
 
 SCHEMES = ("s3", "gs", "hf", "http", "https")
@@ -80,7 +80,7 @@ _CREDENTIALS = {
 }
 
 
-def files_at(root: str | Path, cache: Cache | None = None) -> Files:
+def open_files(root: str | Path, cache: Cache | None = None) -> Files:
     """Returns access to a folder, or a single file, on a disk or at an address; `cache` is for the latter."""
     return RemoteFiles(str(root), cache or Cache()) if is_address(root) else LocalFiles(root)
 
@@ -238,7 +238,7 @@ class Store:
                 raise _translate(error, address, NotRead if reading else ConfigError) from None
 
         try:
-            return with_retries(asked, tries)
+            return retry(asked, tries)
         except (ConfigError, NotRead):
             raise
         except OSError as error:
@@ -281,8 +281,8 @@ def _read_ahead(tasks: queue.Queue) -> None:
 
 def _take_apart(root: str) -> tuple[str, dict[str, str]]:
     """The folder that all addresses have in common, and the address of each name in it; {} for a folder itself."""
-    base = before_pattern(root)
-    addresses = expanded(root) if "{" in root else _SEVERAL.split(root)
+    base = find_base(root)
+    addresses = expand_braces(root) if "{" in root else _SEVERAL.split(root)
     if len(addresses) == 1 and (base is not None or not _path(root).lower().endswith(_FILES)):
         return (base or root).rstrip("/"), {}
     paths = [_path(address) for address in addresses]

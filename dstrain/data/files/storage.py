@@ -40,7 +40,7 @@ _STORAGE = {
 _TRIES = 4
 
 
-def with_retries(read: Callable[[], Any], tries: int = _TRIES) -> Any:
+def retry(read: Callable[[], Any], tries: int = _TRIES) -> Any:
     """What `read` returns; it is tried four times, over 6 s, where the storage fails or memory is short."""
     for attempt in range(tries):
         try:
@@ -51,7 +51,7 @@ def with_retries(read: Callable[[], Any], tries: int = _TRIES) -> Any:
             time.sleep(0.2 * 5**attempt)
 
 
-def storage_fails(error: Exception, path: Path) -> bool:
+def is_storage_fault(error: Exception, path: Path) -> bool:
     """Whether an error met while `path` was read is the storage's or the machine's, and not the file's."""
     if not _transient(error):
         return False

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dstrain.data.files.local import Files
-from dstrain.data.files.storage import with_retries
+from dstrain.data.files.storage import retry
 from dstrain.disk.small import parse_json
 from dstrain.recipe import ConfigError, NotRead
 
@@ -52,7 +52,7 @@ def open_table(files: Files, name: str, where: str) -> Table:
     return TABLES["." + name.lower().rpartition(".")[2]](files, name, where)
 
 
-def lines(files: Files, name: str, where: str) -> Iterator[str]:
+def read_lines(files: Files, name: str, where: str) -> Iterator[str]:
     """The lines of a text file with their ends. ConfigError: one is no UTF-8, or too long."""
     try:
         file = files.open(name)
@@ -62,7 +62,7 @@ def lines(files: Files, name: str, where: str) -> Iterator[str]:
         raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     with file:
         number = 0
-        while line := with_retries(lambda: file.readline(_LONGEST + 1)):
+        while line := retry(lambda: file.readline(_LONGEST + 1)):
             number += 1
             if len(line) > _LONGEST:
                 raise ConfigError(f"{where}, line {number}: longer than {_LONGEST >> 20} MB: is this a text file?")
@@ -83,7 +83,7 @@ class _Csv(Table):
     delimiter, separators = ",", "commas"
 
     def _reader(self) -> "csv.DictReader[str]":
-        return csv.DictReader(lines(self.files, self.name, self.where), delimiter=self.delimiter)
+        return csv.DictReader(read_lines(self.files, self.name, self.where), delimiter=self.delimiter)
 
     def columns(self) -> list[str]:
         try:
@@ -119,7 +119,7 @@ class _Jsonl(Table):
         return next((list(row) for _, row in self.rows(())), [])
 
     def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, line in enumerate(lines(self.files, self.name, self.where), 1):
+        for number, line in enumerate(read_lines(self.files, self.name, self.where), 1):
             if not line.strip():
                 continue
             try:

@@ -65,7 +65,7 @@ class Members:
             )
 
 
-def directory(file: BinaryIO) -> Iterator[Member]:
+def list_members(file: BinaryIO) -> Iterator[Member]:
     """Yields every member but folders.
 
     zipfile holds 0.6 KB a member meanwhile. Raises ConfigError if it is no zip file, truncated, damaged, or one of
@@ -98,7 +98,7 @@ def directory(file: BinaryIO) -> Iterator[Member]:
             )
 
 
-def payload(files: Files, name: str, offset: int, packed: int, most: int) -> bytes:
+def read_member(files: Files, name: str, offset: int, packed: int, most: int) -> bytes:
     """The bytes of one member of the zip file `name`, of at most `most` bytes.
 
     ConfigError or zlib.error: its header lies, it is damaged, or it is larger.
@@ -111,7 +111,7 @@ def payload(files: Files, name: str, offset: int, packed: int, most: int) -> byt
         block, start = files.span(name, offset + start, packed), 0
     content = block[start : start + packed]
     if method == DEFLATED:
-        content = inflated(content, most)
+        content = inflate(content, most)
     if not flags & 8 and zlib.crc32(content) != crc:  # flag 8: the sum follows the data
         raise ConfigError("its bytes were altered: it is damaged")
     return content
@@ -131,7 +131,7 @@ def data_place(file: BinaryIO, member: Member) -> int:
     return member.offset + _local(file.read(_LOCAL.size))[0]
 
 
-def inflated(content: bytes, most: int) -> bytes:
+def inflate(content: bytes, most: int) -> bytes:
     """Deflated bytes, unpacked. ConfigError: they are damaged, cut off, or become more than `most`."""
     stream = zlib.decompressobj(-15)
     try:
@@ -181,11 +181,11 @@ class ZippedArrays:
     def __init__(self, path: Path) -> None:
         self.files, self.name = LocalFiles(path), path.name
         with self.files.open(self.name) as file:
-            self.places = {member.name: (member.offset, member.packed) for member in directory(file)}
+            self.places = {member.name: (member.offset, member.packed) for member in list_members(file)}
 
     def content(self, name: str, most: int) -> bytes:
         """The bytes of a member. KeyError: there is none of this name; errors of `payload`."""
-        return payload(self.files, self.name, *self.places[name], most)
+        return read_member(self.files, self.name, *self.places[name], most)
 
     def read(self, name: str) -> np.ndarray:
         """An array of numbers, (2C, h, w). ConfigError, ValueError: it is no such; a header is not believed."""

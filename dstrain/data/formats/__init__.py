@@ -4,8 +4,8 @@ import os
 import re
 from pathlib import Path
 
-from dstrain.data.files.local import Files, before_pattern
-from dstrain.data.files.remote import SCHEMES, files_at, is_address
+from dstrain.data.files.local import Files, find_base
+from dstrain.data.files.remote import SCHEMES, is_address, open_files
 from dstrain.data.files.tables import TABLES
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.clips import Clips
@@ -44,7 +44,7 @@ LAYOUTS: tuple[type[Layout], ...] = (
 
 def is_elsewhere(path: str) -> bool:
     """Whether a path is no file or folder of this machine, but an address, a name of the hub, or a pattern."""
-    return is_address(path) or path.startswith(HUB) or (before_pattern(path) is not None and not Path(path).exists())
+    return is_address(path) or path.startswith(HUB) or (find_base(path) is not None and not Path(path).exists())
 
 
 def strange_address(key: str, path: str) -> str | None:
@@ -65,7 +65,7 @@ def files_of(path: str, request: Request) -> Files:
         )
     if os.path.exists(path) and (kind := describe_kind(path)) not in (None, "a folder"):
         raise ConfigError(f"{request.key}={path} is {kind}: give a folder of {request.noun}, or a list of them")
-    return files_at(path, request.cache)
+    return open_files(path, request.cache)
 
 
 def recognised(path: str, files: Files, request: Request) -> Layout:

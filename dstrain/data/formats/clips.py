@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from dstrain.data.files.listing import few
+from dstrain.data.files.listing import join_few
 from dstrain.data.files.local import Files
 from dstrain.data.formats.base import Request, Sample
 from dstrain.data.formats.folders import Folders
@@ -47,7 +47,7 @@ class Clips(Folders):
             return
         if missing := [name for name in names if name not in self._captions]:
             raise ConfigError(
-                f"data.captions={self.request.captions_file}: no caption of {few(missing, 1)}, of "
+                f"data.captions={self.request.captions_file}: no caption of {join_few(missing, 1)}, of "
                 f"{len(names)} clips in {self.root}: write a line for each"
             )
         self.notes["captioned"] = self.notes.get("captioned", 0) + len(names)
@@ -68,7 +68,7 @@ class Clips(Folders):
         if len(captions) > number:
             superfluous = sorted(name for name in captions if not os.path.lexists(os.path.join(self.root, name)))
             raise ConfigError(
-                f"data.captions={self.request.captions_file}: {few(superfluous or sorted(captions), 1)} "
+                f"data.captions={self.request.captions_file}: {join_few(superfluous or sorted(captions), 1)} "
                 f"not among the {number} clips in {self.root}: put the files there, or take out the "
                 "lines"
             )
@@ -98,7 +98,7 @@ def _have_texts_beside(root: str, names: list[str]) -> bool:
             without.append(name)
     if without and len(without) < len(names):
         raise ConfigError(
-            f"{root}: no .txt with a caption beside {few(without, 1)}, of {len(names)} clips: write it, "
+            f"{root}: no .txt with a caption beside {join_few(without, 1)}, of {len(names)} clips: write it, "
             "or remove the clip; clips have captions all or none"
         )
     return not without

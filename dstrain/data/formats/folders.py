@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.listing import SAMPLES, class_folders, few, listing, walk
+from dstrain.data.files.listing import SAMPLES, join_few, list_class_folders, listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.labels import LABELS, labels_of_names, refuse_splits
@@ -40,20 +40,20 @@ class Folders(Layout):
         cannot be listed.
         """
         root, request = Path(self.root), self.request
-        with listing(root, request.key):
+        with listing_errors(root, request.key):
             self._by_name = labels_of_names(root, request.key)
             if self._by_name is None:
                 return self._class_parts(root, request)
             if self._by_name:
                 self.classes = tuple(map(str, range(max(self._by_name.values()) + 1)))
-            if next(walk(root, "", request.suffixes), None) is None:
+            if next(walk_files(root, "", request.suffixes), None) is None:
                 raise without_samples(self)
             return [""]
 
     def _class_parts(self, root: Path, request: Request) -> list[str]:
-        classes = class_folders(root)
+        classes = list_class_folders(root)
         refuse_splits(root, classes, request.key)
-        full = [name for name in classes if next(walk(root, name, request.suffixes), None) is not None]
+        full = [name for name in classes if next(walk_files(root, name, request.suffixes), None) is not None]
         flat = self._flat(classes)
         if not flat and not full:
             raise without_samples(self)
@@ -64,7 +64,7 @@ class Folders(Layout):
             )
         if flat and full:
             raise ConfigError(
-                f"{request.key}={root}: {request.noun} ({few(flat)}) beside class folders ({few(full)}): "
+                f"{request.key}={root}: {request.noun} ({join_few(flat)}) beside class folders ({join_few(full)}): "
                 f"is this one class or several? Move the {request.noun} into a folder of their "
                 "class, or write data.labels=none for no classes"
             )
@@ -73,7 +73,7 @@ class Folders(Layout):
         if len(full) < len(classes):
             empty = [name for name in classes if name not in full]
             raise ConfigError(
-                f"{request.key}={root}: class folders without {request.noun}: {few(empty)}; remove or "
+                f"{request.key}={root}: class folders without {request.noun}: {join_few(empty)}; remove or "
                 "fill them, since they would count as classes; files ending in "
                 f"{' '.join(request.suffixes)} are read, in any case"
             )
@@ -81,7 +81,7 @@ class Folders(Layout):
         return full
 
     def samples(self, part: str) -> Iterator[Sample]:
-        with listing(self.root, self.request.key):
+        with listing_errors(self.root, self.request.key):
             names = self._below(part)
             if self._by_name is not None:
                 yield from self._labelled(names, self._by_name)
@@ -91,7 +91,7 @@ class Folders(Layout):
     def _below(self, folder: str, *more: str) -> list[str]:
         """The samples below a folder, and files that end in one of `more`."""
         others = Counter(self.notes.get("others"))
-        names = sorted(walk(Path(self.root), folder, self.request.suffixes + more, self._deeper, others=others))
+        names = sorted(walk_files(Path(self.root), folder, self.request.suffixes + more, self._deeper, others=others))
         self.notes["others"] = others
         return names
 
@@ -101,7 +101,7 @@ class Folders(Layout):
     def _labelled(self, names: list[str], by_name: dict[str, int]) -> Iterator[Sample]:
         if missing := [name for name in names if by_name and name not in by_name]:
             raise ConfigError(
-                f"{self.request.key}={self.root}: {LABELS} has no label of {few(missing, 1)}, of "
+                f"{self.request.key}={self.root}: {LABELS} has no label of {join_few(missing, 1)}, of "
                 f"{len(names)} {self.request.noun}: make it anew, or take it away, and folders are the "
                 "classes"
             )
@@ -115,7 +115,7 @@ class Folders(Layout):
         )
 
     def seen(self) -> Iterator[str]:
-        return walk(Path(self.root), "", ("",))
+        return walk_files(Path(self.root), "", ("",))
 
     def read(self, place: Place) -> Path:
         return Path(self.root, place.name)

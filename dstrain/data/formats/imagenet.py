@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import class_folders, few, listing, walk
+from dstrain.data.files.listing import join_few, list_class_folders, listing_errors, walk_files
 from dstrain.data.files.local import Files, require_there
-from dstrain.data.files.remote import files_at
+from dstrain.data.files.remote import open_files
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.clips import Clips
 from dstrain.data.formats.folders import Folders
@@ -54,14 +54,14 @@ def taken_apart(
 
 
 def _packed_splits(path: str | Path, cache: Cache | None) -> tuple[str, str] | None:
-    files = files_at(path, cache)
+    files = open_files(path, cache)
     require_there(f"data.path={path}", files)
     return find_packed_splits(str(path), files)
 
 
 def held_out_by(path: str | Path, cache: Cache | None = None) -> str | None:
     """The path of the samples that these data hold out; None: none. cache: of data at an address."""
-    files, request = files_at(path, cache), Request(SUFFIXES)
+    files, request = open_files(path, cache), Request(SUFFIXES)
     require_there(f"data.path={path}", files)
     kind = next((kind for kind in _WITH_HELD_OUT if kind.recognises(str(path), files, request)), None)
     return kind(str(path), files, request).unseen() if kind is not None else None
@@ -69,7 +69,7 @@ def held_out_by(path: str | Path, cache: Cache | None = None) -> str | None:
 
 def _train_and_held_out(path: str | Path) -> tuple[str, str] | None:
     """train/ and val/ of a root that holds both, with the same classes; None for any other data."""
-    with listing(path):
+    with listing_errors(path):
         for tree in _TREES if os.path.isdir(path) else ():
             if splits := _splits(Path(path, tree)):
                 return splits
@@ -77,12 +77,12 @@ def _train_and_held_out(path: str | Path) -> tuple[str, str] | None:
 
 
 def _splits(root: Path) -> tuple[str, str] | None:
-    folders = class_folders(root)
+    folders = list_class_folders(root)
     train = [name for name in folders if name.lower() in ("train", "training")]
     val = [name for name in folders if name.lower() in ("val", "valid", "validation")]
     if len(train) != 1 or len(val) != 1:
         return None
-    classes, unseen = class_folders(root / train[0]), class_folders(root / val[0])
+    classes, unseen = list_class_folders(root / train[0]), list_class_folders(root / val[0])
     of_imagenet = classes and all(map(SYNSET.fullmatch, classes))
     if unseen:
         held_out, same = root / val[0], set(unseen) <= set(classes)
@@ -113,7 +113,7 @@ class ListedFolders(Folders):
             )
         if unknown:
             raise ConfigError(
-                f"{self.request.key}={self.root}: the class folders {few(unknown)} are not among the "
+                f"{self.request.key}={self.root}: the class folders {join_few(unknown)} are not among the "
                 f"{len(names.classes)} of {names.where}: add them there, or take them away"
             )
         self.classes = names.classes
@@ -131,16 +131,16 @@ class AllFiles(Folders):
 
     def parts(self) -> list[str]:
         root, names = Path(self.root), read_class_list(self.request.class_list)
-        with listing(root, self.request.key):
-            refuse_splits(root, class_folders(root), self.request.key)
-            if next(walk(root, "", self.request.suffixes), None) is None:
+        with listing_errors(root, self.request.key):
+            refuse_splits(root, list_class_folders(root), self.request.key)
+            if next(walk_files(root, "", self.request.suffixes), None) is None:
                 raise without_samples(self)
         self.classes = names.classes if self.request.labels == "prefix" else ()
         return [""]
 
     def samples(self, part: str) -> Iterator[Sample]:
         names, by_prefix = read_class_list(self.request.class_list), self.request.labels == "prefix"
-        with listing(self.root, self.request.key):
+        with listing_errors(self.root, self.request.key):
             for name in self._below(part):
                 yield Sample(Place(name), names.prefix(name, f"{self.request.key}={self.root}") if by_prefix else None)
 

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dstrain.data.files.listing import few
+from dstrain.data.files.listing import join_few
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.files.tables import TABLES, Table, lines, open_table
+from dstrain.data.files.tables import TABLES, Table, open_table, read_lines
 from dstrain.data.formats.base import Layout, Place, Request, Sample, exists
 from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.recipe import ConfigError
@@ -119,7 +119,7 @@ class TableList(Layout):
                 )
             raise ConfigError(
                 f"{table.where} has no column with the paths of {self.request.noun}, only "
-                f"{few(table.columns(), _NAMED)}: name it, data.columns={{path: NAME}}"
+                f"{join_few(table.columns(), _NAMED)}: name it, data.columns={{path: NAME}}"
             )
         return columns
 
@@ -259,7 +259,7 @@ def _column(kind: str, table: Table, request: Request, known: dict[str, tuple[st
     if missing := [name for name in names if name not in columns]:
         raise ConfigError(
             f"{table.where} has no column {missing[0]}, which data.columns names, only "
-            f"{few(columns, _NAMED) or 'nothing'}: write one of these"
+            f"{join_few(columns, _NAMED) or 'nothing'}: write one of these"
         )
     return names
 
@@ -319,7 +319,7 @@ class PathList(TableList):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         if not is_list(root, files, (".txt", ".lst")):
             return False
-        match = _LINE.fullmatch(next(lines(files, os.path.basename(root), f"{request.key}={root}"), ""))
+        match = _LINE.fullmatch(next(read_lines(files, os.path.basename(root), f"{request.key}={root}"), ""))
         return match is not None and match[1].lower().endswith((*request.suffixes, ".avi", ".mp4"))
 
     def _class_index(self) -> ClassList:
@@ -327,7 +327,7 @@ class PathList(TableList):
         if not exists(self.files, _CLASSES):
             return ClassList()
         where = os.path.join(self.files.root, _CLASSES)
-        rows = [line.split() for line in lines(self.files, _CLASSES, where) if line.strip()]
+        rows = [line.split() for line in read_lines(self.files, _CLASSES, where) if line.strip()]
         if [row[:1] for row in rows] != [[str(number)] for number in range(1, len(rows) + 1)] or (
             any(len(row) != 2 for row in rows)
         ):
@@ -359,7 +359,7 @@ class _Lines(Table):
         return list(row)
 
     def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, line in enumerate(lines(self.files, self.name, self.where), 1):
+        for number, line in enumerate(read_lines(self.files, self.name, self.where), 1):
             match = _LINE.fullmatch(line)
             if match:
                 yield number, {"path": match[1]} | ({} if match[2] is None else {"label": match[2]})

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.listing import listing, of_each, walk
+from dstrain.data.files.listing import ask_each, listing_errors, walk_files
 from dstrain.data.files.local import Files
-from dstrain.data.files.storage import with_retries
+from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Place, Request, Sample
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.labels import read_class_list
@@ -41,8 +41,8 @@ class Beside(Folders):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         if request.noun == "clips" or not request.captions or not super().recognises(root, files, request):
             return False
-        with listing(root, request.key):
-            first = islice(walk(Path(root), "", request.suffixes), _LOOKED)
+        with listing_errors(root, request.key):
+            first = islice(walk_files(Path(root), "", request.suffixes), _LOOKED)
             return any(
                 os.path.lexists(f"{os.path.join(root, os.path.splitext(name)[0])}{text}")
                 for name in first
@@ -55,14 +55,14 @@ class Beside(Folders):
 
     def samples(self, part: str) -> Iterator[Sample]:
         at, names = f"{self.request.key}={self.root}", read_class_list(self.request.class_list)
-        with listing(self.root, self.request.key):
+        with listing_errors(self.root, self.request.key):
             files = self._below("", *_TEXTS)
         beside = {name for name in files if name.lower().endswith(_TEXTS)}
         images = [name for name in files if name not in beside]
         in_folders = self.request.labels == "auto" and all("/" in name for name in images)
         self._texts = sorted(beside)[:: 1 + len(beside) // _WATCHED]
         self.notes["uncaptioned"] = 0
-        for name, captions in zip(images, of_each(lambda name: self._captions(name, beside), images)):
+        for name, captions in zip(images, ask_each(lambda name: self._captions(name, beside), images)):
             if not captions:
                 self.notes["uncaptioned"] += 1
             elif self.request.labels == "prefix":
@@ -78,7 +78,7 @@ class Beside(Folders):
             path = Path(self.root, file)
             try:
                 with reading(file, path):
-                    text = with_retries(lambda: small.read_text(path))
+                    text = retry(lambda: small.read_text(path))
                     captions = in_text(text) if file.endswith(".txt") else in_json(text)
             except BadSample:
                 return _UNREADABLE

@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from dstrain.data.files.listing import listing
+from dstrain.data.files.listing import listing_errors
 from dstrain.data.files.local import Files
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
@@ -54,7 +54,7 @@ class Tars(Layout):
         if _several(root):
             return _is_tar(root)
         if request.captions:
-            with listing(root, request.key):
+            with listing_errors(root, request.key):
                 return any(not folder and _is_tar(name) for name, folder in files.names())
         names = peek(files)
         beside = any(folder or name.lower().endswith(request.suffixes) for name, folder in names)

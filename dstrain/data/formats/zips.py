@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.data.files.listing import few, listing
+from dstrain.data.files.listing import join_few, listing_errors
 from dstrain.data.files.local import Files, is_hidden
 from dstrain.data.files.remote import Missing
-from dstrain.data.files.zipped import DEFLATED, STORED, Members, directory, payload
+from dstrain.data.files.zipped import DEFLATED, STORED, Members, list_members, read_member
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
 from dstrain.data.formats.labels import LABELS, MOST_BYTES, is_split, parsed_labels
 from dstrain.data.formats.tars import MAX_BYTES
@@ -39,7 +39,7 @@ class Zips(Layout):
     def samples(self, part: str) -> Iterator[Sample]:
         """ConfigError: no zip file, or a damaged one; encrypted members; images beside class folders; no labels."""
         try:
-            with listing(self.root, self.request.key):
+            with listing_errors(self.root, self.request.key):
                 members, labels, top = self._members(part)
             members.require_apart()
         except Missing:
@@ -54,7 +54,8 @@ class Zips(Layout):
             labels = labels or {}
             if missing := [name for name in names if labels and name not in labels]:
                 raise self._refusal(
-                    f"{LABELS} has no label of {few(missing, 1)}, of {len(names)} {self.request.noun}: pack it anew"
+                    f"{LABELS} has no label of {join_few(missing, 1)}, of {len(names)} {self.request.noun}: "
+                    "pack it anew"
                 )
             if labels:
                 self.classes = tuple(map(str, range(max(labels.values()) + 1)))
@@ -66,10 +67,10 @@ class Zips(Layout):
 
     def seen(self) -> Iterator[str]:
         with self.files.open(self.name) as file:
-            yield from (f"{self.name}/{member.name}" for member in directory(file))
+            yield from (f"{self.name}/{member.name}" for member in list_members(file))
 
     def read(self, place: Place) -> bytes:
-        return payload(self.files, self.name, place.offset, place.size, MAX_BYTES)
+        return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
     def advice(self) -> str:
         outside = self.notes.get("outside", 0)
@@ -79,7 +80,7 @@ class Zips(Layout):
         """The members that count, the labels of a dataset.json (None: there is none), and the folder around all."""
         members, tables, top, outside = Members(), [], None, 0
         with self.files.open(part) as file:
-            for member in directory(file):
+            for member in list_members(file):
                 folders = member.name.split("/")
                 if (".." in folders or not folders[0]) and member.name.lower().endswith(self.request.suffixes):
                     outside += 1
@@ -107,7 +108,7 @@ class Zips(Layout):
             if table.name == top + LABELS:
                 if table.size > MOST_BYTES:
                     raise ConfigError(f"its {LABELS} has {table.size:,} bytes")
-                content = payload(self.files, part, table.offset, table.packed, max(table.size, table.packed))
+                content = read_member(self.files, part, table.offset, table.packed, max(table.size, table.packed))
                 try:
                     labels = parsed_labels(small.parse_json(content), self.root, self.request.key)
                 except ValueError as error:
@@ -121,13 +122,13 @@ class Zips(Layout):
             return lambda name: None
         if flat := next((name for name in names if "/" not in name), None):
             raise self._refusal(
-                f"{self.request.noun} ({flat}) beside class folders ({few(classes)}): is this one "
+                f"{self.request.noun} ({flat}) beside class folders ({join_few(classes)}): is this one "
                 "class or several? Pack a folder with a folder for each class, or with a dataset.json"
             )
         splits = [name for name in classes if is_split(name)]
         if len(splits) > 1 or splits == classes:  # one may be a class among others: train, plane
             raise self._refusal(
-                f"{few(splits)} are splits, not classes: pack each by itself, and name the unseen one "
+                f"{join_few(splits)} are splits, not classes: pack each by itself, and name the unseen one "
                 "in data.held_out_path"
             )
         self.classes = tuple(classes)

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from dstrain.data.files.listing import few, of_each
+from dstrain.data.files.listing import ask_each, join_few
 from dstrain.data.files.local import Files, require_there
 from dstrain.data.formats import files_of, recognised
 from dstrain.data.formats.base import Layout, Request
@@ -177,7 +177,7 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     if not anew:
         return None
     changed = [name for name, old, new in zip(watched["names"], watched["stats"], now) if old != new]
-    phases().say(f"data: {path}: {few(changed, 3)} changed since the index was made; listing the data anew")
+    phases().say(f"data: {path}: {join_few(changed, 3)} changed since the index was made; listing the data anew")
     return None
 
 
@@ -195,7 +195,7 @@ def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
         except OSError:
             return [-1, ""]
 
-    return list(of_each(stat, names))
+    return list(ask_each(stat, names))
 
 
 def _watch_list(layout: Layout) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.data.files.listing import few
+from dstrain.data.files.listing import join_few
 from dstrain.data.formats.base import Layout, Sample
 from dstrain.data.formats.no_samples import without_samples
 from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, digests, name_hash
@@ -189,7 +189,8 @@ class Columns:
             places = {name: place for place, name in enumerate(classes)}
             if unknown := [name for name in names if name not in places]:
                 raise ConfigError(
-                    f"{where}: the labels {few(unknown)} are not among the {len(classes)} classes {few(classes)}"
+                    f"{where}: the labels {join_few(unknown)} are not among the {len(classes)} classes "
+                    f"{join_few(classes)}"
                 )
             if list(classes) != names:
                 self._renumber(columns, np.array([places[name] for name in names], np.int32))

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import few, of_each
+from dstrain.data.files.listing import ask_each, join_few
 from dstrain.data.formats.base import Layout
 from dstrain.data.index.build import from_first, write_splits
 from dstrain.data.index.index import CHUNK, Index
@@ -47,8 +47,8 @@ class Indexed(Source):
         if classes and index.classes:
             if unknown := [name for name in index.classes if name not in set(classes)]:
                 raise ConfigError(
-                    f"{key}={self.path}: class folders {few(unknown)} are not among the classes of the "
-                    f"training data ({few(classes)}): rename or remove them"
+                    f"{key}={self.path}: class folders {join_few(unknown)} are not among the classes of the "
+                    f"training data ({join_few(classes)}): rename or remove them"
                 )
             places = {name: place for place, name in enumerate(classes)}
             self.classes = classes
@@ -154,7 +154,7 @@ class Indexed(Source):
         """
         total, digest = 0, blake2b(digest_size=8)
         for names in self._files(numbers):
-            sizes = np.fromiter(of_each(self._size, names), np.int64, len(names))
+            sizes = np.fromiter(ask_each(self._size, names), np.int64, len(names))
             total += int(sizes.sum())
             digest.update(sizes.tobytes())
         digest.update(self._texts(numbers))

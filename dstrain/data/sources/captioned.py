@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import of_each
+from dstrain.data.files.listing import ask_each
 from dstrain.data.files.storage import require_regular
 from dstrain.data.formats.base import Request
 from dstrain.data.formats.sidecars import Beside
@@ -87,5 +87,5 @@ def add_captions(digest: Any, root: Path, names: list[str]) -> None:
         except (OSError, ConfigError):  # it will be a bad sample, as one whose caption is empty
             return b""
 
-    for text in of_each(text_of, names):
+    for text in ask_each(text_of, names):
         digest.update(len(text).to_bytes(8, "little") + text)

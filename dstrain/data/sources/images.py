@@ -19,7 +19,7 @@ from dstrain.data.builtin.fashion import FASHION, FASHION_PATH, SPLITS, Fashion
 from dstrain.data.cached.rows import packed
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES, decoded, to_tensor
-from dstrain.data.files.storage import with_retries
+from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place, Request
 from dstrain.data.formats.imagenet import taken_apart
 from dstrain.data.index.build import from_first, open_index
@@ -125,7 +125,7 @@ class Images(Indexed):
         place = self.index.place(row)
         *numbers, choice = chance if isinstance(chance, list) else [chance or 0.0]
         with reading(place.name, self.path / place.name):
-            item = with_retries(lambda: self._cut(place, *(shape or (self.image_size,) * 2), numbers or None))
+            item = retry(lambda: self._cut(place, *(shape or (self.image_size,) * 2), numbers or None))
             item["label"] = self.label(row)
             if self.captioned:
                 captions = self.index.captions(row)

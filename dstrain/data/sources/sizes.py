@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from dstrain.data.decode.clips import count_frames
 from dstrain.data.decode.pixels import FORMATS, open_image
-from dstrain.data.files.listing import of_each
-from dstrain.data.files.storage import with_retries
+from dstrain.data.files.listing import ask_each
+from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place
 from dstrain.data.index.build import from_first, locked
 from dstrain.data.index.columns import ELSEWHERE
@@ -54,7 +54,7 @@ def size_of(layout: Layout, place: Place) -> tuple[int, int]:
             return image.size
 
     with reading(place.name, Path(layout.root, place.name)):
-        return with_retries(read)
+        return retry(read)
 
 
 def frames_of(layout: Layout, place: Place) -> int:
@@ -107,7 +107,7 @@ def _write(
         for start in range(done, len(index), chunk):
             phases().at(f"measuring {layout.root}: {start:,} of {len(index):,}")
             stop = min(start + chunk, len(index))
-            _append(part, np.array(list(of_each(known, range(start, stop))), np.int32), start * dtype.itemsize)
+            _append(part, np.array(list(ask_each(known, range(start, stop))), np.int32), start * dtype.itemsize)
             bar.update(stop - start)
     write_sums(path, map_file(part))
     os.replace(part, path)

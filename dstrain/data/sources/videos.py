@@ -23,7 +23,7 @@ from dstrain.data.bucket_order import BucketOrder
 from dstrain.data.cached.rows import packed
 from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, Listing, read_clip
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.storage import read_text, with_retries
+from dstrain.data.files.storage import read_text, retry
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.clips import Clips
 from dstrain.data.index.build import open_index
@@ -133,7 +133,7 @@ class Videos(Indexed):
         if self.captions_from == "none":
             return None
         beside = self.captions_from == "beside"
-        caption = with_retries(lambda: read_text(file.with_suffix(".txt"))) if beside else self.index.captions(row)[0]
+        caption = retry(lambda: read_text(file.with_suffix(".txt"))) if beside else self.index.captions(row)[0]
         if not caption:
             raise ConfigError("its caption is empty")
         return caption

@@ -21,7 +21,7 @@ from dstrain.data.batches import Batches
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files import storage
 from dstrain.data.files.cache import DiskCache
-from dstrain.data.files.remote import files_at
+from dstrain.data.files.remote import open_files
 from dstrain.data.formats.base import Request
 from dstrain.data.open import open_sources
 from dstrain.data.sources.images import open_images
@@ -83,7 +83,7 @@ def test_every_form_of_an_address(web, cache):
         f"{web.address}/a-00.tar {web.address}/sub/b.tar": [both[0], ("sub", True)],
     }
     for form, names in forms.items():
-        files = pickle.loads(pickle.dumps(files_at(form, cache)))
+        files = pickle.loads(pickle.dumps(open_files(form, cache)))
         assert files.names() == names
         for name in ("a-00.tar", "sub/b.tar") if ("sub", True) in names else ("a-00.tar",):
             whole = content[name]
@@ -99,14 +99,16 @@ def test_every_form_of_an_address(web, cache):
                 files.span(name, len(whole) - 1, 2)
         assert files.names("sub") == ([("b.tar", False)] if ("sub", True) in names else [])[:1] or "{" in form
     asked = len(web.asked)
-    assert files_at(f"{web.address}/", cache).span("a-01.tar", 0, 9_000_000) == content["a-01.tar"]
-    assert files_at(f"{web.address}/", cache).span("a-01.tar", 8_000_000, 9) == content["a-01.tar"][8_000_000:8_000_009]
+    assert open_files(f"{web.address}/", cache).span("a-01.tar", 0, 9_000_000) == content["a-01.tar"]
+    assert (
+        open_files(f"{web.address}/", cache).span("a-01.tar", 8_000_000, 9) == content["a-01.tar"][8_000_000:8_000_009]
+    )
     assert len(web.asked) == asked + 1  # the file, once
-    newer = files_at(f"{web.address}/", cache).stat("").version
+    newer = open_files(f"{web.address}/", cache).stat("").version
     content_of(web, "a-02.tar", 10)
-    assert files_at(f"{web.address}/", cache).stat("").version != newer
+    assert open_files(f"{web.address}/", cache).stat("").version != newer
     content["a-00.tar"] = content_of(web, "a-00.tar", 9_000_001)  # another version, of other bytes
-    assert files_at(f"{web.address}/", cache).span("a-00.tar", 1, 9) == content["a-00.tar"][1:10]
+    assert open_files(f"{web.address}/", cache).span("a-00.tar", 1, 9) == content["a-00.tar"][1:10]
 
 
 @pytest.mark.parametrize("fault", ["503", "drop", "cut", "slow"])
@@ -114,11 +116,11 @@ def test_a_store_that_fails_is_asked_again_and_then_ends_the_run(web, cache, wai
     """Oracle: the bytes on the server's disk; after five tries over 31 s NotRead, which is no bad sample."""
     content = content_of(web, "a.tar", 1000)
     web.fault, web.broken = fault, 2
-    assert files_at(web.address, cache).span("a.tar", 10, 20) == content[10:30]
+    assert open_files(web.address, cache).span("a.tar", 10, 20) == content[10:30]
     content = content_of(web, "a.tar", 2000)
     if fault != "slow":
         assert waits in ([0.2, 1.0], [0.2])  # aiohttp itself repeats what a server has not begun to answer
-        files = files_at(web.address, cache)
+        files = open_files(web.address, cache)
         files.stat("a.tar")
         web.broken, waits[:] = 1000, []
         with pytest.raises(NotRead, match=r"a.tar cannot be read: the store does not answer.* in 5 tries"):
@@ -127,18 +129,18 @@ def test_a_store_that_fails_is_asked_again_and_then_ends_the_run(web, cache, wai
             files.local("a.tar")
         assert waits == pytest.approx([0.2, 1.0, 5.0, 25.0] * 2)
     web.broken = 0
-    assert files_at(web.address, cache).span("a.tar", 10, 20) == content[10:30]
+    assert open_files(web.address, cache).span("a.tar", 10, 20) == content[10:30]
 
 
 def test_a_server_without_ranges(web, cache):
     """Oracle: the bytes on the server's disk, of a whole file that is fetched once."""
     content, web.ranges = content_of(web, "a.tar"), False
-    files = files_at(web.address, cache)
+    files = open_files(web.address, cache)
     for start in (4_194_309, 3, 8_000_000):
         assert files.span("a.tar", start, 100) == content[start : start + 100]
     assert web.bytes_sent == len(content)
     content_of(web, "b.tar")
-    files = files_at(f"{web.address}/", cache.model_copy(update={"gb": 0.01}))
+    files = open_files(f"{web.address}/", cache.model_copy(update={"gb": 0.01}))
     files.names()
     with pytest.raises(NotRead, match=r"b.tar: the server sends whole files alone.* raise data.cache.gb"):
         files.span("b.tar", 3, 100)
@@ -147,7 +149,7 @@ def test_a_server_without_ranges(web, cache):
 def test_a_file_beyond_the_cache(web, cache):
     """Oracle: the bytes on the server's disk: a sample is fetched alone; the file as a whole is refused by name."""
     content = content_of(web, "big.tar", 11_000_000)
-    files = files_at(web.address, cache.model_copy(update={"gb": 0.01}))
+    files = open_files(web.address, cache.model_copy(update={"gb": 0.01}))
     for start, size in ((5, 100), (10_000_000, 7), (10_000_000, 7), (3, 0)):
         assert files.span("big.tar", start, size) == content[start : start + size]
     assert web.bytes_sent == 107
@@ -179,7 +181,7 @@ def test_what_is_wrong_at_the_start_is_one_line(web, cache, waits, monkeypatch):
     assert waits == pytest.approx([0.2, 1.0])  # no longer: the address is as likely to be at fault
     (Path(cache.folder) / "x").write_text("a file")
     with pytest.raises(ConfigError, match="data.cache.folder=.*cannot be written"):
-        files_at(web.address, Cache(folder=f"{cache.folder}/x"))
+        open_files(web.address, Cache(folder=f"{cache.folder}/x"))
 
 
 @pytest.mark.parametrize("gb", [0.1, 0.01])
@@ -234,7 +236,7 @@ def test_batches_by_workers_are_read_ahead(web, cache, plain):
             for batch, other in zip((batch for step in range(4) for batch in own.at(step)), batches):
                 assert all(torch.equal(batch[name], other[name]) for name in other)
     assert source.expects
-    fresh = files_at(f"{web.address}/p", cache.model_copy(update={"folder": f"{cache.folder}-2"}))
+    fresh = open_files(f"{web.address}/p", cache.model_copy(update={"folder": f"{cache.folder}-2"}))
     source.layout.files = fresh
     source.expect(torch.arange(21))
     deadline = time.monotonic() + 60
@@ -322,9 +324,9 @@ def test_the_oldest_go_first(tmp_path):
 
 _FILLS = """
 import sys
-from dstrain.data.files.remote import files_at
+from dstrain.data.files.remote import open_files
 from dstrain.recipe import Cache
-files = files_at(sys.argv[1], Cache(folder=sys.argv[2], gb=0.1))
+files = open_files(sys.argv[1], Cache(folder=sys.argv[2], gb=0.1))
 print("begins", flush=True)
 while True:
     files.cache.folder.joinpath("ledger").unlink(missing_ok=True)
@@ -352,7 +354,7 @@ def test_killed_in_the_middle_of_a_fill(web, cache):
         time.sleep(moment)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        files = files_at(web.address, cache)
+        files = open_files(web.address, cache)
         assert files.span("a.tar", 0, 9_000_000) == content
         assert files.local("a.tar").read_bytes() == content
     for number in range(12):  # what the killed left counts, and goes in the end

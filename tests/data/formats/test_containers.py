@@ -17,7 +17,7 @@ import webdataset
 from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files import zipped as zip_files
-from dstrain.data.files.local import LocalFiles, expanded
+from dstrain.data.files.local import LocalFiles, expand_braces
 from dstrain.data.formats import LAYOUTS, recognised
 from dstrain.data.formats.base import Request
 from dstrain.data.open import open_sources
@@ -189,14 +189,14 @@ def test_a_compressed_tar_is_refused(tmp_path, name, command):
 @pytest.mark.parametrize("pattern", ["x/{00..12}.tar", "{a,b}/{0..10}.tar", "x{008..011}_{x,y}.tar", "plain.tar"])
 def test_patterns(pattern):
     """Oracle: braceexpand, which webdataset takes."""
-    assert expanded(pattern) == list(braceexpand.braceexpand(pattern))
+    assert expand_braces(pattern) == list(braceexpand.braceexpand(pattern))
 
 
 @pytest.mark.parametrize("pattern", ["x/{9..0}.tar", "x/{0..9", "{0..999999999}", "{0..9999}{0..9999}", "x{}}"])
 def test_wrong_patterns(pattern):
     """Oracle: what a shell leaves as it is, or would not end to expand."""
     with pytest.raises(ConfigError):
-        expanded(pattern)
+        expand_braces(pattern)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
@@ -342,5 +342,5 @@ def test_bombs_beside_each_other_inflate_in_turn(monkeypatch):
     decompressobj = zlib.decompressobj
     monkeypatch.setattr(zlib, "decompressobj", Watched)
     with ThreadPoolExecutor(4) as threads:
-        assert all(len(content) == most for content in threads.map(lambda _: zip_files.inflated(bomb, most), range(8)))
+        assert all(len(content) == most for content in threads.map(lambda _: zip_files.inflate(bomb, most), range(8)))
     assert max(together) == 1
