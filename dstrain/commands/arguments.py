@@ -1,10 +1,11 @@
-"""What the scripts of launch/ share of their command lines: argument types, options that all have, faults as text.
+"""Kinds of values on a command line, and a parser that has --help and reports faults as text.
 
-parser = Parser(HELP); parser.add_argument(...); parser.add_weights(); words = parser.words(argv)
+parser = Parser(HELP); parser.add_argument(...); words = parser.words(argv)
 """
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,26 +25,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         raise ConfigError(f"{message}; --help shows what there is")
-
-    def add_weights(self) -> None:
-        """--ema NUMBER | --raw, and --checkpoint STEP: which weights of a run; words `ema`, `raw` and `step`."""
-        weights = self.add_mutually_exclusive_group()
-        weights.add_argument("--ema", type=float)
-        weights.add_argument("--raw", action="store_true")
-        self.add_argument("--checkpoint", type=count, dest="step")
-
-    def add_precision(self) -> None:
-        """--precision fp32, tf32 or bf16, see encoders/precision.py."""
-        self.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
-
-    def add_sampling(self) -> None:
-        """--sampler, and the fields of a recipe's `samples` that say how it goes; words of the same names."""
-        self.add_argument("--sampler")
-        self.add_argument("--guidance-scale", "--guidance_scale", type=scale)
-        self.add_argument("--spacing", choices=("leading", "trailing", "linspace", "karras"))
-        self.add_argument("--eta", type=scale)
-        self.add_argument("--guidance-interval", "--guidance_interval", type=interval)
-        self.add_argument("--guidance-rescale", "--guidance_rescale", type=portion)
 
     def words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
         """What was typed, by name. --help ends the process."""
@@ -92,7 +73,7 @@ def share(text: str) -> float:
     return value
 
 
-def part(text: str) -> tuple[int, int]:
+def parse_part(text: str) -> tuple[int, int]:
     """The third of 16 parts as 3/16."""
     place, slash, parts = text.partition("/")
     if not (slash and place.isdecimal() and parts.isdecimal() and 1 <= int(place) <= int(parts)):
@@ -100,7 +81,7 @@ def part(text: str) -> tuple[int, int]:
     return int(place), int(parts)
 
 
-def widths(text: str) -> tuple[float, ...]:
+def parse_widths(text: str) -> tuple[float, ...]:
     """Relative widths of averages, as 0.05,0.10."""
     values = tuple(dict.fromkeys(scale(word.strip()) for word in text.split(",")))
     if not all(0.001 <= value <= WIDEST for value in values):
@@ -116,7 +97,7 @@ def portion(text: str) -> float:
     return value
 
 
-def interval(text: str) -> tuple[float, float]:
+def parse_interval(text: str) -> tuple[float, float]:
     """Two numbers from 0 on, the lower first, as 0.2,1.6."""
     values = tuple(map(scale, text.split(",")))
     if len(values) != 2 or values[0] > values[1]:
@@ -124,7 +105,7 @@ def interval(text: str) -> tuple[float, float]:
     return values
 
 
-def guide(text: str) -> tuple[Path, float | str | None, int | None]:
+def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
     """A run, which of its weights, and its checkpoint: RUN, RUN:0.995 for the average of that decay or width, RUN:raw,
     RUN@400 and RUN@400:raw.
     """
@@ -134,7 +115,7 @@ def guide(text: str) -> tuple[Path, float | str | None, int | None]:
     return (Path(folder), weights, count(step)) if at else (Path(run), weights, None)
 
 
-def window(text: str) -> tuple[int, int, int]:
+def parse_window(text: str) -> tuple[int, int, int]:
     """Steps and ranks, as 10:13 or 10:13:8: (A, B, N) with A < B and N above 0, which is 1 where it is left out."""
     words = text.split(":")
     if len(words) not in (2, 3) or not all(word.isdigit() for word in words):
@@ -148,7 +129,7 @@ def window(text: str) -> tuple[int, int, int]:
     return first, last, ranks
 
 
-def size(text: str) -> tuple[int, int]:
+def parse_size(text: str) -> tuple[int, int]:
     """320x192: width and height."""
     sides = text.lower().split("x")
     if len(sides) != 2:
@@ -156,12 +137,12 @@ def size(text: str) -> tuple[int, int]:
     return positive(sides[0]), positive(sides[1])
 
 
-def labels(text: str) -> tuple[int, ...]:
+def parse_labels(text: str) -> tuple[int, ...]:
     """Classes, as 3,5,5."""
     return tuple(count(word.strip()) for word in text.split(","))
 
 
-def one_of(*known: str) -> Callable[[str], tuple[str, ...]]:
+def choose_from(*known: str) -> Callable[[str], tuple[str, ...]]:
     """Some of the known words, as gif,mp4."""
 
     def words(text: str) -> tuple[str, ...]:
@@ -173,7 +154,7 @@ def one_of(*known: str) -> Callable[[str], tuple[str, ...]]:
     return words
 
 
-def lines(text: str) -> tuple[str, ...]:
+def read_lines(text: str) -> tuple[str, ...]:
     """The lines of a text file that are not empty."""
     try:
         lines = tuple(line.strip() for line in read_text(text).splitlines() if line.strip())
@@ -183,3 +164,30 @@ def lines(text: str) -> tuple[str, ...]:
     if not lines:
         raise argparse.ArgumentTypeError(f"{text} holds no line of text")
     return lines
+
+
+def split_words(text: str) -> tuple[str, ...]:
+    """Words, as fid,kid."""
+    return tuple(dict.fromkeys(text.split(",")))
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def file_size(text: str) -> int:
+    """Bytes, as 5GB or 2GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or 2GiB")
+    return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
+
+
+def binary_size(text: str) -> int:
+    """Bytes, as 256M, which is 2 to the power of 28."""
+    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper())
+    return positive(text[:-1] if factor else text) * (factor or 1)

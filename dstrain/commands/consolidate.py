@@ -19,6 +19,8 @@ import math
 import os
 import re
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,28 +31,14 @@ from dstrain.checkpoint import deepspeed_files, layout, safetensors_io, torch_fi
 from dstrain.checkpoint.layout import COMMON, SHARD
 from dstrain.checkpoint.manifest import CONSOLIDATED, NAME, find_faults, read_manifest
 from dstrain.checkpoint.safetensors_io import Entry
+from dstrain.commands.options.consolidate import DTYPES, Order
 from dstrain.disk import atomic
+from dstrain.distributed.bars import Bar
 from dstrain.distributed.launcher import place
 from dstrain.recipe import ConfigError
 
 Update = Callable[[int], Any]  # as tqdm.update: called with the bytes done since the last call
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _STEP = re.compile(r"step_(\d{8,})")
-
-
-@dataclass(frozen=True)
-class Order:
-    """What to consolidate."""
-
-    source: Path  # the folder of a run, of a checkpoint, or of DeepSpeed's checkpoints
-    out: Path  # a new folder
-    weights: str | None = None  # raw, ema, ema:DECAY; None: the first average, else raw
-    part: str | None = None  # None: every part
-    step: int | None = None  # None: the newest
-    tag: str | None = None  # of DeepSpeed's checkpoints; None: the one in `latest`
-    dtype: str = "float32"  # of weights; floating buffers stay in float32 at least
-    shard_size: int = 5_000_000_000  # bytes
-    trust_pickle: bool = False
 
 
 @dataclass
@@ -70,13 +58,40 @@ class Plan:
         return sum(entry.nbytes for entries in self.parts.values() for entry in entries)
 
 
+def run_verb(order: Order) -> None:
+    """Consolidates, and says what was written."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a folder is removed
+    bars = []
+
+    def begin(total: int) -> Update:
+        bars.append(Bar("verifying and writing bytes", total=total, unit="B", unit_scale=True, desc="verify, write"))
+        return bars[0].update
+
+    try:
+        done = consolidate(order, begin)
+    except OSError as error:
+        raise ConfigError(str(error)) from None
+    finally:
+        for bar in bars:
+            bar.close()
+    for part, entries in done.parts.items():
+        name = f"{part} " if part else ""
+        tied = f", {len(done.tied[part])} of them tied" if done.tied.get(part) else ""
+        print(
+            f"{name}{done.weights[part]} of step {done.facts['step']}: {len(entries)} tensors{tied}, "
+            f"{sum(entry.nbytes for entry in entries) / 1e6:.1f} MB"
+        )
+    left = done.facts.get("left_out")
+    print(f"in {order.out}" + (f"; left out, for they are no tensors: {', '.join(left)}" if left else ""))
+
+
 def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Plan:
     """Writes order.out, whole or not at all. `bar` takes the number of bytes to do and returns an Update.
 
     ConfigError: the source is missing, damaged or cannot be merged; `out` exists already or does not fit on the disk.
     """
     if place().world > 1:
-        raise ConfigError("a consolidation takes one process: python launch/consolidate.py ...")
+        raise ConfigError("a consolidation takes one process: dstrain consolidate ...")
     if order.out.exists() or order.out.is_symlink():
         raise ConfigError(f"--out {order.out} is there already: name a new folder")
     plan = look(order)
@@ -152,7 +167,7 @@ def _checkpoint(source: Path, step: int | None) -> Path | None:
 
 
 def _reconstructed(order: Order) -> Path | None:
-    """What launch/reconstruct.py has made of the run, where that is what is asked for and no checkpoint holds it."""
+    """What `dstrain reconstruct` has made of the run, where that is what is asked for and no checkpoint holds it."""
     try:
         width = float((order.weights or "").partition(":")[2])
     except ValueError:

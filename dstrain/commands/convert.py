@@ -4,26 +4,15 @@ Pictures become shards of encoded files, as `dstrain pack` writes them, with tra
 test of their own; latents become a cache, as `dstrain encode` writes it. Nothing in a file is executed.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 from dstrain.commands.converting.shards import Pictures, write_splits
+from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.recipe import ConfigError
 
-KINDS = ("cifar10", "cifar100", "mnist", "lsun", "npz", "imagenet-kit", "latents")
 
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """What was typed."""
-
-    kind: str
-    path: Path
-    out: Path
-    class_list: str | None = None  # a file with a class a line: names of labels that are numbers, order of LSUN's
-    latents: dict[str, Any] | None = None  # of the kind latents: fields of LatentsOptions
+def run_verb(options: ConvertOptions) -> None:
+    """Converts, and says what was written."""
+    print(convert(options))
 
 
 def convert(options: ConvertOptions) -> str:
@@ -72,9 +61,9 @@ def _read_splits(options: ConvertOptions, class_list: ClassList) -> dict[str, Pi
 
 
 def _convert_latents(options: ConvertOptions) -> str:
-    from dstrain.commands.converting.latents import LatentsOptions, convert_latents
+    from dstrain.commands.converting.latents import convert_latents
 
-    index = convert_latents(LatentsOptions(options.path, options.out, **(options.latents or {})))
+    index = convert_latents(options)
     encoding, bad = index["encoding"], len(index["bad_files"])
     return (
         f"{encoding['number']} samples in {options.out}: latents {encoding['dtype']} {encoding['shape']} x "

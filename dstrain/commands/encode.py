@@ -26,8 +26,10 @@ import numpy as np
 import torch
 
 from dstrain import __version__, rng
+from dstrain.commands.encoding import embeddings
 from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
-from dstrain.commands.encoding.plan import EncodeOptions, planned
+from dstrain.commands.encoding.plan import planned
+from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached import shards
 from dstrain.data.cached.rows import CAPTION_BYTES, packed
 from dstrain.data.source import Bad, Item, Source, read_items
@@ -40,6 +42,41 @@ from dstrain.recipe import ConfigError, write_errors
 from dstrain.runs import folders
 from dstrain.runs.first_stage import Encoder, FirstStage
 from dstrain.systems.base import Batch
+
+
+def run_verb(options: EncodeOptions) -> None:
+    """Encodes, or embeds pairs, and says what was written."""
+    if options.makes_pairs:
+        plan = embeddings.embed(options)
+        text = (
+            f"{plan['pairs']} pairs in {options.out}: image_embed {plan['image_embed_dim']}, text_embed "
+            f"{plan['text_embed_dim']}; {plan['unreadable']} unreadable and replaced, {plan['without_caption']} "
+            "images without caption"
+        )
+    else:
+        index = encode(options)
+        text = "" if index is None else _summarize(options.out, index)
+    if text and group.rank() == 0:
+        print(text)
+
+
+def _summarize(out: Path, index: dict[str, Any]) -> str:
+    encoding, found = index["encoding"], index["statistics"]
+    text = (
+        f"{encoding['number']} samples in {out}: {encoding['kind']} {encoding['dtype']} {encoding['shape']} x "
+        f"{encoding['flips']}"
+    )
+    if "scaling_factor" in found:
+        text += f", scaling_factor {found['scaling_factor']:.5f}"
+    if encoding.get("codebook_size"):
+        text += f" of {encoding['codebook_size']} ids"
+    if encoding.get("captions"):
+        text += ", with captions"
+    if encoding.get("text"):
+        text += f" and text_encodings {encoding['text']['shape']}"
+    if index["bad_files"]:
+        text += f", {len(index['bad_files'])} unreadable files replaced"
+    return text
 
 
 def encode(options: EncodeOptions) -> dict[str, Any] | None:
@@ -297,9 +334,9 @@ def _others(
     others = {}
     for number in _own(encoding, None):
         path = options.out / shards.shard_name(number)
-        if number not in records and (facts := shards.stated(path)) is not None:
-            if facts["encoding"] == shards.short(encoding) and facts["number"] == number:
-                others[number] = shards.record(path, facts)
+        facts = None if number in records else shards.stated(path)
+        if facts is not None and facts["encoding"] == shards.short(encoding) and facts["number"] == number:
+            others[number] = shards.record(path, facts)
     return others
 
 

@@ -12,7 +12,6 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from torch import Tensor, nn
 
 from dstrain import __version__, systems
 from dstrain.checkpoint.manifest import read_manifest
+from dstrain.commands import quality
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import held_out
 from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.decode.pixels import FORMATS, open_image
@@ -31,7 +32,7 @@ from dstrain.data.views import Spread
 from dstrain.disk import atomic
 from dstrain.distributed import group
 from dstrain.distributed.bars import Bar
-from dstrain.encoders.precision import Precision, computing, dtype_of, require
+from dstrain.encoders.precision import computing, dtype_of, require
 from dstrain.recipe import ConfigError, Run, reworded
 from dstrain.runs import trained
 from dstrain.sampling.draw import Means
@@ -41,21 +42,15 @@ from dstrain.tracking import figures
 _NUM_CHECKED = 8  # images of --data whose size and colours are checked
 
 
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """What to measure; None takes the run's own choice."""
-
-    folder: Path  # of the run
-    split: str | None = None  # held_out, train or test; None: held_out
-    num: int | None = None  # samples, evenly spaced over the split; None: all
-    num_steps: int | None = None  # timesteps of a shortened chain; None: the whole chain
-    ema: float | None = None  # decay; None: the run's choice
-    raw: bool = False  # the training weights instead of an average
-    step: int | None = None  # checkpoint; None: the newest whole one
-    batch: int = 32  # samples of one rank at a time
-    data: str | None = None  # another folder of images, videos or pairs, all of it
-    precision: Precision = "fp32"  # of the trained networks
-    out: Path | None = None  # None: FOLDER/evaluation
+def run_verb(options: EvaluateOptions) -> None:
+    """Measures, and prints the figures."""
+    if options.metrics is None:
+        text = report(*evaluate(options))
+    else:
+        with reworded(options={} if options.against is None else {"--reference ": "--against "}):
+            text = quality.measure_pictures(options)
+    if group.rank() == 0:
+        print(text)
 
 
 def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:

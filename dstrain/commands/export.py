@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dstrain import recipe, systems
+from dstrain.commands.options.export import ExportOptions
 from dstrain.data.batches import held_out
 from dstrain.data.cached.shards import INDEX, read_index, statistics, sums
 from dstrain.data.formats.imagenet import titles
@@ -42,20 +43,6 @@ _TOLERATED = 1e-5  # relative; the same float32 operations in the same order agr
 
 
 @dataclass(frozen=True)
-class ExportOptions:
-    """What to export, of which weights, and where to."""
-
-    run: Path
-    out: Path  # folder to write
-    format: str = "diffusers"  # or safetensors
-    ema: float | None = None  # decay; None: the run's choice
-    raw: bool = False  # the training weights instead of an average
-    step: int | None = None  # checkpoint; None: the newest whole one
-    statistics: Path | None = None  # folder or index of launch/encode.py; None: measured over the run's data
-    num: int = 1000  # samples to measure over
-
-
-@dataclass(frozen=True)
 class Exported:
     """What was written."""
 
@@ -65,10 +52,20 @@ class Exported:
     note: str = ""  # what its user has to know
 
 
+def run_verb(options: ExportOptions) -> None:
+    """Exports, and says how far the export is from the trained network."""
+    exported = export(options)
+    errors = ", ".join(f"{name} {error:.1e}" for name, error in exported.errors.items())
+    scale = f", scaling_factor {exported.statistics['scaling_factor']:.5f}" if exported.statistics else ""
+    print(f"{exported.name} in {options.out}{scale}; relative difference from the trained network: {errors}")
+    if exported.note:
+        print(exported.note)
+
+
 def export(options: ExportOptions) -> Exported:
     """Writes options.out, whole or not at all. ConfigError: it cannot be expressed, or does not agree."""
     if group.place().world > 1:
-        raise ConfigError("an export takes one process: python launch/export.py ...")
+        raise ConfigError("an export takes one process: dstrain export ...")
     if options.statistics and options.format != "diffusers":
         raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")
     run = trained.read(options.run)

@@ -14,61 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng, systems
+from dstrain.commands.options.generate import GenerateOptions
 from dstrain.data.cached.embeddings import encoder_of
 from dstrain.data.cached.rows import read_embeddings
 from dstrain.data.decode.pixels import read_pictures
 from dstrain.distributed import group
 from dstrain.distributed.bars import Bar
-from dstrain.encoders.precision import Precision, computing, dtype_of, require
+from dstrain.encoders.precision import computing, dtype_of, require
 from dstrain.recipe import ConfigError, Run, reworded, write_errors
 from dstrain.runs import trained
-from dstrain.runs.guide import Guide
 from dstrain.runs.guide import load as load_guide
 from dstrain.sampling.draw import class_columns, draw, draw_all
-from dstrain.sampling.files import FORMATS, FPS, About, Embeddings, Pictures, folder_for
+from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, folder_for
 from dstrain.sampling.requests import OPTIONS, make_request
 from dstrain.sampling.scenes import Length, frames_of_scenes, go_on, length, read_prime
 from dstrain.systems.base import CHOICES, Request, System
-
-
-@dataclass(frozen=True)
-class GenerateOptions:
-    """What to generate; None takes the run's own choice (its `samples` section, its newest checkpoint)."""
-
-    folder: Path  # of the run
-    num: int = 16
-    labels: tuple[int, ...] | None = None  # repeated to num; None: every class in turn
-    prompts: tuple[str, ...] | None = None  # texts, repeated to num, for a system that takes them
-    text_encoder: str | None = None  # what encodes them, a folder or hub name; None: the recipe's
-    tokenizer: str | None = None  # what decodes drawn tokens, a folder; None: the recipe's
-    size: tuple[int, int] | None = None  # width and height of pictures
-    num_steps: int | None = None  # network evaluations for each picture
-    sampler: str | None = None
-    guidance_scale: float | None = None
-    guidance_rescale: float | None = None  # these four: see recipe/run.py, Samples
-    guidance_interval: tuple[float, float] | None = None
-    spacing: str | None = None
-    eta: float | None = None
-    guide: Guide | None = None  # another run, or other weights of this one, that guide
-    invert: Path | None = None  # pictures to carry to noise and draw again: a folder, or an .npz
-    seed: int = 0  # picture i is a function of seed + i alone
-    ema: float | None = None  # decay; None: the run's choice
-    raw: bool = False  # the training weights instead of an average
-    step: int | None = None  # checkpoint; None: the newest whole one
-    then: tuple[Path, ...] = ()  # runs that go on from the pictures, each by its own choices
-    low_res: Path | None = None  # pictures that the first run begins from: a folder, or an .npz
-    embeddings: Path | None = None  # image embeddings that it begins from: an .npy
-    batch: int = 16  # pictures of one rank at a time
-    out: Path | None = None  # None: FOLDER/generated, of the last run
-    pngs: bool = True  # one file for each picture or clip, beside the grid and the .npz
-    num_frames: int | None = None  # of a clip or a scene, with the frames that are given
-    scenes: tuple[str, ...] | None = None  # texts of one long clip for each seed, instead of prompts
-    prime: Path | None = None  # clips or pictures to go on from, repeated to num
-    prime_frames: int | None = None  # that are given, or go over from scene to scene
-    formats: tuple[str, ...] | None = None  # of files; None: all
-    fps: int = FPS
-    precision: Precision = "fp32"  # of the trained networks; a first stage decodes in fp32 or tf32
-
 
 Opened = tuple[Path, Run, System]
 
@@ -81,6 +41,13 @@ class ReadyRun:
     run: Run
     system: System
     networks: dict[str, nn.Module]
+
+
+def run_verb(options: GenerateOptions) -> None:
+    """Draws, and says where the samples are."""
+    out = generate(options)
+    if group.rank() == 0:
+        print(f"{options.num} samples in {out}")
 
 
 def generate(options: GenerateOptions) -> Path:

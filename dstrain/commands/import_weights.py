@@ -4,8 +4,8 @@ run.yaml                      the recipe, with the file as init_from and without
 checkpoints/step_00000000/    the weights that training would begin with. It has no moments, and cannot be resumed
 """
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +16,8 @@ from dstrain import recipe, systems
 from dstrain.checkpoint.fragments import write_shard
 from dstrain.checkpoint.layout import COMMON, Fragment, shard_name
 from dstrain.checkpoint.store import Store
+from dstrain.commands.job import load_recipe
+from dstrain.commands.options.import_weights import ImportOptions
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.initial import build_networks
@@ -25,42 +27,40 @@ from dstrain.runs.weights import fitted
 from dstrain.systems.base import System
 
 
-@dataclass(frozen=True)
-class AdoptOptions:
-    """Which weights become a run, and where."""
+def run_verb(options: ImportOptions) -> None:
+    """Imports, and says what was loaded, replaced and left."""
+    run = load_recipe(options.recipe, options.overrides)
+    for note in import_weights(Path(os.path.expanduser(options.weights)), run, options.out):
+        print(note)
+    print(f"{run.name} of these weights in {options.out}")
 
-    weights: Path  # what init_from takes
-    run: Run  # its recipe, checked; the data need not be here
-    out: Path  # a new folder
 
+def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
+    """Writes `out`, a run's folder, whole or not at all; returns what was loaded, replaced and left, a line each.
 
-def adopt(options: AdoptOptions) -> list[str]:
-    """Writes options.out, whole or not at all; returns what was loaded, replaced and left, a line each.
-
-    ConfigError: the weights do not fit the recipe, or are damaged; or the folder cannot be written.
+    `weights` is what init_from takes, and `recipe_run` the run that they are of, checked; its data need not be here.
+    Raises ConfigError if the weights do not fit the recipe, or are damaged, or the folder cannot be written.
     """
     if group.place().world > 1:
-        raise ConfigError("an import takes one process: python launch/import.py ...")
-    if not options.weights.exists():
-        raise ConfigError(f"{options.weights} does not exist: give a weights file, a folder of diffusers or of a run")
-    samples = options.run.samples.model_copy(update={"ema": None})
-    run = options.run.model_copy(
-        update={"folder": options.out, "init_from": options.weights, "ema": Ema(decays=()), "samples": samples}
-    )
+        raise ConfigError("an import takes one process: dstrain import ...")
+    if not weights.exists():
+        raise ConfigError(f"{weights} does not exist: give a weights file, a folder of diffusers or of a run")
+    samples = recipe_run.samples.model_copy(update={"ema": None})
+    run = recipe_run.model_copy(update={"folder": out, "init_from": weights, "ema": Ema(decays=()), "samples": samples})
     system = systems.build(run.system, run.model)
-    phases().at(f"reading {options.weights}")
-    loaded = fitted(options.weights, system)
+    phases().at(f"reading {weights}")
+    loaded = fitted(weights, system)
     values: dict[str, Mapping[str, Tensor]] = {part: state for part, (state, _) in loaded.items()}
-    if system.parts.keys() - loaded.keys():  # the others as training would begin them
+    if system.parts.keys() - loaded.keys():  # training would begin the others so
         initial = build_networks(system.networks, run.seed)
         values |= {part: dict(state()) for part, (_, state) in initial.items() if part not in loaded}
-    phases().at(f"writing {options.out}")
-    with new_folder(options.out) as out:
-        store = Store(out / "checkpoints")
+    phases().at(f"writing {out}")
+    with new_folder(out) as folder:
+        store = Store(folder / "checkpoints")
         size = sum(4 * value.numel() for state in values.values() for value in state.values())
-        if not store.save(0, lambda folder: _write(folder, system, values), {"imported": options.weights.name}, size):
-            raise ConfigError(f"--out {options.out} was not written: {store.error}")
-        (out / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
+        if not store.save(0, lambda path: _write(path, system, values), {"imported": weights.name}, size):
+            raise ConfigError(f"--out {out} was not written: {store.error}")
+        (folder / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
     return [note for _, notes in loaded.values() for note in notes]
 
 

@@ -1,13 +1,14 @@
 """The index of data, made and described: how many samples of what, their classes, captions, sizes, and broken files."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from dstrain.commands.options.index import IndexOptions
 from dstrain.data.decode.clips import Cut
 from dstrain.data.files.listing import ask_each
 from dstrain.data.formats.base import Layout, Place
@@ -38,42 +39,43 @@ _RATIOS = {
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # pixels
 
 
-@dataclass(frozen=True)
-class IndexOptions:
-    """Which data, and how closely they are looked at."""
-
-    data: Data
-    captions: bool = False  # list the captions of images, too
-    check: bool = False  # read every sample, and not the headers of images alone
+def run_verb(options: IndexOptions) -> None:
+    """Makes the index, and prints what is in it."""
+    result = index_data(options.data(), options.captions, options.check_all)
+    print(json.dumps(result, indent=1) if options.json else report(result))
 
 
-def index_data(options: IndexOptions) -> dict[str, Any]:
-    """Makes the index, or finds it again; what is in it, as JSON. ConfigError as `open_index`."""
-    layout, index = open_section_index(options.data, options.captions)
-    images = options.data.num_frames is None
+def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[str, Any]:
+    """Makes the index, or finds it again; returns what is in it, as JSON.
+
+    captions: list those of images, too. check: read every sample, and not the headers of images alone.
+    Raises ConfigError as `open_index` does.
+    """
+    layout, index = open_section_index(data, captions)
+    images = data.num_frames is None
     result = {
-        "path": options.data.path,
+        "path": data.path,
         "layout": layout.kind,
         "samples": len(index),
         "index": str(index.folder),
         "bytes": sum(index.header["columns"].values()),
         "classes": _classes(index),
         "captions": _captions(layout, index),
-        "captions_listed": options.captions or not images,
+        "captions_listed": captions or not images,
         "advice": layout.advice(),
-        "checked": options.check,
+        "checked": check,
     }
     broken: Iterator[tuple[str, str]] | None = None
     if images:
         sizes = pixel_sizes(layout, index)
         result |= _sizes(sizes)
         broken = _unmeasured(layout, index, sizes, size_of)
-    elif options.data.buckets:
+    elif data.buckets:
         frames = frame_counts(layout, index)
-        result["frames"] = _frames(frames, options.data)
+        result["frames"] = _frames(frames, data)
         broken = _unmeasured(layout, index, frames, frames_of)
-    if options.check:
-        broken = _checked(options, layout, index)
+    if check:
+        broken = _checked(data, captions, layout, index)
     named = [list(entry) for _, entry in zip(range(_BROKEN), broken or ())]
     number = None if broken is None else len(named) + sum(1 for _ in broken)
     return result | {"unreadable": number, "unreadable_names": named}
@@ -156,10 +158,10 @@ def _unmeasured(
                 yield error.path, error.reason
 
 
-def _checked(options: IndexOptions, layout: Layout, index: Index) -> Iterator[tuple[str, str]]:
+def _checked(data: Data, captions: bool, layout: Layout, index: Index) -> Iterator[tuple[str, str]]:
     """(name, reason) of each sample that cannot be read whole; of clips, its middle frame is decoded."""
-    clips = options.data.num_frames is not None
-    source = Videos(layout, index, Cut(1, 64, 64)) if clips else Images(layout, index, 64, captions=options.captions)
+    clips = data.num_frames is not None
+    source = Videos(layout, index, Cut(1, 64, 64)) if clips else Images(layout, index, 64, captions=captions)
 
     def fault(row: int) -> tuple[str, str] | None:
         try:

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any
 
 from dstrain import recipe, systems
 from dstrain.checkpoint.store import Store
+from dstrain.commands.options.train import JobOptions
+from dstrain.commands.shipped import find_ds_config, find_recipe
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine import settings
@@ -18,17 +20,6 @@ from dstrain.recipe import ConfigError, Run, as_text
 from dstrain.runs import folders
 from dstrain.systems.base import System
 from dstrain.tracking.machine import free
-
-
-@dataclass(frozen=True)
-class JobOptions(folders.Resume):
-    """What was typed."""
-
-    recipe: Path
-    ds_config: Path
-    overrides: tuple[str, ...] = ()
-    dry_run: bool = False
-    print_config: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
     ConfigError: every problem that can be seen at this point. Data and folder are looked at last, and on rank 0.
     """
     world, device_type = world or group.place().world, device_type or group.device().type
-    run, problems = checked(recipe.load(options.recipe, options.overrides))
+    run, problems = checked(recipe.load(find_recipe(options.recipe), options.overrides))
     problems += _path_problems(run)
     resolved: dict[str, Any] = {}
     remarks: list[str] = []
@@ -55,7 +46,7 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
     with _collecting(problems):
         before = {} if options.from_scratch else folders.settings_before(run.directory)
         resolved = settings.resolve_settings(
-            options.ds_config,
+            find_ds_config(options.ds_config),
             world,
             device_type,
             batch=run.batch,
@@ -72,6 +63,14 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
     if problems:
         raise ConfigError(*problems)
     return Job(run, resolved, settings.list_remarks(resolved, device_type) + remarks, memory)
+
+
+def load_recipe(path: Path, overrides: Sequence[str]) -> Run:
+    """Returns the Run of a recipe, checked but for its data, which need not be here. Raises ConfigError."""
+    run, problems = checked(recipe.load(find_recipe(path), overrides))
+    if problems:
+        raise ConfigError(*problems)
+    return run
 
 
 def checked(run: Run) -> tuple[Run, list[str]]:
@@ -188,7 +187,7 @@ def _check_data_and_folder(
     with _collecting(problems := []):
         system.require_expressible()
     if options.dry_run:
-        remarks += [f"launch/export.py will not write this run for diffusers: {problem}" for problem in problems]
+        remarks += [f"`dstrain export` will not write this run for diffusers: {problem}" for problem in problems]
     _check_step(run, options)
     _check_profile(run, options)
     folders.check(run, system.fingerprint(source), options)

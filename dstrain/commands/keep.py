@@ -8,15 +8,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from types import FrameType
 
+from dstrain.commands.options.keep import KeepOptions
+from dstrain.commands.shipped import find_recipe
 from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import descendants
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, Run, load
 from dstrain.runs import folders
 
 FRUITLESS = 4  # starts in a row that save no step, after which it gives up
@@ -26,14 +26,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _SUBREAPER = 36  # prctl: orphans below this process become its children
 
 
-@dataclass(frozen=True)
-class KeepOptions:
-    """What was typed. backoff: seconds before a restart, doubled with each start that saved no step."""
-
-    words: tuple[str, ...]  # the command, with its launcher
-    max_restarts: int = 20
-    backoff: float = 5.0
-    restart_on_stop: bool = False  # also where the run was stopped and saved (75)
+def run_verb(options: KeepOptions) -> None:
+    """Keeps the training command running. Raises SystemExit with the exit code of its last start."""
+    job = options.training
+    raise SystemExit(keep(options, load(find_recipe(job.recipe), job.overrides)))
 
 
 def keep(options: KeepOptions, run: Run) -> int:
@@ -160,10 +156,8 @@ class _Supervisor:
         if number in (signal.SIGINT, signal.SIGHUP) and first:
             number = signal.SIGTERM
         if self._process is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                pass
 
     def _wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -202,11 +196,3 @@ def _reason(code: int) -> str:
         return f"ended with {code} ({names[number]})"
     remark = {exit_codes.DONE: " before the run was complete", exit_codes.HUNG: " (a rank hung: see stacks/)"}
     return f"ended with {code}{remark.get(code, '')}"
-
-
-def command_of(words: Sequence[str]) -> list[str]:
-    """The arguments of launch/train.py in a command line. ConfigError: it is not there."""
-    names = [Path(word).name for word in words]
-    if "train.py" not in names:
-        raise ConfigError("write the command behind --, for example: launch/keep.py -- deepspeed launch/train.py")
-    return list(words[names.index("train.py") + 1 :])

@@ -12,15 +12,15 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
 
 from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
+from dstrain.commands.options.pack import PackOptions
 from dstrain.data.decode.pixels import FORMATS
 from dstrain.data.files.storage import is_storage_fault, read_text, require_regular, retry
 from dstrain.data.formats import packed
@@ -72,22 +72,27 @@ class _Packable(Indexed):
 Sampled = tuple[str, bytes, int | None, tuple[str, ...]]  # name, encoded bytes, label, captions
 
 
-@dataclass(frozen=True)
-class PackOptions:
-    """What was typed. data: the section of a recipe, without what says how samples are cropped."""
-
-    data: Data
-    out: Path
-    format: Literal["shards", "tar"] = "shards"
-    shard_bytes: int = 1 << 28  # about so many; the samples of a shard are as many as of others
-    images: bool = False  # of a folder with pictures and videos, the pictures alone
-    captions: bool = False  # of pictures: theirs, too
-    max_bad_fraction: float = 0.01
+def run_verb(options: PackOptions) -> None:
+    """Packs, and says what was written."""
+    index = pack(options)
+    if group.rank() != 0:
+        return
+    shards = index["shards"]
+    bad = [entry for shard in shards for entry in shard["bad"]]
+    kind = options.format.removesuffix("s") + "s" * (len(shards) != 1)
+    text = (
+        f"{index['number']:,} {index['noun']} in {options.out}: {len(shards):,} {kind}, "
+        f"{sum(shard['size'] for shard in shards) / 1e9:.3f} GB"
+    )
+    if bad:
+        text += f"; {len(bad)} could not be read and are empty, such as {bad[0][0]} ({bad[0][1]})"
+    print(text)
 
 
 def pack(options: PackOptions) -> dict[str, Any]:
-    """Writes options.out, on all ranks together; returns what its pack.json says. ConfigError: what prevents it."""
-    layout, index = _opened(options)
+    """Writes options.out, on all ranks together; returns what its pack.json says. Raises ConfigError if it cannot."""
+    data = options.data()
+    layout, index = _opened(options, data)
     first = group.rank() == 0
     files = _Packable(layout, index)  # on all ranks together
     plan = from_first(lambda: _plan(options, files))
@@ -95,7 +100,7 @@ def pack(options: PackOptions) -> dict[str, Any]:
         words = f"{len(index.classes):,} classes" if index.classes else "no classes"
         words += ", captions" if plan["captions"] else ", no captions"
         print(
-            f"data: {options.data.path}: {len(index):,} {plan['noun']}, {words}; {plan['shard_samples']:,} a shard",
+            f"data: {data.path}: {len(index):,} {plan['noun']}, {words}; {plan['shard_samples']:,} a shard",
             flush=True,
         )
     with claimed(options.out, "packs", lambda: _prepare(options, plan)):
@@ -114,8 +119,7 @@ def pack(options: PackOptions) -> dict[str, Any]:
         return _finish(options, plan, index, dict(of_all_ranks(records.items())))
 
 
-def _opened(options: PackOptions) -> tuple[Layout, Index]:
-    data = options.data
+def _opened(options: PackOptions, data: Data) -> tuple[Layout, Index]:
     if BuiltinData.recognises(data) or data.mixture:
         raise ConfigError(
             f"{data.path}: what is built in is not packed; name a folder or a file of data"
@@ -163,10 +167,8 @@ def _prepare(options: PackOptions, plan: dict[str, Any]) -> str | None:
             return f"--out {out} has a {PACKING} that cannot be read: name another folder"
         return f"--out {out} holds other shards: {'; '.join(changes)}. Name another folder" if changes else None
     if strangers := sorted(path.name for path in out.iterdir() if path.name != ".lock"):
-        return f"--out {out} holds {', '.join(strangers[:3])}, which launch/pack.py has not written: name a new folder"
-    atomic.write_file(
-        out / PACKING, json.dumps({"plan": plan, "of": options.data.path}, indent=1, sort_keys=True) + "\n"
-    )
+        return f"--out {out} holds {', '.join(strangers[:3])}, which `dstrain pack` has not written: name a new folder"
+    atomic.write_file(out / PACKING, json.dumps({"plan": plan, "of": options.path}, indent=1, sort_keys=True) + "\n")
     return None
 
 

@@ -1,5 +1,6 @@
 """What a run will cost, before it is started: bytes, traffic, operations, time; and what makes it fit."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dstrain.commands.job import load_recipe
+from dstrain.commands.options.plan import PlanOptions
+from dstrain.commands.shipped import find_ds_config
 from dstrain.disk import small
+from dstrain.distributed.progress import phases
 from dstrain.engine.settings import read_precision, read_stage, resolve_settings
 from dstrain.planning.advice import MAX_RANKS, Case, find_change, find_more_gpus, search_choices
 from dstrain.planning.counts import Layout
@@ -15,11 +20,26 @@ from dstrain.planning.estimate import EFFICIENCY, LAUNCHES, Estimate, describe_m
 from dstrain.recipe import ConfigError, Run
 from dstrain.tracking.hardware import parse_chip
 
+_DOES_NOT_FIT = 1  # exit code
 _ROWS = 20  # of a search, in a table that fits a screen
 _HEAD = (
     f"{'stage':>5} {'micro':>6} {'steps x':>8} {'recompute':>10} {'GPU GB':>8} {'free GB':>8} {'s a step':>9} "
     f"{'samples/s':>10}"
 )
+
+
+def run_verb(options: PlanOptions) -> None:
+    """Counts, and prints the costs. Raises SystemExit(1) if the run does not fit."""
+    phases().at("checking the recipe")
+    run, ds_config = load_recipe(options.recipe, options.overrides), find_ds_config(options.ds_config)
+    phases().at("counting")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the process that counts ends with this one
+    asked = case(run, ds_config, options.world, options.gpus_per_node, options.gpu, options.network, options.efficiency)
+    with first_stage_may_be_away(run):
+        text, fits = (ways if options.search else plan)(asked, options.json)
+    print(text)
+    if not fits:
+        raise SystemExit(_DOES_NOT_FIT)
 
 
 def case(

@@ -16,6 +16,7 @@ import torch
 
 from dstrain import __version__, systems
 from dstrain.checkpoint.manifest import read_manifest
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.open import open_builtin, open_sources, open_split
 from dstrain.data.source import Source
 from dstrain.data.views import Spread
@@ -34,6 +35,12 @@ from dstrain.runs import trained
 from dstrain.runs.guide import load as load_guide
 from dstrain.sampling.requests import OPTIONS
 from dstrain.tracking import figures
+
+
+def measure_pictures(options: EvaluateOptions) -> str:
+    """Measures pictures as `dstrain evaluate --metrics` asks, or writes a reference; returns the lines to print."""
+    asked = options.as_quality(QualityOptions)
+    return report(*quality(asked)) if asked.write_reference is None else write_reference(asked)
 
 
 def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
@@ -148,7 +155,7 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
         raise ConfigError(f"{options.folder} trains {run.system}, which cannot draw: {problem}")
     if system.takes_embeddings:
         raise ConfigError(
-            f"{options.folder} draws from what another run draws: do so by launch/generate.py RUN --then "
+            f"{options.folder} draws from what another run draws: do so by dstrain generate RUN --then "
             f"{options.folder}, and measure what it wrote with --images"
         )
     if options.prompts and not system.takes_texts:

@@ -9,7 +9,7 @@ by --ema WIDTH (runs/trained.py).
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,17 @@ from dstrain.checkpoint import validate
 from dstrain.checkpoint.layout import COMMON, RECONSTRUCTED, shard_name
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.store import Store
+from dstrain.commands import sweep
+from dstrain.commands.options.reconstruct import ReconstructOptions
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.combine import Combined, Snapshot, identity, together
+from dstrain.metrics.sampled_sets import QualityOptions
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.runs import trained
 
 USUAL = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25)
-
-
-@dataclass(frozen=True)
-class ReconstructOptions:
-    """Which averages to make."""
-
-    folder: Path  # of the run
-    widths: tuple[float, ...] | None = None  # None: those that were tracked, and USUAL ones that these make
-    step: int | None = None  # of a snapshot; None: the newest
 
 
 @dataclass(frozen=True)
@@ -43,6 +37,34 @@ class Made:
     width: float
     path: Path
     misfit: float  # the largest of its parts: profiles.Solution
+
+
+def run_verb(options: ReconstructOptions) -> None:
+    """Makes the averages, measures them where --sweep asks for it, and says what was made."""
+    quality = None
+    if options.sweep:
+        if options.metric:
+            quality = QualityOptions(
+                (options.metric,),
+                options.features,
+                options.folder,
+                reference=options.reference,
+                num=options.num,
+                batch=options.batch,
+            )
+        sweep.require_sweep(options.folder, quality)
+    made = reconstruct(options)
+    if group.rank() == 0:
+        print(report(made))
+    if not options.sweep:
+        return
+    step, widths = int(made[0].path.name.removeprefix("step_")), [one.width for one in made]
+    if quality is None:
+        path, result = sweep.sweep(options.folder, step, widths, options.num, options.batch)
+    else:
+        path, result = sweep.sweep_metric(replace(quality, step=step), widths)
+    if group.rank() == 0:
+        print(sweep.report(path, result))
 
 
 def reconstruct(options: ReconstructOptions) -> list[Made]:

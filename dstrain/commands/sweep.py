@@ -1,6 +1,6 @@
 """How good each length of a run's averages is: the held-out loss or a metric by width, as JSON and a curve.
 
-The averages are those that launch/reconstruct.py has written; every rank loads one after another.
+The averages are those that `dstrain reconstruct` has written; every rank loads one after another.
 """
 
 import json

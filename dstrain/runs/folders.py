@@ -18,7 +18,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,18 +27,8 @@ from dstrain.disk import atomic, small
 from dstrain.disk.modes import apply_umask
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused, reworded, write_errors
+from dstrain.runs.resume import Resume
 from dstrain.systems import config_class
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resume:
-    """How a command begins in its folder; as it stands, it goes on from the newest checkpoint."""
-
-    from_scratch: bool = False  # begins anew; what the folder holds is moved aside
-    allow_change: bool = False  # goes on although the recipe or the data changed
-    step: int | None = None  # goes on from this checkpoint; newer ones are moved aside
-    trust_pickle: bool = False  # reads DeepSpeed's own files, and runs what is pickled in them
-    profile: tuple[int, int, int] | None = None  # steps that are recorded, and of which ranks: tracking/profile.py
 
 
 def check(run: Run, fingerprint: str, resume: Resume) -> None:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dstrain import systems
-from dstrain.commands import cli
 from dstrain.commands.evaluate import measure
+from dstrain.commands.exits import run_main
 from dstrain.data.batches import held_out
 from dstrain.data.sources.images import open_images
 from dstrain.metrics import distances
@@ -81,4 +81,4 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

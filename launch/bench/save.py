@@ -19,33 +19,42 @@ it hashes what it writes, it has not been timed on a quiet machine.
 """
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from dstrain.commands import cli
+from dstrain.commands.exits import run_main
+from dstrain.commands.job import Job, prepare
+from dstrain.commands.options.command import parse
+from dstrain.commands.options.train import JobOptions
+from dstrain.commands.train import describe_job, summarize_job
 from dstrain.distributed import group
 
 ROUNDS = 3
 
 
+@dataclass(frozen=True)
+class BenchOptions(JobOptions):
+    """Times the saving of a recipe's checkpoint against raw writes and torch.save."""
+
+    usage: ClassVar[str] = "[deepspeed] launch/bench/save.py [options] [key=value ...]"
+
+
 def main() -> None:
     """Parses the command line, measures and prints."""
-    options = cli.job_arguments(
-        "Times the saving of a recipe's checkpoint against raw writes and torch.save.",
-        "launch/bench/save.py",
-        Path(__file__).resolve().parents[2],
-    )
-    job = cli.prepare(options)
+    options = parse(BenchOptions, sys.argv[1:])
+    job = prepare(options)
     if options.print_config:
-        print(cli.describe(job), end="")
+        print(describe_job(job), end="")
     elif options.dry_run:
-        print(cli.headline(job))
+        print(summarize_job(job))
     else:
         from dstrain.engine.start import start_group
 
@@ -58,7 +67,7 @@ def main() -> None:
         group.leave()
 
 
-def measure(job: cli.Job, folder: Path) -> dict[str, float]:
+def measure(job: Job, folder: Path) -> dict[str, float]:
     """Seconds by name, and the gigabytes that this rank writes."""
     from dstrain import systems
     from dstrain.engine.checkpoint import Checkpoints
@@ -171,4 +180,4 @@ def report(figures: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

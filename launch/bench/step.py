@@ -7,27 +7,34 @@ Accumulation 1 and 4 of the recipe's micro-batch, each with clip 0 and 1. launch
 measured; accelerate comes with `pip install -e '.[bench]'`. Attention: attention.py. GPU: docs/guides/gpu.md.
 """
 
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from dstrain.commands import cli
+from dstrain.commands.exits import run_main
+from dstrain.commands.job import prepare
+from dstrain.commands.options.command import parse
+from dstrain.commands.options.train import JobOptions
+from dstrain.commands.train import describe_job, summarize_job
 from dstrain.distributed import group
 from dstrain.recipe import Run
 
 
+@dataclass(frozen=True)
+class BenchOptions(JobOptions):
+    """Times a training step beside a plain PyTorch loop and others, in one run."""
+
+    usage: ClassVar[str] = "[deepspeed] launch/bench/step.py [options] [key=value ...]"
+
+
 def main() -> None:
-    options = cli.job_arguments(
-        "Times a training step beside a plain PyTorch loop and others, in one run.",
-        "launch/bench/step.py",
-        Path(__file__).resolve().parents[2],
-    )
-    job = cli.prepare(options)
+    options = parse(BenchOptions, sys.argv[1:])
+    job = prepare(options)
     if options.print_config:
-        print(cli.describe(job), end="")
+        print(describe_job(job), end="")
     elif options.dry_run:
-        print(cli.headline(job))
+        print(summarize_job(job))
     else:
         from kit.compare import GRID, compare
 
@@ -36,7 +43,7 @@ def main() -> None:
         def jobs() -> Iterator[tuple[Run, dict[str, Any]]]:
             for accumulation, clip in GRID:
                 words = f"batch.micro={micro}", f"batch.global={micro * accumulation * world}", f"optimizer.clip={clip}"
-                own = cli.prepare(replace(options, overrides=(*options.overrides, *words)))
+                own = prepare(replace(options, overrides=(*options.overrides, *words)))
                 yield own.run, own.settings
 
         compare(jobs())
@@ -44,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -339,7 +339,7 @@ def test_looks_before_it_reads(made, tmp_path, monkeypatch):
         consolidate(Order(made[0], tmp_path / "out"), lambda total: told.append)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="takes one process: python launch/consolidate.py"):
+    with pytest.raises(ValueError, match="takes one process: dstrain consolidate"):
         consolidate(Order(made[0], tmp_path / "out"), lambda total: told.append)
     assert not told and not list(tmp_path.iterdir())
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from dstrain import recipe, systems
-from dstrain.commands import cli
 from dstrain.commands.encode import EncodeOptions, encode
+from dstrain.commands.options.command import parse
+from dstrain.commands.options.train import TrainOptions
 from dstrain.data.batches import Batches
 from dstrain.data.cached.latents import Latents
 from dstrain.data.decode.clips import Cut
@@ -17,7 +18,6 @@ from dstrain.data.sources.videos import Mixed, open_videos
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.recipe import Codes, ConfigError, Data, Run
 from tests.support import clips, tokenizer, towers
-from tests.support.launch import ROOT
 from tests.support.pictures import folder as folder_of_images
 
 LENGTHS = (9, 3, 20, 5, 1, 7, 12)  # frames of each clip
@@ -179,7 +179,7 @@ def test_maskgit_on_clips_themselves(made, tmp_path):
             f"folder={tmp_path / 'run'}",
             *words,
         ]
-        return cli.prepare(cli.train_arguments(ROOT, ["--recipe", "tests/launch/tiny-phenaki.yaml", *given]), 1, "cpu")
+        return prepare(parse(TrainOptions, ["--recipe", "tests/launch/tiny-phenaki.yaml", *given]), 1, "cpu")
 
     assert prepare().run.data.path == str(there)
     none = ("model.unconditional=true", "samples.prompts=null", "samples.guidance_scale=1")

@@ -246,10 +246,10 @@ def test_a_dry_run_says_what_cannot_be_exported(tmp_path):
     """Oracle: the system's own refusal, among the remarks of a dry run alone."""
     words = (f"folder={tmp_path / 'run'}",)
     job = JobOptions(ROOT / "tests/launch/tiny.yaml", ROOT / "ds_configs/zero2_fp32.json", words, dry_run=True)
-    said = [remark for remark in prepare(job, 1, "cpu").remarks if "launch/export.py" in remark]
-    assert len(said) == 1 and said[0].startswith("launch/export.py will not write this run for diffusers: time_freq: ")
+    said = [remark for remark in prepare(job, 1, "cpu").remarks if "`dstrain export`" in remark]
+    assert len(said) == 1 and said[0].startswith("`dstrain export` will not write this run for diffusers: time_freq: ")
     for other in (replace(job, dry_run=False), replace(job, overrides=(*words, "model.time_freq=diffusers"))):
-        assert not [remark for remark in prepare(other, 1, "cpu").remarks if "launch/export.py" in remark]
+        assert not [remark for remark in prepare(other, 1, "cpu").remarks if "`dstrain export`" in remark]
 
 
 def other_weights(out):

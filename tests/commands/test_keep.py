@@ -162,7 +162,7 @@ def test_what_a_launcher_left_behind_ends_first(keep, tmp_path):
     [
         (("--", "deepspeed", "launch/generate.py"), "write the command behind --"),
         (("deepspeed", "launch/train.py"), "--help shows"),
-        (("--", "launch/train.py", "--dry-run"), "without launch/keep.py"),
+        (("--", "launch/train.py", "--dry-run"), "without `dstrain keep`"),
         (("--", "launch/train.py", "stepz=3"), "did you mean steps?"),
     ],
 )

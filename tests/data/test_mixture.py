@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.commands.cli import JobOptions, prepare
+from dstrain.commands.job import JobOptions, prepare
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.cached.shards import read_index
 from dstrain.data.mixture import Mixture, MixtureOrder, common_classes, whole

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dstrain import recipe, systems
-from dstrain.commands import cli
+from dstrain.commands.job import JobOptions, prepare
 from dstrain.data.batches import Batches
 from dstrain.data.open import open_sources
 from dstrain.distributed import group
@@ -131,8 +131,8 @@ class Trial:
         words = [*own, *overrides, f"folder={folder / case / 'run'}"]
         if name == "tiny-phenaki":
             words.append(f"model.tokenizer.path={folder / 'tokens'}")
-        options = cli.JobOptions(ROOT / "tests" / "launch" / f"{name}.yaml", folder / f"zero{stage}.json", tuple(words))
-        job = cli.prepare(options, group.world(), "cpu")
+        options = JobOptions(ROOT / "tests" / "launch" / f"{name}.yaml", folder / f"zero{stage}.json", tuple(words))
+        job = prepare(options, group.world(), "cpu")
         self.run, self.settings = job.run, job.settings
         self.system = systems.build(self.run.system, self.run.model)
         self.engines = engines_for(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrain.commands import evaluate, generate
-from dstrain.commands.cli import JobOptions, prepare
+from dstrain.commands.job import JobOptions, prepare
 from dstrain.recipe import ConfigError
 from tests.engine.check_systems import AFTER, BACK, CASES, LATE, NATIVE, PLACES, RETURNING
 from tests.support.launch import ROOT, environment

@@ -116,7 +116,7 @@ def test_wrong_words(made, tmp_path):
         (["--shard-size", "0"], "not a whole number above 0"),
         (["--ema", "0.9"], "choose among a run"),
         (["--clips", "2"], "--clips is for videos"),
-        (["--flip"], "unrecognized arguments: --flip"),
+        (["--flip"], "--flip: there is no such option (did you mean --no-flip?)"),
     ):
         assert message in finish([*encoding(made, made / "one", num=1), *words], code=2)
     output = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2, launcher=True), code=2)

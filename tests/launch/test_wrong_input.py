@@ -12,6 +12,10 @@ import time
 import pytest
 from PIL import Image
 
+from dstrain.commands.exits import run_main
+from dstrain.commands.job import prepare
+from dstrain.commands.options.command import parse
+from dstrain.commands.options.train import TrainOptions
 from tests.support.launch import ROOT, here
 
 SCRIPT = ROOT / "launch" / "train.py"
@@ -218,9 +222,8 @@ def test_world_size_and_batch(folder, monkeypatch, capsys):
 def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
     """Oracle: the recipe written into the run's folder."""
     from dstrain import recipe
-    from dstrain.commands import cli
 
-    job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
+    job = prepare(parse(TrainOptions, ["folder=run"]))
     (folder / "run").mkdir()
     (folder / "run" / "run.yaml").write_text(recipe.dump(job.run))
     (folder / "run" / "saved").write_text("300")
@@ -233,13 +236,12 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
         and "--allow-change" in err
         and "steps" not in err
     )
-    assert cli.prepare(cli.train_arguments(ROOT, ["folder=run", "seed=7", "--allow-change"])).run.seed == 7
-    assert cli.prepare(cli.train_arguments(ROOT, ["folder=run", "seed=7", "--from-scratch"])).run.seed == 7
+    assert prepare(parse(TrainOptions, ["folder=run", "seed=7", "--allow-change"])).run.seed == 7
+    assert prepare(parse(TrainOptions, ["folder=run", "seed=7", "--from-scratch"])).run.seed == 7
 
 
 def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     """Oracle: the ds_config.json in the run's folder, on a CPU whose default is another precision."""
-    from dstrain.commands import cli
     from dstrain.engine import cpu, settings
     from dstrain.runs import folders
 
@@ -247,9 +249,9 @@ def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     words = ["folder=run", "--allow-change"]  # the data are not asked about
 
     def precision(*more):
-        return settings.read_precision(cli.prepare(cli.train_arguments(ROOT, [*words, *more])).settings)
+        return settings.read_precision(prepare(parse(TrainOptions, [*words, *more])).settings)
 
-    job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
+    job = prepare(parse(TrainOptions, ["folder=run"]))
     folders.write_down(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")
     assert precision() == "bf16", "nothing is saved: there is no run to go on with"
     folders.note_saved(job.run.directory, 300)
@@ -292,18 +294,17 @@ def test_a_launchers_variable_that_is_no_number(folder, monkeypatch, capsys):
 @pytest.mark.parametrize("words", [("--step", "7"), ("--profile", "1:3"), ("--from-scratch",)])
 def test_what_only_a_run_takes(words, monkeypatch, capsys):
     """Oracle: a bench resumes nothing and profiles nothing: --help of it leaves such options out."""
-    code, _, errors = here("bench.py", words, monkeypatch, capsys)
+    code, _, errors = here("bench/step.py", words, monkeypatch, capsys)
     assert code == 2 and f"{words[0]}: there is no such option" in errors
     assert words[0] in here("train.py", ("--help",), monkeypatch, capsys)[1]
-    assert words[0] not in here("bench.py", ("--help",), monkeypatch, capsys)[1]
+    assert words[0] not in here("bench/step.py", ("--help",), monkeypatch, capsys)[1]
 
 
 def test_a_librarys_value_error_keeps_its_traceback():
     """Oracle: float("x") raises a ValueError that is no user's fault."""
-    from dstrain.commands import cli
 
     with pytest.raises(ValueError, match="could not convert"):
-        cli.run_main(lambda: float("x"))
+        run_main(lambda: float("x"))
 
 
 def test_help_fits_one_screen(monkeypatch, capsys):
@@ -321,7 +322,7 @@ def test_help_fits_one_screen(monkeypatch, capsys):
         "--step",
         "--profile",
         "--trust-pickle",
-        "--deepspeed,",
+        "--deepspeed ",
         "--local_rank",
         "--help",
     ):

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dstrain.commands import cli, plan
+from dstrain.commands import plan
+from dstrain.commands.job import load_recipe
 from dstrain.planning import advice
 from dstrain.planning.estimate import list_changes
 from dstrain.recipe import ConfigError
@@ -34,7 +35,7 @@ def _count_once():
 
 def tiny(ds_config, *overrides):
     """A tiny DiT on four GPUs of more memory than there are."""
-    run = cli.load_recipe(ROOT / "tests/launch/tiny.yaml", ROOT, ["model.hidden_size=64", *overrides])
+    run = load_recipe(ROOT / "tests/launch/tiny.yaml", ["model.hidden_size=64", *overrides])
     return plan.case(run, ROOT / "ds_configs" / ds_config, WORLD, 8, "900TB", None)
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.commands import cli
+from dstrain.commands.job import prepare
+from dstrain.commands.options.command import parse
+from dstrain.commands.options.train import TrainOptions
 from dstrain.runs import folders
 from tests.support.launch import ROOT, command, environment
 
@@ -34,7 +36,7 @@ def test_a_waiting_command_checks_again(tmp_path):
         str(ROOT / "ds_configs" / "zero2_fp32.json"),
         f"folder={folder}",
     ]
-    job = cli.prepare(cli.train_arguments(ROOT, arguments))
+    job = prepare(parse(TrainOptions, arguments))
     with folders.claim(folder):
         with open(log, "wb") as output:
             second = subprocess.Popen(

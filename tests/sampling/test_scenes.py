@@ -11,12 +11,12 @@ from PIL import Image, ImageSequence
 
 from dstrain import recipe, rng
 from dstrain.commands.generate import GenerateOptions, generate
+from dstrain.commands.options.command import parse
 from dstrain.data.decode.clips import Cut
 from dstrain.data.sources.videos import open_videos
 from dstrain.recipe import ConfigError, Run
 from dstrain.sampling.files import About, Pictures, folder_for
 from dstrain.tracking.pictures import Album, on_white, save_png
-from launch.generate import _options
 from tests.support import counting, gloo
 
 PROMPTS = ("a sneaker moving left", "ein Ru\u0308ckl\u00e4ufer/../../etc", "")
@@ -345,13 +345,14 @@ def test_wrong_words(tmp_path, monkeypatch, words, message):
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        _options(["run", *words])
+        parse(GenerateOptions, ["run", *words])
 
 
 def test_words_of_videos(tmp_path):
     """Oracle: the options written by hand."""
     (tmp_path / "story.txt").write_text("one\n\n two \n")
-    found = _options(
+    found = parse(
+        GenerateOptions,
         [
             "run",
             "--scenes",
@@ -368,7 +369,7 @@ def test_words_of_videos(tmp_path):
             "8",
             "--num-samples",
             "2",
-        ]
+        ],
     )
     assert found == GenerateOptions(
         Path("run"),

@@ -115,7 +115,7 @@ def load() -> None:
     from diffusers import AutoencoderKL  # noqa: F401
 
     from dstrain import train  # noqa: F401
-    from dstrain.commands import cli  # noqa: F401
+    from dstrain.commands import train as _train  # noqa: F401
 
     preload()
 

@@ -8,9 +8,7 @@ whole, and makes the others.
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ import torch
 from dstrain import __version__
 from dstrain.commands.converting.foreign import Foreign, open_foreign
 from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, require_readable
+from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.cached import shards
 from dstrain.data.source import Bad, Item, read_items
 from dstrain.disk import atomic
@@ -31,23 +30,7 @@ _THREADS = 8  # that read samples
 _BATCH = 32  # is what encodings state, since those of `dstrain encode` do
 
 
-@dataclass(frozen=True)
-class LatentsOptions:
-    """What is written, and how."""
-
-    path: Path
-    out: Path
-    first_stage: str  # a diffusers AutoencoderKL, or name:NAME of one that is not at hand
-    image_size: int | None = None  # pixels; needed where the first stage is not at hand
-    latent_scale: float | None = None  # by which the latents have been multiplied; None: as their trainer does
-    normalize: bool = False  # by channel, by the latents_stats.pt beside them
-    flip: bool = True  # the mirrored latents, too
-    dtype: Literal["float16", "float32"] = "float16"
-    shard_size: int = 4096
-    max_bad_fraction: float = 0.01
-
-
-def convert_latents(options: LatentsOptions) -> dict[str, Any]:
+def convert_latents(options: ConvertOptions) -> dict[str, Any]:
     """Writes options.out; returns the body of its index. Raises ConfigError if what is asked for cannot be."""
     if shards.is_cache(options.path):
         raise ConfigError(f"{options.path} holds our own codes: give it as data.path")
@@ -71,7 +54,7 @@ def convert_latents(options: LatentsOptions) -> dict[str, Any]:
     return index
 
 
-def _describe_encoding(options: LatentsOptions, source: Foreign) -> dict[str, Any]:
+def _describe_encoding(options: ConvertOptions, source: Foreign) -> dict[str, Any]:
     """Returns what the index says of the codes: what encoded them, which they must fit, and the side of its images."""
     channels, side, _ = source.shape
     name, image_size, image_channels = options.first_stage, options.image_size, 3
@@ -114,7 +97,7 @@ def _describe_encoding(options: LatentsOptions, source: Foreign) -> dict[str, An
     }
 
 
-def _prepare_folder(options: LatentsOptions, encoding: dict[str, Any]) -> str | None:
+def _prepare_folder(options: ConvertOptions, encoding: dict[str, Any]) -> str | None:
     """Writes encoding.json; returns what is wrong with the folder, else None."""
     out, earlier = options.out, shards.earlier(options.out)
     if earlier is not None:
@@ -134,13 +117,13 @@ def _prepare_folder(options: LatentsOptions, encoding: dict[str, Any]) -> str | 
     return None
 
 
-def _list_shards(options: LatentsOptions, source: Foreign) -> list[range]:
+def _list_shards(options: ConvertOptions, source: Foreign) -> list[range]:
     """Returns the samples of each shard."""
     size, total = options.shard_size, len(source)
     return [range(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _write_shard(options: LatentsOptions, source: Foreign, encoding: dict[str, Any], rows: range) -> dict[str, Any]:
+def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, Any], rows: range) -> dict[str, Any]:
     """Writes a shard that is not there and whole; returns its record."""
     number = rows.start // options.shard_size
     path = options.out / shards.shard_name(number)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
+from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.embeddings import PLAN
 from dstrain.data.cached.rows import FOLDERS
 from dstrain.data.source import Source, read_items
@@ -36,22 +37,6 @@ from dstrain.runs.folders import same_data
 
 
 @dataclass(frozen=True)
-class EmbedOptions:
-    """What to embed, and with what."""
-
-    out: Path  # folder of the pairs
-    data: str  # folder of X.png and X.txt, or of tar shards of such pairs
-    image_encoder: str  # a CLIP model: folder, or name on the hub
-    text_encoder: str  # a CLIP model or sentence encoder
-    text_encodings: bool = False  # keep the vector of each text token, too
-    max_text_len: int | None = None  # text tokens; None: what the encoder takes
-    batch: int = 64  # pairs of one call of the encoders
-    shard_size: int = 16384  # pairs
-    dtype: str = "float16"  # of embeddings on the disk: float16 or float32
-    max_bad_fraction: float = 0.01  # of the pairs, replaced where unreadable
-
-
-@dataclass(frozen=True)
 class Encoders:
     """Both towers."""
 
@@ -59,7 +44,7 @@ class Encoders:
     text: TextEncoder
 
 
-def embed(options: EmbedOptions) -> dict[str, Any]:
+def embed(options: EncodeOptions) -> dict[str, Any]:
     """Writes options.out, on all ranks together; returns the final content of pairs.json.
 
     ConfigError: what is asked for cannot be, too many pairs are unreadable, or the folder holds others.
@@ -96,7 +81,7 @@ def embed(options: EmbedOptions) -> dict[str, Any]:
     return plan
 
 
-def _plan(options: EmbedOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
+def _plan(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
     """All that the bytes depend on."""
     image, text = encoders.image, encoders.text
     weights = image.state_dict() | dict(image.named_buffers())
@@ -117,7 +102,7 @@ def _plan(options: EmbedOptions, encoders: Encoders, source: Source) -> dict[str
     }
 
 
-def _prepare(options: EmbedOptions, plan: dict[str, Any]) -> str | None:
+def _prepare(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
     """Makes the folder ready; returns why it cannot be, else None."""
     out, path = options.out, options.out / PLAN
     if path.exists():
@@ -163,7 +148,7 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
-def _make(options: EmbedOptions, encoders: Encoders, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
+def _make(options: EncodeOptions, encoders: Encoders, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
     """Embeds this rank's share of the missing shards; the note of each."""
     notes, num_bad = {}, 0
     mine, total = missing[group.rank() :: group.world()], len(source)
@@ -187,7 +172,7 @@ def _make(options: EmbedOptions, encoders: Encoders, source: Source, missing: li
 
 
 @torch.no_grad()
-def _embedded(options: EmbedOptions, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
+def _embedded(options: EncodeOptions, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
     """One batch, filled up by its last pair to a fixed shape: arrays (n, ...) as stored, and captions."""
     full = items + items[-1:] * (options.batch - len(items))
     captions = captions_of(torch.stack([item["caption"] for item in full]))

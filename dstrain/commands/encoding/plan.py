@@ -1,11 +1,12 @@
-"""What launch/encode.py is to do: the images or videos, and their encoding, on which its bytes depend."""
+"""What `dstrain encode` is to do: the images or videos, and their encoding, on which its bytes depend."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dstrain.commands.encoding.options import EncodeOptions, Plan
+from dstrain.commands.encoding.options import Plan
+from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request

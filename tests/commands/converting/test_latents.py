@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from dstrain.commands.converting.foreign import _read_array, open_foreign
-from dstrain.commands.converting.latents import LatentsOptions, convert_latents
+from dstrain.commands.converting.latents import convert_latents
+from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.cached.latents import Latents
 from dstrain.data.source import BadSample
 from dstrain.encoders.autoencoder import Autoencoder
@@ -89,7 +90,8 @@ def edm2_zip(root: Path) -> np.ndarray:
 
 
 def options(root, vae, **changes):
-    return LatentsOptions(
+    return ConvertOptions(
+        "latents",
         **{
             "path": root / "theirs",
             "out": root / "out",
@@ -97,7 +99,7 @@ def options(root, vae, **changes):
             "shard_size": 9,
             "dtype": "float32",
         }
-        | changes
+        | changes,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dstrain.commands.encoding import embeddings
+from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.sources.captioned import open_captioned
 from dstrain.encoders.image import ImageEncoder
@@ -67,8 +68,8 @@ def tars(root: Path, source: Path) -> Path:
     return root
 
 
-def options(out: Path, data: Path, tower: str, **changes) -> embeddings.EmbedOptions:
-    return embeddings.EmbedOptions(out, str(data), tower, tower, batch=3, shard_size=4, **changes)
+def options(out: Path, data: Path, tower: str, **changes) -> EncodeOptions:
+    return EncodeOptions(out, data=str(data), image_encoder=tower, text_encoder=tower, batch=3, shard_size=4, **changes)
 
 
 def files(out: Path) -> dict[str, str]:
@@ -79,7 +80,7 @@ def files(out: Path) -> dict[str, str]:
     }
 
 
-def _embed(rank: int, wanted: embeddings.EmbedOptions) -> int:
+def _embed(rank: int, wanted: EncodeOptions) -> int:
     return embeddings.embed(wanted)["pairs"]
 
 

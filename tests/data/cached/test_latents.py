@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dstrain import recipe, rng, systems
-from dstrain.commands.cli import JobOptions, prepare
+from dstrain.commands.job import JobOptions, prepare
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_encoded

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dstrain.commands.index import IndexOptions, index_data, report
+from dstrain.commands.index import index_data, report
 from dstrain.data import formats
 from dstrain.data.batches import Batches
 from dstrain.data.decode.pixels import SUFFIXES, read_image
@@ -128,7 +128,7 @@ def test_found_again_until_the_data_change(tmp_path, monkeypatch, capsys):
     picture(1).save(root / "c2" / "a.png")
     assert opened() == 8 and opened() == 8 and len(listed) == 7
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    index_data(IndexOptions(Data(path=str(root))))
+    index_data(Data(path=str(root)))
     assert len(listed) == 10
     assert len(open_images(root, 16, run=tmp_path / "run")) == 8 and len(listed) == 10
     name = next((tmp_path / "i").glob("*/names.bin"))
@@ -468,7 +468,7 @@ def test_one_of_a_kind(tmp_path, monkeypatch, capsys):
     picture(0).save(tmp_path / "0.png")
     data = Data(path=str(tmp_path / "0.csv"), index=str(tmp_path / "i"))
     (tmp_path / "0.csv").write_text("path\n0.png\n")
-    assert report(index_data(IndexOptions(data))).splitlines()[0].endswith(", 1 sample")
+    assert report(index_data(data)).splitlines()[0].endswith(", 1 sample")
     for number, words in enumerate((["--format", "tar"], [])):
         code, out, error = here("pack.py", [data.path, "--out", tmp_path / str(number), *words], monkeypatch, capsys)
         assert code == 0 and f": 1 {'shard' if number else 'tar'}, " in out, out + error
@@ -482,12 +482,12 @@ def test_the_description(tmp_path):
     content = (root / "c1" / "001.png").read_bytes()
     (root / "c1" / "001.png").write_bytes(content[: len(content) // 2])
     data = Data(path=str(root), index=str(tmp_path / "i"))
-    quick, whole = (index_data(IndexOptions(data, check=check)) for check in (False, True))
+    quick, whole = (index_data(data, check=check) for check in (False, True))
     assert json.loads(json.dumps(whole)) == whole
     assert (quick["samples"], quick["classes"]["smallest"], quick["captions"]) == (7, {"c1": 3, "c0": 4}, None)
     assert quick["sizes"] == {"40x30": 5, "50x20": 1} and quick["aspect_ratios"] == {"4:3": 5, "2:1": 1}
     assert quick["shorter_sides"] == {"below 32": 6}
-    listed = index_data(IndexOptions(data, captions=True))
+    listed = index_data(data, captions=True)
     assert "none in the index; --captions lists" in report(quick) and "--captions" not in report(listed)
     assert [name for name, _ in quick["unreadable_names"]] == ["c1/000.png"]
     assert [name for name, _ in whole["unreadable_names"]] == ["c1/000.png", "c1/001.png"] and whole["unreadable"] == 2
@@ -501,10 +501,10 @@ def test_the_description_of_clips(tmp_path):
         write_pictures(tmp_path / "d" / f"{number}.gif", moving(frames, 16, 16))
     (tmp_path / "d" / "6.gif").write_bytes(b"no clip")
     data = Data(path=str(tmp_path / "d"), index=str(tmp_path / "i"), num_frames=9, buckets=[9, 5], frame_stride=2)
-    quick = index_data(IndexOptions(data))
+    quick = index_data(data)
     assert quick["frames"] == {"9 or more": 3, "5 or more": 2, "fewer": 1} and quick["unreadable"] == 1
     assert "frames: 9 or more 3, 5 or more 2, fewer 1" in report(quick) and "6.gif" in report(quick)
-    assert index_data(IndexOptions(data.model_copy(update={"buckets": None})))["unreadable"] is None
+    assert index_data(data.model_copy(update={"buckets": None}))["unreadable"] is None
 
 
 def _rank(root: Path, kept: Path | None) -> tuple:
@@ -528,7 +528,7 @@ def test_what_is_built_in_has_no_index():
     with pytest.raises(
         ConfigError, match="^data.path=builtin:fashion is in the package, and neither listed nor packed"
     ):
-        index_data(IndexOptions(Data(path="builtin:fashion")))
+        index_data(Data(path="builtin:fashion"))
 
 
 def test_one_rank_lists(tmp_path):

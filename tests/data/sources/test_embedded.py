@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dstrain.commands.encoding import embeddings as caches
+from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.builtin.emoji import EMOJI, Emoji
 from dstrain.data.cached.embeddings import BUILTIN, builtin_pairs, open_pairs
 from dstrain.data.open import complete_data, open_sources
@@ -50,7 +51,15 @@ def made(tmp_path_factory):
     towers.clip(root / "clip")
     tower = str(root / "clip")
     caches.embed(
-        caches.EmbedOptions(root / "pairs", str(root / "data"), tower, tower, batch=3, shard_size=4, dtype="float32")
+        EncodeOptions(
+            root / "pairs",
+            data=str(root / "data"),
+            image_encoder=tower,
+            text_encoder=tower,
+            batch=3,
+            shard_size=4,
+            dtype="float32",
+        )
     )
     return root
 

@@ -1,0 +1,222 @@
+"""An option is declared once: as a field of its verb's dataclass. Parser, --help and documentation come from the field.
+
+    @dataclass(frozen=True)
+    class DrawOptions(Command):
+        '''Draws samples from a trained run.'''                                 # the head of --help
+
+        usage: ClassVar[str] = "dstrain draw RUN [options]"
+        folder: Path = argument("RUN", "a run's folder", Path, missing="name the folder of a run")
+        num: int = option(16, "samples", positive, name="num-samples", metavar="N")
+
+    options = parse(DrawOptions, argv)
+
+The first paragraph of the docstring begins --help, the others end it, before `examples`.
+"""
+
+import argparse
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from dstrain.commands.arguments import Parser
+from dstrain.recipe import ConfigError
+
+_WIDTH = 100  # columns of --help
+_LEFT = 26  # columns of an option's name in it
+C = TypeVar("C", bound="Command")
+_SPEC = "option"
+_BEHIND = "--"  # the command behind it is a verb's argument
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a field says of its option."""
+
+    text: str
+    kind: Callable[[str], Any] = str  # makes a value of a word; argparse.ArgumentTypeError refuses it
+    name: str = ""  # without dashes; "": made of the field's name
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    heading: str = ""  # the part of --help that it stands in
+    again: bool = False  # it may be given again; the field is a tuple
+    shown: str | None = None  # the default in --help, where it is not the field's own
+    rivals: str = ""  # options of one such name exclude each other
+    aliases: tuple[str, ...] = ()  # other spellings, with dashes
+    missing: str = ""  # the complaint where it is left out
+    positional: str = ""  # "?", "*", or "--" for a command behind it
+
+
+def option(default: Any, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
+    """Returns a field for --NAME; `more` is of Spec. A flag is False by default, or True and named no-SOMETHING."""
+    return field(default=default, metadata={_SPEC: Spec(text, kind, **more)})
+
+
+def argument(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
+    """Returns a field for a word without dashes, None where it is left out and `missing` does not complain."""
+    return field(default=None, metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="?", **more)})
+
+
+def words(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
+    """Returns a field for all words without dashes that are left, a tuple."""
+    return field(default=(), metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="*", **more)})
+
+
+def behind(metavar: str, text: str) -> Any:
+    """Returns a field for the command line behind --, a tuple of words."""
+    return field(default=(), metadata={_SPEC: Spec(text, metavar=metavar, positional=_BEHIND)})
+
+
+@dataclass(frozen=True)
+class Command:
+    """The base of a verb's options."""
+
+    usage: ClassVar[str] = ""
+    examples: ClassVar[str] = ""
+
+    def check(self) -> None:
+        """Checks options against each other. Raises ConfigError if they do not go together."""
+
+
+class Entry(NamedTuple):
+    """A line of the reference of commands."""
+
+    heading: str
+    name: str  # as typed: --num-samples N
+    type: str
+    default: str
+    text: str
+
+
+def specs_of(command: type[Command]) -> list[tuple[Field, Spec]]:
+    """Returns the fields that are options, those of one heading together, keyword-only ones last."""
+    found = [(entry, entry.metadata[_SPEC]) for entry in fields(command) if _SPEC in entry.metadata]
+    found.sort(key=lambda pair: pair[0].kw_only)
+    headings = list(dict.fromkeys(spec.heading for _, spec in found))
+    return sorted(found, key=lambda pair: headings.index(pair[1].heading))
+
+
+def entries_of(command: type[Command]) -> Iterator[Entry]:
+    """Yields a line of the reference for each option."""
+    for entry, spec in specs_of(command):
+        kind = " | ".join(spec.choices) or spec.kind.__name__.strip("_")
+        if isinstance(entry.default, bool):
+            kind = "flag"
+        yield Entry(spec.heading, _shown_name(entry, spec), kind, _shown_default(entry, spec), spec.text)
+
+
+def parse(command: type[C], argv: Sequence[str]) -> C:
+    """Returns the options that a command line gives, checked. --help prints and ends the process.
+
+    Raises ConfigError if there is no such option, a value is none of its kind, or options do not go together.
+    """
+    parser = Parser(help_of(command))
+    found, values, words = specs_of(command), {}, list(argv)
+    for entry, spec in found:
+        if spec.positional == _BEHIND:
+            place = words.index(_BEHIND) if _BEHIND in words else len(words)
+            words, values[entry.name] = words[:place], tuple(words[place + 1 :])
+    _add_options(parser, [(entry, spec) for entry, spec in found if spec.positional != _BEHIND])
+    values |= _typed(parser, words, any(spec.positional == "*" for _, spec in found))
+    for entry, spec in found:
+        if spec.missing and not values[entry.name]:
+            raise ConfigError(spec.missing)
+        if spec.again or spec.positional == "*":
+            values[entry.name] = tuple(values[entry.name])
+    options = command(**values)
+    options.check()
+    return options
+
+
+def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
+    rivals: dict[str, Any] = {}
+    for entry, spec in found:
+        kinds: dict[str, Any] = {"default": None if entry.default is MISSING else entry.default}
+        if spec.positional:
+            parser.add_argument(entry.name, nargs=spec.positional, type=spec.kind, **kinds)
+            continue
+        if isinstance(entry.default, bool):
+            kinds["action"] = "store_false" if entry.default else "store_true"
+        else:
+            kinds |= {"type": spec.kind, "choices": spec.choices or None}
+        if spec.again:
+            kinds |= {"action": "append", "default": []}
+        name = _name(entry, spec)
+        names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}", *spec.aliases])
+        place = parser
+        if spec.rivals:
+            if spec.rivals not in rivals:
+                rivals[spec.rivals] = parser.add_mutually_exclusive_group()
+            place = rivals[spec.rivals]
+        place.add_argument(*names, dest=entry.name, **kinds)
+
+
+def _typed(parser: Parser, words: list[str], overrides: bool) -> dict[str, Any]:
+    """Returns the values that were typed. Raises ConfigError for each word that is unknown."""
+    parsed, unknown = (parser.parse_known_intermixed_args if overrides else parser.parse_known_args)(words)
+    values = parser.values(parsed)
+    if not unknown:
+        return values
+    dashed = [word for word in unknown if word.startswith("-")]
+    if not dashed:
+        raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}; --help shows what there is")
+    raise ConfigError(*(_unknown_option(word, parser, overrides) for word in dashed))
+
+
+def _unknown_option(word: str, parser: argparse.ArgumentParser, overrides: bool) -> str:
+    known = parser._option_string_actions
+    name, equals, value = word.lstrip("-").partition("=")
+    if overrides and equals and f"--{name}" not in known:
+        return f"{word}: overrides are written without dashes: {name}={value}"
+    close = difflib.get_close_matches(word.partition("=")[0], known, 1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    return f"{word}: there is no such option{meant}; --help shows what there is"
+
+
+def help_of(command: type[Command]) -> str:
+    """Returns the text of --help."""
+    summary, _, notes = inspect.cleandoc(command.__doc__ or "").partition("\n\n")
+    first, *other = inspect.cleandoc(command.usage).splitlines()
+    lines = [*textwrap.wrap(summary, _WIDTH), "", f"usage:  {first}", *(f"        {line}" for line in other)]
+    heading = None
+    for entry, spec in specs_of(command):
+        if spec.heading != heading:
+            lines += ["", f"{spec.heading}:"] if spec.heading else [""]
+            heading = spec.heading
+        lines += _rows(_shown_name(entry, spec), spec.text, _shown_default(entry, spec))
+    lines += _rows("-h, --help", "this text", "")
+    for paragraph in notes.split("\n\n") if notes else ():
+        table = "  " in paragraph
+        lines += ["", *(paragraph.splitlines() if table else textwrap.wrap(paragraph, _WIDTH))]
+    if command.examples:
+        lines += ["", "examples:", *(f"  {line}" for line in inspect.cleandoc(command.examples).splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(name: str, text: str, default: str) -> list[str]:
+    if default:
+        text = f"{text} ({default})"
+    first = f"  {name}".ljust(_LEFT - 2)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=f"{first}  ", subsequent_indent=" " * _LEFT, break_on_hyphens=False
+    )
+
+
+def _name(entry: Field, spec: Spec) -> str:
+    return spec.name or entry.name.replace("_", "-")
+
+
+def _shown_name(entry: Field, spec: Spec) -> str:
+    if spec.positional:
+        return spec.metavar
+    return f"--{_name(entry, spec)} {spec.metavar}".rstrip()
+
+
+def _shown_default(entry: Field, spec: Spec) -> str:
+    if spec.shown is not None:
+        return spec.shown
+    if isinstance(entry.default, bool) or entry.default in (None, (), MISSING):
+        return ""
+    return str(entry.default)

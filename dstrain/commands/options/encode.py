@@ -1,0 +1,169 @@
+"""Options of `dstrain encode`."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+from dstrain.commands.arguments import parse_part, positive, share
+from dstrain.commands.options.command import argument, option
+from dstrain.commands.options.shared import PRECISIONS, Precision, Weights
+from dstrain.recipe import ConfigError
+
+_CAPTIONS = "of videos, whose captions are kept, too, and of images with captions"
+_PAIRS = "for a prior, pairs of embeddings of captioned images (X.png and X.txt, or tar shards)"
+_OF_PAIRS = (
+    "out",
+    "data",
+    "batch",
+    "dtype",
+    "shard_size",
+    "max_bad_fraction",
+    "image_encoder",
+    "text_encoder",
+    "max_text_len",
+    "text_encodings",
+)
+
+
+@dataclass(frozen=True)
+class EncodeOptions(Weights):
+    """Encodes a data set with a trained first stage: latents or token ids as shards, which data.path=DIR then trains
+    on. docs/guides/encode.md tells more.
+    """
+
+    usage: ClassVar[str] = "dstrain encode RUN | --first-stage PATH  --out DIR [options]"
+    examples: ClassVar[str] = r"""
+        dstrain encode runs/vae-small --out latents/fashion
+        deepspeed --module dstrain encode --first-stage stabilityai/sd-vae-ft-mse --data /data/imagenet/train \
+            --image-size 256 --out latents/imagenet256
+        deepspeed --module dstrain encode runs/phenaki-tokenizer-small --out tokens/moving
+    """
+
+    out: Path = option(
+        None, "where to write; the same command again makes what is missing or damaged", Path, metavar="DIR"
+    )
+    run: Path | None = argument(
+        "RUN",
+        "a run of an autoencoder or of a video tokenizer, for example runs/vae-small, or what `dstrain export RUN "
+        "--format safetensors` has made of it",
+        Path,
+    )
+    first_stage: str | None = option(
+        None, "instead: a diffusers AutoencoderKL, a folder or a name on the hub", metavar="PATH"
+    )
+    data: str | None = option(
+        None,
+        "a folder of images, of videos for a run that learned from videos, or builtin:... (the run's)",
+        metavar="PATH",
+    )
+    split: str = option("train", "train, held_out or all", metavar="NAME", choices=("train", "held_out", "all"))
+    held_out: float | None = option(
+        None, "share of the folder that is held out (the run's, or 0)", share, metavar="FRACTION"
+    )
+    captions: str | None = option(
+        None,
+        "of videos: lines of NAME<TAB>CAPTION for --data, where no X.txt stands beside X.mp4",
+        metavar="FILE",
+        heading=_CAPTIONS,
+    )
+    clips: int | None = option(
+        None,
+        "of videos: so many windows of each, evenly spaced (one, of the middle)",
+        positive,
+        metavar="N",
+        heading=_CAPTIONS,
+    )
+    num_captions: int | None = option(
+        None,
+        "of images with X.txt: keep at most so many captions (lines) of each, of which a step draws one (none, or 1 "
+        "with --text-encoder)",
+        positive,
+        metavar="N",
+        heading=_CAPTIONS,
+    )
+    image_size: int | None = option(None, "pixels (the run's)", positive, metavar="N")
+    batch: int = option(32, "images or clips of one call of the first stage", positive, metavar="N")
+    shard_size: int = option(4096, "samples of a file", positive, metavar="N")
+    dtype: str = option(
+        "float16",
+        "of latents and texts: float16 or float32",
+        metavar="NAME",
+        choices=("float16", "float32"),
+    )
+    crops: int | None = option(
+        None,
+        "of images: so many random crops of each, of which a step takes one (the centre)",
+        positive,
+        metavar="N",
+    )
+    crop: str = option(
+        "random",
+        "these, as data.crop: random (ADM's), random_resized or dalle",
+        metavar="NAME",
+        choices=("random", "random_resized", "dalle"),
+    )
+    flip: bool = option(
+        True,
+        "without the mirrored images: half the size, and no data.flip; videos are never mirrored",
+        name="no-flip",
+    )
+    text_encoder: str | None = option(
+        None,
+        "what encodes the captions, such as a T5 encoder: a folder or a name on the hub (none)",
+        metavar="PATH",
+        heading=_CAPTIONS,
+    )
+    max_text_len: int | None = option(
+        None, "text tokens (what the encoder takes)", positive, metavar="N", heading=_CAPTIONS
+    )
+    part: tuple[int, int] | None = option(
+        None,
+        "the Kth of N ranges of shards, for machines without a launcher: each gives the same command with a K of its "
+        "own and the same --out (or puts the shards together); the last one writes the index",
+        parse_part,
+        metavar="K/N",
+    )
+    max_bad_fraction: float = option(0.01, "unreadable files that are replaced before it ends", share, metavar="F")
+    precision: Precision = option("fp32", "of the first stage: fp32, tf32 or bf16", metavar="NAME", choices=PRECISIONS)
+    image_encoder: str | None = option(
+        None,
+        "a CLIP model: a folder or a name on the hub; with --data, --batch, --dtype, --shard-size as above, and "
+        "--text-encoder: the same, or a sentence encoder",
+        metavar="PATH",
+        heading=_PAIRS,
+    )
+    text_encodings: bool = option(False, "a vector for each text token, too", heading=_PAIRS)
+
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether embedding pairs are asked for: texts without a first stage are one of two towers."""
+        alone = not (self.run or self.first_stage)
+        return bool(self.image_encoder or self.text_encodings or (alone and (self.text_encoder or self.max_text_len)))
+
+    def check(self) -> None:
+        if self.makes_pairs:
+            self._check_pairs()
+            return
+        if (self.run is None) == (self.first_stage is None):
+            raise ConfigError("name one first stage: the folder of a run, or --first-stage PATH; --help shows how")
+        if self.out is None:
+            raise ConfigError("name the folder to write into: --out DIR")
+        if self.first_stage is not None and (self.ema is not None or self.raw or self.step is not None):
+            raise ConfigError(
+                "--ema, --raw and --checkpoint choose among a run's weights; leave them out with --first-stage"
+            )
+
+    def _check_pairs(self) -> None:
+        for name in ("out", "data"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"embedding pairs need --{name}: --help shows how")
+        for name in ("image_encoder", "text_encoder"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"embedding pairs need both towers: give --{name.replace('_', '-')}, too")
+        other = [
+            entry.name
+            for entry in fields(self)
+            if entry.name not in _OF_PAIRS and getattr(self, entry.name) != entry.default
+        ]
+        if other:
+            raise ConfigError(f"{', '.join(other)}: not for embedding pairs; leave it out")

@@ -1,0 +1,125 @@
+"""Options of `dstrain generate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from dstrain.commands.arguments import choose_from, count, parse_labels, parse_size, positive, read_lines
+from dstrain.commands.options.command import argument, option
+from dstrain.commands.options.shared import GUIDANCE, PRECISIONS, Precision, Sampling, Weights
+
+_VIDEOS = "of videos"
+
+
+@dataclass(frozen=True)
+class GenerateOptions(Weights, Sampling):
+    """Draws from a trained run: PNGs (videos: GIF and MP4) in DIR/samples, beside it a grid and an ADM-style .npz
+    (embeddings: one .npy).
+    """
+
+    usage: ClassVar[str] = "dstrain generate RUN [options]"
+    examples: ClassVar[str] = """
+        dstrain generate runs/dit-small --num-samples 40 --guidance-scale 4
+        dstrain generate runs/phenaki-small --scenes story.txt --num-samples 4
+        dstrain generate runs/iddpm-small-14 --then runs/iddpm-small-upsampler
+        dstrain generate runs/prior-small --prompts texts.txt --then runs/decoder-small
+        deepspeed --module dstrain generate runs/dit-small --num-samples 50000 --no-pngs --batch 64
+    """
+
+    folder: Path = argument(
+        "RUN",
+        "a run's folder, for example runs/dit-small",
+        Path,
+        missing="name the folder of a run, for example: dstrain generate runs/dit-small",
+    )
+    # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
+    num: int = option(16, "pictures", positive, name="num-samples", metavar="N", aliases=("--num",))
+    labels: tuple[int, ...] | None = option(
+        None, "classes, repeated to as many, such as 3,5,5 (every class in turn)", parse_labels, metavar="N,N,..."
+    )
+    prompts: tuple[str, ...] | None = option(
+        None, "texts, one a line, repeated to as many, for a run that takes them", read_lines, metavar="FILE"
+    )
+    text_encoder: str | None = option(
+        None, "what encodes them, a folder or a name on the hub (the recipe's)", metavar="PATH"
+    )
+    then: tuple[Path, ...] = option(
+        (),
+        "go on from the pictures with another run, such as super-resolution, or from a prior's embeddings with its "
+        "decoder; may be given again",
+        Path,
+        metavar="RUN",
+        again=True,
+    )
+    low_res: Path | None = option(
+        None, "pictures that RUN itself begins from: a folder, or the .npz of an earlier one", Path, metavar="PATH"
+    )
+    embeddings: Path | None = option(
+        None, "image embeddings that RUN itself begins from, a .npy (N, D)", Path, metavar="FILE"
+    )
+    seed: int = option(0, "picture i is a function of S + i, on any number of ranks", count, metavar="S")
+    size: tuple[int, int] | None = option(
+        None,
+        "width and height of pictures, such as 320x192, for a run of system dit (the run's samples.size)",
+        parse_size,
+        metavar="WxH",
+    )
+    num_steps: int | None = option(
+        None,
+        "network evaluations for each picture (the run's samples.num_steps); with model.decoding.order=frames for "
+        "each latent frame of a clip",
+        positive,
+        name="steps",
+        metavar="N",
+    )
+    precision: Precision = option(
+        "fp32",
+        "fp32, tf32 (products in TF32) or bf16 (weights and activations)",
+        metavar="NAME",
+        choices=PRECISIONS,
+    )
+    batch: int = option(16, "pictures of one rank at a time", positive, metavar="N")
+    out: Path | None = option(None, "where to write (RUN/generated, generated_2, ...)", Path, metavar="DIR")
+    pngs: bool = option(True, "only the grid and the .npz", name="no-pngs")
+    invert: Path | None = option(
+        None,
+        "pictures to carry to noise and draw again: a folder or an .npz, repeated to N",
+        Path,
+        metavar="PATH",
+        heading=GUIDANCE,
+    )
+    tokenizer: str | None = option(
+        None, "what decodes their tokens, a folder (the recipe's)", metavar="FOLDER", heading=_VIDEOS
+    )
+    num_frames: int | None = option(
+        None,
+        "of a clip, or of a scene, those included that are given (the run's samples.num_frames)",
+        positive,
+        metavar="N",
+        heading=_VIDEOS,
+    )
+    scenes: tuple[str, ...] | None = option(
+        None,
+        "texts, one a line: one long clip for each sample, scene after scene",
+        read_lines,
+        metavar="FILE",
+        heading=_VIDEOS,
+    )
+    prime: Path | None = option(
+        None,
+        "clips or pictures to go on from: a file, a folder, or the .npz of an earlier one",
+        Path,
+        metavar="PATH",
+        heading=_VIDEOS,
+    )
+    prime_frames: int | None = option(
+        None,
+        "that are given (1 + temporal patch), or that a scene takes over from the one before (1)",
+        positive,
+        metavar="K",
+        heading=_VIDEOS,
+    )
+    formats: tuple[str, ...] | None = option(
+        None, "of the files: gif,mp4 (both)", choose_from("gif", "mp4"), name="format", metavar="NAMES", heading=_VIDEOS
+    )
+    fps: int = option(10, "frames a second", positive, metavar="N", heading=_VIDEOS)

@@ -1,0 +1,54 @@
+"""Options of `dstrain index`."""
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dstrain.commands.options.command import Command, argument, option, words
+from dstrain.recipe import ConfigError, Data, load
+
+
+@dataclass(frozen=True)
+class IndexOptions(Command):
+    """Lists data once and for all, and says what they hold: samples, classes, captions, sizes, broken files. Every
+    command on the same data then begins at once.
+
+    An interrupted listing goes on where it was.
+    """
+
+    usage: ClassVar[str] = "dstrain index DATA [options] [data.key=value ...]"
+    examples: ClassVar[str] = """
+        dstrain index /data/imagenet/train
+        dstrain index /data/clips data.num_frames=17 --check --json
+    """
+
+    path: str = argument(
+        "DATA",
+        "what a recipe has as data.path",
+        missing="name the data: dstrain index DATA; --help shows how",
+    )
+    overrides: tuple[str, ...] = words(
+        "data.key=value",
+        "as in a recipe: data.num_frames=17 for clips, data.captions=FILE; with data.buckets=[5,9,17], the frames of "
+        "clips are counted",
+    )
+    index: str | None = option(
+        None,
+        "where the index is kept (then write data.index=FOLDER in recipes, too); without it, it is kept in the "
+        "user's cache, where every command finds it",
+        metavar="FOLDER",
+    )
+    captions: bool = option(False, "lists the captions of images, too")
+    check_all: bool = option(False, "reads every sample whole, and not the headers of images alone", name="check")
+    json: bool = option(False, "prints JSON")
+
+    def check(self) -> None:
+        if self.path.startswith("data.") and "=" in self.path:
+            raise ConfigError("name the data: dstrain index DATA; --help shows how")
+
+    def data(self) -> Data:
+        """Returns the section of a recipe that these options name. Raises ConfigError if an entry is wrong."""
+        changes = {"path": os.path.expanduser(self.path)}
+        if self.index is not None:
+            changes["index"] = os.path.expanduser(self.index)
+        return load(None, self.overrides).data.model_copy(update=changes)

@@ -1,0 +1,55 @@
+"""Options of `dstrain keep`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from dstrain.commands.arguments import count, scale
+from dstrain.commands.options.command import Command, behind, option, parse
+from dstrain.commands.options.train import TrainOptions
+from dstrain.recipe import ConfigError
+
+_MODULE = "dstrain.commands.train"
+
+
+@dataclass(frozen=True)
+class KeepOptions(Command):
+    """Starts a training command, and starts it again where a rank has died or hung, until the run is complete.
+
+    Behind -- stands the command as you would type it, with any launcher: deepspeed [--hostfile FILE], torchrun, srun,
+    python. It is not started again after wrong input (2), divergence (3), a stop on purpose (75), a signal to
+    `dstrain keep`, which is passed on, and four starts in a row that have saved no step. Restarts are listed in
+    RUN/restarts.log.
+    """
+
+    usage: ClassVar[str] = "dstrain keep [options] -- deepspeed [...] --module dstrain train [...]"
+
+    words: tuple[str, ...] = behind("-- COMMAND", "the training command, with its launcher")
+    max_restarts: int = option(20, "restarts at most", count, metavar="N")
+    backoff: float = option(
+        5.0, "seconds before a restart; doubled with each start that saved no step", scale, metavar="S", shown="5"
+    )
+    restart_on_stop: bool = option(False, "also after exit code 75: stopped and saved")
+
+    @property
+    def training(self) -> TrainOptions:
+        """The options of the training command. Raises ConfigError if there is none, or it ends at once."""
+        options = parse(TrainOptions, training_words(self.words))
+        if options.dry_run or options.print_config:
+            raise ConfigError("--dry-run and --print-config end at once: give them without `dstrain keep`")
+        return options
+
+
+def training_words(command: Sequence[str]) -> list[str]:
+    """Returns the arguments of training in a command line: of train.py, of `dstrain train`, or of the module.
+
+    Raises ConfigError if it trains nothing.
+    """
+    names = [Path(word).name for word in command]
+    for place, name in enumerate(names):
+        if name in ("train.py", _MODULE) or (name == "train" and "dstrain" in names[:place]):
+            return list(command[place + 1 :])
+    raise ConfigError(
+        "write the command behind --, for example: dstrain keep -- deepspeed --module dstrain train; --help shows more"
+    )

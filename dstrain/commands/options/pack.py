@@ -1,0 +1,65 @@
+"""Options of `dstrain pack`."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from dstrain.commands.arguments import binary_size, share
+from dstrain.commands.options.command import Command, argument, option, words
+from dstrain.recipe import ConfigError, Data, load
+
+
+@dataclass(frozen=True)
+class PackOptions(Command):
+    """Writes data of any form as shards, which data.path=SHARDS then trains on: few large files instead of many small
+    ones. The files are copied as they are; pixels in arrays (.npz, tables) become PNG. Order, labels and captions are
+    kept.
+
+    Several processes (`deepspeed --module dstrain pack ...`) write a share of the shards each.
+    """
+
+    usage: ClassVar[str] = "dstrain pack DATA --out SHARDS [options] [data.KEY=VALUE ...]"
+    examples: ClassVar[str] = """
+        dstrain pack /data/imagenet/train --out /fast/imagenet
+        deepspeed --module dstrain pack /data/cc3m --captions --format tar --shard-bytes 1G --out /fast/cc3m
+    """
+
+    path: str = argument(
+        "DATA",
+        "a folder or a file of data, as data.path",
+        missing="name the data; --help shows how",
+    )
+    overrides: tuple[str, ...] = words(
+        "data.KEY=VALUE",
+        "how DATA is read, as in a recipe: data.labels=prefix, data.captions=FILE, data.index=FOLDER",
+    )
+    out: Path = option(
+        None,
+        "where to write; the same command again makes what is missing or damaged",
+        Path,
+        metavar="SHARDS",
+        missing="name the folder to write: --out SHARDS; --help shows how",
+    )
+    format: str = option(
+        "shards",
+        "shards, read by dstrain with one read a sample, or webdataset tars: tar",
+        metavar="NAME",
+        choices=("shards", "tar"),
+    )
+    shard_bytes: int = option(
+        1 << 28, "bytes of a shard, about; 256M and 1G are understood", binary_size, metavar="N", shown="256M"
+    )
+    captions: bool = option(False, "captions of images, too; those of videos are always kept")
+    images: bool = option(False, "of a folder with videos among images, the images alone")
+    max_bad_fraction: float = option(
+        0.01, "files that may be unreadable; they keep their place, empty", share, metavar="F"
+    )
+
+    def check(self) -> None:
+        if wrong := [override for override in self.overrides if not override.startswith("data.")]:
+            raise ConfigError(f"{wrong[0]}: beside DATA there are entries data.KEY=VALUE alone")
+
+    def data(self) -> Data:
+        """Returns the section of a recipe that these options name. Raises ConfigError if an entry is wrong."""
+        return load(None, [*self.overrides, f"data.path={os.path.expanduser(self.path)}"]).data

@@ -1,0 +1,66 @@
+"""Options that several verbs have."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dstrain.commands.arguments import count, parse_guide, parse_interval, portion, scale
+from dstrain.commands.options.command import Command, option
+
+Precision = Literal["fp32", "tf32", "bf16"]
+PRECISIONS = ("fp32", "tf32", "bf16")
+GUIDANCE = "of diffusion and flow matching, explained in docs/guides/samplers.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(Command):
+    """Chooses among the weights of a run."""
+
+    ema: float | None = option(
+        None,
+        "weights: the average of this decay or width (the run's first average)",
+        float,
+        metavar="NUMBER",
+        rivals="weights",
+    )
+    raw: bool = option(False, "weights: the training weights instead of an average", rivals="weights")
+    step: int | None = option(None, "the step to load (the newest whole one)", count, name="checkpoint", metavar="STEP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Command):
+    """Says how samples are drawn, as a recipe's `samples` does."""
+
+    sampler: str | None = option(
+        None,
+        "ddim, ddpm, dpm++, dpm++sde, unipc, heun or edm; for flow matching these but ddim and ddpm, and euler or "
+        "sde; confidence or critic for videos (the run's)",
+        metavar="NAME",
+    )
+    guidance_scale: float | None = option(None, "classifier-free guidance, 1 is none (the run's)", scale, metavar="S")
+    spacing: str | None = option(
+        None,
+        "of timesteps: leading, trailing, linspace or karras (the sampler's)",
+        metavar="NAME",
+        choices=("leading", "trailing", "linspace", "karras"),
+        heading=GUIDANCE,
+    )
+    eta: float | None = option(None, "the noise of the sampler (its own)", scale, metavar="E", heading=GUIDANCE)
+    guidance_interval: tuple[float, float] | None = option(
+        None,
+        "where guidance acts: noise levels sigma / alpha (all)",
+        parse_interval,
+        metavar="LO,HI",
+        heading=GUIDANCE,
+    )
+    guidance_rescale: float | None = option(
+        None, "share of guidance that is rescaled (0)", portion, metavar="F", heading=GUIDANCE
+    )
+    guide: tuple[Path, float | str | None, int | None] | None = option(
+        None,
+        "a weaker run, or an earlier checkpoint of RUN, that guides instead of the missing label, by its average of "
+        "decay or width EMA, or raw",
+        parse_guide,
+        metavar="RUN[@STEP][:EMA]",
+        heading=GUIDANCE,
+    )

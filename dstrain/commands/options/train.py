@@ -1,0 +1,89 @@
+"""Options of `dstrain train`, and of every command that takes a recipe, a DeepSpeed JSON and overrides."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from dstrain.commands.arguments import parse_window, positive
+from dstrain.commands.options.command import Command, option, words
+from dstrain.commands.shipped import DS_CONFIG, RECIPE
+from dstrain.recipe import ConfigError
+from dstrain.runs.resume import Resume
+
+_FILES = ((".json", "--ds_config"), (".yaml", "--recipe"), (".yml", "--recipe"))
+
+
+@dataclass(frozen=True)
+class RecipeOptions(Command):
+    """Takes a recipe."""
+
+    recipe: Path = option(
+        Path(RECIPE),
+        "what is learned, and how: YAML, or the name of a recipe that is shipped",
+        Path,
+        metavar="FILE",
+    )
+    ds_config: Path = option(
+        Path(DS_CONFIG),
+        "how it is sharded: DeepSpeed JSON, or the name of one that is shipped; also spelled --deepspeed_config",
+        Path,
+        name="ds_config",
+        metavar="FILE",
+        aliases=("--ds-config", "--deepspeed_config"),
+    )
+    overrides: tuple[str, ...] = words("key=value", "entries of the recipe")
+
+    def check(self) -> None:
+        for override in self.overrides:
+            for ending, name in _FILES:
+                if "=" not in override and override.endswith(ending):
+                    raise ConfigError(f"{override} stands alone: write {name} {override}")
+
+
+@dataclass(frozen=True)
+class JobOptions(RecipeOptions, Resume):
+    """Takes a recipe and DeepSpeed settings to train with."""
+
+    dry_run: bool = option(False, "check everything, start nothing")
+    print_config: bool = option(False, "print the whole recipe and the DeepSpeed settings, start nothing")
+    deepspeed: bool = option(False, "accepted from launchers, as --local_rank N is")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(JobOptions):
+    """Trains a visual generative model with DeepSpeed. The same command again goes on where the run stopped.
+
+    overrides, for every recipe:
+      name= folder= steps= seed= init_from= data.path= batch.global= batch.micro= optimizer.lr=
+      every.report= every.sample= every.evaluate= every.save= save.format= samples.num=
+      model.KEY=              any key of the system; --print-config shows all of them
+    """
+
+    usage: ClassVar[str] = """
+        dstrain train [options] [key=value ...]                            # one process
+        deepspeed [--hostfile FILE] --module dstrain train [options] [key=value ...]
+    """
+    examples: ClassVar[str] = r"""
+        deepspeed --module dstrain train
+        deepspeed --module dstrain train steps=200 every.sample=50 folder=/tmp/try
+        deepspeed --module dstrain train --recipe dit-b4-imagenet256 --ds_config zero3.json \
+            data.path=latents/imagenet256 batch.global=256
+        dstrain train --print-config model.depth=8
+    """
+
+    from_scratch: bool = option(False, "begin anew; what the folder holds is moved aside, into earlier_N/")
+    allow_change: bool = option(False, "resume although the recipe changes what the run is")
+    step: int | None = option(
+        None,
+        "go on from checkpoint N; newer ones are moved aside, into earlier_N/. For one command: typed again it does "
+        "so again",
+        positive,
+        metavar="N",
+    )
+    profile: tuple[int, int, int] | None = option(
+        None,
+        "record the steps after A up to B in RUN/profile/, of every N-th rank (each)",
+        parse_window,
+        metavar="A:B[:N]",
+    )
+    trust_pickle: bool = option(False, "resume from DeepSpeed's own files, and run what they hold")

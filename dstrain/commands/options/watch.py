@@ -1,0 +1,26 @@
+"""Options of `dstrain watch`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from dstrain.commands.arguments import scale
+from dstrain.commands.options.command import Command, option, words
+
+
+@dataclass(frozen=True)
+class WatchOptions(Command):
+    """Shows where runs stand: step, loss, rate, time left, newest checkpoint, newest picture.
+
+    beginning  held, and no report yet         stopped   it saved and ended before its last step
+    running    a training holds the folder     dead      it ended without a word, or with the error
+    complete   the last step is done                     below the table
+    imported   published weights
+    """
+
+    usage: ClassVar[str] = "dstrain watch FOLDER [FOLDER ...] [options]"
+
+    folders: tuple[Path, ...] = words("FOLDER", "a run, or a folder of runs (runs)", Path)
+    follow: bool = option(False, "again every few seconds, until Ctrl-C")
+    seconds: float = option(5.0, "how often", scale, metavar="S", shown="5")
+    json: bool = option(False, "a JSON list; with --follow one line each time")

@@ -1,0 +1,17 @@
+"""The report of one run, or of several side by side, as a command."""
+
+import sys
+
+from dstrain.commands.options.report import ReportOptions
+from dstrain.distributed.progress import phases
+from dstrain.tracking.report import page
+
+
+def run_verb(options: ReportOptions) -> None:
+    """Writes the page, and prints its path."""
+    phases().at("reading runs and drawing the page")
+    out = options.page
+    folder, known = out.parent, out.parent.exists()
+    print(page.write(options.runs, out))
+    if not known:
+        print(f"{folder} is a new folder", file=sys.stderr)

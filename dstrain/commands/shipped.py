@@ -1,0 +1,47 @@
+"""Recipes and DeepSpeed JSONs that come with dstrain: of the repository in a clone, else of the package."""
+
+import os
+from pathlib import Path
+
+from dstrain.recipe import ConfigError, as_text, nearby
+
+RECIPE, DS_CONFIG = "dit-small.yaml", "zero2.json"  # what is taken where none is named
+_PACKAGE = Path(__file__).parents[1]
+_ROOT = _PACKAGE.parent  # of a clone
+# Where a clone keeps what a wheel has in dstrain/shipped/; setup.py copies it.
+_SOURCES = {".yaml": Path("launch", "recipes"), ".json": Path("ds_configs")}
+
+
+def shipped_folder(suffix: str) -> Path:
+    """Returns the folder of the shipped recipes (.yaml) or DeepSpeed JSONs (.json)."""
+    source = _SOURCES[suffix]
+    return _ROOT / source if (_ROOT / source).is_dir() else _PACKAGE / "shipped" / source.name
+
+
+def find_recipe(path: Path) -> Path:
+    """Returns the recipe that --recipe names."""
+    return find_shipped(path, ".yaml", "--recipe")
+
+
+def find_ds_config(path: Path) -> Path:
+    """Returns the DeepSpeed JSON that --ds_config names."""
+    return find_shipped(path, ".json", "--ds_config")
+
+
+def find_shipped(path: Path, suffix: str, option: str) -> Path:
+    """Returns the file that an option names: one that is there, else one that is shipped, with or without its suffix.
+
+    In a clone, paths below its root are found from any folder. Raises ConfigError if there is no such file.
+    """
+    folder = shipped_folder(suffix)
+    candidates = [path, _ROOT / path]
+    if path.parent in (Path(), _SOURCES[suffix]):
+        name = path.name if path.name.endswith(suffix) else path.name + suffix
+        candidates.append(folder / name)
+    found = [candidate for candidate in candidates if os.path.exists(candidate)]  # False, too, for what is no path
+    files = [candidate for candidate in found if not os.path.isdir(candidate)]
+    if files or found:
+        return (files or found)[0]
+    # A mistyped name is looked for among those that are shipped, unless its own folder has some.
+    beside = path if list(path.parent.glob(f"*{suffix}")) else folder / path.name
+    raise ConfigError(f"{option} {as_text(str(path))}: there is no such file{nearby(beside, f'*{suffix}')}")

@@ -1,0 +1,40 @@
+"""Training as a command: checks the job, and trains it, prints it, or says that it is in order."""
+
+import json
+
+from dstrain.commands.job import Job, prepare
+from dstrain.commands.options.train import TrainOptions
+from dstrain.distributed.progress import phases
+from dstrain.engine import settings
+from dstrain.recipe import dump
+
+
+def run_verb(options: TrainOptions) -> None:
+    """Trains. Raises SystemExit with the exit code of training."""
+    phases().at("checking recipe, data and folder")
+    job = prepare(options)
+    if options.print_config:
+        print(describe_job(job), end="")
+    elif options.dry_run:
+        print(f"{job.run.name}: recipe, data, paths and DeepSpeed settings are in order", *job.remarks, sep="\n")
+    else:
+        phases().say(*filter(None, [summarize_job(job), job.memory]))
+        phases().at("importing what trains")
+        from dstrain.train import train
+
+        raise SystemExit(train(job.run, job.settings, options))
+
+
+def describe_job(job: Job) -> str:
+    """Returns the whole recipe and the DeepSpeed settings, each in its own language."""
+    return f"# recipe\n{dump(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"
+
+
+def summarize_job(job: Job) -> str:
+    """Returns a line about what is going to be trained."""
+    run, micro = job.run, job.settings["train_micro_batch_size_per_gpu"]
+    sharding = f"ZeRO stage {settings.read_stage(job.settings)}, {settings.read_precision(job.settings)}"
+    return (
+        f"{run.name}: {run.system}, {run.steps:,} steps of {run.batch.global_:,} samples, {micro} on a rank at a "
+        f"time; {sharding}; folder {run.directory}"
+    )

@@ -1,0 +1,27 @@
+"""Where all runs in a folder stand, as a table or as JSON, once or again and again."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from dstrain.commands.options.watch import WatchOptions
+from dstrain.tracking.report import state
+
+_CLEAR = "\033[H\033[2J"  # a terminal's screen
+
+
+def run_verb(options: WatchOptions) -> None:
+    """Prints the state of each run; with --follow until it is interrupted."""
+    while True:
+        states = [state.state(folder) for folder in state.runs(list(options.folders) or [Path("runs")])]
+        if options.json:
+            text = json.dumps([state.as_json(one) for one in states], indent=None if options.follow else 1)
+        else:
+            text = state.table(states) if states else "no run here: a run's folder holds run.yaml"
+            if options.follow and sys.stdout.isatty():
+                text = _CLEAR + text
+        print(text, flush=True)
+        if not options.follow:
+            return
+        time.sleep(max(options.seconds, 0.2))

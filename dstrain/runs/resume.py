@@ -1,0 +1,14 @@
+"""How a command begins in the folder of a run; it imports no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """How a command begins in its folder; as it stands, it goes on from the newest checkpoint."""
+
+    from_scratch: bool = False  # begins anew; what the folder holds is moved aside
+    allow_change: bool = False  # goes on although the recipe or the data changed
+    step: int | None = None  # goes on from this checkpoint; newer ones are moved aside
+    trust_pickle: bool = False  # reads DeepSpeed's own files, and runs what is pickled in them
+    profile: tuple[int, int, int] | None = None  # steps that are recorded, and of which ranks: tracking/profile.py
