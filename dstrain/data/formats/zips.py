@@ -5,13 +5,14 @@ Members may be stored or deflated. A folder that holds everything else counts as
 """
 
 import os
+import zipfile
 from collections.abc import Iterator
 from typing import Any
 
 from dstrain.data.files.listing import join_few, listing_errors
 from dstrain.data.files.local import Files, is_hidden
 from dstrain.data.files.remote import Missing
-from dstrain.data.files.zipped import DEFLATED, STORED, Members, list_members, read_member
+from dstrain.data.files.zipped import Members, list_members, read_member
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
 from dstrain.data.formats.labels import LABELS, MOST_BYTES, is_split, parsed_labels
 from dstrain.data.formats.tars import MAX_BYTES
@@ -67,7 +68,7 @@ class Zips(Layout):
 
     def seen(self) -> Iterator[str]:
         with self.files.open(self.name) as file:
-            yield from (f"{self.name}/{member.name}" for member in list_members(file))
+            yield from (f"{self.name}/{member.orig_filename}" for member in list_members(file))
 
     def read(self, place: Place) -> bytes:
         return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
@@ -81,34 +82,39 @@ class Zips(Layout):
         members, tables, top, outside = Members(), [], None, 0
         with self.files.open(part) as file:
             for member in list_members(file):
-                folders = member.name.split("/")
-                if (".." in folders or not folders[0]) and member.name.lower().endswith(self.request.suffixes):
+                name = member.orig_filename
+                folders = name.split("/")
+                if (".." in folders or not folders[0]) and name.lower().endswith(self.request.suffixes):
                     outside += 1
                 if any(not folder or is_hidden(folder) for folder in folders):
                     continue
                 is_table = folders[-1] == LABELS
-                if not is_table and not member.name.lower().endswith(self.request.suffixes):
+                if not is_table and not name.lower().endswith(self.request.suffixes):
                     continue
-                if member.encrypted or member.method not in (STORED, DEFLATED):
-                    fault = "encrypted" if member.encrypted else f"compressed by method {member.method}"
-                    raise ConfigError(f"its member {member.name[:100]} is {fault}")
+                if member.flag_bits & 1:
+                    raise ConfigError(f"its member {name[:100]} is encrypted")
+                if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise ConfigError(f"its member {name[:100]} is compressed by method {member.compress_type}")
                 if is_table:
                     tables.append(member)
                     continue
-                folder = member.name[: member.name.rfind("/") + 1]
+                folder = name[: name.rfind("/") + 1]
                 top = folder if top is None else _common(top, folder)
                 members.add(member)
         if outside:
             self.notes["outside"] = outside
         if top is None:  # which is refused in the end
             return members, None, ""
-        top = next((folder for folder in _above(top) if any(folder + LABELS == table.name for table in tables)), top)
+        top = next(
+            (folder for folder in _above(top) if any(folder + LABELS == table.orig_filename for table in tables)), top
+        )
         labels = None
         for table in tables:
-            if table.name == top + LABELS:
-                if table.size > MOST_BYTES:
-                    raise ConfigError(f"its {LABELS} has {table.size:,} bytes")
-                content = read_member(self.files, part, table.offset, table.packed, max(table.size, table.packed))
+            if table.orig_filename == top + LABELS:
+                size, packed = table.file_size, table.compress_size
+                if size > MOST_BYTES:
+                    raise ConfigError(f"its {LABELS} has {size:,} bytes")
+                content = read_member(self.files, part, table.header_offset, packed, max(size, packed))
                 try:
                     labels = parsed_labels(small.parse_json(content), self.root, self.request.key)
                 except ValueError as error:
