@@ -1,1 +1,1 @@
-"""Bytes: local, at an address, in a zip; tables; what is tried again."""
+"""Reads bytes: local files, files at an address, members of zip files, tables; what fails is tried again."""

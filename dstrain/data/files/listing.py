@@ -1,4 +1,4 @@
-"""What listing folders needs: class folders, files at any depth, and questions to many files by several threads."""
+"""Lists folders: class folders, files at any depth, and questions to many files by several threads."""
 
 import os
 from collections import Counter
@@ -13,7 +13,7 @@ from dstrain.recipe import ConfigError
 
 _THREADS = 16  # a network's disk answers slowly
 _PENDING = 4096  # calls that wait for a thread: a million would fill the memory
-SAMPLES = "samples"  # of launch/generate.py: the folder of single samples
+SAMPLES = "samples"  # the folder of single samples that `dstrain generate` writes
 _T, _A = TypeVar("_T"), TypeVar("_A")
 
 
@@ -22,7 +22,7 @@ def listing_errors(root: str | Path, key: str = "data.path") -> Iterator[None]:
     """Turns an OSError raised inside into a ConfigError: a folder in `root` cannot be listed."""
     try:
         yield
-    except ConfigError:  # of a store, which is an OSError, too
+    except ConfigError:  # The error of a store is an OSError, too.
         raise
     except OSError as error:
         raise ConfigError(
@@ -32,33 +32,32 @@ def listing_errors(root: str | Path, key: str = "data.path") -> Iterator[None]:
 
 
 def list_class_folders(root: Path) -> tuple[str, ...]:
-    """The names of the first-level folders, sorted; hidden ones and links back do not count. Empty where `root` is no
-    folder.
+    """Returns the names of the first-level folders, sorted; hidden ones and links back do not count.
+
+    It is empty where `root` is no folder.
     """
     if not root.is_dir():
         return ()
+    names = []
     with os.scandir(root) as entries:
-        return tuple(
-            sorted(
-                entry.name
-                for entry in entries
-                if not is_hidden(entry.name)
-                and is_folder(entry)
-                and not (entry.is_symlink() and os.path.realpath(entry.path) == os.path.realpath(root))
-            )
-        )
+        for entry in entries:
+            leads_back = entry.is_symlink() and os.path.realpath(entry.path) == os.path.realpath(root)
+            if not is_hidden(entry.name) and not leads_back and is_folder(entry):
+                names.append(entry.name)
+    return tuple(sorted(names))
 
 
 def ask_each(ask: Callable[[_A], _T], names: Sequence[_A]) -> Iterator[_T]:
-    """ask(name) in the order of the names, by several threads."""
+    """Yields ask(name) in the order of the names, by several threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(names), _PENDING):
             yield from pool.map(ask, [names[i] for i in range(start, min(start + _PENDING, len(names)))])
 
 
 def join_few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
-    """The first names for a message, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """Returns the first names for a message, and how many more there are."""
+    text = ", ".join(names[:most])
+    return f"{text} and {len(names) - most} more" if len(names) > most else text
 
 
 def walk_files(
@@ -70,11 +69,11 @@ def walk_files(
     above: tuple[str, ...] = (),
     seen: set[str] | None = None,
 ) -> Iterator[str]:
-    """Relative paths of the files at any depth below root/folder; no file is asked for its status.
+    """Yields the relative paths of the files at any depth below root/folder; no file is asked for its status.
 
     visited: gets the relative paths of the folders below. others: counts files of other suffixes, by suffix.
-    above: the real paths of `root` and of all folders down to this one, whose links back are passed over; seen: targets
-    of the links to folders that were followed, once each.
+    above: the real paths of `root` and of all folders down to this one; links back to them are passed over.
+    seen: the targets of the links to folders that were followed, once each.
     """
     above = above or (os.path.realpath(root), os.path.realpath(root / folder))
     seen = set() if seen is None else seen

@@ -13,8 +13,8 @@ from dstrain.data.files.storage import require_regular, retry
 from dstrain.recipe import ConfigError
 
 _T = TypeVar("_T")
-_LOOKED = 1000  # files of a pattern that are looked for at each start, and the last
-_MOST_NAMES = 1_000_000  # that a pattern stands for
+_LOOKED = 1000  # files of a pattern that are looked for at each start, and the last one
+_MOST_NAMES = 1_000_000  # names that a pattern stands for
 
 
 class Stat(NamedTuple):
@@ -23,47 +23,55 @@ class Stat(NamedTuple):
 
 
 class Files(ABC):
-    """Access to the files below `root`. OSError: they cannot be read. Pickled to the workers."""
+    """Access to the files below `root`, pickled to the workers. Its methods raise OSError if they cannot be read."""
 
     root: str
     far = False  # at an address: what is needed soon is worth reading ahead
 
     @abstractmethod
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
-        """(name, whether it is a folder) of what a folder holds, sorted by name; hidden ones left out."""
+        """Returns (name, whether it is a folder) of what a folder holds, sorted; hidden names are left out."""
 
     @abstractmethod
     def stat(self, name: str) -> Stat:
-        """Size and version of a file or folder."""
+        """Returns the size and version of a file or folder."""
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """A regular file, open for reading, that can be searched."""
+        """Returns a regular file, open for reading, that can be searched."""
 
     @abstractmethod
     def span(self, name: str, offset: int, size: int) -> bytes:
-        """`size` bytes of a file. ConfigError: it ends before."""
+        """Returns `size` bytes of a file. Raises ConfigError if it ends before."""
 
     @abstractmethod
     def local(self, name: str) -> Path:
-        """The file as one on this machine, for libraries that open files themselves."""
+        """Returns the file as one on this machine, for libraries that open files themselves."""
 
     def ahead(self, read: Callable[[_T], Any], places: Iterable[_T]) -> None:
-        """Calls `read` of places that are needed soon, and does not wait; in vain for files on a disk here."""
+        """Calls `read` for places that are needed soon, and does not wait; does nothing for files on a disk here."""
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name is not of the data: .DS_Store, ._photo.jpg; __MACOSX of zip files, @eaDir of Synology."""
+    """Returns whether a name is not of the data: .DS_Store, ._photo.jpg; __MACOSX of zip files, @eaDir of Synology."""
     return name[0] == "." or name in ("__MACOSX", "@eaDir")
 
 
 def is_folder(entry: os.DirEntry) -> bool:
+    """Returns whether an entry is a folder or a link to one; a link to itself leads nowhere, as a dangling one."""
     try:
         return entry.is_dir()
     except OSError as error:
-        if error.errno != errno.ELOOP:  # a link to itself leads nowhere, as a dangling one
+        if error.errno != errno.ELOOP:
             raise
         return False
+
+
+def list_below(names: Iterable[str], folder: str) -> list[tuple[str, bool]]:
+    """Returns (name, whether it is a folder) of what stands directly in a folder, of relative names, sorted."""
+    start = len(folder) + 1 if folder else 0
+    below = [name[start:] for name in names if not folder or name.startswith(f"{folder}/")]
+    return sorted({(name.split("/")[0], "/" in name) for name in below})
 
 
 class LocalFiles(Files):
@@ -86,9 +94,7 @@ class LocalFiles(Files):
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
         if self.listed:
-            start = len(folder) + 1 if folder else 0
-            below = [name[start:] for name in self.listed if not folder or name.startswith(f"{folder}/")]
-            return sorted({(name.split("/")[0], "/" in name) for name in below})
+            return list_below(self.listed, folder)
         with os.scandir(os.path.join(self.root, folder)) as entries:
             return sorted((entry.name, is_folder(entry)) for entry in entries if not is_hidden(entry.name))
 
@@ -116,7 +122,7 @@ class LocalFiles(Files):
 
 
 def require_there(data: str, files: Files) -> None:
-    """ConfigError: a pattern, which `data` is with its key, names files that are not on the disk."""
+    """Raises ConfigError if a pattern names files that are not on the disk; messages call it `data`."""
     listed = files.listed if isinstance(files, LocalFiles) else []
     looked = [*listed[:: max(1, len(listed) // _LOOKED)], *listed[-1:]]
     absent = next((name for name in looked if not os.path.exists(files.local(name))), None)
@@ -128,32 +134,31 @@ def require_there(data: str, files: Files) -> None:
 
 
 def find_base(path: str) -> str | None:
-    """The last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet; None: there is none."""
+    """Returns the last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet, else None."""
     place = re.search(r"[{*]", path)
     return path[: place.start()].rpartition("/")[0] if place else None
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """What a shell makes of x{000..127}.tar or {a,b}/x.tar; of several braces, all of each.
+    """Returns what a shell makes of x{000..127}.tar or {a,b}/x.tar; of several braces, all of each.
 
-    ConfigError: a brace without its other one, no names, or more than a million.
+    Raises ConfigError if a brace lacks its other one, or if there are no names, or more than a million.
     """
     names = [pattern]
     while brace := re.search(r"\{([^{}]*)\}", names[0]):
-        first, last = brace[1].split("..") if re.fullmatch(r"\d{1,9}\.\.\d{1,9}", brace[1]) else ("", "")
-        padded = any(end[:1] == "0" and len(end) > 1 for end in (first, last))
-        width = max(len(first), len(last)) if padded else 1
-        words = range(int(first), int(last) + 1) if first else brace[1].split(",")
+        words: list[str] | range = brace[1].split(",")
+        width = 0  # digits of a number at least
+        if ends := re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", brace[1]):
+            words = range(int(ends[1]), int(ends[2]) + 1)
+            if any(end[0] == "0" and len(end) > 1 for end in ends.groups()):
+                width = max(map(len, ends.groups()))
         if not 0 < len(words) * len(names) <= _MOST_NAMES:
             raise ConfigError(
                 f"{pattern}: {brace[0]} stands for none or for more than {_MOST_NAMES:,} names: write a "
                 "range as {00000..00099}, the smaller number first, or a list as {a,b}"
             )
-        names = [
-            name.replace(brace[0], word, 1)
-            for name in names
-            for word in (f"{word:0{width}}" if first else word for word in words)
-        ]
+        words = [str(word).zfill(width) for word in words]
+        names = [name.replace(brace[0], word, 1) for name in names for word in words]
     if "{" in names[0] or "}" in names[0]:
         raise ConfigError(f"{pattern}: a brace stands alone: write a range as {{00000..00099}}, or a list as {{a,b}}")
     return names

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dstrain.data.files.cache import DiskCache
-from dstrain.data.files.local import Files, LocalFiles, Stat, expand_braces, find_base, is_hidden
+from dstrain.data.files.local import Files, LocalFiles, Stat, expand_braces, find_base, is_hidden, list_below
 from dstrain.data.files.storage import retry
 from dstrain.recipe import Cache, ConfigError, NotRead
 
@@ -31,7 +31,7 @@ _AHEAD = 1024  # samples that may wait to be read ahead, of a process
 _CACHED = 0.8  # of the cache's limit: data below it stay in the cache
 _ADDRESS = re.compile(r"(s3|gs|hf|https?)://")
 _SEVERAL = re.compile(r"\s+(?=(?:s3|gs|hf|https?)://)")
-_FILES = (
+_FILES = (  # An address that ends so is a file's: many stores have no folders to ask for.
     ".tar",
     ".gz",
     ".tgz",
@@ -46,8 +46,8 @@ _FILES = (
     ".json",
     ".mdb",
     ".mp4",
-)  # an address that ends so is a file's: many stores have no folders to ask for
-_VERSIONS = (
+)
+_VERSIONS = (  # where stores say which version of a file they have
     "ETag",
     "etag",
     "Content-MD5",
@@ -60,7 +60,7 @@ _VERSIONS = (
     "mtime",
     "created",
 )
-_NETWORK = {
+_NETWORK = {  # libraries whose errors are the network's
     "aiohttp",
     "botocore",
     "aiobotocore",
@@ -72,7 +72,7 @@ _NETWORK = {
     "urllib3",
     "huggingface_hub",
 }
-_CREDENTIALS = {
+_CREDENTIALS = {  # how they are given, by the scheme
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of ~/.aws",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
     "hf": "HF_TOKEN, or hf auth login",
@@ -113,14 +113,12 @@ class RemoteFiles(Files):
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
         if self._addresses:
-            start = len(folder) + 1 if folder else 0
-            below = [name[start:] for name in self._addresses if not folder or name.startswith(f"{folder}/")]
-            return sorted({(name.split("/")[0], "/" in name) for name in below})
+            return list_below(self._addresses, folder)
         address = self._address(folder).rstrip("/")
         names = set()
         listed = f"{address}/" if self._store.of_the_web else address  # of the web a page of links
         for entry in self._store.ask(address, lambda: self._store.system().ls(listed, detail=True)):
-            path = _path(str(entry["name"]))
+            path = _strip_query(str(entry["name"]))
             place, _, name = path.rstrip("/").rpartition("/")
             if not name or is_hidden(name) or not place.endswith(address.partition("://")[2]):
                 continue  # A page may have links to anywhere.
@@ -196,7 +194,7 @@ class RemoteFiles(Files):
         return self.cache.open(self._key(name, first, last), size, fill, address)
 
     def _key(self, name: str, first: int, last: int) -> str:
-        """Returns the name of an entry of the cache."""
+        """Returns the cache's key of the bytes [first, last) of a file."""
         text = f"{self._address(name)}\0{self.stat(name).version}\0{first}\0{last}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -209,11 +207,11 @@ class RemoteFiles(Files):
 
 
 class Missing(ConfigError, FileNotFoundError):
-    """There is no such object at an address: a layout may look for one, and a user may have named one."""
+    """Says that there is no such object at an address: a layout may look for one, a user may have named one."""
 
 
 class Store:
-    """What answers to one scheme: s3, gs, hf, http or https. Connections are not pickled."""
+    """Answers to one scheme: s3, gs, hf, http or https. Connections are not pickled."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme, self.of_the_web = scheme, scheme.startswith("http")
@@ -223,9 +221,10 @@ class Store:
         return self.__dict__ | {"_fs": None}
 
     def ask(self, address: str, call: Callable[[], Any], reading: bool = False) -> Any:
-        """What a store answers. ConfigError: it has no such object, or wants other credentials. NotRead: it fails.
+        """Returns what a store answers.
 
-        reading: samples are read, so that credentials that are no longer valid are NotRead, and no sample's fault.
+        Raises ConfigError if it has no such object, or wants other credentials; NotRead if it fails. reading: samples
+        are read, so that credentials that are no longer valid are NotRead, and no sample's fault.
         """
         began, tries = time.monotonic(), _TRIES if reading else _FIRST_TRIES
 
@@ -249,7 +248,7 @@ class Store:
             ) from None
 
     def system(self) -> Any:
-        """The file system of this process: its connections and its thread do not survive a fork."""
+        """Returns the file system of this process: its connections and its thread do not survive a fork."""
         if self._fs is None:
             import fsspec
 
@@ -258,34 +257,34 @@ class Store:
                 try:
                     import aiohttp
                 except ImportError:
-                    raise self._without("aiohttp") from None
+                    raise self._missing("aiohttp") from None
                 options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(sock_connect=30, sock_read=60)}
             try:
                 self._fs = fsspec.filesystem(self.scheme, **options)
             except ImportError as error:
-                raise self._without(str(error)) from None
+                raise self._missing(str(error)) from None
         return self._fs
 
-    def _without(self, missing: str) -> ConfigError:
+    def _missing(self, library: str) -> ConfigError:
         return ConfigError(
-            f"{self.scheme}:// needs a library that is not installed ({missing}): pip install 'dstrain[remote]'"
+            f"{self.scheme}:// needs a library that is not installed ({library}): pip install 'dstrain[remote]'"
         )
 
 
 def _read_ahead(tasks: queue.Queue) -> None:
     while True:
         read, place = tasks.get()
-        with contextlib.suppress(Exception):  # it shows when the sample is needed
+        with contextlib.suppress(Exception):  # The error shows when the sample is needed.
             read(place)
 
 
 def _take_apart(root: str) -> tuple[str, dict[str, str]]:
-    """The folder that all addresses have in common, and the address of each name in it; {} for a folder itself."""
+    """Returns the folder that all addresses have in common, and the address of each name in it: {} for a folder."""
     base = find_base(root)
     addresses = expand_braces(root) if "{" in root else _SEVERAL.split(root)
-    if len(addresses) == 1 and (base is not None or not _path(root).lower().endswith(_FILES)):
+    if len(addresses) == 1 and (base is not None or not _strip_query(root).lower().endswith(_FILES)):
         return (base or root).rstrip("/"), {}
-    paths = [_path(address) for address in addresses]
+    paths = [_strip_query(address) for address in addresses]
     if base is None:
         base = posixpath.commonpath([posixpath.dirname(path) for path in paths]).replace(":/", "://", 1)
     return base, {path[len(base) :].lstrip("/"): address for path, address in zip(paths, addresses)}
@@ -301,8 +300,8 @@ def _read_stat(entry: dict[str, Any], address: str = "") -> Stat:
     return Stat(int(entry["size"]), next((str(entry[key]) for key in _VERSIONS if entry.get(key)), ""))
 
 
-def _path(address: str) -> str:
-    """An address without the part after ?, which signs or chooses a version."""
+def _strip_query(address: str) -> str:
+    """Returns an address without the part after ?, which signs or chooses a version."""
     return address.partition("?")[0] if address.startswith("http") else address
 
 
@@ -311,9 +310,9 @@ def _default_folder() -> str:
 
 
 def _translate(error: Exception, address: str, refused: type[Exception]) -> Exception:
-    """A library's error as ConfigError or `refused` (the user's to mend), as OSError EIO (asked again), or as it is."""
+    """Returns a library's error as ConfigError or `refused` (the user's to mend), as EIO (asked again), or as it is."""
     if address.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # fsspec calls whatever a web server answers "not found"
+        error = error.__cause__  # fsspec calls whatever a web server answers "not found".
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if "range requests" in text:

@@ -1,7 +1,7 @@
-"""What fails when files are read: a file, or the storage under it, or the machine.
+"""Tells what fails when files are read: a file, or the storage under it, or the machine.
 
-A file that fails is replaced by another sample, and listed. A storage that fails must not do so, since the run would
-learn from other samples than the next one: it is asked again, and then ends the run.
+A file that fails is replaced by another sample, and listed. A storage that fails must not be: the run would learn from
+other samples than the next one. It is asked again, and then ends the run.
 """
 
 import errno
@@ -41,23 +41,23 @@ _TRIES = 4
 
 
 def retry(read: Callable[[], Any], tries: int = _TRIES) -> Any:
-    """What `read` returns; it is tried four times, over 6 s, where the storage fails or memory is short."""
+    """Returns what `read` does; it is tried four times, over 6 s, where the storage fails or memory is short."""
     for attempt in range(tries):
         try:
             return read()
         except (OSError, MemoryError, SystemError) as error:
-            if not _transient(error) or attempt == tries - 1:
+            if not _is_transient(error) or attempt == tries - 1:
                 raise
             time.sleep(0.2 * 5**attempt)
 
 
 def is_storage_fault(error: Exception, path: Path) -> bool:
-    """Whether an error met while `path` was read is the storage's or the machine's, and not the file's."""
-    if not _transient(error):
+    """Returns whether an error met while `path` was read is the storage's or the machine's, and not the file's."""
+    if not _is_transient(error):
         return False
     if type(error).__module__ == "builtins":
         return True
-    try:  # FFmpeg reports damaged files as EIO, too
+    try:  # FFmpeg reports damaged files as EIO, too, so the file is read once more.
         with open(path, "rb") as file:
             while file.read(1 << 24):
                 pass
@@ -66,20 +66,20 @@ def is_storage_fault(error: Exception, path: Path) -> bool:
     return False
 
 
-def _transient(error: Exception) -> bool:
-    if isinstance(error, MemoryError):  # FFmpeg's is of a size that the file asks for
+def _is_transient(error: Exception) -> bool:
+    if isinstance(error, MemoryError):  # FFmpeg raises one of its own for a size that the file asks for.
         return type(error).__module__ == "builtins"
-    if isinstance(error, SystemError):  # two threads parsed headers of .npy at once: CPython's issue 106905
+    if isinstance(error, SystemError):  # Two threads parsed headers of .npy at once: CPython's issue 106905.
         return "AST constructor" in str(error)
     return isinstance(error, OSError) and error.errno in _STORAGE
 
 
 def require_regular(path: str | os.PathLike) -> None:
-    """ConfigError: it is no file, and opening it may wait for ever. OSError: it is not there."""
+    """Raises ConfigError if it is no file, whose opening may wait for ever; OSError if it is not there."""
     if kind := small.describe_kind(path):
         raise ConfigError(f"it is {kind}, and no file")
 
 
 def read_text(path: Path) -> str:
-    """A caption: the text of a file without the white space around it."""
+    """Returns a caption: the text of a file without the white space around it."""
     return small.read_text(path).strip()

@@ -1,7 +1,7 @@
-"""Tables that others wrote, row by row in bounded memory: .csv, .tsv, .jsonl and .parquet.
+"""Reads tables that others wrote, row by row in bounded memory: .csv, .tsv, .jsonl and .parquet.
 
 Nothing in a table is believed: a line has at most 16 MB, a parquet file is read in batches of rows of the columns that
-are needed, and what is no text (UTF-8) is refused with its line.
+are needed, and text that is no UTF-8 is refused with its line.
 """
 
 import csv
@@ -16,13 +16,13 @@ from dstrain.recipe import ConfigError, NotRead
 
 _LONGEST = 1 << 24  # bytes of a line
 # Bytes that the needed columns of a row group may have: a page of it is unpacked as a whole, and a row may be a bomb.
-_SMALL, _WIDEST, _LARGEST = 1 << 26, 1 << 12, 1 << 32  # always; for each row; at most
+_SMALL, _WIDEST, _LARGEST = 1 << 26, 1 << 12, 1 << 32  # any row group; for each of its rows; at most
 
 
 class Table(ABC):
-    """A table in `files`. ConfigError, from any method: it cannot be read; the line or row group is named.
+    """A table in `files`, which messages call `where`.
 
-    where: what a message calls the table.
+    Any method raises ConfigError, which names the line or row group, if the table cannot be read.
     """
 
     noun = "line"  # what a message counts
@@ -32,28 +32,28 @@ class Table(ABC):
 
     @abstractmethod
     def columns(self) -> list[str]:
-        """Names of the columns; of .jsonl those of the first row."""
+        """Returns the names of the columns; of .jsonl those of the first row."""
 
     @abstractmethod
     def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(line, values by column) of the rows in a group, a value that is missing left out or None."""
+        """Yields (line, values by column) of the rows in a group; a missing value is left out or None."""
 
     def groups(self) -> int:
-        """How many groups of rows can be read one by one."""
+        """Returns how many groups of rows can be read one by one."""
         return 1
 
     def holds_files(self) -> bool:
-        """Whether a column holds the bytes of files, as `datasets` writes pictures."""
+        """Returns whether a column holds the bytes of files, as `datasets` writes pictures."""
         return False
 
 
 def open_table(files: Files, name: str, where: str) -> Table:
-    """The table in a file whose suffix is one of TABLES."""
+    """Returns the table in a file whose suffix is one of TABLES."""
     return TABLES["." + name.lower().rpartition(".")[2]](files, name, where)
 
 
 def read_lines(files: Files, name: str, where: str) -> Iterator[str]:
-    """The lines of a text file with their ends. ConfigError: one is no UTF-8, or too long."""
+    """Yields the lines of a text file with their ends. Raises ConfigError if one is no UTF-8, or too long."""
     try:
         file = files.open(name)
     except NotRead:
@@ -66,10 +66,10 @@ def read_lines(files: Files, name: str, where: str) -> Iterator[str]:
             number += 1
             if len(line) > _LONGEST:
                 raise ConfigError(f"{where}, line {number}: longer than {_LONGEST >> 20} MB: is this a text file?")
-            yield _decoded(line, number, where)
+            yield _decode(line, number, where)
 
 
-def _decoded(line: bytes, number: int, where: str) -> str:
+def _decode(line: bytes, number: int, where: str) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -98,7 +98,7 @@ class _Csv(Table):
         reader = self._reader()
         try:
             for row in reader:
-                if any(row.get(None, ())):  # where the reader puts what is beyond the first line's columns
+                if any(row.get(None, ())):  # The reader puts fields beyond the first line's columns there.
                     raise ConfigError(
                         f"{self.where}, line {reader.line_num}: more fields than the first line has: put "
                         f"quotation marks around text with {self.separators}"
