@@ -23,7 +23,7 @@ from dstrain import recipe, systems
 from dstrain.commands.options.export import ExportOptions
 from dstrain.data.batches import held_out
 from dstrain.data.cached.shards import INDEX, read_index, statistics, sums
-from dstrain.data.formats.imagenet import titles
+from dstrain.data.formats.imagenet import read_titles
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
 from dstrain.distributed import group
@@ -178,7 +178,7 @@ def _classes(run: Run) -> tuple[str, ...]:
     """Names of the labels, if the run's data are still there and say so."""
     try:
         classes = tuple(open_sources(run.data, run=run.directory)[0].classes)
-        return titles(run.data.path, run.data.class_list, classes)
+        return read_titles(run.data.path, run.data.class_list, classes)
     except (ValueError, OSError, AttributeError):
         return ()
 

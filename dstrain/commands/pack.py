@@ -25,7 +25,7 @@ from dstrain.data.decode.pixels import FORMATS
 from dstrain.data.files.storage import is_storage_fault, read_text, require_regular, retry
 from dstrain.data.formats import packed
 from dstrain.data.formats.base import Layout
-from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, hash_of
+from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, hash_file
 from dstrain.data.index.build import from_first
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
@@ -177,7 +177,7 @@ def _planned(out: Path) -> dict[str, Any]:
 
 
 def _shard(out: Path, kind: str, number: int) -> Path:
-    return out / (packed.shard_name(number) if kind == "shards" else f"files-{number:06d}.tar")
+    return out / (packed.name_shard(number) if kind == "shards" else f"files-{number:06d}.tar")
 
 
 def _record(out: Path, number: int) -> Path:
@@ -197,7 +197,12 @@ def _whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]
     """The record of a shard that is there and has its hash; else None, and it is gone."""
     path, record = _shard(out, kind, number), _record(out, number)
     known = earlier.get(number) or (sealed.parse_sealed(record.read_bytes()) if record.is_file() else None)
-    if known is not None and path.is_file() and path.stat().st_size == known["size"] and hash_of(path) == known["hash"]:
+    if (
+        known is not None
+        and path.is_file()
+        and path.stat().st_size == known["size"]
+        and hash_file(path) == known["hash"]
+    ):
         return known
     if path.exists():
         print(f"{path} is damaged, or was not finished; it is made anew", flush=True)
@@ -226,7 +231,7 @@ def _make(
                 record = {
                     "name": path.name,
                     "size": temporary.stat().st_size,
-                    "hash": hash_of(temporary),
+                    "hash": hash_file(temporary),
                     "samples": here,
                     "bad": [list(entry) for entry in bad[before:]],
                 }

@@ -23,7 +23,7 @@ from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import list_class_folders, listing_errors
 from dstrain.data.formats.base import Layout, Request
-from dstrain.data.formats.imagenet import taken_apart
+from dstrain.data.formats.imagenet import split_root
 from dstrain.data.index.build import cache_folder, from_first, open_index
 from dstrain.data.index.index import Index
 from dstrain.data.mixture import open_mixture, with_codes_of
@@ -87,7 +87,7 @@ class Kind(ABC):
         request = make_request(data, captions=captions)
         if data.num_frames is not None:
             request = make_request(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
-        path, _ = taken_apart(data.path, data.held_out, data.held_out_path, whole=True)
+        path, _ = split_root(data.path, data.held_out, data.held_out_path, whole=True)
         return open_index(path, request, data.index or cache_folder())
 
     def origin(self) -> str:
@@ -442,9 +442,7 @@ def _wrap_images(data: Data, source: Source) -> Source:
 
 def _take_apart(data: Data) -> Data:
     """Returns the section with data.path and data.held_out_path of data that hold some out themselves."""
-    path, held_out_path = from_first(
-        lambda: taken_apart(data.path, data.held_out, data.held_out_path, cache=data.cache)
-    )
+    path, held_out_path = from_first(lambda: split_root(data.path, data.held_out, data.held_out_path, cache=data.cache))
     return data.model_copy(update={"path": path, "held_out_path": held_out_path})
 
 

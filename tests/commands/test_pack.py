@@ -21,7 +21,7 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats import recognised
 from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.packed import PackedFiles, ShardWriter, samples_of, shard_name
+from dstrain.data.formats.packed import PackedFiles, ShardWriter, list_packed, name_shard
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
@@ -152,13 +152,13 @@ def test_unreadable_files_keep_their_place(tmp_path):
 @settings(max_examples=60, deadline=None)
 def test_a_shard_holds_what_was_added(tmp_path_factory, samples, labelled, captioned):
     """Oracle: the samples themselves, with any names, bytes, labels and numbers of captions; safetensors reads it."""
-    path = tmp_path_factory.mktemp("shard") / shard_name(0)
+    path = tmp_path_factory.mktemp("shard") / name_shard(0)
     with open(path, "wb") as file:
         writer = ShardWriter(file)
         for name, content, label, captions in samples:
             writer.add(name, content, label if labelled else None, captions if captioned else ())
         writer.close()
-    content, load = path.read_bytes(), list(samples_of(LocalFiles(path.parent), path.name))
+    content, load = path.read_bytes(), list(list_packed(LocalFiles(path.parent), path.name))
     assert [(one.name, content[one.offset : one.offset + one.size], one.label, one.captions) for one in load] == [
         (name, bytes, label if labelled else None, captions if captioned else ())
         for name, bytes, label, captions in samples
@@ -258,7 +258,7 @@ def test_what_is_refused(tmp_path):
     first = out / index["shards"][0]["name"]
     whole, listing = first.read_bytes(), (out / "pack.json").read_bytes()
     os.truncate(first, 5000)
-    with pytest.raises(ConfigError, match=r"files_00000.safetensors has 5000 bytes instead of \d+: repeat"):
+    with pytest.raises(ConfigError, match=r"files_00000.safetensors has 5000 bytes instead of \d+: give the command"):
         open_images(out, 32)
     for header in (
         b"",
@@ -270,7 +270,7 @@ def test_what_is_refused(tmp_path):
         b"[" * 2000,
     ):
         first.write_bytes(whole[:8] + header.ljust(4088) + whole[4096:])
-        with pytest.raises(ConfigError, match="files_00000.safetensors is no shard of launch/pack.py, or is damaged"):
+        with pytest.raises(ConfigError, match="files_00000.safetensors is no shard of `dstrain pack`, or is damaged"):
             open_images(out, 32)
     first.unlink()
     with pytest.raises(ConfigError, match="files_00000.safetensors is missing"):
@@ -281,7 +281,7 @@ def test_what_is_refused(tmp_path):
         open_images(out, 32)
     for body in ({}, {"noun": "images", "classes": [], "shards": [{"name": "../x", "size": 1}]}):
         (out / "pack.json").write_bytes(sealed.render_sealed({"format": 1} | body))
-        with pytest.raises(ConfigError, match="pack.json that launch/pack.py has not written"):
+        with pytest.raises(ConfigError, match="pack.json that `dstrain pack` has not written"):
             open_images(out, 32)
     (out / "pack.json").unlink()
     with pytest.raises(ConfigError, match="is not packed to the end: give the command"):

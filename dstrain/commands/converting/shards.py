@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dstrain.data.formats.packed import FORMAT, HELD_OUT, INDEX, PACKING, TRAIN, ShardWriter, hash_of, shard_name
+from dstrain.data.formats.packed import FORMAT, HELD_OUT, INDEX, PACKING, TRAIN, ShardWriter, hash_file, name_shard
 from dstrain.disk import atomic, sealed
 from dstrain.distributed.bars import Bar
 from dstrain.recipe import ConfigError, write_errors
@@ -66,7 +66,7 @@ def _write_shards(folder: Path, pictures: Pictures) -> int:
     largest = -1
     with Bar("converting", total=pictures.number, unit=" images", unit_scale=True) as bar:
         for first in pictures.samples:
-            path = folder / shard_name(len(records))
+            path = folder / name_shard(len(records))
             with write_errors(path, _REMEDY), atomic.replace_file(path) as temporary:
                 with open(temporary, "wb") as file:
                     writer, number, size = ShardWriter(file), 0, 0
@@ -79,7 +79,7 @@ def _write_shards(folder: Path, pictures: Pictures) -> int:
                         if size >= _SHARD_BYTES:
                             break
                     writer.close()
-                length, digest = temporary.stat().st_size, hash_of(temporary)
+                length, digest = temporary.stat().st_size, hash_file(temporary)
             records.append({"name": path.name, "size": length, "hash": digest, "samples": number, "bad": []})
     classes = pictures.classes or tuple(str(number) for number in range(largest + 1))
     if largest >= len(classes):

@@ -12,8 +12,8 @@ from typing import Any
 from dstrain.data.files.listing import SAMPLES, join_few, list_class_folders, listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.labels import LABELS, labels_of_names, refuse_splits
-from dstrain.data.formats.no_samples import left_out, without_samples
+from dstrain.data.formats.labels import LABELS, read_labels, refuse_splits
+from dstrain.data.formats.no_samples import describe_left_out, explain_no_samples
 from dstrain.recipe import ConfigError
 
 
@@ -41,13 +41,13 @@ class Folders(Layout):
         """
         root, request = Path(self.root), self.request
         with listing_errors(root, request.key):
-            self._by_name = labels_of_names(root, request.key)
+            self._by_name = read_labels(root, request.key)
             if self._by_name is None:
                 return self._class_parts(root, request)
             if self._by_name:
                 self.classes = tuple(map(str, range(max(self._by_name.values()) + 1)))
             if next(walk_files(root, "", request.suffixes), None) is None:
-                raise without_samples(self)
+                raise explain_no_samples(self)
             return [""]
 
     def _class_parts(self, root: Path, request: Request) -> list[str]:
@@ -56,7 +56,7 @@ class Folders(Layout):
         full = [name for name in classes if next(walk_files(root, name, request.suffixes), None) is not None]
         flat = self._flat(classes)
         if not flat and not full:
-            raise without_samples(self)
+            raise explain_no_samples(self)
         if full == [SAMPLES] and all(Path(name).stem == "grid" for name in flat):
             raise ConfigError(
                 f"{request.key}={root}: launch/generate.py wrote this folder, and its samples are in "
@@ -96,7 +96,7 @@ class Folders(Layout):
         return names
 
     def advice(self) -> str:
-        return left_out(self.notes.get("others", {}))
+        return describe_left_out(self.notes.get("others", {}))
 
     def _labelled(self, names: list[str], by_name: dict[str, int]) -> Iterator[Sample]:
         if missing := [name for name in names if by_name and name not in by_name]:

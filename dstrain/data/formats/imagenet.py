@@ -23,7 +23,7 @@ from dstrain.data.formats.clips import Clips
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
 from dstrain.data.formats.labels import SYNSET, is_split, read_class_list, refuse_splits
-from dstrain.data.formats.no_samples import without_samples
+from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.data.formats.packed import find_packed_splits
 from dstrain.data.formats.unconverted import is_flat_validation
 from dstrain.recipe import Cache, ConfigError
@@ -34,17 +34,17 @@ _TITLES = "LOC_synset_mapping.txt"
 _FOLDERS_ABOVE = 5  # the data, in which such a file is looked for
 
 
-def taken_apart(
+def split_root(
     path: str | Path, held_out: float, held_out_path: str | Path | None, whole: bool = False, cache: Cache | None = None
 ) -> tuple[str | Path, str | Path | None]:
-    """data.path and data.held_out_path: of a root with train/ and val/ these two, unless other data are held out; also
-    of data whose form holds some out, such as CIFAR's test batch.
+    """Returns data.path and data.held_out_path; of a root with train/ and val/ these two, unless others are held out.
 
-    ConfigError: the `whole` of such a root is asked for, which would count held-out samples among the others.
+    The same holds for data whose form has a held-out split, such as Hugging Face's.
+    Raises ConfigError if the `whole` of a root is asked for, since held-out samples would count among the others.
     """
-    splits = _train_and_held_out(path) or _packed_splits(path, cache)
+    splits = _find_splits(path) or _find_packed(path, cache)
     if splits is None:
-        return path, held_out_path or (None if held_out or whole else held_out_by(path, cache))
+        return path, held_out_path or (None if held_out or whole else find_held_out(path, cache))
     if whole:
         raise ConfigError(
             f"data.path={path}: {os.path.basename(splits[0])} and {os.path.basename(splits[1])} in it are splits, "
@@ -53,30 +53,30 @@ def taken_apart(
     return splits[0], held_out_path or (None if held_out else splits[1])
 
 
-def _packed_splits(path: str | Path, cache: Cache | None) -> tuple[str, str] | None:
+def _find_packed(path: str | Path, cache: Cache | None) -> tuple[str, str] | None:
     files = open_files(path, cache)
     require_there(f"data.path={path}", files)
     return find_packed_splits(str(path), files)
 
 
-def held_out_by(path: str | Path, cache: Cache | None = None) -> str | None:
-    """The path of the samples that these data hold out; None: none. cache: of data at an address."""
+def find_held_out(path: str | Path, cache: Cache | None = None) -> str | None:
+    """Returns the path of the samples that a form of data holds out; None if there are none."""
     files, request = open_files(path, cache), Request(SUFFIXES)
     require_there(f"data.path={path}", files)
     kind = next((kind for kind in _WITH_HELD_OUT if kind.recognises(str(path), files, request)), None)
     return kind(str(path), files, request).unseen() if kind is not None else None
 
 
-def _train_and_held_out(path: str | Path) -> tuple[str, str] | None:
-    """train/ and val/ of a root that holds both, with the same classes; None for any other data."""
+def _find_splits(path: str | Path) -> tuple[str, str] | None:
+    """Returns train/ and val/ of a root that holds both, with the same classes. Returns None for any other data."""
     with listing_errors(path):
         for tree in _TREES if os.path.isdir(path) else ():
-            if splits := _splits(Path(path, tree)):
+            if splits := _find_splits_in(Path(path, tree)):
                 return splits
     return None
 
 
-def _splits(root: Path) -> tuple[str, str] | None:
+def _find_splits_in(root: Path) -> tuple[str, str] | None:
     folders = list_class_folders(root)
     train = [name for name in folders if name.lower() in ("train", "training")]
     val = [name for name in folders if name.lower() in ("val", "valid", "validation")]
@@ -95,7 +95,7 @@ def _splits(root: Path) -> tuple[str, str] | None:
 
 
 class ListedFolders(Folders):
-    """Class folders whose labels are their places in data.class_list."""
+    """Reads class folders whose labels are their places in data.class_list."""
 
     kind = "class folders with data.class_list"
 
@@ -121,7 +121,7 @@ class ListedFolders(Folders):
 
 
 class AllFiles(Folders):
-    """All files at any depth, without labels (data.labels=none), or with those that begin their names (prefix)."""
+    """Reads all files at any depth, without labels (data.labels=none), or with those in their names (prefix)."""
 
     kind = "CLASS_name.png (ADM)"
 
@@ -134,7 +134,7 @@ class AllFiles(Folders):
         with listing_errors(root, self.request.key):
             refuse_splits(root, list_class_folders(root), self.request.key)
             if next(walk_files(root, "", self.request.suffixes), None) is None:
-                raise without_samples(self)
+                raise explain_no_samples(self)
         self.classes = names.classes if self.request.labels == "prefix" else ()
         return [""]
 
@@ -146,19 +146,19 @@ class AllFiles(Folders):
 
 
 class ListedClips(Clips, ListedFolders):
-    """As ListedFolders, with the captions of Clips."""
+    """Reads as ListedFolders do, with the captions of Clips."""
 
 
 class AllClips(Clips, AllFiles):
-    """As AllFiles, with the captions of Clips."""
+    """Reads as AllFiles do, with the captions of Clips."""
 
 
-def titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """What people call the classes: of data.class_list or LOC_synset_mapping.txt near the data; else their names."""
+def read_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns what people call the classes: by data.class_list, or LOC_synset_mapping.txt near the data; else names."""
     file = class_list or next(filter(os.path.isfile, (place / _TITLES for place in _above(path))), None)
     try:
         names = read_class_list(file)
-    except ConfigError:  # then the data could not be read, or it is someone else's
+    except ConfigError:  # the file is of another kind
         return classes
     if not names.titles or not set(classes) <= set(names.classes):
         return classes

@@ -1,15 +1,15 @@
-"""What tells the classes of files, beside one folder for each class; what looks like classes and is none.
+"""Where the classes of files stand if not in their folders, and what looks like classes and is none.
 
 dataset.json     as dataset_tool of StyleGAN and EDM writes it: {"labels": [["00000/img00000000.png", 6], ...]}. Its
-                 numbers are the labels, and folders say nothing. "labels": null: the files have no labels
-train/ val/      splits of the data: refused, since they would count as two classes
-cat_1.png        ADM's convention: read by data.labels=prefix, and named where a model needs labels
+                 numbers are the labels, and folders say nothing. With "labels": null the files have no labels
+train/ val/      splits of the data are refused, since they would count as two classes
+cat_1.png        ADM's convention is read by data.labels=prefix; a message names it if a model needs labels
 
 A class list (data.class_list) says which classes there are, in the order of their labels, and what people call them.
 
-A line is a class: the name of its folder, and what may follow it where the first words are all synsets (n01440764):
+A line is a class: the name of its folder. If all lines begin with a synset (n01440764), a title may follow it:
 
-    n01440764                                 of ADM, DiT and others: the synsets in order
+    n01440764                                 the synsets in order, as ADM, DiT and others have them
     n01440764 tench, Tinca tinca              LOC_synset_mapping.txt of ILSVRC
     golden retriever                          any other name is the whole line
 """
@@ -27,16 +27,16 @@ from dstrain.recipe import ConfigError
 SYNSET = re.compile(r"n\d{8}")
 _TITLED = re.compile(r"(n\d{8})(?:[\s,:]+(.*))?")
 LABELS = "dataset.json"
-_LARGEST = 1 << 20  # label in a dataset.json
+_MAX_LABEL = 1 << 20  # labels of a dataset.json are below
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}
-_BESIDE = {"", "a", "b", "data", "images", "img", "imgs", "seg", "set"}  # train_images, testB
-MOST_BYTES = 1 << 30  # of a dataset.json: ten million files
-_ASKED = 2000  # names that are searched for a prefix
+_PARTS_OF_SPLITS = {"", "a", "b", "data", "images", "img", "imgs", "seg", "set"}  # train_images, testB
+MAX_LABELS_BYTES = 1 << 30  # a dataset.json of ten million files
+_SEARCHED_NAMES = 2000  # so many are searched for a prefix
 
 
 @dataclass(frozen=True)
 class ClassList:
-    """The classes by their labels; empty: no list was named, and the data tell their classes. where: for messages."""
+    """Holds the classes by their labels; empty if no list was named. `where` names the list in messages."""
 
     classes: tuple[str, ...] = ()
     titles: tuple[str, ...] = ()  # what people call them, for pictures and exports; empty where none are given
@@ -47,7 +47,10 @@ class ClassList:
         object.__setattr__(self, "places", {name: place for place, name in enumerate(self.classes)})
 
     def number(self, label: int | str, at: str) -> int | str:
-        """The label of a class by its name or number, as it is where there is no list. ConfigError: not in the list."""
+        """Returns the label of a class, which is given by its name or number; without a list, what is given.
+
+        Raises ConfigError if the list does not have it.
+        """
         if not self.classes:
             return label
         place = label if isinstance(label, int) else self.places.get(label, -1)
@@ -59,7 +62,10 @@ class ClassList:
         return place
 
     def prefix(self, name: str, at: str) -> int | str:
-        """The class before the first `_` in a file's name, as ADM reads CLASS_name.png. ConfigError: there is none."""
+        """Returns the class before the first `_` in a file's name, as ADM reads CLASS_name.png.
+
+        Raises ConfigError if there is none.
+        """
         prefix, underscore, _ = name.rpartition("/")[2].partition("_")
         if not prefix or not underscore:
             raise ConfigError(
@@ -70,7 +76,10 @@ class ClassList:
 
 
 def read_class_list(path: str | None) -> ClassList:
-    """The list in a file; empty for None. ConfigError: it cannot be read, is empty, or names a class twice."""
+    """Returns the list in a file; an empty one for None.
+
+    Raises ConfigError if the file cannot be read, is empty, or names a class twice.
+    """
     if path is None:
         return ClassList()
     where = f"data.class_list={path}"
@@ -96,27 +105,27 @@ def read_class_list(path: str | None) -> ClassList:
     return ClassList(classes, titles if all(titles) else (), where)
 
 
-def labels_of_names(root: Path, key: str) -> dict[str, int] | None:
-    """Label of each name in the folder's dataset.json, empty where it says that there are none; None: no such file.
+def read_labels(root: Path, key: str) -> dict[str, int] | None:
+    """Returns the label of each name in the folder's dataset.json, empty if it says that there are none.
 
-    A file of that name with other content is someone else's, and is passed over. ConfigError: it cannot be read, or
-    its labels are no whole numbers.
+    Returns None if there is no such file, or its content is of another kind.
+    Raises ConfigError if it cannot be read, or its labels are no whole numbers.
     """
     path = root / LABELS
     if not os.path.lexists(path):
         return None
     try:
-        content = small.read_json(path, MOST_BYTES)
+        content = small.read_json(path, MAX_LABELS_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
             "or take it away, and folders are the classes"
         ) from None
-    return parsed_labels(content, root, key)
+    return parse_labels(content, root, key)
 
 
-def parsed_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | None:
-    """What a parsed dataset.json says, as `labels_of_names`; None where it is someone else's."""
+def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | None:
+    """Returns what a parsed dataset.json says, as `read_labels` does."""
     if not isinstance(content, dict) or "labels" not in content:
         return None
     rows = content["labels"] or []
@@ -124,25 +133,21 @@ def parsed_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | 
         labels = dict(rows)
     except (TypeError, ValueError):
         labels = {"": None}
-    wrong = [
-        name
-        for name, label in labels.items()
-        if not (isinstance(name, str) and type(label) is int and 0 <= label < _LARGEST)
-    ]
-    if wrong:
-        raise ConfigError(
-            f"{key}={root}: the labels in {LABELS} are no whole numbers from 0 to {_LARGEST - 1:,} (of "
-            f"{wrong[0]!r}): write those, or take the file away, and folders are the classes"
-        )
+    for name, label in labels.items():
+        if not (isinstance(name, str) and type(label) is int and 0 <= label < _MAX_LABEL):
+            raise ConfigError(
+                f"{key}={root}: the labels in {LABELS} are no whole numbers from 0 to {_MAX_LABEL - 1:,} (of "
+                f"{name!r}): write those, or take the file away, and folders are the classes"
+            )
     if len(labels) < len(rows):
         raise ConfigError(f"{key}={root}: {LABELS} names a file twice: leave one label for each file")
     return labels
 
 
 def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
-    """ConfigError: the class folders of a data folder are its splits, train and val."""
+    """Checks class folders. Raises ConfigError if they are the splits of the data, train and val."""
     splits = [name for name in folders if is_split(name)]
-    if not splits or (len(splits) == 1 and len(folders) > 1):  # a train may be a class among others
+    if not splits or (len(splits) == 1 and len(folders) > 1):  # one train may be a class among others
         _refuse_splits_within(root, folders, key)
         return
     train = next((name for name in splits if "train" in name.lower()), splits[0])
@@ -154,10 +159,10 @@ def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
 
 
 def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> None:
-    """ConfigError: class folders hold the splits, which would all be learned from."""
+    """Checks class folders. Raises ConfigError if they hold splits, which would all be learned from."""
     for name in folders:
         inner = (entry.name for entry in os.scandir(root / name) if entry.is_dir(follow_symlinks=False))
-        splits = sorted(filter(is_split, inner))  # a class may hold a million files
+        splits = sorted(filter(is_split, inner))  # only these are sorted, since a class may hold a million files
         if len(splits) > 1 and len(folders) == 1:
             refuse_splits(root / name, tuple(splits), key)
         if len(splits) > 1:
@@ -168,9 +173,9 @@ def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> Non
 
 
 def is_split(name: str) -> bool:
-    """Whether a folder's name is that of a split: train, val2017, training_set, seg_test, trainA."""
+    """Returns whether a folder has the name of a split: train, val2017, training_set, seg_test, trainA."""
     words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower())
-    return bool(_SPLITS & set(words)) and set(words) <= _SPLITS | _BESIDE
+    return bool(_SPLITS & set(words)) and set(words) <= _SPLITS | _PARTS_OF_SPLITS
 
 
 def require_classes(
@@ -182,10 +187,11 @@ def require_classes(
     without: str = "",
     own: bool = False,
 ) -> None:
-    """ConfigError where a model that learns `number` labels (None: none) would learn them from data that have others.
+    """Checks that data have the classes of a model that learns `number` labels (None: it learns none).
 
-    path: of the data, for messages. field, without: SystemConfig.num_labels_field and .without_labels. own: the data
+    path: names the data in messages. field, without: SystemConfig.num_labels_field and .without_labels. own: the data
     hold `held_out` out by themselves.
+    Raises ConfigError if they have more, fewer or none.
     """
     classes = len(source.classes)
     if number is None or classes == number:
@@ -200,14 +206,14 @@ def require_classes(
         remedy = f", or write {without} for a model without labels" if without else ""
         raise ConfigError(
             f"data.path={path} has no classes, and the model learns {number}: put the images of each "
-            f"class into a folder of its own{_about_prefixes(source)}, or name a list with a column "
+            f"class into a folder of its own{_describe_prefixes(source)}, or name a list with a column "
             f"`label`, data.path=FILE.csv{remedy}"
         )
     if number is not None and number > 1 and held_out is not None and not held_out.classes:
-        raise ConfigError(_held_out_without_classes(path, source, held_out, own))
+        raise ConfigError(_explain_no_held_out_classes(path, source, held_out, own))
 
 
-def _held_out_without_classes(path: str, source: Source, held_out: Source, own: bool) -> str:
+def _explain_no_held_out_classes(path: str, source: Source, held_out: Source, own: bool) -> str:
     unseen = held_out.where.partition("=")[2]
     share = ", or write data.held_out=0.02, which holds out a share of what is trained on" if own else ""
     which = f"the held-out data, {unseen}," if own else "the held-out data"
@@ -217,9 +223,11 @@ def _held_out_without_classes(path: str, source: Source, held_out: Source, own: 
     )
 
 
-def _about_prefixes(source: Source) -> str:
-    """A remark where names begin with what may be classes: cat_1.png, dog_7.png."""
-    names = [source.name(index).rpartition("/")[2] for index in range(0, len(source), -(-len(source) // _ASKED))]
+def _describe_prefixes(source: Source) -> str:
+    """Returns a remark if names begin with what may be classes, as cat_1.png and dog_7.png do."""
+    names = [
+        source.name(index).rpartition("/")[2] for index in range(0, len(source), -(-len(source) // _SEARCHED_NAMES))
+    ]
     prefixes = sorted({name.split("_")[0] for name in names if "_" in name})
     if len(prefixes) < 2 or len(prefixes) > len(names) // 2 or not all("_" in name for name in names):
         return ""

@@ -1,4 +1,4 @@
-"""What data hold instead of samples or beside them, and what would make it work."""
+"""Says what data hold instead of samples or beside them, and what makes them readable."""
 
 import re
 import shlex
@@ -12,11 +12,11 @@ from dstrain.data.formats.base import Layout
 from dstrain.data.formats.unconverted import holds_latents
 from dstrain.recipe import ConfigError
 
-_LOOKED = 1000  # files by which data are judged
-_ABOVE = 3  # folders in which latents may lie: REPA/vae-sd/00000
+_EXAMINED_FILES = 1000  # by which data are judged
+_FOLDERS_ABOVE = 3  # latents may lie in REPA/vae-sd/00000
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 _PICTURES = (".tif", ".tiff", ".gif", ".avif", ".heic", ".heif", ".jp2", ".jxl", ".ppm", ".pgm", ".tga", ".exr", ".dng")
-_REMEDIES = (  # suffixes of files that are no samples as they lie there, and the remedy
+_REMEDIES = (  # suffixes of files that are no samples as they lie, and the remedy
     (_VIDEOS, "data.num_frames=17 reads clips, for a system that learns from them, such as system=phenaki.tokenizer"),
     (_PICTURES, "convert them to PNG or JPEG, as `mogrify -format png FILES` of ImageMagick does"),
     (
@@ -38,17 +38,17 @@ _REMEDIES = (  # suffixes of files that are no samples as they lie there, and th
 _UNKNOWN = "docs/guides/data.md has all forms that are read, such as a folder of {noun}"
 
 
-def without_samples(layout: Layout) -> ConfigError:
-    """The refusal of data in which there is no sample."""
+def explain_no_samples(layout: Layout) -> ConfigError:
+    """Returns the refusal of data without a sample: what they hold, and the remedy."""
     request = layout.request
     noun, where = request.noun, f"{request.key}={layout.root}"
-    if left_out := layout.notes.get("uncaptioned", 0):
+    if uncaptioned := layout.notes.get("uncaptioned", 0):
         return ConfigError(
-            f"{where}: none of its {left_out:,} {noun} has a caption: write X.txt beside X.png, in tars "
+            f"{where}: none of its {uncaptioned:,} {noun} has a caption: write X.txt beside X.png, in tars "
             "too, or leave out what asks for captions"
         )
     counts, first, names = Counter(), {}, layout.seen()
-    for name in islice(names, _LOOKED):
+    for name in islice(names, _EXAMINED_FILES):
         suffix = splitext(name)[1].lower()
         counts[suffix] += 1
         first.setdefault(suffix, name)
@@ -57,10 +57,10 @@ def without_samples(layout: Layout) -> ConfigError:
     known = {suffix: remedy for suffixes, remedy in _REMEDIES for suffix in suffixes if suffix not in request.suffixes}
     suffix = max(counts, key=lambda suffix: (suffix in known, counts[suffix]))
     name, more = first[suffix], counts[suffix] - 1
-    others = f" and {more:,}{'' if sum(counts.values()) < _LOOKED else ' or more'} like it" if more else ""
+    others = f" and {more:,}{'' if sum(counts.values()) < _EXAMINED_FILES else ' or more'} like it" if more else ""
     remedy = known.get(suffix, _UNKNOWN)
     if "{root}/{name}" in remedy and (within := re.match(r".*?\.(tar|zip)(?=/)", name, re.IGNORECASE)):
-        remedy = f"unpack {within[0]} first"  # a member has no path
+        remedy = f"unpack {within[0]} first"  # since a member of it has no path
     latents = _describe_latents(layout.root, name, request.key) if "{latents}" in remedy else ""
     remedy = remedy.format(key=request.key, root=layout.root, name=name, noun=noun, latents=latents)
     return ConfigError(
@@ -69,8 +69,8 @@ def without_samples(layout: Layout) -> ConfigError:
     )
 
 
-def left_out(counts: Mapping[str, int]) -> str:
-    """Pictures and videos among other files, counted by suffix, in words for the start of a command; "": none."""
+def describe_left_out(counts: Mapping[str, int]) -> str:
+    """Returns a line about pictures and videos of types that are not read, counted by suffix; "" if there are none."""
     known = [suffix for suffix in sorted(counts) if suffix in _VIDEOS + _PICTURES]
     if not known:
         return ""
@@ -88,7 +88,7 @@ def _describe_latents(root: str, name: str, key: str) -> str:
     if "://" in root:
         place = None  # they are converted from a disk
     elif not root.endswith(".zip"):
-        folders = Path(root, name).parents[:_ABOVE]
+        folders = Path(root, name).parents[:_FOLDERS_ABOVE]
         place = next((folder for folder in folders if holds_latents(folder)), None)
     if place is None:
         return "docs/guides/encode.md names the latents of others that `dstrain convert latents` converts"

@@ -1,6 +1,6 @@
-"""Shards of encoded files: the format that launch/pack.py writes and `PackedFiles` reads by offset.
+"""Shards of encoded files: the format that `dstrain pack` writes and `PackedFiles` reads by offset.
 
-    FOLDER/packing.json                of what the shards are made, written first; written by launch/pack.py
+    FOLDER/packing.json                written first: what the shards are made of
     FOLDER/files_00000.safetensors     so many samples each, the last one fewer
     FOLDER/pack.json                   written last, sealed: classes, and number, size and hash of each shard
 
@@ -9,16 +9,16 @@ Of data with a test of their own, `dstrain convert` writes two such folders, FOL
 A shard holds its n samples in the order of the data, as any reader of safetensors sees it:
 
     bytes          uint8 (b,)      the files as they were, one after the other
-    ends           int64 (n,)      where each one ends in `bytes`; a file that could not be read has no bytes
-    label          int64 (n,)      index into the classes, where the data have labels
+    ends           int64 (n,)      where each one ends in `bytes`; an unreadable file has no bytes
+    label          int64 (n,)      index into the classes, if the data have labels
     names          uint8           names of the files, UTF-8, one after the other
     name_ends      int64 (n,)      where each name ends
-    captions       uint8           captions, UTF-8, one after the other, where the data have some
+    captions       uint8           captions, UTF-8, one after the other, if the data have some
     caption_ends   int64 (m,)      where each caption ends
     captions_ends  int64 (n,)      how many captions there are up to each sample, its own included
 
-The header has 4096 bytes whatever it says, so that a shard is written from its beginning to its end, in the memory of
-its columns. The bytes of a shard are a function of its samples alone.
+The header always has 4096 bytes, so that a shard is written from its beginning to its end, and memory holds its
+columns alone. The bytes of a shard are a function of its samples alone.
 """
 
 import json
@@ -40,7 +40,7 @@ from dstrain.recipe import ConfigError, NotRead
 INDEX, PACKING, FORMAT = "pack.json", "packing.json", 1
 TRAIN, HELD_OUT = "train", "held_out"  # folders of shards in one folder, which then are its splits
 _HEADER = 4096  # bytes of a shard before its arrays
-_LARGEST = 1 << 31  # bytes of one column that are read at once
+_MAX_COLUMN_BYTES = 1 << 31
 _TYPES = {
     "ends": "I64",
     "label": "I64",
@@ -53,25 +53,26 @@ _TYPES = {
 }
 _ENDS = {"names": "name_ends", "captions": "caption_ends"}
 _COLUMNS = tuple(name for name in _TYPES if name != "bytes")  # numbers first, since they lie at multiples of 8
-_MAX_BYTES = 1 << 28  # of a file that is read
+_MAX_FILE_BYTES = 1 << 28
 
 
 class Packed(NamedTuple):
-    """A sample in a shard."""
+    """Holds what a shard says of a sample."""
 
-    offset: int  # of its bytes in the file
-    size: int  # 0: it could not be read when it was packed
+    offset: int  # of its bytes in the shard
+    size: int  # 0 if it could not be read when it was packed
     name: str
     label: int | None
     captions: tuple[str, ...]
 
 
-def shard_name(number: int) -> str:
+def name_shard(number: int) -> str:
+    """Returns the file name of a shard."""
     return f"files_{number:05d}.safetensors"
 
 
 class ShardWriter:
-    """A shard that is written to an open file; `add` its samples, then `close`."""
+    """Writes a shard to an open file: `add` its samples, then `close`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._size = file, 0
@@ -80,6 +81,7 @@ class ShardWriter:
         file.write(bytes(_HEADER))
 
     def add(self, name: str, content: bytes, label: int | None, captions: tuple[str, ...]) -> None:
+        """Writes the bytes of a sample, and keeps the rest for the columns."""
         self._file.write(content)
         self._size += len(content)
         self._numbers["ends"].append(self._size)
@@ -96,7 +98,7 @@ class ShardWriter:
         self._numbers[ends].append(len(self._texts[blob]))
 
     def close(self) -> None:
-        """Writes the columns and the header. There is at least one sample."""
+        """Writes the columns and the header. The shard must have a sample."""
         padding = bytes(-self._size % 8)
         self._file.write(padding)
         columns = {name: values for name, values in self._numbers.items() if values}
@@ -121,10 +123,10 @@ class ShardWriter:
         self._file.write((_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8))
 
 
-def samples_of(files: Files, name: str) -> Iterator[Packed]:
-    """The samples of a shard, without their bytes. ConfigError: it is damaged."""
+def list_packed(files: Files, name: str) -> Iterator[Packed]:
+    """Yields the samples of a shard, without their bytes. Raises ConfigError if it is damaged."""
     try:
-        columns = _columns(files, name)
+        columns = _read_columns(files, name)
         ends = columns["ends"].tolist()
         names, labels, captions = columns["names"].tobytes(), columns.get("label"), columns.get("captions_ends")
         texts = columns["captions"].tobytes() if captions is not None else b""
@@ -138,24 +140,24 @@ def samples_of(files: Files, name: str) -> Iterator[Packed]:
                 end - begin,
                 os.fsdecode(names[name_begin:name_end]),
                 None if labels is None else int(labels[number]),
-                tuple(_caption(texts, columns["caption_ends"], place) for place in own),
+                tuple(_decode_caption(texts, columns["caption_ends"], place) for place in own),
             )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{name} is no shard of launch/pack.py, or is damaged ({error})") from None
+        raise ConfigError(f"{name} is no shard of `dstrain pack`, or is damaged ({error})") from None
 
 
-def _caption(texts: bytes, ends: np.ndarray, place: int) -> str:
+def _decode_caption(texts: bytes, ends: np.ndarray, place: int) -> str:
     return texts[int(ends[place - 1]) if place else 0 : int(ends[place])].decode("utf-8")
 
 
-def _columns(files: Files, name: str) -> dict[str, Any]:
-    """The columns of a shard as arrays, and under "bytes" how many bytes its files have."""
+def _read_columns(files: Files, name: str) -> dict[str, Any]:
+    """Returns the columns of a shard as arrays, and under "bytes" how many bytes its files have."""
     header = small.parse_json(files.span(name, 8, _HEADER - 8))
     columns: dict[str, Any] = {"bytes": header["bytes"]["data_offsets"][1]}
     for column in _COLUMNS:
         if column in header:
             begin, end = header[column]["data_offsets"]
-            if not 0 <= begin <= end or end - begin > _LARGEST:
+            if not 0 <= begin <= end or end - begin > _MAX_COLUMN_BYTES:
                 raise ValueError(f"a column {column} from {begin} to {end}")
             columns[column] = np.frombuffer(
                 files.span(name, _HEADER + begin, end - begin), np.int64 if _TYPES[column] == "I64" else np.uint8
@@ -163,8 +165,8 @@ def _columns(files: Files, name: str) -> dict[str, Any]:
     return columns
 
 
-def hash_of(path: Path) -> str:
-    """A hash of a file's bytes."""
+def hash_file(path: Path) -> str:
+    """Returns a hash of a file's bytes."""
     digest = blake2b(digest_size=32)
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -173,27 +175,29 @@ def hash_of(path: Path) -> str:
 
 
 def read_index(files: Files) -> dict[str, Any]:
-    """What stands in pack.json. ConfigError: there is none yet, it is altered, or of another version's format."""
+    """Returns what stands in pack.json.
+
+    Raises ConfigError if there is none yet, it is altered, or of the format of another version.
+    """
     try:
         with files.open(INDEX) as file:
             body = sealed.parse_sealed(file.read(small.MEGABYTE << 8))
     except FileNotFoundError:
         raise ConfigError(
-            "is not packed to the end: give the command of launch/pack.py that began it once more, and "
-            "it goes on where it stopped"
+            "is not packed to the end: give the command that began it once more, and it goes on where it stopped"
         ) from None
     if body is None:
-        raise ConfigError(f"has a {INDEX} that is truncated or altered: repeat the launch/pack.py that wrote it")
+        raise ConfigError(f"has a {INDEX} that is truncated or altered: give the command that wrote it once more")
     if body.get("format") != FORMAT:
         raise ConfigError(f"has format {body.get('format')}, this version reads {FORMAT}: pack the data again")
     try:
         names = [shard["name"] for shard in body["shards"] if type(shard["size"]) is int]
-        sound = names == [shard_name(number) for number in range(len(body["shards"]))] and body["noun"]
+        sound = names == [name_shard(number) for number in range(len(body["shards"]))] and body["noun"]
         sound = sound and all(type(name) is str for name in body["classes"])
     except (KeyError, TypeError):
         sound = False
     if not sound:
-        raise ConfigError(f"has a {INDEX} that launch/pack.py has not written: pack the data again")
+        raise ConfigError(f"has a {INDEX} that `dstrain pack` has not written: pack the data again")
     return body
 
 
@@ -207,17 +211,19 @@ def find_packed_splits(path: str, files: Files) -> tuple[str, str] | None:
 
 
 class PackedFiles(Layout):
-    """`file` is the number of the shard, `offset` and `size` are the sample's bytes in it."""
+    """Reads the samples of shards: `file` of a place is the shard's number, `offset` and `size` the bytes in it."""
 
-    kind = "shards of launch/pack.py"
+    kind = "shards of dstrain pack"
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return exists(files, INDEX) or (exists(files, PACKING) and exists(files, shard_name(0)))
+        return exists(files, INDEX) or (exists(files, PACKING) and exists(files, name_shard(0)))
 
     def parts(self) -> list[str]:
-        """ConfigError: not packed to the end, a shard is missing or has another size, clips where
-        images are asked for.
+        """Returns the names of the shards.
+
+        Raises ConfigError if data are not packed to the end, a shard is missing or has another size, or they hold clips
+        and images are asked for.
         """
         where = f"{self.request.key}={self.root}"
         try:
@@ -232,7 +238,7 @@ class PackedFiles(Layout):
             raise ConfigError(
                 f"{where} keeps the labels with which it was packed, and data."
                 f"{next(name for name in chosen if chosen[name])} is of no use here: leave it out, or "
-                "give it to launch/pack.py"
+                "give it to `dstrain pack`"
             )
         for shard in body["shards"]:
             try:
@@ -243,14 +249,14 @@ class PackedFiles(Layout):
                 size = None
             if size != shard["size"]:
                 problem = "is missing" if size is None else f"has {size} bytes instead of {shard['size']}"
-                raise ConfigError(f"{where}: {shard['name']} {problem}: repeat the launch/pack.py that wrote it")
+                raise ConfigError(f"{where}: {shard['name']} {problem}: give the command that wrote it once more")
         self.classes = () if self.request.labels == "none" else tuple(body["classes"])
         return [shard["name"] for shard in body["shards"]]
 
     def samples(self, part: str) -> Iterator[Sample]:
         number = int(part.removeprefix("files_").partition(".")[0])
         try:
-            for packed in samples_of(self.files, part):
+            for packed in list_packed(self.files, part):
                 yield Sample(
                     Place(packed.name, number, packed.offset, packed.size),
                     None if self.request.labels == "none" else packed.label,
@@ -260,10 +266,10 @@ class PackedFiles(Layout):
             raise ConfigError(f"{self.request.key}={self.root}: {error}") from None
 
     def read(self, place: Place) -> bytes:
-        if not 0 < place.size <= _MAX_BYTES:
+        if not 0 < place.size <= _MAX_FILE_BYTES:
             problem = "it could not be read when it was packed" if not place.size else f"has {place.size} bytes"
-            raise ConfigError(f"{problem}; at most {_MAX_BYTES} are read")
-        return self.files.span(shard_name(place.file), place.offset, place.size)
+            raise ConfigError(f"{problem}; at most {_MAX_FILE_BYTES} are read")
+        return self.files.span(name_shard(place.file), place.offset, place.size)
 
     def watched(self) -> list[str]:
         return [INDEX, *self.parts()]

@@ -14,7 +14,7 @@ from dstrain.data.files.local import Files, is_hidden
 from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import Members, list_members, read_member
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
-from dstrain.data.formats.labels import LABELS, MOST_BYTES, is_split, parsed_labels
+from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, is_split, parse_labels
 from dstrain.data.formats.tars import MAX_BYTES
 from dstrain.disk import small
 from dstrain.recipe import ConfigError
@@ -112,11 +112,11 @@ class Zips(Layout):
         for table in tables:
             if table.orig_filename == top + LABELS:
                 size, packed = table.file_size, table.compress_size
-                if size > MOST_BYTES:
+                if size > MAX_LABELS_BYTES:
                     raise ConfigError(f"its {LABELS} has {size:,} bytes")
                 content = read_member(self.files, part, table.header_offset, packed, max(size, packed))
                 try:
-                    labels = parsed_labels(small.parse_json(content), self.root, self.request.key)
+                    labels = parse_labels(small.parse_json(content), self.root, self.request.key)
                 except ValueError as error:
                     raise ConfigError(f"its {LABELS} cannot be read ({error})") from None
         return members, labels, top

@@ -11,7 +11,7 @@ import numpy as np
 
 from dstrain.data.files.listing import join_few
 from dstrain.data.formats.base import Layout, Sample
-from dstrain.data.formats.no_samples import without_samples
+from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, digests, name_hash
 from dstrain.data.index.verified import write_sums
 from dstrain.disk import atomic, sealed
@@ -141,7 +141,7 @@ class Columns:
         if folder is not None:
             self.write()
         if not self.number:
-            raise without_samples(layout)
+            raise explain_no_samples(layout)
         kind, _ = self.kinds
         columns = {}
         for name, buffer in self.buffers.items():

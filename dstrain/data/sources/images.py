@@ -21,7 +21,7 @@ from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES, decoded, to_tensor
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place, Request
-from dstrain.data.formats.imagenet import taken_apart
+from dstrain.data.formats.imagenet import split_root
 from dstrain.data.index.build import from_first, open_index
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
@@ -71,7 +71,7 @@ def open_images(
     request = request or Request(SUFFIXES)
     if not builtin:
         path, held_out_path = from_first(
-            lambda: taken_apart(path, held_out, held_out_path, split == "all", request.cache)
+            lambda: split_root(path, held_out, held_out_path, split == "all", request.cache)
         )
     if held_out_path is None and split == "held_out" and held_out == 0:
         raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")

@@ -202,7 +202,7 @@ def test_shards_begin_anew(tmp_path, monkeypatch):
     np.savez(tmp_path / "a.npz", pixels)
     hashes = iter(["hash of the first"])
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
-        patch.setattr(shards, "hash_of", lambda path: next(hashes))
+        patch.setattr(shards, "hash_file", lambda path: next(hashes))
         converted("npz", tmp_path / "a.npz", tmp_path / "out")
     with pytest.raises(ConfigError, match="is not packed to the end"):
         open_images(tmp_path / "out", 8)
