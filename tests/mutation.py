@@ -58,10 +58,11 @@ TESTS = {
     "dstrain/engine/__init__.py": ["tests/engine/test_start.py"],
     "dstrain/engine/start.py": ["tests/engine/test_start.py"],
     "dstrain/engine/planning/activations.py": ["tests/engine/planning/test_activations.py"],
-    "dstrain/engine/allocation.py": [
+    "dstrain/engine/initial.py": [
         "tests/engine/test_allocation.py",
         "tests/engine/test_start_memory.py",
         "tests/engine/test_engines.py",
+        "tests/engine/test_initial.py",
     ],
     "dstrain/engine/blocks.py": ["tests/engine/test_blocks.py", "tests/engine/test_engine_rules.py"],
     "dstrain/engine/optimizers.py": [
@@ -76,7 +77,6 @@ TESTS = {
         "tests/engine/test_step_counts.py",
         "tests/engine/test_engines.py",
     ],
-    "dstrain/engine/accumulation.py": ["tests/engine/test_accumulation.py"],
     "dstrain/engine/checkpoint.py": [
         "tests/engine/test_checkpoint.py",
         "tests/checkpoint/test_checkpoint_files.py",
@@ -85,9 +85,20 @@ TESTS = {
     ],
     "dstrain/checkpoint/validate.py": ["tests/checkpoint/test_validate.py"],
     "dstrain/checkpoint/fragment_index.py": ["tests/checkpoint/test_fragment_index.py", "tests/engine/test_elastic.py"],
-    "dstrain/checkpoint/stored.py": ["tests/checkpoint/test_fragment_index.py", "tests/engine/test_elastic.py"],
-    "dstrain/checkpoint/seals.py": ["tests/checkpoint/test_store.py"],
-    "dstrain/engine/recovery.py": ["tests/engine/test_recovery.py", "tests/engine/test_checkpoint.py"],
+    "dstrain/checkpoint/fragments.py": [
+        "tests/checkpoint/test_fragment_index.py",
+        "tests/engine/test_elastic.py",
+        "tests/checkpoint/test_index.py",
+        "tests/checkpoint/test_fragments.py",
+    ],
+    "dstrain/checkpoint/store.py": ["tests/checkpoint/test_store.py"],
+    "dstrain/engine/recovery.py": [
+        "tests/engine/test_recovery.py",
+        "tests/engine/test_checkpoint.py",
+        "tests/engine/test_nonfinite.py",
+        "tests/engine/test_masters.py",
+        "tests/checkpoint/test_checkpoint_files.py",
+    ],
     "dstrain/engine/engines.py": [
         "tests/engine/test_masters.py",
         "tests/engine/test_engine_rules.py",
@@ -101,12 +112,6 @@ TESTS = {
         "tests/engine/test_engines.py",
         "tests/engine/test_elastic.py",
     ],
-    "dstrain/engine/nonfinite.py": [
-        "tests/engine/test_nonfinite.py",
-        "tests/engine/test_masters.py",
-        "tests/engine/test_checkpoint.py",
-        "tests/checkpoint/test_checkpoint_files.py",
-    ],
     "dstrain/engine/ema/shadow.py": ["tests/engine/ema/test_shadow.py"],
     "dstrain/engine/ema/snapshots.py": ["tests/engine/ema/test_snapshots.py"],
     "dstrain/engine/ema/combine.py": ["tests/engine/ema/test_combine.py", "tests/checkpoint/test_validate.py"],
@@ -116,7 +121,6 @@ TESTS = {
         "tests/engine/planning/test_fake_ranks.py",
         "tests/planning/test_costs.py",
     ],
-    "dstrain/engine/initial.py": ["tests/engine/test_initial.py", "tests/engine/test_allocation.py"],
     "dstrain/engine/schema.py": ["tests/engine/test_settings.py"],
     "dstrain/engine/settings.py": ["tests/engine/test_settings.py", "tests/engine/test_settings_borders.py"],
     "dstrain/engine/channels_last.py": ["tests/systems/iddpm/test_network.py"],
@@ -132,20 +136,13 @@ TESTS = {
         "tests/commands/test_consolidate.py",
         "tests/checkpoint/test_deepspeed_files.py",
     ],
-    "dstrain/checkpoint/fragments.py": [
-        "tests/checkpoint/test_index.py",
-        "tests/checkpoint/test_fragments.py",
-        "tests/checkpoint/test_fragment_index.py",
-    ],
     "dstrain/checkpoint/layout.py": [
         "tests/checkpoint/test_index.py",
         "tests/checkpoint/test_fragments.py",
         "tests/commands/test_consolidate.py",
     ],
-    "dstrain/checkpoint/snapshot.py": ["tests/checkpoint/test_saver.py"],
-    "dstrain/checkpoint/store.py": ["tests/checkpoint/test_store.py"],
-    "dstrain/checkpoint/manifest.py": ["tests/checkpoint/test_store.py"],
     "dstrain/checkpoint/saver.py": ["tests/checkpoint/test_saver.py"],
+    "dstrain/checkpoint/manifest.py": ["tests/checkpoint/test_store.py"],
 }
 PYTEST = [
     "-o",

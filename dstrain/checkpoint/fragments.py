@@ -1,12 +1,14 @@
 """Named fragments: a checkpoint's values, independent of how many ranks there were.
 
 A *fragment* is a contiguous run of a flattened named tensor. Every rank writes the fragments that it owns into one file
-of its own, a shard; fragment_files.py has the layout. A reader asks for any run of elements and gets it from whichever
+of its own, a shard; layout.py has the layout. A reader asks for any run of elements and gets it from whichever
 shards overlap it, so that every partition loads into every other.
 
 The files are plain safetensors (github.com/huggingface/safetensors: 8 bytes length, JSON header, data) and open in its
 library. We write and read them ourselves, because its writer wants all tensors on the host at once, and its reader maps
 whole files, whose pages count against a container's memory.
+
+A StoredWeight stays in its file until somebody needs its values, and is then read by slices.
 """
 
 import json
@@ -18,6 +20,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from dstrain.checkpoint.fragment_index import FragmentIndex, index_name
 from dstrain.checkpoint.layout import SHARD, Fragment, Index, Places, shard_name
@@ -150,3 +153,45 @@ def _list_shards(folder: Path, part: str) -> list[str]:
     if missing or len(names) != world:
         raise ConfigError(f"{folder} lacks {', '.join(missing[:5])} ({len(names)} of {world} shards)")
     return [names[rank, world] for rank in range(world)]
+
+
+class StoredWeight(torch.Tensor):
+    """A float32 tensor in the shards of a checkpoint: its shape is known, and every operation reads its values anew.
+
+    So a network may be fitted to a file of any size, and `elements` gives each rank what it owns. It cannot be written.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, shards: Shards | IndexedShards, kind: str, name: str) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, shards.shape(name), dtype=torch.float32)
+
+    def __init__(self, shards: Shards | IndexedShards, kind: str, name: str) -> None:
+        self._shards, self._place = shards, (kind, name)
+
+    def __repr__(self) -> str:
+        return f"StoredWeight({'/'.join(self._place)}, {tuple(self.shape)})"
+
+    def elements(self, start: int = 0, numel: int | None = None) -> Tensor:
+        """Elements start .. start + numel of the flattened tensor: (numel,)."""
+        with self._shards:
+            return self._shards.read(*self._place, start, numel)
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if op._schema.is_mutable and isinstance(args[0], cls):
+            raise TypeError(f"{op} writes into a weight of a checkpoint: write into a clone of it")
+        args, kwargs = tree_map(
+            lambda value: value.elements().view(value.shape) if isinstance(value, cls) else value, (args, kwargs or {})
+        )
+        return op(*args, **kwargs)
+
+
+def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
+    """Elements start .. start + numel of a flattened tensor; of one in a checkpoint no others are read."""
+    return value.elements(start, numel) if isinstance(value, StoredWeight) else value.reshape(-1)[start : start + numel]
+
+
+def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
+    """All tensors of a kind by state-dict name."""
+    return {name: StoredWeight(shards, kind, name) for name in shards.names(kind)}

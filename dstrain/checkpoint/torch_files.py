@@ -3,7 +3,7 @@
 Such a file is a zip archive: a pickle, and beside it the bytes of each storage, uncompressed. The pickle is read by an
 unpickler that knows tensors, sizes and Python's own containers. Every other class or function that it names becomes an
 empty *shell*, which accepts all arguments and does nothing; the names asked for are kept. A tensor becomes a
-streams.Stored, so none of its bytes is read here.
+safetensors_io.Stored, so none of its bytes is read here.
 
 Source of the layout: torch/serialization.py and torch/_utils.py of torch 2.
 """

@@ -6,7 +6,7 @@
     deepspeed/PART/                    with save.format deepspeed: DeepSpeed's own files instead of master and moments,
                                        for its tools; they resume at the same stage and number of ranks only, and are
                                        unpickled, so never without --trust-pickle
-    manifest.json                      extra: score, metric, kind (store.py) and the run's course (course.py)
+    manifest.json                      extra: score, metric, kind (store.py) and the run's course (recovery.py)
 
 Loading copies the overlaps into whatever partition the present stage and world size own, so a change of stage or of the
 number of ranks is the ordinary case. Nothing else is pickled. No random states are kept: every random number is a
@@ -24,21 +24,19 @@ from torch import Tensor
 
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragment_index import collect_rows, write_indices
-from dstrain.checkpoint.fragments import open_shards, write_shard
+from dstrain.checkpoint.fragments import list_stored_weights, open_shards, write_shard
 from dstrain.checkpoint.layout import COMMON, shard_name
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.saver import Entries, Saver
 from dstrain.checkpoint.store import ROUTINE, STOP, TROUBLE, Hashes, Store
-from dstrain.checkpoint.stored import list_stored_weights
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.masters import defer_errors, make_universal_info
-from dstrain.engine.nonfinite import advise_user, check_weights
 from dstrain.engine.optimizers import CODES, from_floats
-from dstrain.engine.recovery import Divergence, State
+from dstrain.engine.recovery import Divergence, State, advise_user, check_weights
 from dstrain.recipe import ConfigError, NotRead, Save
 
 
@@ -359,7 +357,7 @@ class Checkpoints:
 def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = True) -> dict[str, Tensor]:
     """Full float32 weights and buffers of one part by state-dict name, from a checkpoint's folder, in one process.
 
-    `kind` is master or ema.DECAY. Not `at_once`: weights are read where they are used, by slices (stored.py).
+    `kind` is master or ema.DECAY. Not `at_once`: weights are read where they are used, by slices (fragments.py).
     ConfigError: no such part or kind.
     """
     with open_shards(path, part) as shards:

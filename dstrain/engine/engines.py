@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed.progress import phases
-from dstrain.engine.accumulation import WideSums
-from dstrain.engine.allocation import allocate_weights, flatten_in_place, release_memory
 from dstrain.engine.blocks import is_compiled, prepare
 from dstrain.engine.channels_last import use_channels_last
-from dstrain.engine.initial import Networks, Values, build_networks
+from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, flatten_in_place, release_memory
 from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, build_optimizer, full_shape, group_weights
 from dstrain.engine.settings import make_deepspeed_config, offloads_optimizer, read_stage, sums_in_fp32
-from dstrain.engine.updates import Flag
+from dstrain.engine.updates import Flag, WideSums
 from dstrain.recipe import Optimizer
 
 

@@ -1,6 +1,6 @@
 """The fp32 weights that this rank owns, as named fragments, and the optimizer's state.
 
-Everything that reaches behind DeepSpeed's public interface stands here, in updates.py and in allocation.py. Other files
+Everything that reaches behind DeepSpeed's public interface stands here, in updates.py and in initial.py. Other files
 only call an engine's `backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and `load_checkpoint`,
 and use its `module` and `optimizer.param_groups`.
 
@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dstrain.checkpoint.fragments import Fragment
-from dstrain.checkpoint.stored import read_elements
+from dstrain.checkpoint.fragments import Fragment, read_elements
 from dstrain.distributed import group
 from dstrain.engine.optimizers import CODES, Muon, as_floats, full_shape, get_state, read_moment, write_moment
 from dstrain.engine.updates import Updates

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dstrain.distributed import group as ranks
-from dstrain.engine import cpu
+from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Optimizer
 
 Group = dict[str, Any]
@@ -288,7 +288,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if tall else matrix
-    if matrix.device.type == "cpu" and not cpu.multiplies_bf16():
+    if matrix.device.type == "cpu" and not settings.multiplies_bf16():
         wide = wide.float()
     wide = wide / wide.norm().clamp(min=1e-7)
     for _ in range(5):

@@ -13,9 +13,27 @@
     The end       After faults.max_rollbacks of them since the run began or was changed (--allow-change), or with no
                   checkpoint left, FloatingPointError: exit code 3. The checkpoints that it went back to stay.
 
-All this is state of the run. It stands in the manifest of every checkpoint, and it follows from means over all ranks,
+All this is the run's state. It stands in the manifest of every checkpoint, and it follows from means over all ranks,
 so it is equal on all of them. A run that is killed in the middle of trouble, or just after it went back, meets the same
 trouble again from an older checkpoint, and takes the same way.
+
+Values that are not finite (NaN, infinity):
+
+    A step      whose gradient is not finite on any rank changes no weight, no moment and no average, on any rank. The
+                norm of all gradients tells, on the device, and the host learns of it a step late (updates.py). With an
+                offloaded optimizer, and in bf16 at stage 0, DeepSpeed's own checks tell, at once. In fp16 the loss
+                scale falls as well. No setting switches this off.
+    The run     counts such steps as `skipped` in its reports, and across resumes.
+    A save      that is due while steps are skipped is left out. One that is made then because the run is stopped is
+                marked, and pushes out no good one (store.py). `check_weights` refuses a save of weights that are not
+                finite, with FloatingPointError. Such weights come from an update that overflows, or damaged memory.
+    Reports     leave values that are not finite out of the means of losses and count them as `nonfinite`
+                (tracking/meter.py). One sample's NaN in a term that is only reported stops nothing.
+    Evaluation  leaves nothing out: a held-out mean is NaN if one sample is. It is written as null, beside the number
+                of such samples as nonfinite_samples, in training as by `dstrain evaluate`. A score that is not finite
+                is never the best checkpoint's, and a finite one always improves on it (saver.py, store.py).
+    Data        with values that are not finite are refused where they are read (data/cached/rows.py,
+                commands/encoding/embeddings.py).
 """
 
 import math
@@ -26,8 +44,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dstrain.checkpoint.store import Store
 from dstrain.checkpoint.validate import State, parse_state
 from dstrain.distributed import group
+from dstrain.engine.masters import Masters
 from dstrain.engine.updates import AsyncHostCopy, Flag
 from dstrain.recipe import Faults
 
@@ -117,3 +137,35 @@ def _mean_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostC
     """The mean loss of each part over all micro-batches and ranks."""
     own = torch.stack([torch.stack([loss.double() for loss in each]).mean() for each in losses.values()])
     return dict(zip(losses, map(AsyncHostCopy, (group.total(own) / group.world()).unbind())))
+
+
+def advise_user(store: Store) -> str:
+    """What to do about training that has diverged, by the checkpoints that there are; call on rank 0 at least."""
+    steps, aside = store.steps(), store.put_aside()
+    change = "Lower optimizer.lr, set optimizer.clip, or use bf16 in place of fp16"
+    if not steps and not aside:
+        return f"{store.folder} holds no checkpoint. {change}, and begin anew with --from-scratch"
+    listed = ", ".join(map(str, steps)) + (f" (put aside: {', '.join(map(str, aside))})" if aside else "")
+    return (
+        f"{store.folder} holds the steps {listed}. {change}, and give the same command with --allow-change; "
+        "--step N goes on from an earlier one of these, as where the loss of the newest is bad already, and "
+        "--from-scratch begins anew"
+    )
+
+
+def check_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:
+    """FloatingPointError on every rank if an fp32 weight on any rank is not finite. `store` holds the checkpoints.
+
+    Only fragments are looked at: at stage 3 DeepSpeed leaves in a flat's padding whatever the memory held.
+    """
+    finite = all_finite([view for part in masters.values() for _, view in part.own_views(part.flats)])
+    if group.agree(not finite):
+        raise FloatingPointError(f"the weights of step {step} are not finite and are not saved. {advise_user(store)}")
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all elements of all tensors are finite; the device is waited for once in the ordinary case."""
+    sums = [tensor.sum() for tensor in tensors]
+    if not sums or torch.isfinite(torch.stack(sums)).all().item():
+        return True
+    return all(torch.isfinite(tensor).all().item() for tensor in tensors)  # large values may have an infinite sum

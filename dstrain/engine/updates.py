@@ -9,20 +9,83 @@ That needs an optimizer that takes both, and says so by `_step_supports_amp_scal
 other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step runs, and its checks, too,
 even where the JSON switches them off.
 
+Gradients of 16 bits are summed in fp32 over the micro-batches of a step, since a 16-bit sum loses precision with each
+of them. At stages 2 and 3 DeepSpeed's `data_types.grad_accum_dtype` does so: it adds each reduced gradient to a
+partition in fp32. At stage 0 DeepSpeed refuses the key, and at stage 1 in bf16 it changes over to an optimizer with
+other checkpoints. There WideSums holds the sum in fp32 beside the weights, and hands it to DeepSpeed on the last
+micro-batch, in the precision of the network, which is also that of the reduction. One rank has nothing to reduce: its
+gradients are summed where the optimizer takes them, and the sum is not rounded.
+
 Like masters.py, this file reaches behind DeepSpeed's public interface.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dstrain.distributed import group
-from dstrain.engine.accumulation import add_gradients
+
+
+class WideSums:
+    """fp32 sums of the gradients of `weights`; make it before the engine, so that its hooks run before DeepSpeed's."""
+
+    def __init__(self, weights: Iterable[nn.Parameter]):
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._engine: Any = None
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._take) for weight in weights]
+
+    def attach(self, engine: Any) -> None:
+        """Begins to sum: `engine` says which micro-batch is the last and reduces what it leaves in the weights."""
+        self._engine, reduce, engine.wide_sums = engine, engine.allreduce_gradients, self
+
+        def reduce_all(*args: Any, **kwargs: Any) -> Any:
+            if engine.is_gradient_accumulation_boundary():  # of weights without a part in the last one
+                for weight in list(self._sums):
+                    weight.grad = self._sums.pop(weight).to(weight.dtype)
+            return reduce(*args, **kwargs)
+
+        engine.allreduce_gradients = reduce_all
+
+    def detach(self) -> None:
+        """Leaves the gradients alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        del self._engine.allreduce_gradients, self._engine.wide_sums
+
+    def held(self) -> Iterable[Tensor]:
+        """The sums so far."""
+        return self._sums.values()
+
+    @torch.no_grad()
+    def _take(self, weight: nn.Parameter) -> None:
+        """Moves a micro-batch's gradient into the sum, and on the last micro-batch the sum into the gradient."""
+        total = self._sums.pop(weight, None)
+        if self._engine.is_gradient_accumulation_boundary():
+            if total is not None:
+                weight.grad = total.add_(weight.grad).to(weight.dtype)
+        else:
+            self._sums[weight] = weight.grad.float() if total is None else total.add_(weight.grad)
+            weight.grad = None
+
+
+@torch.no_grad()
+def add_gradients(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
+    """Adds the gradients of a micro-batch to `master.grad`, where they lie flat, one behind the other."""
+    if master.grad is None:
+        master.grad = torch.zeros_like(master)
+    sizes = [weight.numel() for weight in weights]
+    places = master.grad[: sum(sizes)].split(sizes)
+    used = [(place, weight.grad.reshape(-1)) for place, weight in zip(places, weights) if weight.grad is not None]
+    if used:
+        torch._foreach_add_(*map(list, zip(*used)))
+    for weight in weights:
+        weight.grad = None
+
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _ROW = 1 << 14  # elements in one sum of squares: on a CPU, a longer one in fp32 loses digits
@@ -91,8 +154,8 @@ class Updates:
                     self._end_backward, self._zero.independent_gradient_partition_epilogue
                 )
         if self._searches_scale:
-            self._zero.loss_scaler.raise_error_at_min_scale = False  # course.py sees to skipped steps instead
-            self._zero._update_scale = lambda overflow: None  # `settle` does it
+            self._zero.loss_scaler.raise_error_at_min_scale = False  # recovery.py sees to skipped steps instead
+            self._zero._update_scale = lambda overflow: None  # `count_last_step` does it
 
     def step(self) -> None:
         """The optimizer's step after a backward pass, on the last micro-batch; none where a gradient is not finite."""

@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dstrain.checkpoint.fragments import StoredWeight
 from dstrain.checkpoint.layout import RECONSTRUCTED
 from dstrain.checkpoint.manifest import CONSOLIDATED, find_faults
 from dstrain.checkpoint.store import Store
-from dstrain.checkpoint.stored import StoredWeight
 from dstrain.disk.modes import apply_umask
 from dstrain.disk.small import read_json
 from dstrain.distributed import group

@@ -11,9 +11,18 @@ from safetensors import safe_open
 
 from dstrain.checkpoint import safetensors_io
 from dstrain.checkpoint.fragment_index import FragmentIndex, Rows, collect_rows, index_name, write_index
-from dstrain.checkpoint.fragments import Fragment, IndexedShards, Shards, open_shards, shard_name, write_shard
+from dstrain.checkpoint.fragments import (
+    Fragment,
+    IndexedShards,
+    Shards,
+    StoredWeight,
+    list_stored_weights,
+    open_shards,
+    read_elements,
+    shard_name,
+    write_shard,
+)
 from dstrain.checkpoint.manifest import NAME, hash_files
-from dstrain.checkpoint.stored import StoredWeight, list_stored_weights, read_elements
 from dstrain.disk.sealed import render_sealed
 from dstrain.recipe import ConfigError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dstrain.checkpoint import snapshot
+from dstrain.checkpoint import saver as module
 from dstrain.checkpoint.fragments import Fragment, Shards, write_shard
 from dstrain.checkpoint.saver import Saver
 from dstrain.checkpoint.store import Store
@@ -120,7 +120,7 @@ def test_no_memory_and_no_thread(tmp_path, monkeypatch):
     """Oracle: what the system refuses: the step is saved before save comes back, and nothing waits for ever."""
     trial = Trial(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(snapshot.HostCopies, "_host_buffer", lambda self, numel: torch.empty(1 << 60))
+        patched.setattr(module.HostCopies, "_host_buffer", lambda self, numel: torch.empty(1 << 60))
         trial.save(1)
     assert trial.saver.newest == 1 and "no memory for a copy" in trial.reports[0]
     with monkeypatch.context() as patched:
@@ -205,13 +205,13 @@ def test_a_host_without_memory_saves_at_once(tmp_path, monkeypatch):
     """Oracle: a host that says it has less than the copy needs: the step is there when save comes back."""
     enough = Trial(tmp_path / "enough")
     with monkeypatch.context() as patched:  # four fifths of the memory, and not a byte more
-        patched.setattr(snapshot, "measure_free_memory", lambda: 5 * SIZE)
+        patched.setattr(module, "measure_free_memory", lambda: 5 * SIZE)
         enough.gate.clear()
         enough.save(1)
         assert enough.saver.under_way and enough.reports == []
         enough.gate.set()
         enough.saver.wait()
-    monkeypatch.setattr(snapshot, "measure_free_memory", lambda: 5 * SIZE - 1)
+    monkeypatch.setattr(module, "measure_free_memory", lambda: 5 * SIZE - 1)
     trial = Trial(tmp_path)
     trial.save(1)
     assert trial.saver.store.steps() == [1]
@@ -223,18 +223,18 @@ def test_a_host_without_memory_saves_at_once(tmp_path, monkeypatch):
 def test_memory_of_a_container(tmp_path, monkeypatch):
     """Oracle: the limit, the use and the reclaimable cache that the container's files say; psutil for the host."""
     psutil = pytest.importorskip("psutil")
-    monkeypatch.setattr(snapshot, "_CGROUP", tmp_path)
-    assert abs(snapshot.measure_free_memory() - psutil.virtual_memory().available) < 1e9
+    monkeypatch.setattr(module, "_CGROUP", tmp_path)
+    assert abs(module.measure_free_memory() - psutil.virtual_memory().available) < 1e9
     (tmp_path / "memory.current").write_text("5000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700\n")
     (tmp_path / "memory.max").write_text("8000\n")
-    assert snapshot.measure_free_memory() == 8000 - 5000 + 700
+    assert module.measure_free_memory() == 8000 - 5000 + 700
     (tmp_path / "memory.max").write_text("max\n")
-    assert snapshot.measure_free_memory() > 1e6
+    assert module.measure_free_memory() > 1e6
     read = Path.read_text
     for text, bytes_ in (("Total: 9 kB\nMemAvailable:    3000 kB\n", 3000 * 1024), ("Total: 9 kB\n", sys.maxsize)):
         monkeypatch.setattr(Path, "read_text", lambda path: text if str(path) == "/proc/meminfo" else read(path))
-        assert snapshot.measure_free_memory() == bytes_
+        assert module.measure_free_memory() == bytes_
 
 
 def talk_while_saving(folder: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.checkpoint import seals
+from dstrain.checkpoint import store as store_module
 from dstrain.checkpoint.manifest import NAME, Digest, hash_files, read_manifest
 from dstrain.checkpoint.store import ROUTINE, STOP, TROUBLE, Store
 from dstrain.disk import sealed
@@ -654,5 +654,5 @@ def test_a_file_that_another_rank_sees(tmp_path):
     where all see all.
     """
     (tmp_path / "a").write_bytes(b"x")
-    assert seals._merge_hashes(tmp_path, [({}, ["a"], None)]) == ({}, ["a"], None)
-    assert "b is not seen by all ranks" in seals._merge_hashes(tmp_path, [({}, ["a", "b"], None)])[2]
+    assert store_module._merge_hashes(tmp_path, [({}, ["a"], None)]) == ({}, ["a"], None)
+    assert "b is not seen by all ranks" in store_module._merge_hashes(tmp_path, [({}, ["a", "b"], None)])[2]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.distributed import group
-from dstrain.engine import cpu
+from dstrain.engine import settings
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.initial import draw_weights
@@ -280,7 +280,7 @@ def move(folder: Path) -> dict[str, dict]:
 
 def main(what: str, folder: Path, out: Path) -> None:
     # torch's Muon computes in bf16 everywhere; ours does so on GPUs and on CPUs that have bf16. These ranks are forked.
-    cpu.multiplies_bf16 = lambda: True
+    settings.multiplies_bf16 = lambda: True
     found = {"train": train, "move": move}[what](folder)
     if group.rank() == 0:
         out.write_text(json.dumps(found, indent=1))

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrain.engine.allocation import allocate_weights, flatten_in_place, release_memory
-from dstrain.engine.initial import weights_on_meta
+from dstrain.engine.initial import allocate_weights, flatten_in_place, release_memory, weights_on_meta
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -7,7 +7,7 @@ import torch
 
 from dstrain.checkpoint.store import Store
 from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.nonfinite import advise_user, all_finite
+from dstrain.engine.recovery import advise_user, all_finite
 from tests.support.runs import finish, metrics, train
 
 NAN, INF = float("nan"), float("inf")
@@ -54,7 +54,7 @@ def test_advice(tmp_path, steps, aside, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", (0, 2))
 def test_a_run_that_diverges(tmp_path, stage):
-    """Oracle: the policy of nonfinite.py: back to the only save from before, then exit code 3 and a finite save."""
+    """Oracle: the policy of recovery.py: back to the only save from before, then exit code 3 and a finite save."""
     folder = tmp_path / "run"
     words = train(
         folder,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dstrain.checkpoint.fragments import Fragment
-from dstrain.engine import cpu, optimizers
+from dstrain.engine import optimizers, settings
 from dstrain.engine.optimizers import ADAM, Lion, Muon
 from dstrain.recipe import Run
 
@@ -142,7 +142,7 @@ def test_what_is_nearly_orthogonal(shape, native, monkeypatch):
     """Oracle: torch.linalg.svd: singular values of the result lie between 0.6 and 1.3, and the vectors stay, in bf16
     and where a CPU without it computes in fp32.
     """
-    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: native)
+    monkeypatch.setattr(settings, "multiplies_bf16", lambda: native)
     matrix = gradients(1, shape) * 1e-3
     u, _s, v = torch.linalg.svd(matrix, full_matrices=False)
     found = optimizers.orthogonalize(matrix.bfloat16()).float()

@@ -10,7 +10,7 @@ from hypothesis import settings as profile
 from hypothesis import strategies as st
 
 from dstrain import recipe
-from dstrain.engine import cpu, settings
+from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Run
 from tests.support.engines import resolve
 
@@ -178,7 +178,7 @@ def test_auto_precision_of_a_cpu(monkeypatch):
 @pytest.mark.parametrize("native", [False, True])
 def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
     """Oracle: what the run was resolved to, on any CPU; true and false in the JSON are obeyed."""
-    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: native)
+    monkeypatch.setattr(settings, "multiplies_bf16", lambda: native)
     for enabled in (False, True):
         before = resolve({"bf16": {"enabled": enabled}}, Run(), 1, "cpu")
         assert auto(before=before) == ("bf16" if enabled else "fp32")

@@ -184,7 +184,7 @@ WEIGHTS: dict[str, bytes | Callable[[], bytes]] = {
     "a bomb.pt": lambda: zipped({"archive/data.pkl": BOMB, "archive/version": b"3\n"}),
     "a path.pt": lambda: zipped({f"../../{MARK}": b"x", "archive/data.pkl": pickle.dumps(Evil())}),
 }
-# safetensors refuses these; streams.py reads each tensor by itself, and these are each within the file.
+# safetensors refuses these; safetensors_io.py reads each tensor by itself, and these are each within the file.
 HARMLESS = ("overlapping.safetensors", "twice.safetensors", "a hole.safetensors")
 TARS: dict[str, bytes] = {
     "above": tar((f"../../{MARK}.png", picture(), {}), (f"../../{MARK}.txt", b"x", {})),

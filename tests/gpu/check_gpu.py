@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dstrain.checkpoint.fragments import Fragment
-from dstrain.checkpoint.snapshot import HostCopies
+from dstrain.checkpoint.saver import HostCopies
 from dstrain.engine import updates
 from kit import correct, jobs, report
 

@@ -242,10 +242,10 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
 
 def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     """Oracle: the ds_config.json in the run's folder, on a CPU whose default is another precision."""
-    from dstrain.engine import cpu, settings
+    from dstrain.engine import settings
     from dstrain.runs import folders
 
-    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(settings, "multiplies_bf16", lambda: True)
     words = ["folder=run", "--allow-change"]  # the data are not asked about
 
     def precision(*more):
