@@ -2,9 +2,11 @@
 
 Columns are known by their names, or named by data.columns={path: url_local, caption: text, label: category}. Paths are
 relative to the table's folder, or absolute; a list is what its writer says, so paths may lead out of the folder through
-`..` and links. Whatever they lead to is only ever decoded as a picture or a clip.
+`..` and links. Whatever they lead to is only ever decoded as a picture or a clip. Open-Sora's csv (path, text, ...) is
+such a table; WebVid's csv and lines PATH NUMBER, as UCF-101's trainlist01.txt has them, have classes of their own.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -63,7 +65,7 @@ class TableList(Layout):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         name = os.path.basename(root)
-        if not is_list(root, files, tuple(TABLES)):
+        if not _is_list(root, files, tuple(TABLES)):
             return False
         # A parquet file with the pictures themselves is no list, but another layout's.
         return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").holds_files()
@@ -74,41 +76,44 @@ class TableList(Layout):
                 f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions "
                 "stand in a column of it: write data.columns={caption: NAME}"
             )
-        return [f"{table.name}:{group}" for table in self._tables() for group in range(table.groups())]
+        table = self._open()
+        return [f"{table.name}:{group}" for group in range(table.groups())]
 
     def watched(self) -> list[str]:
-        return [table.name for table in self._tables()]
+        return [self._open().name]
 
     def samples(self, part: str) -> Iterator[Sample]:
-        name, _, group = part.rpartition(":")
-        table = self._table(name)
+        group = part.rpartition(":")[2]
+        table = self._open()
         columns = self._columns(table)
         label = columns["label"] if self.request.labels == "auto" else []
         if label and self.numbers is None:
-            self.numbers = not self.classes and self._are_numbers()
+            self.numbers = not self.classes and _are_numbers(table, label)
         base = self._base(table, columns)
         for line, row in table.rows([column for kind in columns.values() for column in kind], int(group)):
             at = f"{table.where}, {table.noun} {line}"
             path = self._path(row, columns["path"], at)
-            texts = tuple(text for column in columns["caption"] for text in captions(row.get(column), at))
+            captions = [text for column in columns["caption"] for text in _read_captions(row.get(column), at)]
+            if columns["caption"] and not captions:
+                captions = [""]  # Without a text, it will be a bad sample.
             yield Sample(
                 Place(path if path.startswith("/") else base + path),
                 self._label(row.get(label[0]), at) if label else self._unlabelled(path, at),
-                texts or ("",) * bool(columns["caption"]),
-            )  # without a text, it will be a bad sample
+                tuple(captions),
+            )
 
     def read(self, place: Place) -> Path:
         return self.files.local(place.name)
 
-    def _tables(self) -> list[Table]:
-        return [self._table(os.path.basename(self.root))]
-
-    def _table(self, name: str) -> Table:
-        return open_table(self.files, name, f"{self.request.key}={self.root}")
+    def _open(self) -> Table:
+        return open_table(self.files, os.path.basename(self.root), f"{self.request.key}={self.root}")
 
     def _columns(self, table: Table) -> dict[str, list[str]]:
-        """The columns of the table by what they hold; paths in one at least. ConfigError: a missing one."""
-        columns = {kind: _column(kind, table, self.request, self.known) for kind in self.known}
+        """Returns the columns of the table by what they hold.
+
+        Raises ConfigError if none has paths, or if a named one is not there.
+        """
+        columns = {kind: _find_columns(kind, table, self.request, self.known) for kind in self.known}
         if not self.request.captions:
             columns["caption"] = []
         if not columns["path"]:
@@ -124,7 +129,7 @@ class TableList(Layout):
         return columns
 
     def _path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
-        """The file of a row, as it stands there. ConfigError: there is none, or an address."""
+        """Returns the file of a row, as it stands there. Raises ConfigError if there is none, or an address."""
         path = row.get(columns[0])
         if not isinstance(path, str) or not path.strip() or "\0" in path:
             raise ConfigError(f"{at}: no path in the column {columns[0]}: write one, or take the row out")
@@ -142,7 +147,7 @@ class TableList(Layout):
         return path.removeprefix("./")
 
     def _label(self, label: Any, at: str) -> int | str:
-        if isinstance(label, float) and label.is_integer():  # pandas, where a column has gaps
+        if isinstance(label, float) and label.is_integer():  # pandas writes so where a column has gaps.
             label = int(label)
         if type(label) is not int and (not isinstance(label, str) or not label.strip()):
             raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
@@ -161,22 +166,13 @@ class TableList(Layout):
         return label
 
     def _unlabelled(self, path: str, at: str) -> str | int | None:
-        """The label of a row without a column of labels."""
+        """Returns the label of a row without a column of labels."""
         return self.names.prefix(path, at) if self.request.labels == "prefix" else None
 
-    def _are_numbers(self) -> bool:
-        """Whether all labels are whole numbers: "10" then is 10, and not the name of a class."""
-        for table in self._tables():
-            columns = self._columns(table)["label"]
-            for group in range(table.groups()):
-                if not all(_is_number(row.get(columns[0])) for _, row in table.rows(columns, group)):
-                    return False
-        return True
-
     def _base(self, table: Table, columns: dict[str, list[str]]) -> str:
-        """The folder of `bases` in which the files are, "" or with a slash at its end.
+        """Returns the folder of `bases` in which the files are, "" or with a slash at its end.
 
-        ConfigError: none of the first files is there, or they are videos and images are asked for.
+        Raises ConfigError if none of the first files is there, or if they are videos and images are asked for.
         """
         rows = islice(table.rows(columns["path"]), _LOOKED)
         paths = [self._path(row, columns["path"], f"{table.where}, {table.noun} {line}") for line, row in rows]
@@ -206,77 +202,17 @@ class Metadata(TableList):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         if request.captions_file is not None:
             return False
-        names = [name for name in _METADATA if exists(files, name)]
-        tables = [open_table(files, name, f"{request.key}={root}: {name}") for name in names]
-        tables = [table for table in tables if "file_name" in _columns_if_readable(table)]  # else it is someone else's
+        tables = _find_metadata(root, files, request)
         if len(tables) > 1:
             raise ConfigError(
                 f"{request.key}={root} has {' and '.join(table.name for table in tables)}: which of them "
                 "counts? Keep one"
             )
-        return any(
-            (request.labels == "auto" and _column("label", table, request))
-            or (request.captions and _column("caption", table, request))
-            for table in tables
-        )
+        wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
+        return any(_find_columns(kind, table, request) for table in tables for kind in wanted)
 
-    def _tables(self) -> list[Table]:
-        tables = (self._table(name) for name in _METADATA if exists(self.files, name))
-        return [next(table for table in tables if "file_name" in _columns_if_readable(table))]
-
-    def _table(self, name: str) -> Table:
-        return open_table(self.files, name, f"{self.request.key}={self.root}: {name}")
-
-
-def captions(value: Any, at: str) -> Iterator[str]:
-    """The captions in a value: a text, or a list of texts; none where it is empty. ConfigError: it is no such."""
-    for text in value if isinstance(value, list) else [value]:
-        if text is None:
-            continue
-        if not isinstance(text, str):
-            raise ConfigError(
-                f"{at}: {str(text)[:60]} is no caption: name the column of texts, data.columns={{caption: NAME}}"
-            )
-        if text.strip():
-            yield text.strip().encode("utf-8", "replace").decode()
-
-
-def is_list(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
-    """Whether the data are a single file with one of the suffixes."""
-    name = os.path.basename(root)
-    return name.lower().endswith(suffixes) and not os.path.isdir(root) and exists(files, name)
-
-
-def _column(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:
-    """The columns that hold the `kind`: named by data.columns, else known by their names. Captions may have several.
-
-    ConfigError: a named column is not there.
-    """
-    columns, names = table.columns(), request.columns.get(kind)
-    if names is None:
-        return [name for name in known[kind] if name in columns][:1]
-    names = [names] if isinstance(names, str) else list(names)
-    if missing := [name for name in names if name not in columns]:
-        raise ConfigError(
-            f"{table.where} has no column {missing[0]}, which data.columns names, only "
-            f"{join_few(columns, _NAMED) or 'nothing'}: write one of these"
-        )
-    return names
-
-
-def _columns_if_readable(table: Table) -> list[str]:
-    try:
-        return table.columns()
-    except ConfigError:
-        return []
-
-
-def _is_number(label: Any) -> bool:
-    return (
-        type(label) is int
-        or (isinstance(label, float) and label.is_integer())
-        or (isinstance(label, str) and _NUMBER.fullmatch(label.strip()) is not None)
-    )
+    def _open(self) -> Table:
+        return _find_metadata(self.root, self.files, self.request)[0]
 
 
 class WebVid(TableList):
@@ -288,7 +224,7 @@ class WebVid(TableList):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if not is_list(root, files, (".csv",)) or "path" in request.columns:
+        if not _is_list(root, files, (".csv",)) or "path" in request.columns:
             return False
         columns = set(open_table(files, os.path.basename(root), f"{request.key}={root}").columns())
         return {"videoid", "page_dir"} <= columns and not columns & set(COLUMNS["path"])
@@ -312,18 +248,18 @@ class PathList(TableList):
         super().__init__(root, files, request)
         self.from_one = False
         if not self.classes and request.labels == "auto":
-            self.names = self._class_index()
+            self.names = self._read_class_index()
             self.classes, self.from_one = self.names.classes, bool(self.names.classes)
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if not is_list(root, files, (".txt", ".lst")):
+        if not _is_list(root, files, (".txt", ".lst")):
             return False
         match = _LINE.fullmatch(next(read_lines(files, os.path.basename(root), f"{request.key}={root}"), ""))
         return match is not None and match[1].lower().endswith((*request.suffixes, ".avi", ".mp4"))
 
-    def _class_index(self) -> ClassList:
-        """The classes of classInd.txt in the order of their numbers; empty where there is no such file."""
+    def _read_class_index(self) -> ClassList:
+        """Returns the classes of classInd.txt in the order of their numbers; empty where there is no such file."""
         if not exists(self.files, _CLASSES):
             return ClassList()
         where = os.path.join(self.files.root, _CLASSES)
@@ -336,8 +272,8 @@ class PathList(TableList):
             )
         return ClassList(tuple(row[1] for row in rows), where=where)
 
-    def _table(self, name: str) -> Table:
-        return _Lines(self.files, name, f"{self.request.key}={self.root}")
+    def _open(self) -> Table:
+        return _Lines(self.files, os.path.basename(self.root), f"{self.request.key}={self.root}")
 
     def _label(self, label: Any, at: str) -> int | str:
         if self.from_one and isinstance(label, str) and label.isdigit():
@@ -352,7 +288,7 @@ class PathList(TableList):
 
 
 class _Lines(Table):
-    """Lines PATH or PATH NUMBER as a table; whether there are numbers, the first line says."""
+    """Lines PATH or PATH NUMBER as a table; the first line says whether there are numbers."""
 
     def columns(self) -> list[str]:
         _, row = next(self.rows(()), (0, {}))
@@ -365,3 +301,70 @@ class _Lines(Table):
                 yield number, {"path": match[1]} | ({} if match[2] is None else {"label": match[2]})
             elif line.strip():
                 raise ConfigError(f"{self.where}, line {number}: no file and number in it: write PATH or PATH NUMBER")
+
+
+def _find_metadata(root: str, files: Files, request: Request) -> list[Table]:
+    """Returns the tables beside the files that have a column file_name; others are someone else's."""
+    tables = []
+    for name in _METADATA:
+        if exists(files, name):
+            table = open_table(files, name, f"{request.key}={root}: {name}")
+            with contextlib.suppress(ConfigError):  # A table that cannot be read is someone else's, too.
+                if "file_name" in table.columns():
+                    tables.append(table)
+    return tables
+
+
+def _read_captions(value: Any, at: str) -> Iterator[str]:
+    """Yields the captions in a value: a text, or a list of texts; none where it is empty.
+
+    Raises ConfigError if it is neither.
+    """
+    for text in value if isinstance(value, list) else [value]:
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"{at}: {str(text)[:60]} is no caption: name the column of texts, data.columns={{caption: NAME}}"
+            )
+        if text.strip():
+            yield text.strip().encode("utf-8", "replace").decode()
+
+
+def _is_list(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
+    """Returns whether the data are a single file with one of the suffixes."""
+    name = os.path.basename(root)
+    return name.lower().endswith(suffixes) and not os.path.isdir(root) and exists(files, name)
+
+
+def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:
+    """Returns the columns that hold the `kind`: named by data.columns, else known by their names.
+
+    Captions may have several. Raises ConfigError if a named column is not there.
+    """
+    columns, names = table.columns(), request.columns.get(kind)
+    if names is None:
+        return [name for name in known[kind] if name in columns][:1]
+    names = [names] if isinstance(names, str) else list(names)
+    if missing := [name for name in names if name not in columns]:
+        raise ConfigError(
+            f"{table.where} has no column {missing[0]}, which data.columns names, only "
+            f"{join_few(columns, _NAMED) or 'nothing'}: write one of these"
+        )
+    return names
+
+
+def _are_numbers(table: Table, columns: list[str]) -> bool:
+    """Returns whether all labels are whole numbers: "10" then is 10, and not the name of a class."""
+    for group in range(table.groups()):
+        if not all(_is_number(row.get(columns[0])) for _, row in table.rows(columns, group)):
+            return False
+    return True
+
+
+def _is_number(label: Any) -> bool:
+    return (
+        type(label) is int
+        or (isinstance(label, float) and label.is_integer())
+        or (isinstance(label, str) and _NUMBER.fullmatch(label.strip()) is not None)
+    )
