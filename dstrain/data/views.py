@@ -1,5 +1,6 @@
 """Views: sources that show the samples of another source, fewer of them or in another order."""
 
+import numpy as np
 from torch import Tensor
 
 from dstrain.data.source import Bad, BadSample, Item, Source
@@ -39,6 +40,23 @@ class View(Source):
 
     def describe(self) -> str:
         return self.whole.describe()
+
+
+class Remade(View):
+    """All samples of `whole`, each read in another way, with the same random number."""
+
+    def __init__(self, whole: Source) -> None:
+        super().__init__(whole)
+        self.chance_name, self.chance_count = whole.chance_name, whole.chance_count
+
+    def __getitem__(self, index: int) -> Item:
+        return self.read(index)
+
+    def class_counts(self) -> np.ndarray | None:
+        return self.whole.class_counts()
+
+    def contents(self) -> str:
+        return self.whole.contents()
 
 
 class Spread(View):

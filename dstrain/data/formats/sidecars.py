@@ -8,6 +8,7 @@ Images without either are left out. Where all images lie in folders, the first f
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Beside(Folders):
             path = Path(self.root, file)
             try:
                 with reading(file, path):
-                    text = retry(lambda: small.read_text(path))
+                    text = retry(partial(small.read_text, path))
                     captions = in_text(text) if file.endswith(".txt") else in_json(text)
             except BadSample:
                 return _UNREADABLE

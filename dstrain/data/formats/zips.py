@@ -146,8 +146,8 @@ class Zips(Layout):
 
 def _common(one: str, other: str) -> str:
     """The folder that holds two folders; each ends in a slash, but for the root, which is empty."""
-    words = os.path.commonprefix([one.split("/")[:-1], other.split("/")[:-1]])
-    return "".join(f"{word}/" for word in words)
+    common = os.path.commonpath([one, other])
+    return f"{common}/" if common else ""
 
 
 def _above(folder: str) -> Iterator[str]:

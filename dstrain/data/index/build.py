@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -144,13 +144,11 @@ def locked(folder: Path) -> Iterator[None]:
     """Waits until no other command makes this index. ConfigError: it cannot be written there."""
     with write_errors(folder.parent, ELSEWHERE):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        file = open(folder.with_name(f"{folder.name}.lock"), "a")
+        file = open(folder.with_name(f"{folder.name}.lock"), "a")  # noqa: SIM115
     with file:
         phases().at("waiting for another command that lists the same data")
-        try:
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            pass
         yield
 
 

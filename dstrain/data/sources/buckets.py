@@ -27,7 +27,7 @@ from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.images import Images
 from dstrain.data.sources.sizes import frame_counts, pixel_sizes
 from dstrain.data.sources.videos import Mixed, Videos
-from dstrain.data.views import View
+from dstrain.data.views import Remade
 from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.recipe.shapes import Shape
@@ -36,7 +36,7 @@ _MEMBERS = "members.bin"
 _OUT = 65535  # uint16, the bucket of samples that are left out
 
 
-class Bucketed(View):
+class Bucketed(Remade):
     """The samples of `whole` by bucket. shapes: of the buckets; table: what decides (sizes.py); rule: as shapes, what
     else the choice depends on. Its `header` says how many samples each bucket has, and what `choose` has counted.
 
@@ -47,7 +47,6 @@ class Bucketed(View):
 
     def __init__(self, whole: Indexed, shapes: tuple, table: Verified, rule: Any) -> None:
         super().__init__(whole)
-        self.chance_name, self.chance_count = whole.chance_name, whole.chance_count
         self.shapes, self.rule = shapes, rule
         key = repr([shapes, rule, whole.split, whole.chosen.number, whole.chosen.names])
         folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
@@ -77,20 +76,11 @@ class Bucketed(View):
     def read(self, index: int, chance: Chance | None = None) -> Item:
         return self.whole.read(self.place(index), chance, self.shape(index))
 
-    def __getitem__(self, index: int) -> Item:
-        return self.read(index)
-
     def order(self, global_batch: int, seed: int) -> BucketOrder:
         return BucketOrder(self.counts, global_batch, seed)
 
     def squares(self) -> Source:
         return self.whole
-
-    def class_counts(self) -> np.ndarray | None:
-        return self.whole.class_counts()
-
-    def contents(self) -> str:
-        return self.whole.contents()
 
     def describe(self) -> str:
         full = [(count, shape) for count, shape in zip(self.counts, self.shapes) if count]

@@ -4,7 +4,6 @@ Row n of the pairs is of image n of the same data, listed with their captions. T
 that were, by their number and a hash of their names: others are refused.
 """
 
-import numpy as np
 from torch import Tensor
 
 from dstrain.data.builtin.emoji import EMOJI, Emoji
@@ -12,45 +11,34 @@ from dstrain.data.cached.embeddings import BUILTIN, Stored, made_of, open_stored
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.captioned import Captioned
 from dstrain.data.sources.images import Images
+from dstrain.data.views import Remade
 from dstrain.recipe import ConfigError, reworded
 
 
-class Embedded(Source):
-    """The items of `images` and image_embed float32 (D,), as it is on the disk. Captions are left out."""
+class Embedded(Remade):
+    """The items of `whole` and image_embed float32 (D,), as it is on the disk. Captions are left out."""
 
-    def __init__(self, images: Emoji | Images, stored: Stored) -> None:
-        self.images, self.stored = images, stored
-        for name in ("noun", "classes", "light", "chance_name", "chance_count", "expects"):
-            setattr(self, name, getattr(images, name))
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Item:
-        return self.read(index)
+    def __init__(self, whole: Emoji | Images, stored: Stored) -> None:
+        super().__init__(whole)
+        self.stored, self.expects = stored, whole.expects
+        self.captioned, self.uncaptioned = False, None
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
-        item = self.images.read(index, chance)
+        item = self.whole.read(index, chance)
         item.pop("caption", None)
-        return item | {"image_embed": self.stored.values("image_embed", self.images.row(index))}
+        return item | {"image_embed": self.stored.values("image_embed", self.whole.row(index))}
 
     def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        self.images.expect(index, mirrored, chance)
-
-    def name(self, index: int) -> str:
-        return self.images.name(index)
-
-    def class_counts(self) -> np.ndarray | None:
-        return self.images.class_counts()
+        self.whole.expect(index, mirrored, chance)
 
     def describe(self) -> str:
-        return f"{self.images.describe()}; embeddings of width {self.stored.tables['image_embed'].shape[0]}"
+        return f"{self.whole.describe()}; embeddings of width {self.stored.tables['image_embed'].shape[0]}"
 
     def fingerprint(self) -> str:
-        return f"{self.images.fingerprint()} {self.stored.fingerprint()}"
+        return f"{self.whole.fingerprint()} {self.stored.fingerprint()}"
 
     def contents(self) -> str:
-        return f"{self.images.contents()} {self.stored.fingerprint()}"
+        return f"{self.whole.contents()} {self.stored.fingerprint()}"
 
 
 def with_embeddings(images: Source, path: str) -> Embedded:

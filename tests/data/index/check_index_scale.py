@@ -1,8 +1,7 @@
-"""What an index of very many samples costs a rank and its workers: python -m tests.data.index.check_index_scale [SAMPLES]
+"""What an index of very many samples costs: python -m tests.data.index.check_index_scale [SAMPLES]
 
-It makes an index of SAMPLES (100,000,000) entries directly, whose names are those of 1,000 real pictures again
-and again,
-and one of 1,000 entries, and measures each in processes of their own: seconds from opening to the first batch, and the
+It makes an index of SAMPLES (100,000,000) entries directly, whose names are those of 1,000 real pictures again and
+again, and one of 1,000 entries, and measures each in processes of their own: seconds from opening to the first batch, and the
 memory of the rank and of 8 workers that belongs to them alone (anonymous and shared, by proportion; not the page
 cache). Needs 50 bytes of disk a sample, in a temporary folder.
 """
@@ -135,7 +134,7 @@ def main(number: int) -> None:
         for name, count in (("small", FILES), ("large", number)):
             make_index(root, count, work / name)
             for num_workers, held_out in ((0, 0.0), (8, 0.0), (8, 0.02)):
-                for attempt in range(1 + (held_out > 0)):  # the first one makes the split
+                for _attempt in range(1 + (held_out > 0)):  # the first one makes the split
                     words = [str(root), str(work / name), str(num_workers), str(held_out)]
                     out = subprocess.run(
                         [sys.executable, "-m", "tests.data.index.check_index_scale", "--measure", *words],

@@ -1,5 +1,6 @@
 """The index of data: what it holds, that it is found again, goes on, notices changes, and costs a process nothing."""
 
+import itertools
 import json
 import os
 import pickle
@@ -57,7 +58,7 @@ def plain(root: Path) -> tuple[list[str], list[int], tuple[str, ...]]:
         )
         for folder in classes
     ]
-    return sum(of_class, []), [label for label, names in enumerate(of_class) for _ in names], tuple(classes)
+    return [*itertools.chain(*of_class)], [label for label, names in enumerate(of_class) for _ in names], tuple(classes)
 
 
 @settings(max_examples=25, deadline=None)

@@ -22,12 +22,12 @@ def test_builtin_emoji():
     """Oracle: the pairs: what a prior trains on is what the decoder trains on, each picture with its own embedding."""
     train, unseen = open_sources(complete_data(Data(path=EMOJI, embeddings=BUILTIN)))
     pairs = open_pairs(BUILTIN, (0.8, 0.1, 0.1), "train")
-    assert train.images.rows.tolist() == pairs.rows.tolist() and (len(train), len(unseen)) == (1528, 382)
-    assert not {*train.images.rows.tolist()} & {*unseen.images.rows.tolist()}
+    assert train.whole.rows.tolist() == pairs.rows.tolist() and (len(train), len(unseen)) == (1528, 382)
+    assert not {*train.whole.rows.tolist()} & {*unseen.whole.rows.tolist()}
     for index in (0, 77, 381):
         item = unseen[index]
         assert torch.equal(
-            item["image_embed"], torch.from_numpy(builtin_pairs().tables["image_embed"][unseen.images.row(index)])
+            item["image_embed"], torch.from_numpy(builtin_pairs().tables["image_embed"][unseen.whole.row(index)])
         )
         assert item["image"].shape == (3, 32, 32) and item["image"].dtype == torch.uint8
     assert train.fingerprint() != unseen.fingerprint() and BUILTIN not in Emoji().fingerprint()
