@@ -298,7 +298,7 @@ def write(path):
         ),
         (
             lambda root: write(root / "0.npy"),
-            "holds 0.npy: docs/guides/encode.md names the latents of others that .*arr_0=images",
+            "holds 0.npy: docs/guides/encode.md names the latents of others that .*dstrain convert npz",
         ),
         (
             lambda root: (write(root / "a.zip"), write(root / "b.zip")),
