@@ -94,9 +94,6 @@ class Crop:
         return _scaled(Cut(part, top, left, image.width - wide - left), width, height)
 
 
-CENTER = Crop()
-
-
 def _centre(image: Image.Image, width: int, height: int) -> Cut:
     wide, high = image.size
     while wide >= 2 * width and high >= 2 * height:  # as `center_crop` halves

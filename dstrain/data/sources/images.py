@@ -17,7 +17,7 @@ import torch
 from dstrain.data.builtin.emoji import EMOJI, Emoji
 from dstrain.data.builtin.fashion import FASHION, FASHION_PATH, SPLITS, Fashion
 from dstrain.data.cached.rows import packed
-from dstrain.data.decode.crops import CENTER, Crop
+from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES, decoded, to_tensor
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place, Request
@@ -41,7 +41,7 @@ def open_images(
     request: Request | None = None,
     index: str | Path | None = None,
     run: Path | None = None,
-    crop: Crop = CENTER,
+    crop: Crop = Crop(),
     sizes: bool = False,
 ) -> "Fashion | Emoji | Images":
     """Opens a source of square images, on all ranks together.
@@ -62,9 +62,9 @@ def open_images(
     builtin = str(path).startswith("builtin:")
     if builtin and str(path) not in (FASHION_PATH, EMOJI):
         raise ConfigError(f"data.path={path}: the built-in images are {FASHION_PATH} and {EMOJI}")
-    if builtin and (crop != CENTER or sizes):
+    if builtin and (crop != Crop() or sizes):
         size = "32 x 32" if path == EMOJI else "28 x 28"
-        key = f"data.crop={crop.kind}" if crop != CENTER else "data.size_conditions"
+        key = f"data.crop={crop.kind}" if crop != Crop() else "data.size_conditions"
         raise ConfigError(f"{key}: {path} has images of {size} pixels, which are not cropped: leave it out")
     if builtin and (held_out_path is None or split == "train"):
         return (Emoji if path == EMOJI else Fashion)(image_size, channels, split)
@@ -105,7 +105,7 @@ class Images(Indexed):
         channels: int = 3,
         draft: bool = False,
         captions: bool = False,
-        crop: Crop = CENTER,
+        crop: Crop = Crop(),
         sizes: bool = False,
         **choice: Any,
     ) -> None:

@@ -1,9 +1,9 @@
 """What an index of very many samples costs: python -m tests.data.index.check_index_scale [SAMPLES]
 
 It makes an index of SAMPLES (100,000,000) entries directly, whose names are those of 1,000 real pictures again and
-again, and one of 1,000 entries, and measures each in processes of their own: seconds from opening to the first batch,
-and the memory of the rank and of 8 workers that belongs to them alone (anonymous and shared, by proportion; not the page
-cache). Needs 50 bytes of disk a sample, in a temporary folder.
+again, and one of 1,000 entries. It measures each in processes of their own: seconds from opening to the first batch,
+and the memory of the rank and of 8 workers that belongs to them alone (anonymous and shared, by proportion; not the
+page cache). Needs 50 bytes of disk a sample, in a temporary folder.
 """
 
 import json
