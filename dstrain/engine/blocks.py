@@ -53,7 +53,7 @@ def prepare(
         from deepspeed.runtime.zero import linear
 
         linear.is_zero_param = _may_be_away
-    if repeated and recompute == "attention":
+    if repeated and (compiled or recompute == "attention"):  # at every stage: its layer outlives a ZeRO-3
         from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 
         LinearFunctionForZeroStage3.forward = staticmethod(_linear)
@@ -77,7 +77,9 @@ def _with_gradient(_: nn.Module, inputs: tuple) -> tuple:
 
 def _linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """For ZeRO-3's linear layer, which takes the place of torch's in the whole process. Its own adds the bias in place
-    to the product that recompute=attention keeps: when that is used again, the bias would be in it twice.
+    to the product. recompute=attention keeps that: when it is used again, the bias would be in it twice. And in a
+    compiled block torch 2.11 silently loses the gradient of what an autograd function has changed in place: it would
+    be 0 for the layer and for all before it (github.com/pytorch/pytorch/issues/180642).
     """
     return torch.ops.aten.linear(values, weight, bias)
 

@@ -1,6 +1,7 @@
 """Blocks that are compiled, and blocks that compute again what they do not keep."""
 
 import json
+import operator
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from deepspeed.runtime.zero import linear
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.fx import GraphModule
 
 from dstrain.engine import blocks
 from dstrain.engine.blocks import prepare, structure
@@ -36,6 +38,8 @@ UNET = {
     "num_heads": 2,
 }
 
+OWN = LinearFunctionForZeroStage3.forward  # before any test: what replaces it stays for the whole process
+
 
 def gradients(recompute):
     """Of a small UNet with dropout."""
@@ -56,13 +60,41 @@ def test_which_blocks_may_share_a_graph():
     assert structure(same) == structure(again.eval()) and structure(same) not in map(structure, others)
 
 
-@pytest.mark.parametrize("recompute", ["none", "attention"])
-def test_whose_linear_is_in_place(recompute, monkeypatch):
-    """Oracle: DeepSpeed's own function, which recomputation of the attention alone replaces."""
-    own = LinearFunctionForZeroStage3.forward
-    monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(own))
-    prepare(UNet(**UNET), (ResBlock, AttentionBlock), recompute)
-    assert (LinearFunctionForZeroStage3.forward is own) == (recompute == "none")
+@pytest.mark.parametrize("recompute, compiled", [("none", False), ("attention", False), ("none", True), ("all", True)])
+def test_whose_linear_is_in_place(recompute, compiled, monkeypatch):
+    """Oracle: DeepSpeed's own function, which eager blocks keep, but for recomputation of the attention alone."""
+    monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(OWN))
+    prepare(UNet(**UNET), (ResBlock, AttentionBlock), recompute, compiled)
+    assert (LinearFunctionForZeroStage3.forward is OWN) == (recompute == "none" and not compiled)
+
+
+@pytest.mark.parametrize("recompute", ["none", "all", "attention"])
+@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 3)], ids=str)
+def test_a_compiled_linear_layer_of_zero_3(recompute, shape, monkeypatch):
+    """Oracle: the gradients of torch's own layer, eager, to fp32 rounding. And no graph adds in place: torch 2.11 makes
+    gradients of 0 of that, where later ones make no mistake.
+    """
+    monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(OWN))
+    targets = []
+
+    def reading(graph, inputs):
+        targets.extend(
+            node.target for part in graph.modules() if isinstance(part, GraphModule) for node in part.graph.nodes
+        )
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=reading))
+    found = []
+    for function in (nn.functional.linear, linear.zero3_linear_wrap):
+        monkeypatch.setattr(nn.functional, "linear", function)
+        torch.manual_seed(0)
+        network, x = nn.Sequential(check_blocks.Layer(), check_blocks.Layer()), torch.randn(shape, requires_grad=True)
+        prepare(network, (check_blocks.Layer,), recompute, compiled=function is linear.zero3_linear_wrap)
+        network(x).square().sum().backward()
+        found.append([x.grad, *(weight.grad for weight in network.parameters())])
+    assert targets and operator.iadd not in targets
+    for expected, grad in zip(*found, strict=True):
+        assert torch.allclose(grad, expected, rtol=1e-5, atol=1e-6) and expected.norm() > 0.1
 
 
 @pytest.mark.parametrize("recompute", ["all", "attention", 2])
