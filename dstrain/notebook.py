@@ -13,7 +13,7 @@ from dstrain.data.open import open_sources
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import trained
-from dstrain.runs.weights import fitted
+from dstrain.runs.weights import fit_weights
 from dstrain.sampling.draw import draw_all, score
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
@@ -118,16 +118,19 @@ def load(
     folder = Path(folder)
     device = torch.device(device) if device is not None else group.device()
     exported = (folder / _EXPORTED).exists() and not (folder / "run.yaml").exists()
-    run = recipe.load(folder / _EXPORTED) if exported else trained.read(folder)
+    run = recipe.load(folder / _EXPORTED) if exported else trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
     if exported:
         if raw or ema is not None or step is not None:
             raise ConfigError(f"{folder} is an export and holds one set of weights: leave out ema=, raw= and step=")
-        states = {part: state for part, (state, _) in fitted(folder, system, system.averaged).items()}
-        networks, kinds = trained.placed(system, states.items(), dtype, device), dict.fromkeys(states, "exported")
+        states = {part: state for part, (state, _) in fit_weights(folder, system, system.averaged).items()}
+        networks, kinds = (
+            trained.place_networks(system, states.items(), dtype, device),
+            dict.fromkeys(states, "exported"),
+        )
     else:
-        checkpoint = trained.checkpoint(folder, step, ema)
-        kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
-        networks = trained.networks(system, checkpoint, kinds, dtype, device)
+        checkpoint = trained.find_checkpoint(folder, step, ema)
+        kinds = trained.choose_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+        networks = trained.load_networks(system, checkpoint, kinds, dtype, device)
         step = int(checkpoint.name.removeprefix("step_"))
     return TrainedRun(folder, run, system, networks, kinds, step, device)

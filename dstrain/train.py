@@ -29,7 +29,7 @@ from dstrain.metrics.in_training import Quality, open_quality
 from dstrain.recipe import NotSaved, Run, dump
 from dstrain.runs import folders, hosts
 from dstrain.runs.folders import Resume
-from dstrain.runs.weights import fitted, write_parts
+from dstrain.runs.weights import fit_weights, write_parts
 from dstrain.sampling.draw import score
 from dstrain.sampling.grids import grids
 from dstrain.systems.base import System
@@ -68,7 +68,7 @@ class Training:
 
 def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     """Trains to run.steps from the folder's newest whole checkpoint, or as `resume` says; returns DONE or STOPPED."""
-    lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()  # one run in a folder
+    lock = folders.lock_folder(run.directory) if group.place().rank == 0 else nullcontext()  # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
     with lock, Watchdog(run.directory, *limits) as watchdog:
         training = set_up(run, settings, resume, watchdog)
@@ -224,14 +224,14 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     folder, say = run.directory, phases().say
     start_group(run.faults.timeout_minutes)
     watchdog.talk()
-    hosts.check(run, settings)  # before anything is moved or written
+    hosts.check_hosts(run, settings)  # before anything is moved or written
     source, held_out_source = open_sources(run.data, run=folder)
     if group.rank() == 0:
         say(*describe_data(run.data, source, held_out_source, folder))
     phases().at("building networks")
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
-    hosts.on_first(lambda: folders.prepare(run, system.fingerprint(source), resume))
+    hosts.run_on_first(lambda: folders.prepare_start(run, system.fingerprint(source), resume))
     stops = Stops(folder if group.rank() == 0 else None, run.faults.orphan_check)
 
     for network in system.frozen():
@@ -258,11 +258,11 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     first = begin(run, engines, ema, saves, system, resume.step)
     if resume.allow_change:
         course.forgive()
-    if first < (earlier := folders.last_saved(folder)):
+    if first < (earlier := folders.read_last_saved(folder)):
         say(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():
         say("an earlier command ended before it saved anything: training begins at step 1 again")
-    hosts.on_first(lambda: folders.write_down(run, settings, system.fingerprint(source)))
+    hosts.run_on_first(lambda: folders.write_run(run, settings, system.fingerprint(source)))
     micro = settings["train_micro_batch_size_per_gpu"]
     batches = Batches(
         source,
@@ -350,9 +350,9 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     step = saves.resume(request)
     folders.require_steps(run, step)
     if request is not None:
-        hosts.on_first(lambda: folders.set_newer_aside(run.directory, step))
+        hosts.run_on_first(lambda: folders.set_newer_aside(run.directory, step))
     if step == 0:
-        loaded = fitted(run.init_from, system) if run.init_from is not None else {}
+        loaded = fit_weights(run.init_from, system) if run.init_from is not None else {}
         phases().say(*(f"init_from: {change}" for _, changes in loaded.values() for change in changes))
         engines.draw({part: values for part, (values, _) in loaded.items()})
         ema.reset()
@@ -372,7 +372,7 @@ def finish(training: Training, done: int) -> None:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
         tracker.model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
-    tracker.note(folders.farewell(run, run.directory, training.first, done, saved, training.stops.reason))
+    tracker.note(folders.describe_end(run, run.directory, training.first, done, saved, training.stops.reason))
     tracker.finish(done)
     group.leave()  # signals are still caught and ignored: all is saved
 

@@ -103,7 +103,9 @@ def test_videos_from_texts_and_frames(tmp_path, monkeypatch):
     counting.register(monkeypatch)
     folder = counting.folder(tmp_path / "run")
     (folder / "checkpoints").mkdir()
-    monkeypatch.setattr("dstrain.runs.trained.checkpoint", lambda folder, step=None, ema=None: folder / "step_00000003")
+    monkeypatch.setattr(
+        "dstrain.runs.trained.find_checkpoint", lambda folder, step=None, ema=None: folder / "step_00000003"
+    )
     run = dstrain.load(folder)
     clips = run.sample(3, prompts=["hat", "a coat"], seed=2, num_frames=3)
     assert clips.shape == (3, 3, 1, *counting.SIZE)

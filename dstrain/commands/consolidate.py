@@ -33,8 +33,8 @@ from dstrain.checkpoint.manifest import CONSOLIDATED, NAME, find_faults, read_ma
 from dstrain.checkpoint.safetensors_io import Entry
 from dstrain.commands.options.consolidate import DTYPES, Order
 from dstrain.disk import atomic
-from dstrain.distributed.bars import Bar
 from dstrain.distributed.launcher import place
+from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError
 
 Update = Callable[[int], Any]  # as tqdm.update: called with the bytes done since the last call

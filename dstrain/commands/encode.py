@@ -36,7 +36,7 @@ from dstrain.data.source import Bad, Item, Source, read_items
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed
 from dstrain.distributed import group
-from dstrain.distributed.bars import Bar
+from dstrain.distributed.progress import Bar
 from dstrain.encoders.precision import computing
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.runs import folders
@@ -322,7 +322,7 @@ def _finish(
     _require_readable(index["bad_files"], options, encoding["number"])
     if group.rank() == 0:
         # Two parts that end at the same time write the same index.
-        with nullcontext() if options.part is None else folders.claim(options.out):
+        with nullcontext() if options.part is None else folders.lock_folder(options.out):
             atomic.write_file(options.out / shards.INDEX, render_sealed(index))
     return index
 

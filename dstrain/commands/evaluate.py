@@ -31,7 +31,7 @@ from dstrain.data.sources.images import Images, encoded, open_images
 from dstrain.data.views import Spread
 from dstrain.disk import atomic
 from dstrain.distributed import group
-from dstrain.distributed.bars import Bar
+from dstrain.distributed.progress import Bar
 from dstrain.encoders.precision import computing, dtype_of, require
 from dstrain.recipe import ConfigError, Run, reworded
 from dstrain.runs import trained
@@ -60,16 +60,18 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     """
     require(options.precision)
     begin = time.perf_counter()
-    run = trained.read(options.folder)
+    run = trained.read_recipe(options.folder)
     system = systems.build(run.system, run.model)
     source = Spread(_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
     if group.rank() == 0:  # stdout is for the figures
         print(f"data: {options.data or run.data.path}, {_split(options)}: {source.describe()}", file=sys.stderr)
-    checkpoint = trained.checkpoint(options.folder, options.step, options.ema)
-    kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
+    checkpoint = trained.find_checkpoint(options.folder, options.step, options.ema)
+    kinds = trained.choose_kinds(
+        system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw
+    )
     out = options.out or options.folder / "evaluation"
     trained.require_writable(out)
-    networks = trained.networks(system, checkpoint, kinds, dtype_of(options.precision))
+    networks = trained.load_networks(system, checkpoint, kinds, dtype_of(options.precision))
     with computing(options.precision):
         means = measure(
             system,

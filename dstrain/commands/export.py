@@ -33,8 +33,8 @@ from dstrain.engine.checkpoint import read_weights
 from dstrain.nn.measures import relative_error
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
-from dstrain.runs.folders import new_folder
-from dstrain.runs.weights import read
+from dstrain.runs.folders import make_folder
+from dstrain.runs.weights import read_state
 from dstrain.systems.base import Example, System
 
 _BATCH = 32  # samples of the data at a time
@@ -68,7 +68,7 @@ def export(options: ExportOptions) -> Exported:
         raise ConfigError("an export takes one process: dstrain export ...")
     if options.statistics and options.format != "diffusers":
         raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")
-    run = trained.read(options.run)
+    run = trained.read_recipe(options.run)
     system = systems.build(run.system, run.model)
     writer = None
     if options.format == "diffusers":
@@ -76,29 +76,29 @@ def export(options: ExportOptions) -> Exported:
         writer = importlib.import_module(f"{systems.package(run.system).__name__}.to_diffusers")
     if options.statistics and not system.encodes:
         raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
-    checkpoint = trained.checkpoint(options.run, options.step, options.ema)
+    checkpoint = trained.find_checkpoint(options.run, options.step, options.ema)
     ema = run.samples.ema if options.ema is None else options.ema
-    kinds = trained.kinds(system, checkpoint, ema, options.raw, every=True)
+    kinds = trained.choose_kinds(system, checkpoint, ema, options.raw, every=True)
     if writer is not None:  # diffusers' classes are of the first part alone
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
     phases().at(f"writing {options.out}")
-    with new_folder(options.out) as folder:
+    with make_folder(options.out) as folder:
         if writer is None:
             exported = _as_parts(run, checkpoint, kinds, folder)
         else:
-            nets = trained.networks(system, checkpoint, kinds, torch.float32)
+            nets = trained.load_networks(system, checkpoint, kinds, torch.float32)
             exported = _in_diffusers(options, run, system, nets, writer, folder)
         _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
             # What takes a process of its own comes last.
             phases().at("drawing from the export in a process without dstrain")
             title, code = options.out.absolute().name, writer.about(system)[2]
-            drawn = card.draw(folder, title, code)
+            drawn = card.draw_example(folder, title, code)
             with _float32():
                 exported.errors["code"] = _difference(drawn, writer.drawn(system, nets))
             _require_agreement(options.run, exported, writer.TOLERATED)
-            card.write(
+            card.write_card(
                 folder,
                 title,
                 run,
@@ -147,7 +147,7 @@ def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> E
     for part, kind in kinds.items():
         path, weights = out / f"{part}.safetensors", read_weights(checkpoint, part, kind)
         save_file(weights, path, metadata={"weights": kind, "checkpoint": checkpoint.name})
-        copy = read(path)
+        copy = read_state(path)
         same = copy.keys() == weights.keys() and all(torch.equal(copy[name], weights[name]) for name in weights)
         errors[part] = 0.0 if same else math.inf
     return Exported("safetensors", errors, {})

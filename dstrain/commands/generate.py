@@ -19,11 +19,11 @@ from dstrain.data.cached.embeddings import encoder_of
 from dstrain.data.cached.rows import read_embeddings
 from dstrain.data.decode.pixels import read_pictures
 from dstrain.distributed import group
-from dstrain.distributed.bars import Bar
+from dstrain.distributed.progress import Bar
 from dstrain.encoders.precision import computing, dtype_of, require
 from dstrain.recipe import ConfigError, Run, reworded, write_errors
 from dstrain.runs import trained
-from dstrain.runs.guide import load as load_guide
+from dstrain.runs.trained import load_guide
 from dstrain.sampling.draw import class_columns, draw, draw_all
 from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, folder_for
 from dstrain.sampling.requests import OPTIONS, make_request
@@ -121,7 +121,7 @@ def _write(
 
 
 def _open(folder: Path, options: GenerateOptions | None = None) -> Opened:
-    run = trained.read(folder)
+    run = trained.read_recipe(folder)
     with reworded(f"{folder}: "):
         if options is not None:
             model = systems.config_class(run.system).with_encoders(run.model, options.text_encoder, options.tokenizer)
@@ -141,9 +141,9 @@ def _load(
     ema: float | None = None,
     raw: bool = False,
 ) -> ReadyRun:
-    checkpoint = trained.checkpoint(folder, step, ema)
-    kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
-    return ReadyRun(folder, run, system, trained.networks(system, checkpoint, kinds, dtype))
+    checkpoint = trained.find_checkpoint(folder, step, ema)
+    kinds = trained.choose_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    return ReadyRun(folder, run, system, trained.load_networks(system, checkpoint, kinds, dtype))
 
 
 def _length(options: GenerateOptions, run: Run, system: System) -> Length | None:

@@ -22,8 +22,6 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.initial import build_networks
 from dstrain.recipe import ConfigError, Ema, Run
-from dstrain.runs.folders import new_folder
-from dstrain.runs.weights import fitted
 from dstrain.systems.base import System
 
 
@@ -49,13 +47,13 @@ def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
     run = recipe_run.model_copy(update={"folder": out, "init_from": weights, "ema": Ema(decays=()), "samples": samples})
     system = systems.build(run.system, run.model)
     phases().at(f"reading {weights}")
-    loaded = fitted(weights, system)
+    loaded = fit_weights(weights, system)
     values: dict[str, Mapping[str, Tensor]] = {part: state for part, (state, _) in loaded.items()}
     if system.parts.keys() - loaded.keys():  # training would begin the others so
         initial = build_networks(system.networks, run.seed)
         values |= {part: dict(state()) for part, (_, state) in initial.items() if part not in loaded}
     phases().at(f"writing {out}")
-    with new_folder(out) as folder:
+    with make_folder(out) as folder:
         store = Store(folder / "checkpoints")
         size = sum(4 * value.numel() for state in values.values() for value in state.values())
         if not store.save(0, lambda path: _write(path, system, values), {"imported": weights.name}, size):

@@ -44,7 +44,7 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
     remarks: list[str] = []
     memory = ""
     with _collecting(problems):
-        before = {} if options.from_scratch else folders.settings_before(run.directory)
+        before = {} if options.from_scratch else folders.read_earlier_settings(run.directory)
         resolved = settings.resolve_settings(
             find_ds_config(options.ds_config),
             world,
@@ -123,7 +123,7 @@ def _path_problems(run: Run) -> list[str]:
     problems = find_path_problems(run.data)
     if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append("track.tensorboard=true needs a package: `pip install tensorboard`, or leave it out")
-    if run.init_from is not None and not run.init_from.exists() and not folders.last_saved(run.directory):
+    if run.init_from is not None and not run.init_from.exists() and not folders.read_last_saved(run.directory):
         problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
     problem = _folder_problem(run.directory)
     return problems + ([f"folder={as_text(run.directory)}: {problem}"] if problem else [])
@@ -190,7 +190,7 @@ def _check_data_and_folder(
         remarks += [f"`dstrain export` will not write this run for diffusers: {problem}" for problem in problems]
     _check_step(run, options)
     _check_profile(run, options)
-    folders.check(run, system.fingerprint(source), options)
+    folders.check_start(run, system.fingerprint(source), options)
     if options.print_config:
         return remarks, ""
     phases().at("trying two samples")
@@ -208,7 +208,7 @@ def _check_data_and_folder(
 def _check_step(run: Run, options: JobOptions) -> None:
     """ConfigError: --step names no checkpoint of the folder, or the one to go on from is beyond the run's end."""
     if not options.from_scratch:
-        folders.require_steps(run, folders.last_saved(run.directory) if options.step is None else options.step)
+        folders.require_steps(run, folders.read_last_saved(run.directory) if options.step is None else options.step)
     if options.step is None:
         return
     if options.from_scratch:
@@ -256,9 +256,9 @@ def _require_samples(run: Run, system: System) -> None:
 
 def _initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
     """What `init_from` would load, where the run begins by it. ConfigError: the weights do not fit."""
-    from dstrain.runs.weights import fitted
+    from dstrain.runs.weights import fit_weights
 
-    if run.init_from is None or options.from_scratch or folders.last_saved(run.directory):
+    if run.init_from is None or options.from_scratch or folders.read_last_saved(run.directory):
         return []
-    changes = [change for _, changed in fitted(run.init_from, system).values() for change in changed]
+    changes = [change for _, changed in fit_weights(run.init_from, system).values() for change in changed]
     return [f"init_from: {change}" for change in changes] if options.dry_run else []

@@ -55,10 +55,10 @@ class _Supervisor:
             ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         fruitless, words = 0, list(self._options.words)
         for restart in range(self._options.max_restarts + 1):
-            saved = folders.last_saved(self._folder)
+            saved = folders.read_last_saved(self._folder)
             code = self._start(words)
             self._write_down()
-            now = folders.last_saved(self._folder)
+            now = folders.read_last_saved(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
             if self._final(code, now):
                 return _exit_code(code)
@@ -99,13 +99,13 @@ class _Supervisor:
             code = self._process.wait()
             self._end_the_rest()
             if (self._folder / "run.yaml").exists():
-                folders.claim(self._folder).close()  # rank 0 may run on another machine
+                folders.lock_folder(self._folder).close()  # rank 0 may run on another machine
             noted = exit_codes.noted(file.name)
         if self._signal and exit_codes.STOPPED in noted:
             return exit_codes.STOPPED
         # torchrun turns every code into 1, as does deepspeed after a signal; and into 0 where its own child was killed.
         vague = code == exit_codes.BUG or (
-            code == exit_codes.DONE and folders.last_saved(self._folder) < self._run.steps
+            code == exit_codes.DONE and folders.read_last_saved(self._folder) < self._run.steps
         )
         return next((number for number in exit_codes.DELIBERATE if number in noted), code) if vague else code
 
@@ -145,7 +145,7 @@ class _Supervisor:
 
     def _traces(self) -> tuple[set[str], int]:
         """What changes in the folder when --from-scratch or --step moves its files aside, or a step is saved."""
-        return {path.name for path in self._folder.glob("earlier_*")}, folders.last_saved(self._folder)
+        return {path.name for path in self._folder.glob("earlier_*")}, folders.read_last_saved(self._folder)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on to the command's process group.

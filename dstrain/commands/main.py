@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 # Nothing else is imported here: the first line, and stacks on request, come before other imports.
 from dstrain import __version__
+from dstrain.distributed.processes import print_on_request
 from dstrain.distributed.progress import greeting, phases
-from dstrain.distributed.stacks import print_on_request
 
 _BRIEF = {"--dry-run", "--print-config", "--help", "-h"}  # training that only prints what it is asked for
 

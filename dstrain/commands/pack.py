@@ -34,7 +34,7 @@ from dstrain.data.source import Item
 from dstrain.data.sources.captioned import texts_beside
 from dstrain.disk import atomic, sealed, small
 from dstrain.distributed import group
-from dstrain.distributed.bars import Bar
+from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError, Data, NotRead, write_errors
 
 _SAMPLED = 1000  # files whose sizes say how many samples a shard of --shard-bytes has

@@ -22,9 +22,9 @@ from dstrain.data.source import Source
 from dstrain.data.views import Spread
 from dstrain.disk import atomic
 from dstrain.distributed import group
-from dstrain.distributed.bars import Bar
+from dstrain.distributed.progress import Bar
 from dstrain.encoders.precision import computing, dtype_of, require
-from dstrain.metrics import reference, stories, table
+from dstrain.metrics import clips, reference, table
 from dstrain.metrics.features import open_features
 from dstrain.metrics.images import Images, Sourced, open_set
 from dstrain.metrics.network import Features
@@ -32,7 +32,7 @@ from dstrain.metrics.sampled_sets import SAMPLING, Drawn, QualityOptions, Storie
 from dstrain.metrics.statistics import Statistics
 from dstrain.recipe import ConfigError, Run, reworded
 from dstrain.runs import trained
-from dstrain.runs.guide import load as load_guide
+from dstrain.runs.trained import load_guide
 from dstrain.sampling.requests import OPTIONS
 from dstrain.tracking import figures
 
@@ -50,7 +50,7 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
     """
     require(options.precision)
     start = time.perf_counter()
-    run = trained.read(options.folder) if options.folder else None
+    run = trained.read_recipe(options.folder) if options.folder else None
     out = options.out or (options.folder / "evaluation" if run else None)
     if out is not None:
         trained.require_writable(out)
@@ -58,7 +58,7 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
         networks, place, kept = {"scenes": open_features("builtin")}, None, {}
         images, facts = _images(options, run)
         with computing(options.precision), reworded(options=OPTIONS):
-            values = stories.figures(images.sums(networks["scenes"]))
+            values = clips.score_scenes(images.sums(networks["scenes"]))
     else:
         _require_enough(options)
         networks = table.chosen_networks(options.metrics, options.features)
@@ -112,7 +112,7 @@ def require_measurable(options: QualityOptions) -> None:
     Nothing is drawn.
     """
     _require_enough(options)
-    _reference(options, trained.read(options.folder), table.chosen_networks(options.metrics, options.features))
+    _reference(options, trained.read_recipe(options.folder), table.chosen_networks(options.metrics, options.features))
 
 
 def _require_enough(options: QualityOptions) -> None:
@@ -137,7 +137,7 @@ def write_reference(options: QualityOptions) -> str:
     }
     if not networks:
         raise ConfigError(f"--metrics {','.join(options.metrics)}: these compare with no reference; name fid, say")
-    run = trained.read(options.folder) if options.folder else None
+    run = trained.read_recipe(options.folder) if options.folder else None
     images = _own_data(options, run) if run else open_set(options.images, "--images")
     statistics = _collected(images, networks, options, compared=True)
     if group.rank() == 0:
@@ -164,9 +164,11 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
         raise ConfigError(f"{options.folder} draws embeddings, and metrics are of pictures: leave out --metrics")
     source = _begin(options, run) if system.starts_from_data else None
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
-    checkpoint = trained.checkpoint(options.folder, options.step, options.ema)
-    kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
-    networks = trained.networks(system, checkpoint, kinds, dtype_of(options.precision))
+    checkpoint = trained.find_checkpoint(options.folder, options.step, options.ema)
+    kinds = trained.choose_kinds(
+        system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw
+    )
+    networks = trained.load_networks(system, checkpoint, kinds, dtype_of(options.precision))
     kind = Stories if options.metrics == ("scenes",) else Drawn
     drawn = kind(options, run, system, networks, source)
     choice = {

@@ -97,7 +97,7 @@ def usable(folder: Path, step: int | None) -> list[Snapshot]:
 
     ConfigError: there is none, or none of that step.
     """
-    run, store = trained.read(folder), Store(folder / snapshots.FOLDER, check=validate.check_checkpoint)
+    run, store = trained.read_recipe(folder), Store(folder / snapshots.FOLDER, check=validate.check_checkpoint)
     steps = group.from_first(store.steps())
     if not steps:
         raise ConfigError(

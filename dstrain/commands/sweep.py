@@ -32,7 +32,7 @@ from dstrain.tracking import figures
 def require_sweep(folder: Path, options: QualityOptions | None) -> None:
     """ConfigError, before any average is made: the run holds no samples out (options: None), or as `sweep_metric`."""
     if options is None:
-        _unseen(folder, trained.read(folder))
+        _unseen(folder, trained.read_recipe(folder))
         return
     if options.metrics[0] not in (*LOWER, *HIGHER):
         raise ConfigError(f"--metric {options.metrics[0]}: name one of {', '.join((*LOWER, *HIGHER))}")
@@ -55,12 +55,12 @@ def sweep(
     num: held-out samples, evenly spaced; None: all. batch: samples of one rank at a time. Samples meet the same noise
     at every width. ConfigError: the run holds no samples out.
     """
-    run = trained.read(folder)
+    run = trained.read_recipe(folder)
     source, system = Spread(_unseen(folder, run), num), systems.build(run.system, run.model)
     scores = []
     for width in widths:
-        path = trained.checkpoint(folder, step, width)
-        networks = trained.networks(system, path, trained.kinds(system, path, width), torch.float32)
+        path = trained.find_checkpoint(folder, step, width)
+        networks = trained.load_networks(system, path, trained.choose_kinds(system, path, width), torch.float32)
         batches = held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
         scores.append(score(system, networks, batches))
     return _written(

@@ -18,9 +18,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+from tqdm import tqdm
+
 from dstrain import __version__
 from dstrain.distributed.launcher import place
-from dstrain.distributed.stacks import debugged, place_of
+from dstrain.distributed.processes import debugged, place_of
 
 _TICK = 1.0  # seconds between two looks
 
@@ -122,3 +124,24 @@ def _on_stderr(text: str) -> None:
 def phases() -> Phases:
     """This process's own."""
     return Phases()
+
+
+class Bar(tqdm):
+    """As tqdm. phase: what is done, such as "drawing"; show: whether there may be a bar, which rank 0 alone draws."""
+
+    def __init__(self, phase: str, *, show: bool = True, **options: Any) -> None:
+        self._phase = phase
+        super().__init__(disable=None if show and place().rank == 0 else True, **options)
+        self._at()
+
+    def update(self, n: float | None = 1) -> bool | None:
+        if self.disable:
+            self.n += n  # tqdm leaves a hidden bar where it began
+        else:
+            phases().heard()
+        drawn = super().update(n)
+        self._at()
+        return drawn
+
+    def _at(self) -> None:
+        phases().at(f"{self._phase}: {self.n:,} of {self.total:,}")

@@ -29,9 +29,8 @@ import torch.distributed as dist
 
 from dstrain.distributed import exit_codes, group
 from dstrain.distributed.presence import presence
-from dstrain.distributed.processes import identity, stopped
+from dstrain.distributed.processes import debugged, identity, place_of, print_on_request, stopped
 from dstrain.distributed.progress import phases
-from dstrain.distributed.stacks import debugged, place_of, print_on_request
 
 T = TypeVar("T")
 

@@ -1,4 +1,6 @@
-"""Frozen image encoders: CLIP's image tower with the preprocessing that its folder names (Radford et al. 2021)."""
+"""Frozen image encoders: CLIP's image tower with the preprocessing that its folder names (Radford et al. 2021); and
+towers whose features metrics compare: DINOv2 for images, VideoMAE for clips, from local folders.
+"""
 
 import json
 from pathlib import Path
@@ -10,6 +12,8 @@ from torch.nn import functional as F
 from dstrain.encoders.frozen import Frozen, loading
 from dstrain.recipe import ConfigError
 
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as both were trained
+_SIDE = 224
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -59,3 +63,44 @@ def _load(path: str) -> tuple[nn.Module, nn.Module]:
             raise ConfigError(f"it is of type {kind}, and only CLIP is known here")
         model = kinds[kind].from_pretrained(path, use_safetensors=True)
         return model.vision_model, model.visual_projection
+
+
+class VisionTower(Frozen):
+    """Images or clips to one vector each, without gradient.
+
+    path    a folder with config.json and *.safetensors
+    kind    dinov2: the class token after the last norm, as FD-DINOv2 takes it (Stein et al. 2023); videomae: the mean
+            of all tokens
+
+    Attributes: dim (D), num_frames of a clip (None for images).
+    Raises ConfigError where nothing of that kind can be loaded from `path`.
+    """
+
+    def __init__(self, path: Path, kind: str) -> None:
+        super().__init__()
+        from transformers import AutoConfig, AutoModel  # slow to import, and only its users need it
+
+        with loading(f"{kind} model", "--features", str(path), "config.json and *.safetensors"):
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            if not config.model_type.startswith(kind):
+                raise ConfigError(f"--features {kind}:{path}: the folder holds a model of type {config.model_type}")
+            # In fp32, also where the folder's weights are halves.
+            self.model = AutoModel.from_pretrained(
+                path, use_safetensors=True, local_files_only=True, dtype=torch.float32, attn_implementation="sdpa"
+            )
+        self.eval().requires_grad_(False)
+        self.dim, self.kind = config.hidden_size, kind
+        self.num_frames = getattr(config, "num_frames", None)
+        self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """uint8 (N, 3, H, W), of clips (N, T, 3, H, W) with T of num_frames -> float32 (N, D).
+
+        They are resized to 224 x 224 pixels, bicubic and smoothed, whatever their aspect, as EDM2 does.
+        """
+        pixels = F.interpolate(images.flatten(0, -4).float(), (_SIDE, _SIDE), mode="bicubic", antialias=True)
+        pixels = ((pixels / 255 - self.mean) / self.std).view(*images.shape[:-2], _SIDE, _SIDE)
+        states = self.model(pixel_values=pixels).last_hidden_state  # (N, tokens, D)
+        return states[:, 0] if self.num_frames is None else states.mean(1)

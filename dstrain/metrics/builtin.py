@@ -1,7 +1,7 @@
 """The metrics of the built-in data by nn/classifier.py, a small classifier of Fashion-MNIST's ten classes.
 
 Its features are the 64 numbers before the last layer. Of a clip they are means over its frames, at the place of the
-item (clips.py).
+item (clips.py). The emoji's names are measured by the image tower in this package.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from dstrain.data.builtin import moving
 from dstrain.data.builtin.fashion import FASHION
+from dstrain.encoders import emoji
 from dstrain.encoders.precision import computing
 from dstrain.metrics.clips import grey, items, motions
 from dstrain.metrics.network import Features, by_class, three_channels
@@ -81,3 +82,27 @@ class Builtin(Features):
         labels, asked = torch.tensor([known[caption] for caption in captions], device=logits.device).T
         item, motion = logits.argmax(1) == labels, motions(grey(images.to(logits.device))) == asked
         return by_class(labels, len(FASHION), item & motion, torch.ones_like(item), item, motion)
+
+
+class Emoji(Features):
+    """Embeddings of the tower, comparable with those of the built-in pairs' captions."""
+
+    name = "emoji"
+    size = emoji.DIM
+
+    def __init__(self, device: torch.device) -> None:
+        self.tower, self._device = emoji.EmojiTower(device), device
+        self.fingerprint = self.tower.fingerprint
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, None]:
+        with computing("fp32"):
+            return self.tower.encode(three_channels(images)), None
+
+    def texts(self, captions: list[str]) -> Tensor:
+        embeds = emoji.text_embeds(captions)
+        if embeds is None:
+            raise ConfigError(
+                "--features emoji: it knows the names of the built-in emoji alone, and one of these "
+                "captions is none of them: draw for those names, or take --features clip:FOLDER"
+            )
+        return embeds.to(self._device)

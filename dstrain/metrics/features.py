@@ -22,8 +22,7 @@ import torch
 
 from dstrain.distributed import group
 from dstrain.metrics import inception, towers
-from dstrain.metrics.builtin import Builtin
-from dstrain.metrics.emoji import Emoji
+from dstrain.metrics.builtin import Builtin, Emoji
 from dstrain.metrics.network import Features
 from dstrain.recipe import ConfigError
 

@@ -174,6 +174,9 @@ def write(path: Path, statistics: dict[str, Statistics]) -> None:
         if name in ("inception", "inception-spatial"):
             end = "_s" if name == "inception-spatial" else ""
             arrays |= {f"mu{end}": arrays[f"{name}.mu"], f"sigma{end}": arrays[f"{name}.sigma"]}
-    with write_errors(f"--write-reference {path}", "make room, or name a file elsewhere"), replace_file(path) as new:
-        with open(new, "wb") as file:  # a path would get the suffix .npz
-            np.savez(file, **arrays)
+    with (
+        write_errors(f"--write-reference {path}", "make room, or name a file elsewhere"),
+        replace_file(path) as new,
+        open(new, "wb") as file,  # a path would get the suffix .npz
+    ):
+        np.savez(file, **arrays)

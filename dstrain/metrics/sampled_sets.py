@@ -13,14 +13,14 @@ from dstrain.data.builtin.moving import MOTIONS, MOVING, captions
 from dstrain.data.open import find_origin
 from dstrain.data.source import Source
 from dstrain.distributed import group
-from dstrain.distributed.bars import Bar
+from dstrain.distributed.progress import Bar
 from dstrain.encoders.precision import Precision
-from dstrain.metrics import stories
+from dstrain.metrics.clips import SCENES, make_stories, sum_scenes
 from dstrain.metrics.images import Batch, Images
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT
 from dstrain.recipe import ConfigError, Run
-from dstrain.runs.guide import Guide
+from dstrain.runs.trained import Guide
 from dstrain.sampling.draw import draw_own, resting
 from dstrain.sampling.requests import make_request, of_all
 from dstrain.sampling.scenes import frames_of_scenes, go_on, length
@@ -147,7 +147,7 @@ class Stories(Drawn):
 
     @torch.no_grad()
     def sums(self, network: Features) -> torch.Tensor:
-        """Sums over the stories of all ranks, see metrics/stories.py."""
+        """Sums over the stories of all ranks, see metrics/clips.py."""
         options, texts, size = self.options, [*captions()], min(self.options.batch, self.num)
         request, _ = make_request(
             self.samples,
@@ -158,16 +158,16 @@ class Stories(Drawn):
             num_frames=self.length.frames,
             **{name: getattr(options, name) for name in SAMPLING},
         )
-        ends = [scene.first + scene.frames for scene in frames_of_scenes(("",) * stories.SCENES, self.length)]
-        sums = torch.zeros(6, stories.SCENES, dtype=torch.float64, device=group.device())
+        ends = [scene.first + scene.frames for scene in frames_of_scenes(("",) * SCENES, self.length)]
+        sums = torch.zeros(6, SCENES, dtype=torch.float64, device=group.device())
         with Bar("telling stories", total=self.num, unit="story") as bar:
             for begin in range(0, self.num, size * group.world()):
                 numbers = begin + group.rank() * size + torch.arange(size)
                 real, seeds = numbers < self.num, options.seed + numbers % self.num
-                items, motions = stories.story(seeds)
+                items, motions = make_stories(seeds)
                 clips = self._told(request, seeds, items[:, None] + motions * (len(texts) // len(MOTIONS)))
                 if real.any():
-                    sums += stories.compared(network, clips[real], ends, items[real], motions[real])
+                    sums += sum_scenes(network, clips[real], ends, items[real], motions[real])
                 bar.update(min(size * group.world(), self.num - begin))
         return group.total(sums)
 

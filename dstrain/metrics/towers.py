@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from dstrain.encoders.autoencoder import fingerprint
-from dstrain.encoders.image import ImageEncoder
+from dstrain.encoders.image import ImageEncoder, VisionTower
 from dstrain.encoders.precision import computing
 from dstrain.encoders.text import TextEncoder
-from dstrain.encoders.vision import VisionTower
 from dstrain.metrics.network import Features, three_channels
 from dstrain.recipe import ConfigError, reworded
 

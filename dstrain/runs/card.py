@@ -40,14 +40,14 @@ numpy.save(sys.argv[2], drawn)
 """
 
 
-def draw(folder: Path, title: str, code: str) -> np.ndarray:
+def draw_example(folder: Path, title: str, code: str) -> np.ndarray:
     """What the card's code draws from the folder, whose name is yet to be `title`, in a process without dstrain.
 
     float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3).
     """
     with tempfile.TemporaryDirectory(prefix="dstrain-card-") as name:
         place = Path(name)
-        (place / "code.py").write_text(_titled(code, title), encoding="utf-8")
+        (place / "code.py").write_text(_add_title(code, title), encoding="utf-8")
         (place / "here").mkdir()
         (place / "here" / title).symlink_to(folder.absolute())
         # The code of pipelines is ours, and is copied into a cache, which several exports at a time would share.
@@ -68,11 +68,11 @@ def draw(folder: Path, title: str, code: str) -> np.ndarray:
         return np.load(place / "drawn.npy")
 
 
-def _titled(code: str, title: str) -> str:
+def _add_title(code: str, title: str) -> str:
     return code.replace('"OUT', json.dumps(title, ensure_ascii=False)[:-1])
 
 
-def write(
+def write_card(
     out: Path,
     title: str,
     run: Run,
@@ -93,7 +93,7 @@ def write(
             what of it was taken                                   errors against the trained network, relative
     limit   of the code's error
     """
-    sealed, run = read_manifest(checkpoint), _published(run)
+    sealed, run = read_manifest(checkpoint), _hide_paths(run)
     imported = sealed["extra"].get("imported")  # of launch/import.py's: not trained here
     versions = ", ".join(f"{library} {version}" for library, version in sealed["versions"].items())
     here = ", ".join(
@@ -104,7 +104,9 @@ def write(
         "System": f"{run.system}, as diffusers' {class_name}",
         "Run": run.name,
         "Step": f"0, imported from {imported}" if imported else f"{sealed['step']:,} of {run.steps:,}",
-        "Weights": "; ".join(f"{part}: {'as imported' if imported else _kind(kind)}" for part, kind in kinds.items()),
+        "Weights": "; ".join(
+            f"{part}: {'as imported' if imported else _describe_kind(kind)}" for part, kind in kinds.items()
+        ),
         "Seed": str(run.seed),
         "Data": "unknown" if imported else f"{run.data.path} ({data})",
         "Imported with" if imported else "Trained with": versions,
@@ -113,17 +115,17 @@ def write(
         + ", relative, of what diffusers computes from this folder and the trained network",
     }
     lines = ["---", "library_name: diffusers", f"tags: [dstrain, {run.system}]", "---", "", f"# {run.name}", ""]
-    if (grid := _newest_grid(folder / "samples")) is not None:
+    if (grid := _find_grid(folder / "samples")) is not None:
         shutil.copyfile(grid, out / GRID)
         lines += [f"![samples of {grid.stem.replace('_', ' ')}]({GRID})", ""]
     cells = {key: value.replace("|", "\\|").replace("\n", " ") for key, value in facts.items()}
     lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items()), ""]
-    lines += ["```python", *_titled(code, title).splitlines(), "```", ""]
+    lines += ["```python", *_add_title(code, title).splitlines(), "```", ""]
     lines += [
         "This code was run on this folder when it was written, without dstrain. What it drew differs by "
         f"{errors['code']:.1e} (relative to the largest value) from what the trained network draws in dstrain "
         f"from the same noise; above {limit:.1e} the export would have been refused."
-        + f" The run's own pictures take {_settings(run.samples, system, class_name)}."
+        + f" The run's own pictures take {_describe_settings(run.samples, system, class_name)}."
         * ("images = pipeline" in code),
         "",
     ]
@@ -144,7 +146,7 @@ def write(
     (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _settings(samples: Samples, system: System, class_name: str) -> str:
+def _describe_settings(samples: Samples, system: System, class_name: str) -> str:
     """How a run draws, in the words of the pipelines; with the scheduler, where diffusers has it."""
     sampler = system.sampler(samples.sampler)
     words = [f"{samples.num_steps} steps of {sampler}"]
@@ -175,38 +177,38 @@ def _settings(samples: Samples, system: System, class_name: str) -> str:
     return ", ".join(words)
 
 
-def _published(run: Run) -> Run:
+def _hide_paths(run: Run) -> Run:
     """The recipe without the paths of the run's machine: folders are left out, of files the names stay."""
-    data = {key: _without_paths(value) for key, value in run.data}
-    data |= {key: data[key] and _last(data[key]) for key in ("path", "held_out_path")}
+    data = {key: _strip_paths(value) for key, value in run.data}
+    data |= {key: data[key] and _name_last(data[key]) for key in ("path", "held_out_path")}
     return run.model_copy(
         update={
             "folder": None,
             "init_from": None,
             "data": run.data.model_copy(update=data),
-            "model": _without_paths(run.model),
+            "model": _strip_paths(run.model),
         }
     )
 
 
-def _without_paths(value: Any) -> Any:
+def _strip_paths(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_paths(inner) for key, inner in value.items()}
+        return {key: _strip_paths(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_without_paths(inner) for inner in value)
-    return _last(value) if isinstance(value, (str, Path)) and Path(value).expanduser().is_absolute() else value
+        return type(value)(_strip_paths(inner) for inner in value)
+    return _name_last(value) if isinstance(value, (str, Path)) and Path(value).expanduser().is_absolute() else value
 
 
-def _last(path: Any) -> Any:
+def _name_last(path: Any) -> Any:
     return type(path)(Path(path).name) if Path(path).name else path
 
 
-def _kind(kind: str) -> str:
+def _describe_kind(kind: str) -> str:
     name, _, decay = kind.partition(".")
     return f"{_KINDS[name]} {decay}".rstrip()
 
 
-def _newest_grid(samples: Path) -> Path | None:
+def _find_grid(samples: Path) -> Path | None:
     """The last grid that training has drawn; of what draws none, the last reconstruction."""
     for pattern in (r"step_\d+\.png", r"step_\d+_reconstruction\w*\.png"):
         grids = [path for path in samples.glob("step_*.png") if re.fullmatch(pattern, path.name)]

@@ -16,7 +16,7 @@ from dstrain.encoders.precision import Precision, cast
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.recipe import ConfigError, Data, reworded
 from dstrain.runs import trained
-from dstrain.runs.weights import unaltered
+from dstrain.runs.weights import require_unaltered
 from dstrain.systems.base import Batch
 from dstrain.systems.codec import Codec, require_codes
 
@@ -37,7 +37,7 @@ class FirstStage:
     data: Data | None = None  # what a run learned from
 
 
-def of_run(
+def open_run(
     folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None, precision: Precision = "fp32"
 ) -> FirstStage:
     """Of a run's folder, or of one that launch/export.py RUN --format safetensors or launch/consolidate.py has written.
@@ -50,10 +50,10 @@ def of_run(
                 f"{folder} is an export and holds weights of one kind: leave out --ema, --raw and "
                 "--checkpoint, or name the run itself"
             )
-        unaltered([folder])
+        require_unaltered([folder])
         codec = Codec.load(folder, _RUN)
     else:
-        codec = _of_checkpoint(folder, ema, raw, step)
+        codec = _open_checkpoint(folder, ema, raw, step)
     codec.to(group.device())
     cast(codec, precision)
 
@@ -62,24 +62,24 @@ def of_run(
         encoded = codec.encode(pixels.float() / 127.5 - 1, batch.get("frames"))
         if codec.kind == "tokens":
             return encoded["tokens"].cpu().numpy()
-        return _moments(encoded["latent_mean"], encoded["latent_std"])
+        return _make_moments(encoded["latent_mean"], encoded["latent_std"])
 
     return FirstStage(str(folder), codec.fingerprint, codec.channels, codes, codec.codebook_size, codec.run.data)
 
 
-def _of_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None) -> Codec:
+def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None) -> Codec:
     """The codec of a run, with the weights of one of its checkpoints. ConfigError as `of_run`."""
-    run = trained.read(folder)
+    run = trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
     require_codes(system, run, folder, _RUN)
-    checkpoint = trained.checkpoint(folder, step, ema)
-    kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    checkpoint = trained.find_checkpoint(folder, step, ema)
+    kinds = trained.choose_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     first = next(iter(system.parts))  # another part, such as a discriminator, encodes nothing
-    networks = trained.networks(system, checkpoint, {first: kinds[first]}, torch.float32)
+    networks = trained.load_networks(system, checkpoint, {first: kinds[first]}, torch.float32)
     return Codec(networks[first], system, run, str(folder), _RUN)
 
 
-def of_diffusers(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
+def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
     """Of a diffusers AutoencoderKL, by folder or hub name. ConfigError: not to be loaded, or another size."""
     with reworded(options={"first_stage.path:": f"--first-stage {path}:"}):
         vae = autoencoder.Autoencoder(path).to(group.device())
@@ -87,14 +87,14 @@ def of_diffusers(path: str, image_size: int | None, precision: Precision = "fp32
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
 
     def codes(batch):
-        return _moments(*autoencoder.posterior(vae.vae, batch["image"].float() / 127.5 - 1))
+        return _make_moments(*autoencoder.posterior(vae.vae, batch["image"].float() / 127.5 - 1))
 
     fingerprint = vae.fingerprint()
     vae.encode_in(precision)
     return FirstStage(path, fingerprint, vae.image_channels, codes)
 
 
-def _moments(mean: Tensor, std: Tensor) -> np.ndarray:
+def _make_moments(mean: Tensor, std: Tensor) -> np.ndarray:
     return torch.stack((mean, std), dim=1).float().cpu().numpy()  # (B, 2, c, h, w)
 
 

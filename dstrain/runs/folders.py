@@ -31,7 +31,7 @@ from dstrain.runs.resume import Resume
 from dstrain.systems import config_class
 
 
-def check(run: Run, fingerprint: str, resume: Resume) -> None:
+def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
     """ConfigError with the remedy: this run may not start or go on in its folder. Changes nothing.
 
     What was lost is never trained again in silence: `saved` is 0 from the start until the first checkpoint, so without
@@ -55,37 +55,37 @@ def check(run: Run, fingerprint: str, resume: Resume) -> None:
                 "another folder, or move these aside with --from-scratch"
             )
         return
-    if lost := _lost(folder):
+    if lost := _describe_lost(folder):
         raise ConfigError(
             f"{folder} {lost}: put back what is gone, or begin anew with --from-scratch, which moves the rest aside"
         )
-    if resume.allow_change or not last_saved(folder):  # without a saved step, no run would be changed
+    if resume.allow_change or not read_last_saved(folder):  # without a saved step, no run would be changed
         return
-    if changes := refused(recipe_of(folder), run, system := config_class(run.system)):
+    if changes := refused(read_recipe(folder), run, system := config_class(run.system)):
         raise refusals(changes, folder / "run.yaml", system)
     if not (earlier := small.read_line(folder / "data.txt")):
         raise ConfigError(
             f"{folder / 'data.txt'} is gone or damaged, and it says on which data the run was trained: "
             f"put it back, or give --allow-change, if these are data.path={run.data.path}"
         )
-    if not same_data(earlier, fingerprint):
+    if not is_same_data(earlier, fingerprint):
         raise ConfigError(
             f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
             f"{earlier!r} before; put the files back, name another folder=, or give --allow-change"
         )
 
 
-def prepare(run: Run, fingerprint: str, resume: Resume) -> None:
-    """`check` under the claim, before anything is written; then moves an earlier run aside where that was asked for."""
-    check(run, fingerprint, resume)
+def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
+    """`check_start` under the lock, before anything is written; then moves an earlier run aside where that was asked for."""
+    check_start(run, fingerprint, resume)
     if resume.from_scratch:
-        with writing(run.directory):
+        with report_disk(run.directory):
             set_aside(run.directory)
 
 
-def _lost(folder: Path) -> str | None:
+def _describe_lost(folder: Path) -> str | None:
     """What shows that a run has been trained further here than its checkpoints say."""
-    checkpoints, steps, noted = folder / "checkpoints", _steps(folder), _noted(folder)
+    checkpoints, steps, noted = folder / "checkpoints", _list_steps(folder), _read_saved_file(folder)
     if checkpoints.is_symlink() and not checkpoints.exists():
         return f"has the link checkpoints, and {os.readlink(checkpoints)} is not there"
     if checkpoints.exists() and not checkpoints.is_dir():
@@ -102,7 +102,7 @@ def _lost(folder: Path) -> str | None:
     return None
 
 
-def recipe_of(folder: Path) -> Run:
+def read_recipe(folder: Path) -> Run:
     """The recipe that a run was trained with, as resolved. ConfigError: it cannot be read, or says nothing."""
     if small.read_line(folder / "run.yaml", small.MEGABYTE) == "":
         raise ConfigError(f"{folder / 'run.yaml'} is empty: put it back from a copy, or train anew with --from-scratch")
@@ -112,12 +112,12 @@ def recipe_of(folder: Path) -> Run:
         return run.model_copy(update={"model": config_class(run.system).recorded(run.model)})
 
 
-def same_data(earlier: str, fingerprint: str) -> bool:
+def is_same_data(earlier: str, fingerprint: str) -> bool:
     """Whether a fingerprint that was saved is of the same data. Earlier versions saved the beginning of today's."""
     return f"{fingerprint} ".startswith(f"{earlier} ")
 
 
-def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[str]:
+def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[str]:
     """Locks the folder against a second run for as long as the returned file is open; on rank 0 only.
 
     Ranks of an earlier command may still be saving, so their lock is waited for. ConfigError: it is still held
@@ -125,7 +125,7 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
     """
     phases().at(f"waiting for another command in {folder}, {patience:g} s at most")
     end = time.monotonic() + patience
-    file = _lock(folder)
+    file = _take_lock(folder)
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,7 +133,7 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
                 os.utime(file.fileno())  # when this command began, for tracking/report/state.py
                 return file
             file.close()  # its last holder removed the folder, and with it this file
-            file = _lock(folder)
+            file = _take_lock(folder)
         except BlockingIOError:
             if time.monotonic() > end:
                 raise ConfigError(
@@ -146,8 +146,8 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
             return file
 
 
-def _lock(folder: Path) -> IO[str]:
-    with writing(folder):
+def _take_lock(folder: Path) -> IO[str]:
+    with report_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # Without waiting for the reader of a pipe.
         return open(
@@ -158,25 +158,25 @@ def _lock(folder: Path) -> IO[str]:
         )
 
 
-def writing(folder: Path) -> AbstractContextManager[None]:
+def report_disk(folder: Path) -> AbstractContextManager[None]:
     """Turns an OSError raised inside into a ConfigError: full, over quota, read-only, or not to be written."""
     return write_errors(f"folder={folder}", "make room there, or name another folder=")
 
 
-def let_go(folder: Path) -> None:
+def remove_unused(folder: Path) -> None:
     """Removes a folder that holds nothing but the lock; on rank 0 only."""
     if [path.name for path in folder.iterdir()] == [".lock"]:
         (folder / ".lock").unlink()
         folder.rmdir()
 
 
-def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
+def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
     """Writes the resolved run into its folder; on rank 0 only, after `check`. ConfigError: it cannot be written."""
     folder = run.directory
-    with writing(folder):
+    with report_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if _noted(folder) is None:
-            note_saved(folder, last_saved(folder))
+        if _read_saved_file(folder) is None:
+            note_saved(folder, read_last_saved(folder))
         for name, text in (
             ("run.yaml", dump(run)),
             ("data.txt", fingerprint + "\n"),
@@ -186,7 +186,7 @@ def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
 
 
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def make_folder(out: Path) -> Iterator[Path]:
     """A temporary folder to fill, which becomes `out` in the end, or after an error is gone.
 
     ConfigError: `out` is there already, and no empty folder; or it cannot be written.
@@ -217,27 +217,27 @@ def require_steps(run: Run, step: int) -> None:
         )
 
 
-def last_saved(folder: Path) -> int:
+def read_last_saved(folder: Path) -> int:
     """The step that was saved last; 0: none was."""
-    return max(_noted(folder) or 0, *_steps(folder), 0)
+    return max(_read_saved_file(folder) or 0, *_list_steps(folder), 0)
 
 
-def _noted(folder: Path) -> int | None:
+def _read_saved_file(folder: Path) -> int | None:
     """The step in the file `saved`; None: it is absent or damaged."""
     text = small.read_line(folder / "saved") or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
-def _steps(folder: Path) -> list[int]:
+def _list_steps(folder: Path) -> list[int]:
     """Steps that have a checkpoint, whole or not; half-written ones end in .tmp."""
     names = [path.name for path in (folder / "checkpoints").glob("step_*[0-9]") if path.is_dir()]
     return [int(name[5:]) for name in names if name[5:].isdigit()]
 
 
-def settings_before(folder: Path) -> dict[str, Any]:
+def read_earlier_settings(folder: Path) -> dict[str, Any]:
     """The DeepSpeed config that a run with something saved was resolved to; empty where there is none to go on with."""
     try:
-        settings = small.read_json(folder / "ds_config.json") if last_saved(folder) else {}
+        settings = small.read_json(folder / "ds_config.json") if read_last_saved(folder) else {}
     except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}
@@ -250,7 +250,7 @@ def note_saved(folder: Path, step: int) -> None:
 def set_aside(folder: Path) -> None:
     """Moves the files of an earlier run into earlier_N, so that beginning anew loses nothing. OSError."""
     if old := [path for path in folder.iterdir() if not path.name.startswith((".lock", "earlier_", "index"))]:
-        earlier = _new_earlier(folder)
+        earlier = _make_earlier(folder)
         for path in old:
             path.rename(earlier / path.name)
 
@@ -265,8 +265,8 @@ def set_newer_aside(folder: Path, step: int) -> None:
     ]
     if not newer:
         return
-    with writing(folder):
-        earlier = _new_earlier(folder)
+    with report_disk(folder):
+        earlier = _make_earlier(folder)
         if (folder / "metrics.jsonl").is_file():
             shutil.copyfile(folder / "metrics.jsonl", earlier / "metrics.jsonl")
         for path in sorted(newer, key=lambda path: int(path.name[5:].partition(".")[0]), reverse=True):
@@ -275,7 +275,7 @@ def set_newer_aside(folder: Path, step: int) -> None:
         note_saved(folder, step)
 
 
-def _new_earlier(folder: Path) -> Path:
+def _make_earlier(folder: Path) -> Path:
     number = 1 + sum(1 for _ in folder.glob("earlier_*"))
     while (folder / f"earlier_{number}").exists():
         number += 1
@@ -283,7 +283,7 @@ def _new_earlier(folder: Path) -> Path:
     return folder / f"earlier_{number}"
 
 
-def farewell(run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None) -> str:
+def describe_end(run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None) -> str:
     """The last line of training: how the run ended, and what to do next. `reason`: why it was stopped early."""
     if first == run.steps:
         return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."

@@ -24,7 +24,7 @@ from dstrain.runs import folders
 _SHOWN = 8  # of what differs; hundreds of ranks may say the same
 
 
-def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
+def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
     """Compares every rank with rank 0; call on all ranks, once rank 0 has claimed the folder.
 
     A folder is shared when each rank sees a file there that rank 0 has just made; `patience`, in seconds, is for file
@@ -34,9 +34,9 @@ def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
     if group.world() == 1:
         return
     phases().at("comparing the machines of all ranks")
-    folder, machine, code = run.directory, socket.gethostname(), _code()
+    folder, machine, code = run.directory, socket.gethostname(), _describe_code()
     probe = folder / group.from_first(f".shared-{secrets.token_hex(8)}")
-    with folders.writing(folder):
+    with folders.report_disk(folder):
         if group.rank() == 0:
             probe.touch()
     host, first_code, config = group.from_first((machine, code, pickle.dumps((run, settings))))
@@ -47,12 +47,12 @@ def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
         for name, version in code.items()
         if version != first_code[name] and machine != host
     ]
-    if not problems and (changed := _changes(*pickle.loads(config), run, settings)):
+    if not problems and (changed := _list_changes(*pickle.loads(config), run, settings)):
         problems.append(
             f"{me} has another recipe than {first}: {', '.join(changed)}; give all machines one command"
             ', and where their CPUs differ, true or false for an "auto" of the JSON'
         )
-    if not _sees(probe, patience):
+    if not _waits_to_see(probe, patience):
         problems.append(
             f"folder={folder} is not shared: {me} does not see what {first} wrote there; put it on a file "
             "system that all machines mount, folder=/shared/NAME, say"
@@ -61,11 +61,11 @@ def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
     if group.rank() == 0:
         probe.unlink()
         if problems:
-            folders.let_go(folder)
-    _end(problems)
+            folders.remove_unused(folder)
+    _end_all(problems)
 
 
-def on_first(action: Callable[[], None]) -> None:
+def run_on_first(action: Callable[[], None]) -> None:
     """Runs an action on rank 0, while the others wait. ConfigError as `check`: the action has raised one."""
     problems: list[str] = []
     if group.rank() == 0:
@@ -73,7 +73,7 @@ def on_first(action: Callable[[], None]) -> None:
             action()
         except ConfigError as error:
             problems = error.problems
-    _end(group.from_first(problems))
+    _end_all(group.from_first(problems))
 
 
 def require_folder(folder: Path, patience: float = 2.0) -> None:
@@ -85,7 +85,7 @@ def require_folder(folder: Path, patience: float = 2.0) -> None:
     gone = False
     if group.rank() == 0:
         with suppress(OSError):  # storage that fails is for the save to report
-            gone = not _sees(folder / "run.yaml", patience)
+            gone = not _waits_to_see(folder / "run.yaml", patience)
     if group.from_first(gone):
         raise NotSaved(
             f"{folder} was moved or removed while training wrote into it (its run.yaml is gone): nothing "
@@ -93,7 +93,7 @@ def require_folder(folder: Path, patience: float = 2.0) -> None:
         )
 
 
-def _end(problems: list[str]) -> None:
+def _end_all(problems: list[str]) -> None:
     """Where there are problems, ends all ranks with exit code 2: rank 0 by a ConfigError that names them."""
     if problems and group.rank() == 0:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
@@ -103,7 +103,7 @@ def _end(problems: list[str]) -> None:
         raise SystemExit(2)
 
 
-def _code() -> dict[str, str]:
+def _describe_code() -> dict[str, str]:
     """What computes: versions, and of dstrain itself a hash, since a repository has many states of one version."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -111,7 +111,7 @@ def _code() -> dict[str, str]:
     return {"dstrain": digest.hexdigest()[:12]} | {package: version(package) for package in ("torch", "deepspeed")}
 
 
-def _changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]) -> list[str]:
+def _list_changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]) -> list[str]:
     """Entries of the recipe and of the DeepSpeed settings that differ: KEY=here (not there)."""
     changes = differences(first_run, run)
     changes += [
@@ -122,16 +122,14 @@ def _changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings:
     return [f"{key}={own} (not {first})" for key, first, own in changes[:_SHOWN]]
 
 
-def _sees(path: Path, patience: float) -> bool:
+def _waits_to_see(path: Path, patience: float) -> bool:
     """Whether a file can be seen, at once or within `patience` seconds."""
     end = time.monotonic() + patience
     while not path.exists():
         if time.monotonic() > end:
             return False
         for above in reversed(path.parents):
-            try:
+            with suppress(OSError):
                 os.scandir(above).close()  # NFS remembers what was not there, and asks when this is opened
-            except OSError:
-                pass
         time.sleep(0.2)
     return True

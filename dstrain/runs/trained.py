@@ -8,27 +8,30 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dstrain import systems
 from dstrain.checkpoint.layout import find_reconstructed
 from dstrain.checkpoint.store import Store
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_weights
-from dstrain.recipe import ConfigError, Run, write_errors
+from dstrain.recipe import ConfigError, Run, reworded, write_errors
 from dstrain.runs import folders
-from dstrain.runs.weights import checkpoint_kind, whole
+from dstrain.runs.weights import choose_kind, require_whole
 from dstrain.systems.base import System
 
+Guide = tuple[Path, float | str | None, int | None]  # a run; a decay or width of its EMA, or raw; a step
 
-def read(folder: Path) -> Run:
+
+def read_recipe(folder: Path) -> Run:
     """The recipe that a run was trained with, as resolved. ConfigError: it is no run's folder."""
     if not (folder / "run.yaml").exists():
         raise ConfigError(
             f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
             "example runs/dit-small"
         )
-    return folders.recipe_of(folder)
+    return folders.read_recipe(folder)
 
 
-def checkpoint(folder: Path, step: int | None = None, ema: float | None = None) -> Path:
+def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = None) -> Path:
     """The run's checkpoint of a step, None for the newest whole one. ConfigError: absent or damaged.
 
     Where it does not hold the average `ema`, and launch/reconstruct.py has made that one, the folder of this.
@@ -37,11 +40,11 @@ def checkpoint(folder: Path, step: int | None = None, ema: float | None = None) 
     if step is not None:
         own = store.folder / f"step_{step:08d}" if step in store.steps() else None
         if ema is not None and (made := find_reconstructed(folder, ema, step, own)):
-            return whole(made)
+            return require_whole(made)
         if own is None:
             steps = ", ".join(map(str, store.steps())) or "none"
             raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {steps}")
-        return whole(own)
+        return require_whole(own)
     newest = store.newest()
     if ema is not None and (made := find_reconstructed(folder, ema, None, newest and newest[1])):
         if newest and newest[1].name != made.name and group.rank() == 0:
@@ -49,7 +52,7 @@ def checkpoint(folder: Path, step: int | None = None, ema: float | None = None) 
                 f"note: --ema {ema} is of {made.name}; launch/reconstruct.py has made none of {newest[1].name}",
                 file=sys.stderr,
             )
-        return whole(made)
+        return require_whole(made)
     if newest is None and (steps := store.steps()):
         raise ConfigError(
             f"{folder}: none of its checkpoints ({', '.join(map(str, steps))}) is whole; see the reasons "
@@ -68,7 +71,7 @@ def require_writable(folder: Path, option: str = "--out") -> None:
         raise ConfigError(f"{option} {folder} cannot be written: name another folder")
 
 
-def kinds(
+def choose_kinds(
     system: System, checkpoint: Path, ema: float | None = None, raw: bool = False, every: bool = False
 ) -> dict[str, str]:
     """Which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
@@ -77,21 +80,21 @@ def kinds(
     holds: what launch/reconstruct.py makes lacks them. ConfigError: no such average.
     """
     return {
-        part: checkpoint_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
+        part: choose_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
         for part in system.parts
         if part in system.averaged or (every and any(checkpoint.glob(f"{part}-*-of-*")))
     }
 
 
-def networks(
+def load_networks(
     system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, nn.Module]:
     """The networks of the parts in `kinds`, with those weights, in eval mode on a device (None: the rank's)."""
     states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
-    return placed(system, states, dtype, device or group.device())
+    return place_networks(system, states, dtype, device or group.device())
 
 
-def placed(
+def place_networks(
     system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, nn.Module]:
     """The system's networks with the weights of `states`, pairs of a part and its state dict, as `networks`."""
@@ -106,3 +109,21 @@ def placed(
     for network in system.frozen():
         network.to(device)
     return loaded
+
+
+def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -> nn.Module:
+    """Returns the network of another run, checkpoint or average that guides samples (Karras et al. 2024).
+
+    Raises ConfigError if it cannot guide those of `system`, or if there is no guidance, since `scale` is 1.
+    """
+    folder, weights, step = guide
+    if scale == 1:
+        raise ConfigError(f"--guide {folder}: guidance of scale 1 is none: give --guidance-scale 2, say")
+    with reworded(f"--guide {folder}: "):
+        run = read_recipe(folder)
+        other, raw = systems.build(run.system, run.model), weights == "raw"
+        system.require_guide(other)
+        ema = None if raw else weights
+        checkpoint = find_checkpoint(folder, step, ema)
+        kinds = choose_kinds(other, checkpoint, run.samples.ema if ema is None else ema, raw)
+        return load_networks(other, checkpoint, kinds, dtype)["denoiser"]

@@ -31,7 +31,7 @@ _MODEL = "diffusion_pytorch_model"  # what diffusers calls its files
 _INDICES = (_INDEX, f"{_MODEL}.safetensors.index.json")
 
 
-def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Adapted:
+def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) -> Adapted:
     """Weights in `path` as the system's networks take them: {part: (values by state-dict name, what was changed)}.
 
     `path` is a run's folder (its newest whole checkpoint; the first EMA where there is one), a checkpoint's folder, a
@@ -49,25 +49,25 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
             raise ConfigError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
         path = newest[1]
     elif (path / "manifest.json").exists():
-        whole(path)
+        require_whole(path)
     notes: list[str] = []
     if (path / "manifest.json").exists() and list(path.glob("*-of-*.safetensors")):
-        adapted, notes = _of_checkpoint(path, system, first, others)
-    elif files := _consolidated(path, first, others):
-        unaltered(files.values(), together=True)
-        adapted = {part: _adapted(system, part, read(file), file) for part, file in files.items()}
-    elif config_file := _config_of_diffusers(path, system):
+        adapted, notes = _read_checkpoint(path, system, first, others)
+    elif files := _find_consolidated(path, first, others):
+        require_unaltered(files.values(), together=True)
+        adapted = {part: _adapt_part(system, part, read_state(file), file) for part, file in files.items()}
+    elif config_file := _read_diffusers_config(path, system):
         config = read_json(config_file)
-        state, notes = system.from_diffusers(read(config_file.parent), config)
-        adapted = {first: _adapted(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
+        state, notes = system.from_diffusers(read_state(config_file.parent), config)
+        adapted = {first: _adapt_part(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
     else:
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
             raise ConfigError(
                 f"init_from={path} holds DeepSpeed's own files: merge them with `python "
                 f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR"
             )
-        unaltered([path], together=True)
-        adapted = {first: _adapted(system, first, read(path), path)}
+        require_unaltered([path], together=True)
+        adapted = {first: _adapt_part(system, first, read_state(path), path)}
     adapted[first][1].extend(notes)
     adapted[first][1].extend(
         f"{part} is not in {path} and begins anew"
@@ -77,7 +77,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
     return adapted
 
 
-def _of_checkpoint(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
+def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
     """The parts of one of dstrain's checkpoints, and a note on each that only DeepSpeed's own files hold."""
     parts = {file.name.rpartition("-of-")[0].rpartition("-")[0] for file in path.glob("*-of-*.safetensors")}
     if first not in parts:
@@ -90,15 +90,15 @@ def _of_checkpoint(path: Path, system: System, first: str, others: list[str]) ->
         )
     adapted, notes = {}, []
     for part in (part for part in (first, *others) if part in parts):
-        kind = checkpoint_kind(path, part)
+        kind = choose_kind(path, part)
         if part != first and kind == "master" and (path / "deepspeed").is_dir():
             notes.append(f"{part} lies in DeepSpeed's own files in {path} and begins anew")
         else:
-            adapted[part] = _adapted(system, part, read_weights(path, part, kind, at_once=False), path)
+            adapted[part] = _adapt_part(system, part, read_weights(path, part, kind, at_once=False), path)
     return adapted, notes
 
 
-def _consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
+def _find_consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
     """Where the parts lie in a folder that launch/consolidate.py or launch/export.py wrote; {}: in none of several."""
     if (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
         return {part: path / part for part in (first, *others) if part == first or (path / part).is_dir()}
@@ -106,7 +106,7 @@ def _consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
     return {part: file for part, file in files.items() if file.exists()} if files[first].exists() else {}
 
 
-def unaltered(paths: Iterable[Path], together: bool = False) -> None:
+def require_unaltered(paths: Iterable[Path], together: bool = False) -> None:
     """ConfigError: files in `paths`, folders or files of a consolidated folder, have other bytes than were written.
 
     `together`: called on all ranks, each of which reads its share.
@@ -128,24 +128,24 @@ def unaltered(paths: Iterable[Path], together: bool = False) -> None:
         raise ConfigError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
 
 
-def _adapted(
+def _adapt_part(
     system: System, part: str, state: dict[str, Tensor], origin: object
 ) -> tuple[dict[str, Tensor], list[str]]:
     """What the system makes of a part's weights, and notes on it, first of all how many came unchanged."""
     values, notes = system.adapt(part, state)
-    before, after = ({_place(tensor) for tensor in tensors.values()} for tensors in (state, values))
-    loaded = sum(_place(tensor) in before for tensor in values.values())
-    left = sum(_place(tensor) not in after for name, tensor in state.items() if name not in values)
+    before, after = ({_locate_tensor(tensor) for tensor in tensors.values()} for tensors in (state, values))
+    loaded = sum(_locate_tensor(tensor) in before for tensor in values.values())
+    left = sum(_locate_tensor(tensor) not in after for name, tensor in state.items() if name not in values)
     counts = f"{loaded} tensors loaded, {len(values) - loaded} replaced, {left} left"
     return values, [f"{part}: {counts}, from {origin}", *notes]
 
 
-def _place(tensor: Tensor) -> int:
+def _locate_tensor(tensor: Tensor) -> int:
     """Equal for tensors that share their values."""
     return id(tensor) if isinstance(tensor, StoredWeight) else tensor.data_ptr()
 
 
-def _config_of_diffusers(path: Path, system: System) -> Path | None:
+def _read_diffusers_config(path: Path, system: System) -> Path | None:
     """config.json of a network that diffusers has saved, in `path` or where a pipeline there keeps it; None: it is
     no folder of diffusers. ConfigError: it is one, without what this system takes.
     """
@@ -172,7 +172,7 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
     if (recipe := checkpoint.parent.parent / "run.yaml").exists():
         shutil.copyfile(recipe, folder / "run.yaml")
     for part in parts:
-        kind = checkpoint_kind(checkpoint, part, ema if ema in read_ema_decays(checkpoint, part) else None)
+        kind = choose_kind(checkpoint, part, ema if ema in read_ema_decays(checkpoint, part) else None)
         save_file(
             read_weights(checkpoint, part, kind),
             folder / f"{part}.safetensors",
@@ -181,27 +181,27 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
     apply_umask(folder)
 
 
-def whole(checkpoint: Path) -> Path:
+def require_whole(checkpoint: Path) -> Path:
     """The folder of one checkpoint, if every file of it matches its hash. ConfigError names what does not."""
     if fault := Store(checkpoint.parent).fault(int(checkpoint.name.removeprefix("step_"))):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
     return checkpoint
 
 
-def checkpoint_kind(path: Path, part: str, ema: float | None = None) -> str:
+def choose_kind(path: Path, part: str, ema: float | None = None) -> str:
     """The kind of weights to take from a checkpoint: the EMA asked for, else its first, else the weights."""
     decays = read_ema_decays(path, part)
     if ema is not None and ema not in decays:
         raise ConfigError(
             f"{path} holds no EMA of {'width' if ema <= WIDEST else 'decay'} {ema}; it holds "
-            f"{', '.join(map(str, decays)) or 'none'}{_made_or_to_make(path.parent.parent, ema)}"
+            f"{', '.join(map(str, decays)) or 'none'}{_describe_averages(path.parent.parent, ema)}"
         )
     if ema is None and not decays:
         return "master"
     return f"ema.{decays[0] if ema is None else ema!r}"
 
 
-def _made_or_to_make(run: Path, ema: float) -> str:
+def _describe_averages(run: Path, ema: float) -> str:
     """Of a run: widths whose averages launch/reconstruct.py has made, and that it may make this one."""
     made = sorted((path.name for path in (run / RECONSTRUCTED).glob("*") if any(path.glob("step_*"))), key=float)
     makes = ema <= WIDEST and any((run / snapshots.FOLDER).glob("step_*"))
@@ -210,7 +210,7 @@ def _made_or_to_make(run: Path, ema: float) -> str:
     )
 
 
-def read(path: str | Path) -> dict[str, Tensor]:
+def read_state(path: str | Path) -> dict[str, Tensor]:
     """The state dict in a file or folder, on the CPU.
 
     Pickled files are read by torch's restricted unpickler: nothing in them is executed. Raises ConfigError for a file
@@ -226,7 +226,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
         files = [path := path / f"{_MODEL}.bin"]
     for index in (path / name for name in _INDICES):
         if index.exists():
-            files = _listed(index)
+            files = _read_index(index)
     if not files or not all(file.is_file() for file in files):
         absent = next((file for file in files if file.parent == path and not file.is_file()), path)
         raise ConfigError(f"weights: there is no file {absent} (.safetensors or .pt), nor a folder with *.safetensors")
@@ -237,10 +237,10 @@ def read(path: str | Path) -> dict[str, Tensor]:
                 state |= load_file(file)
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"weights: {file} is no safetensors file ({error}): fetch it again") from error
-        return _named(state, path)
+        return _strip_prefixes(state, path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # train.py keeps its arguments in the file
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_mappable(path))
     except Exception as error:  # the restricted unpickler meets hostile bytes: it may raise anything
         raise ConfigError(
             f"weights: {path} is no weights file, damaged, or holds more than tensors and plain values "
@@ -251,10 +251,10 @@ def read(path: str | Path) -> dict[str, Tensor]:
         # An empty "ema" is no average. DALLE-pytorch's key is "weights"; DALLE2-pytorch's average is "ema_model".
         inner = (content.get(name) for name in ("ema_model", "ema", "model", "weights"))
         content = next((state for state in inner if isinstance(state, dict) and state), content)
-    return _named(content, path)
+    return _strip_prefixes(content, path)
 
 
-def _can_be_mapped(path: Path) -> bool:
+def _is_mappable(path: Path) -> bool:
     """Whether a file of torch.save has its present format, uncompressed as torch writes it.
 
     Mapped, its pages are shared by the ranks of a machine, and each reads what it owns.
@@ -265,7 +265,7 @@ def _can_be_mapped(path: Path) -> bool:
         return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
 
 
-def _listed(index: Path) -> list[Path]:
+def _read_index(index: Path) -> list[Path]:
     """The files that a folder's index names."""
     try:
         names = read_json(index)["weight_map"].values()
@@ -274,7 +274,7 @@ def _listed(index: Path) -> list[Path]:
         raise ConfigError(f"weights: {index} is damaged: copy it again from where it comes") from None
 
 
-def _named(state: object, path: Path) -> dict[str, Tensor]:
+def _strip_prefixes(state: object, path: Path) -> dict[str, Tensor]:
     """Weights under their own names, without the prefixes of wrappers."""
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(

@@ -47,12 +47,14 @@ def main() -> None:
 @torch.no_grad()
 def row(folder: Path) -> list[str]:
     """The figures of a run, in the order of the table."""
-    run = trained.read(folder)
+    run = trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
     if run.data.path != "builtin:fashion" or not system.encodes:
         raise ConfigError(f"{folder}: not an autoencoder of builtin:fashion, by whose classifier FD is measured")
-    checkpoint = trained.checkpoint(folder, None, None)
-    nets = trained.networks(system, checkpoint, trained.kinds(system, checkpoint, run.samples.ema), torch.float32)
+    checkpoint = trained.find_checkpoint(folder, None, None)
+    nets = trained.load_networks(
+        system, checkpoint, trained.choose_kinds(system, checkpoint, run.samples.ema), torch.float32
+    )
     source = open_images("builtin:fashion", run.data.image_size, channels=run.data.channels, split="held_out")
     network, originals, made, right, alike = Builtin(torch.device("cpu")), [], [], [], []
     for samples in held_out(source, _BATCH, 0, 1, torch.device("cpu"), run.seed):

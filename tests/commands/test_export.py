@@ -30,7 +30,7 @@ from dstrain.disk.sealed import render_sealed
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
-from dstrain.runs.weights import fitted
+from dstrain.runs.weights import fit_weights
 from dstrain.systems.iddpm import to_diffusers as unets
 from dstrain.systems.optional import Imports
 from dstrain.systems.vae import to_diffusers
@@ -225,7 +225,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
         drawn, expected = torch.load(tmp_path / "drawn.pt"), writer.drawn(system, {first: nets[first].eval()})
         assert (drawn - expected).abs().max() <= writer.TOLERATED["code"] * expected.abs().max()
         (tmp_path / "drawn.pt").unlink()
-    values, notes = fitted(out, system)[first]
+    values, notes = fit_weights(out, system)[first]
     state = nets[first].state_dict()
     assert values.keys() == state.keys() and all(torch.equal(values[key], state[key]) for key in state)
     assert notes[0].startswith(f"{first}: {len(state)} tensors loaded, 0 replaced")
@@ -295,7 +295,7 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
     folder, nets = begun(tmp_path, "tiny-vae", discriminator)
     export(ExportOptions(folder, tmp_path / "out", "safetensors"))
     run = recipe.load(folder / "run.yaml")
-    found = fitted(tmp_path / "out", systems.build("vae", run.model))
+    found = fit_weights(tmp_path / "out", systems.build("vae", run.model))
     assert found.keys() == nets.keys() == {"autoencoder", "discriminator"}
     for part, (values, notes) in found.items():
         state = nets[part].state_dict()
@@ -304,7 +304,7 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
             f"{part}: {len(state)} tensors loaded, 0 replaced, 0 left, from {tmp_path / 'out' / part}.safetensors"
         ]
     (tmp_path / "out" / "discriminator.safetensors").unlink()
-    ((_, notes),) = fitted(tmp_path / "out", systems.build("vae", run.model)).values()
+    ((_, notes),) = fit_weights(tmp_path / "out", systems.build("vae", run.model)).values()
     assert notes[1] == f"discriminator is not in {tmp_path / 'out'} and begins anew"
 
 
@@ -337,10 +337,10 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
     in_deepspeeds_files(folder, "autoencoder")
     system, state = systems.build("vae", recipe.load(folder / "run.yaml").model), nets["autoencoder"].state_dict()
     assert export(ExportOptions(folder, tmp_path / "out")).name == "AutoencoderKL"
-    ((values, notes),) = fitted(folder, system).values()
+    ((values, notes),) = fit_weights(folder, system).values()
     assert all(torch.equal(values[name], state[name]) for name in state)
     assert "discriminator lies in DeepSpeed's own files" in notes[-1] and notes[-1].endswith("begins anew")
-    exact, near = (first_stage.of_run(folder, precision=precision) for precision in ("fp32", "bf16"))
+    exact, near = (first_stage.open_run(folder, precision=precision) for precision in ("fp32", "bf16"))
     assert exact.fingerprint == near.fingerprint == fingerprint(*system.identity(nets))
     exact, near = (stage.codes({"image": system.synthetic(3)["image"]}) for stage in (exact, near))
     assert 0 < np.linalg.norm(near - exact) < 0.02 * np.linalg.norm(exact)
@@ -358,15 +358,15 @@ def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     wanted = fingerprint(*systems.build("vae", recipe.load(folder / "run.yaml").model).identity(nets))
     for name, part in (("both", None), ("one", "autoencoder")):
         consolidate(Consolidation(folder, tmp_path / name, part=part))
-        assert first_stage.of_run(tmp_path / name).fingerprint == wanted
+        assert first_stage.open_run(tmp_path / name).fingerprint == wanted
     path = tmp_path / "both" / "autoencoder" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
-        first_stage.of_run(tmp_path / "both")
+        first_stage.open_run(tmp_path / "both")
     system = systems.build("vae", recipe.load(folder / "run.yaml").model)
     for given in (tmp_path / "both", path.parent, path):  # the folder, one part's of it, one file
         with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
-            fitted(given, system)
+            fit_weights(given, system)
 
 
 @pytest.mark.parametrize("format", ["diffusers", "safetensors"])

@@ -16,7 +16,7 @@ from dstrain.checkpoint.store import read_manifest
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
-from dstrain.runs.folders import Resume, check
+from dstrain.runs.folders import Resume, check_start
 from dstrain.systems.dit.network import DiT
 from tests.support import golden
 from tests.support.launch import here
@@ -55,10 +55,10 @@ def dit() -> dict[str, torch.Tensor]:
 
 def network(folder: Path) -> torch.nn.Module:
     """The first part of an imported run, as every verb builds it."""
-    run = trained.read(folder)
+    run = trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
-    at = trained.checkpoint(folder)
-    found = trained.networks(system, at, trained.kinds(system, at, run.samples.ema), torch.float32)
+    at = trained.find_checkpoint(folder)
+    found = trained.load_networks(system, at, trained.choose_kinds(system, at, run.samples.ema), torch.float32)
     return next(iter(found.values())).requires_grad_(False)
 
 
@@ -193,10 +193,10 @@ def test_what_others_make_of_it(tmp_path, monkeypatch, capsys):
         again = [tmp_path / name, "--recipe", run / "run.yaml", "--out", tmp_path / f"again{number}"]
         code, _, err = here("import.py", again, monkeypatch, capsys)
         assert code == 0, err
-        back = read_weights(trained.checkpoint(again[-1]), "denoiser")
+        back = read_weights(trained.find_checkpoint(again[-1]), "denoiser")
         assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state), name
     with pytest.raises(ConfigError, match="holds imported weights.*init_from="):
-        check(recipe.load(run / "run.yaml"), "data", Resume(allow_change=True))
+        check_start(recipe.load(run / "run.yaml"), "data", Resume(allow_change=True))
 
 
 def test_a_part_that_the_file_has_not(tmp_path, monkeypatch, capsys):
@@ -225,7 +225,7 @@ def test_a_part_that_the_file_has_not(tmp_path, monkeypatch, capsys):
         words = [tmp_path / "official", "--recipe", words[2], "--out", tmp_path / f"run{number}"]
         code, out, err = here("import.py", words, monkeypatch, capsys)
         assert code == 0 and f"discriminator is not in {words[0]} and begins anew" in out, err
-        at = trained.checkpoint(words[-1])
+        at = trained.find_checkpoint(words[-1])
         found.append({part: read_weights(at, part) for part in ("autoencoder", "discriminator")})
     state = official.state_dict()
     assert all(torch.equal(found[0]["autoencoder"][name], value) for name, value in state.items())
@@ -314,9 +314,9 @@ def test_what_an_import_is(tmp_path, monkeypatch, capsys):
         {name: value.bfloat16() for name, value in dit().items()},
     )
     assert here("import.py", words, monkeypatch, capsys)[0] == 0
-    run = trained.read(words[-1])
+    run = trained.read_recipe(words[-1])
     assert (run.init_from, run.folder, run.ema.decays, run.samples.ema) == (words[0], words[-1], (), None)
-    body = read_manifest(trained.checkpoint(words[-1]))
+    body = read_manifest(trained.find_checkpoint(words[-1]))
     assert body["step"] == 0 and body["extra"] == {"imported": "official.pt"}
     assert sorted(os.listdir(words[-1])) == ["checkpoints", "run.yaml"]
     (part,) = (words[-1] / "checkpoints/step_00000000").glob("denoiser-*.safetensors")

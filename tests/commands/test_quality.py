@@ -304,7 +304,7 @@ def test_embeddings_are_no_pictures(tmp_path):
 def test_texts_by_the_slice(tmp_path):
     """Oracle: counting's pictures, which show the length of their text and the noise of their seed; texts in turn."""
     texts = ("a", "bb", "ccc")
-    run = trained.read(counting.folder(tmp_path / "run", {"prompts": list(texts), "num_frames": 3}))
+    run = trained.read_recipe(counting.folder(tmp_path / "run", {"prompts": list(texts), "num_frames": 3}))
     system = systems.build(run.system, run.model)
     options = QualityOptions(("fvd",), folder=tmp_path / "run", num=2300, seed=7)
     batches = [*Drawn(options, run, system, system.networks()).batches(300)]

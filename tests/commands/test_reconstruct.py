@@ -31,7 +31,7 @@ from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import identity
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
-from dstrain.runs.weights import fitted
+from dstrain.runs.weights import fit_weights
 from tests.commands.test_export import DISCRIMINATOR, begun
 from tests.engine.ema.test_profiles import published_solution
 from tests.runs.test_weights import here
@@ -147,7 +147,7 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
     with pytest.raises(ConfigError, match="holds no EMA of decay 0.99; it holds 0.9; reconstructed"):
         generate(GenerateOptions(folder, num=1, ema=0.99, out=tmp_path / "x"))
     system = systems.build("dit", other.recipe.model)
-    begins = fitted(folder / "reconstructed" / "0.15" / "step_00000007", system)["denoiser"][0]
+    begins = fit_weights(folder / "reconstructed" / "0.15" / "step_00000007", system)["denoiser"][0]
     assert all(
         torch.equal(begins[name], value)
         for name, value in dstrain.load(folder, ema=0.15).networks["denoiser"].state_dict().items()
@@ -171,7 +171,7 @@ def test_two_parts(tmp_path):
     assert close(state, truth, "autoencoder")
     export(ExportOptions(folder, tmp_path / "out", "safetensors", ema=0.15))
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["autoencoder.safetensors"]
-    assert first_stage.of_run(folder, 0.15).fingerprint not in (first_stage.of_run(folder).fingerprint, None)
+    assert first_stage.open_run(folder, 0.15).fingerprint not in (first_stage.open_run(folder).fingerprint, None)
 
 
 def test_sweep(made):

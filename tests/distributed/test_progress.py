@@ -10,8 +10,7 @@ import pytest
 
 from dstrain.commands.exits import run_main
 from dstrain.distributed import progress
-from dstrain.distributed.bars import Bar
-from dstrain.distributed.progress import Phases
+from dstrain.distributed.progress import Bar, Phases
 from launch import consolidate
 
 

@@ -293,7 +293,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
     """Name of a case -> (path below its folder, content or what makes it, what reads it)."""
     table: dict[str, tuple[str, object, Callable[[Path], object]]] = {}
     for name, content in WEIGHTS.items():
-        table[f"weights: {name}"] = (f"w/{name}", content, weights.read)
+        table[f"weights: {name}"] = (f"w/{name}", content, weights.read_state)
         if name.endswith(".safetensors") and name not in HARMLESS:
             table[f"header: {name}"] = (f"w/{name}", content, safetensors_io.read_header)
         elif not name.endswith(".safetensors"):
@@ -317,7 +317,11 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         for name, content in JSONS.items()
     }
     table |= {
-        f"index of weights: {name}": ("w/model.safetensors.index.json", content, lambda path: weights.read(path.parent))
+        f"index of weights: {name}": (
+            "w/model.safetensors.index.json",
+            content,
+            lambda path: weights.read_state(path.parent),
+        )
         for name, content in JSONS.items()
     }
     table |= {
@@ -330,7 +334,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         for suffix in (".txt", ".csv", ".jsonl")
     }
     table |= {
-        f"saved: {name}": ("r/saved", content, lambda path: folders.last_saved(path.parent))
+        f"saved: {name}": ("r/saved", content, lambda path: folders.read_last_saved(path.parent))
         for name, content in LINES.items()
     }
     table |= {
@@ -346,14 +350,14 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         ("folder", os.mkdir),
     ):
         table |= {
-            f"{kind} as weights": ("w/a.safetensors", make, weights.read),
-            f"{kind} as a pickle": ("w/a.pt", make, weights.read),
+            f"{kind} as weights": ("w/a.safetensors", make, weights.read_state),
+            f"{kind} as a pickle": ("w/a.pt", make, weights.read_state),
             f"{kind} as prompts": ("p.txt", make, lambda path: arguments.read_lines(str(path))),
             f"{kind} as a list": ("t/l.csv", make, first_listed),
             f"{kind} as captions": ("c.csv", make, read_captions),
-            f"{kind} as run.yaml": ("r/run.yaml", make, lambda path: trained.read(path.parent)),
-            f"{kind} as saved": ("r/saved", make, lambda path: folders.last_saved(path.parent)),
-            f"{kind} as settings": ("r/ds_config.json", make, lambda path: folders.settings_before(path.parent)),
+            f"{kind} as run.yaml": ("r/run.yaml", make, lambda path: trained.read_recipe(path.parent)),
+            f"{kind} as saved": ("r/saved", make, lambda path: folders.read_last_saved(path.parent)),
+            f"{kind} as settings": ("r/ds_config.json", make, lambda path: folders.read_earlier_settings(path.parent)),
         }
     return table
 

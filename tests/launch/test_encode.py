@@ -20,7 +20,7 @@ from dstrain.data.sources.images import open_images
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError, load
 from dstrain.runs import trained
-from dstrain.runs.weights import fitted
+from dstrain.runs.weights import fit_weights
 from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request
 from tests.support import clips, first_stage, tokenizer, towers
@@ -126,13 +126,13 @@ def test_wrong_words(made, tmp_path):
 
 def same_parts(run, out, kind):
     """Asserts that a safetensors export holds the run's weights and recipe."""
-    recipe = trained.read(run)
+    recipe = trained.read_recipe(run)
     system = systems.build(recipe.system, recipe.model)
     assert {entry.name for entry in out.iterdir()} == {"recipe.yaml", *(f"{part}.safetensors" for part in system.parts)}
     assert load(out / "recipe.yaml") == recipe
     first = next(iter(system.parts))
-    expected = read_weights(trained.checkpoint(run), first, kind)
-    weights, remarks = fitted(out / f"{first}.safetensors", system)[first]
+    expected = read_weights(trained.find_checkpoint(run), first, kind)
+    weights, remarks = fit_weights(out / f"{first}.safetensors", system)[first]
     assert remarks == [f"{first}: {len(expected)} tensors loaded, 0 replaced, 0 left, from {out / first}.safetensors"]
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -164,9 +164,9 @@ def test_token_ids_of_a_run(tmp_path):
     words = ["--split", "held_out", "--raw", "--batch", "20"]
     output = finish(command("launch/encode.py", run, "--out", out, *words, num=2))
     assert "500 samples" in output and "tokens int32 [4, 4] x 2" in output
-    recipe = trained.read(run)
+    recipe = trained.read_recipe(run)
     system = systems.build(recipe.system, recipe.model)
-    nets = trained.networks(system, trained.checkpoint(run), {"autoencoder": "master"}, torch.float32)
+    nets = trained.load_networks(system, trained.find_checkpoint(run), {"autoencoder": "master"}, torch.float32)
     images = open_images("builtin:fashion", 16, channels=1, split="held_out")
     pixels = torch.stack([images[i]["image"] for i in range(20)])
     cache = Latents(out)
@@ -294,9 +294,9 @@ def test_the_whole_way(tmp_path):
     assert Image.open(dit / "samples" / "step_00000060.png").size[0] >= 16
     finish(command("launch/generate.py", dit, "--num-samples", "4", "--out", tmp_path / "pictures", num=2))
     pictures = np.load(tmp_path / "pictures" / "samples_4x16x16x3.npz")["arr_0"].astype(int)
-    recipe, system = trained.read(dit), systems.build("dit", trained.read(dit).model)
-    at = trained.checkpoint(dit)
-    nets = trained.networks(system, at, trained.kinds(system, at, recipe.samples.ema), torch.float32)
+    recipe, system = trained.read_recipe(dit), systems.build("dit", trained.read_recipe(dit).model)
+    at = trained.find_checkpoint(dit)
+    nets = trained.load_networks(system, at, trained.choose_kinds(system, at, recipe.samples.ema), torch.float32)
 
     def drawn(system, seeds, labels, guidance_scale=recipe.samples.guidance_scale):
         request = Request(
@@ -320,16 +320,16 @@ def test_the_whole_way(tmp_path):
 
     done = export(Export(dit, tmp_path / "pipeline"))
     assert done.name == "DiTPipeline" and done.errors["code"] <= 1.01 / 255
-    ((values, notes),) = fitted(tmp_path / "pipeline", system).values()
+    ((values, notes),) = fit_weights(tmp_path / "pipeline", system).values()
     expected = read_weights(at, "denoiser", f"ema.{recipe.samples.ema or recipe.ema.decays[0]!r}")
     assert len(notes) == 1 and values.keys() == expected.keys()
     assert all(torch.equal(values[name], expected[name]) for name in expected)
     card = (tmp_path / "pipeline" / "README.md").read_text()
     assert (dit / "data.txt").read_text().strip() in card and "| Step | 60 of 60 |" in card
     assert (tmp_path / "pipeline" / "samples.png").read_bytes() == (dit / "samples/step_00000060.png").read_bytes()
-    assert fitted(tmp_path / "pipeline", systems.build("vae", trained.read(run).model))["autoencoder"][1][0].endswith(
-        f"0 replaced, 0 left, from {tmp_path / 'pipeline' / 'vae'} (AutoencoderKL)"
-    )
+    assert fit_weights(tmp_path / "pipeline", systems.build("vae", trained.read_recipe(run).model))["autoencoder"][1][
+        0
+    ].endswith(f"0 replaced, 0 left, from {tmp_path / 'pipeline' / 'vae'} (AutoencoderKL)")
     assert export(Export(dit, tmp_path / "x", "safetensors", ema=0.99)).errors == {"denoiser": 0.0}
     same_parts(dit, tmp_path / "x", "ema.0.99")
     export(Export(run, tmp_path / "y", "safetensors", raw=True))

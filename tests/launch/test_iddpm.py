@@ -168,10 +168,10 @@ def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
     large = [np.load(tmp_path / f"large{num}" / "samples_5x32x32x3.npz")["arr_0"] for num in (1, 2)]
     assert np.array_equal(*large)
 
-    run = trained.read(upsampler)
+    run = trained.read_recipe(upsampler)
     system = systems.build(run.system, run.model)
-    at = trained.checkpoint(upsampler)
-    networks = trained.networks(system, at, trained.kinds(system, at, 0.99), torch.float32)
+    at = trained.find_checkpoint(upsampler)
+    networks = trained.load_networks(system, at, trained.choose_kinds(system, at, 0.99), torch.float32)
 
     def enlarged(labels, pictures):
         request = Request(

@@ -135,7 +135,7 @@ def test_evaluation(tmp_path):
     figures = [table["figures"] for table in tables]
     assert figures[0] == pytest.approx(figures[1], abs=1e-6)
     held_out, other = tmp_path / "held_out", tmp_path / "other"
-    source = open_split(trained.read(run).data, "validation")
+    source = open_split(trained.read_recipe(run).data, "validation")
     for folder, name in (("img_emb", "image_embed"), ("text_emb", "text_embed")):
         (held_out / folder).mkdir(parents=True)
         np.save(held_out / folder / "0.npy", np.stack([source[i][name] for i in range(len(source))]))

@@ -252,7 +252,7 @@ def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
         return settings.read_precision(prepare(parse(TrainOptions, [*words, *more])).settings)
 
     job = prepare(parse(TrainOptions, ["folder=run"]))
-    folders.write_down(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")
+    folders.write_run(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")
     assert precision() == "bf16", "nothing is saved: there is no run to go on with"
     folders.note_saved(job.run.directory, 300)
     (job.run.directory / "checkpoints" / "step_00000300").mkdir(parents=True)

@@ -24,7 +24,7 @@ def run(folder: Path, *overrides: str) -> Run:
 
 
 def check(wanted: Run, mark: str = MARK, *, from_scratch: bool = False, allow_change: bool = False) -> None:
-    folders.check(wanted, mark, folders.Resume(from_scratch=from_scratch, allow_change=allow_change))
+    folders.check_start(wanted, mark, folders.Resume(from_scratch=from_scratch, allow_change=allow_change))
 
 
 def refusal(wanted: Run, mark: str = MARK, **flags: bool) -> str:
@@ -44,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def prepare(wanted: Run, mark: str = MARK, from_scratch: bool = False) -> None:
     if from_scratch and wanted.directory.exists():
         folders.set_aside(wanted.directory)
-    folders.write_down(wanted, {"train_batch_size": 64}, mark)
+    folders.write_run(wanted, {"train_batch_size": 64}, mark)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_fresh_folder(tmp_path):
     assert json.loads((wanted.directory / "ds_config.json").read_text()) == {"train_batch_size": 64}
     assert set(contents(wanted.directory)) == {"run.yaml", "ds_config.json", "data.txt", "saved"}
     check(wanted)
-    assert folders.last_saved(wanted.directory) == 0
+    assert folders.read_last_saved(wanted.directory) == 0
 
 
 def test_a_file_where_the_folder_should_be(tmp_path):
@@ -176,7 +176,7 @@ def test_nothing_trained_is_nothing_to_change(tmp_path):
 def test_saved_without_checkpoints(begun, left):
     """Oracle: `saved` says 500: what is left in checkpoints/ is no checkpoint, so a resume would begin at step 0."""
     folders.note_saved(begun, 500)
-    assert folders.last_saved(begun) == 500
+    assert folders.read_last_saved(begun) == 500
     (begun / "checkpoints" / "step_00000100").rmdir()
     for name in left:
         (begun / "checkpoints" / name).mkdir()
@@ -195,7 +195,7 @@ GARBAGE = ["", "12\n34", "\0" * 4, "half", "-5", "1e3", "9" * 5000, "\u0664"]
 def test_a_damaged_saved_beside_checkpoints(begun, text):
     """Oracle: the checkpoint's own name: what may not change is asked of it, and the file is written anew."""
     (begun / "saved").write_text(text)
-    assert folders.last_saved(begun) == 100
+    assert folders.read_last_saved(begun) == 100
     check(run(begun))
     assert "seed was" in refusal(run(begun, "seed=7"))
     prepare(run(begun))
@@ -291,7 +291,7 @@ def test_from_scratch_loses_nothing(begun):
         prepare(run(begun, f"seed={number}"), from_scratch=True)
         now = contents(begun)
         fresh = {name for name in now if name not in kept and not name.startswith("earlier_")}
-        assert fresh == {"run.yaml", "ds_config.json", "data.txt", "saved"} and folders.last_saved(begun) == 0
+        assert fresh == {"run.yaml", "ds_config.json", "data.txt", "saved"} and folders.read_last_saved(begun) == 0
         moved = {
             name.partition("/")[2]: text
             for name, text in now.items()
@@ -354,57 +354,57 @@ def test_one_run_in_a_folder(tmp_path):
     folder = tmp_path / "runs" / "a"
     program = (
         "import sys, time; from dstrain.runs import folders; from pathlib import Path\n"
-        "lock = folders.claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+        "lock = folders.lock_folder(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", program, str(folder)], env=environment(), stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError, match="another process trains in it; name another folder="):
-            folders.claim(folder, patience=0)
+            folders.lock_folder(folder, patience=0)
     finally:
         holder.kill()
         holder.communicate()
-    with folders.claim(folder, patience=0):
+    with folders.lock_folder(folder, patience=0):
         check(run(folder))  # the lock makes no foreign folder
         with pytest.raises(ConfigError):
-            folders.claim(folder, patience=0)
+            folders.lock_folder(folder, patience=0)
         prepare(run(folder), from_scratch=True)
         prepare(run(folder), from_scratch=True)
         with pytest.raises(ConfigError):
-            folders.claim(folder, patience=0)  # nor is it moved aside
-    folders.claim(folder, patience=0).close()
+            folders.lock_folder(folder, patience=0)  # nor is it moved aside
+    folders.lock_folder(folder, patience=0).close()
 
 
 def test_a_folder_is_waited_for(tmp_path):
     """Oracle: the clock: who holds it lets go after 0.2 s."""
-    held = folders.claim(tmp_path)
+    held = folders.lock_folder(tmp_path)
     begin = time.monotonic()
     threading.Timer(0.2, held.close).start()
-    folders.claim(tmp_path, patience=30).close()
+    folders.lock_folder(tmp_path, patience=30).close()
     assert 0.15 < time.monotonic() - begin < 10
 
 
 def test_a_claim_waits_for_one_who_takes_the_folder_away(tmp_path):
     """Oracle: a third command, which is refused: who waited while the folder went holds the one that is there now."""
     folder = tmp_path / "run"
-    held, got = folders.claim(folder), []
-    waiting = threading.Thread(target=lambda: got.append(folders.claim(folder, patience=30)))
+    held, got = folders.lock_folder(folder), []
+    waiting = threading.Thread(target=lambda: got.append(folders.lock_folder(folder, patience=30)))
     waiting.start()
     time.sleep(0.2)
-    folders.let_go(folder)
+    folders.remove_unused(folder)
     assert not folder.exists()
     held.close()
     waiting.join()
     with pytest.raises(ConfigError, match="another process trains in it"):
-        folders.claim(folder, patience=0)
+        folders.lock_folder(folder, patience=0)
     got[0].close()
 
 
 def test_only_an_empty_folder_is_let_go(tmp_path):
     """Oracle: its files: with anything beside the claim it stays as it is."""
-    with folders.claim(tmp_path / "run"):
+    with folders.lock_folder(tmp_path / "run"):
         (tmp_path / "run" / "run.yaml").touch()
-        folders.let_go(tmp_path / "run")
+        folders.remove_unused(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "run.yaml"}
 
 
@@ -449,14 +449,14 @@ def test_a_new_folder_reaches_the_disk(tmp_path, events):
     folder of that name gives way, an error leaves nothing.
     """
     (tmp_path / "out").mkdir()
-    with folders.new_folder(tmp_path / "out") as folder:
+    with folders.make_folder(tmp_path / "out") as folder:
         (folder / "inner").mkdir()
         for name in ("a", "inner/b"):
             (folder / name).write_text(name)
     inodes = {path.stat().st_ino for path in (tmp_path / "out", *(tmp_path / "out").rglob("*"))}
     assert events[-2:] == [("rename", "out"), ("sync", tmp_path.stat().st_ino)] and len(inodes) == 4
     assert {inode for kind, inode in events[:-2]} == inodes
-    with pytest.raises(RuntimeError), folders.new_folder(tmp_path / "other") as folder:
+    with pytest.raises(RuntimeError), folders.make_folder(tmp_path / "other") as folder:
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -467,6 +467,6 @@ def test_a_run_of_an_older_dstrain_keeps_its_ways(tmp_path, critic, labels):
     (tmp_path / "run.yaml").write_text(
         recipe.dump(Run(system="phenaki", model={"critic": critic, "decoding": {"sample_temperature": 0.9}}))
     )
-    model = folders.recipe_of(tmp_path).model
+    model = folders.read_recipe(tmp_path).model
     assert model["critic_labels"] == labels
     assert model["decoding"] == {"sample_temperature": 0.9, "sample_temperature_schedule": "decay"}

@@ -59,20 +59,20 @@ def _checked(
             (RUN / name).touch()
     elif late:
         threading.Timer(late, RUN.parent.symlink_to, [folder / roots[0] / RUN.parent]).start()
-    real, said, began = (hosts._code, hosts.socket.gethostname), io.StringIO(), time.monotonic()
+    real, said, began = (hosts._describe_code, hosts.socket.gethostname), io.StringIO(), time.monotonic()
     if codes:
-        hosts._code = lambda: codes[rank]
+        hosts._describe_code = lambda: codes[rank]
     if names:
         hosts.socket.gethostname = lambda: names[rank]
     try:
         with redirect_stderr(said):
-            hosts.check(Run(folder=RUN, **words[rank]), settings[rank], patience)
+            hosts.check_hosts(Run(folder=RUN, **words[rank]), settings[rank], patience)
     except ConfigError as error:
         return "refused", error.problems
     except SystemExit as ended:
         return "ended", ended.code, said.getvalue()
     finally:
-        hosts._code, hosts.socket.gethostname = real
+        hosts._describe_code, hosts.socket.gethostname = real
     return "in order", time.monotonic() - began
 
 
@@ -101,7 +101,7 @@ def test_one_folder_recipe_and_code(two):
 
 def test_one_process_looks_at_nothing(tmp_path):
     """Oracle: a folder that does not exist, and still does not afterwards."""
-    hosts.check(Run(folder=tmp_path / "none"), {})
+    hosts.check_hosts(Run(folder=tmp_path / "none"), {})
     assert not (tmp_path / "none").exists()
 
 
@@ -147,15 +147,15 @@ def test_the_code_is_known_by_its_files(tmp_path, monkeypatch):
     (package / "inner").mkdir(parents=True)
     (package / "inner" / "a.py").write_text("x = 1\n")
     monkeypatch.setattr(hosts, "__file__", str(package / "hosts.py"))
-    seen = [hosts._code()]
+    seen = [hosts._describe_code()]
     (package / "inner" / "a.py").write_text("x = 12\n")
-    seen.append(hosts._code())
+    seen.append(hosts._describe_code())
     (package / "b.py").touch()
-    seen.append(hosts._code())
+    seen.append(hosts._describe_code())
     (package / "b.py").rename(package / "c.py")
-    seen.append(hosts._code())
+    seen.append(hosts._describe_code())
     (package / "notes.txt").write_text("no code")
-    assert len({code["dstrain"] for code in seen}) == 4 and hosts._code() == seen[-1]
+    assert len({code["dstrain"] for code in seen}) == 4 and hosts._describe_code() == seen[-1]
     assert set(seen[0]) == {"dstrain", "torch", "deepspeed"}
 
 

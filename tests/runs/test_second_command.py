@@ -37,7 +37,7 @@ def test_a_waiting_command_checks_again(tmp_path):
         f"folder={folder}",
     ]
     job = prepare(parse(TrainOptions, arguments))
-    with folders.claim(folder):
+    with folders.lock_folder(folder):
         with open(log, "wb") as output:
             second = subprocess.Popen(
                 command("launch/train.py", *arguments, "seed=7", "optimizer.lr=0.5", num=1),
@@ -51,7 +51,7 @@ def test_a_waiting_command_checks_again(tmp_path):
             while not holds(second.pid, folder / ".lock"):
                 assert second.poll() is None and time.monotonic() < end, log.read_text()
                 time.sleep(0.05)
-            folders.write_down(job.run, job.settings, "data")
+            folders.write_run(job.run, job.settings, "data")
             (folder / "checkpoints" / "step_00000002").mkdir(parents=True)
             folders.note_saved(folder, 2)
             (folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n')

@@ -123,5 +123,5 @@ def register(patch) -> None:
     """Replaces checkpoints by this system's network, which is always the same."""
     from dstrain.runs import trained
 
-    patch.setattr(trained, "checkpoint", lambda folder, step=None, ema=None: folder)
-    patch.setattr(trained, "networks", lambda system, *_: system.networks())
+    patch.setattr(trained, "find_checkpoint", lambda folder, step=None, ema=None: folder)
+    patch.setattr(trained, "load_networks", lambda system, *_: system.networks())

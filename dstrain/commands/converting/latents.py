@@ -21,7 +21,7 @@ from dstrain.data.cached import shards
 from dstrain.data.source import Bad, Item, read_items
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed
-from dstrain.distributed.bars import Bar
+from dstrain.distributed.progress import Bar
 from dstrain.encoders import autoencoder
 from dstrain.recipe import ConfigError, reworded, write_errors
 

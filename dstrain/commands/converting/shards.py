@@ -13,7 +13,7 @@ from PIL import Image
 
 from dstrain.data.formats.packed import FORMAT, HELD_OUT, INDEX, PACKING, TRAIN, ShardWriter, hash_file, name_shard
 from dstrain.disk import atomic, sealed
-from dstrain.distributed.bars import Bar
+from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError, write_errors
 
 _SHARD_BYTES = 1 << 28  # a shard ends with the sample that brings it above

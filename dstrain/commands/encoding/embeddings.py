@@ -28,12 +28,12 @@ from dstrain.data.source import Source, read_items
 from dstrain.data.sources.captioned import open_captioned
 from dstrain.disk import atomic
 from dstrain.distributed import group
-from dstrain.distributed.bars import Bar
+from dstrain.distributed.progress import Bar
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.recipe import ConfigError, reworded, write_errors
-from dstrain.runs.folders import same_data
+from dstrain.runs.folders import is_same_data
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _prepare(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
                 for key, value in plan.items()
                 if key != "complete"
                 and earlier.get(key) != value
-                and not (key == "data" and same_data(str(earlier.get(key)), value))
+                and not (key == "data" and is_same_data(str(earlier.get(key)), value))
             ]
         except (OSError, ValueError, AttributeError):
             return f"--out {path} is damaged: delete it if {out} is of the same embeddings, or name another folder"

@@ -31,7 +31,7 @@ def claimed(
     with ExitStack() as locks:
         if first:
             with write_errors(f"--out {out}", "name a folder that can be written"):
-                whole = locks.enter_context(folders.claim(out, busy=busy))
+                whole = locks.enter_context(folders.lock_folder(out, busy=busy))
         try:
             if first:
                 problem = prepare()

@@ -26,9 +26,9 @@ def planned(options: EncodeOptions) -> Plan:
     """The same on all ranks. ConfigError: what is asked for cannot be."""
     require(options.precision)
     if options.run is not None:
-        stage = first_stage.of_run(options.run, options.ema, options.raw, options.step, options.precision)
+        stage = first_stage.open_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:
-        stage = first_stage.of_diffusers(options.first_stage, options.image_size, options.precision)
+        stage = first_stage.open_diffusers(options.first_stage, options.image_size, options.precision)
     if options.crops is None and options.crop != "random":
         raise ConfigError(f"--crop {options.crop}: say how many of each image, such as --crops 4")
     if _of_videos(stage) and options.crops is not None:

@@ -20,7 +20,7 @@ from dstrain.engine.initial import build_networks
 from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
-from dstrain.runs.trained import placed
+from dstrain.runs.trained import place_networks
 from dstrain.sampling.draw import draw_all
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
@@ -67,9 +67,9 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
         with torch.no_grad():
             return nets["denoiser"](example["x_start"], times.long(), batch["label"])
 
-    exact = output(placed(system, states.items(), torch.float64, device))
+    exact = output(place_networks(system, states.items(), torch.float64, device))
     for precision in _possible(record):
-        nets = placed(system, states.items(), dtype_of(precision), device)
+        nets = place_networks(system, states.items(), dtype_of(precision), device)
         with computing(precision):
             record.row(
                 f"{precision}: one prediction, from float64",
@@ -180,7 +180,7 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """Of each part's loss by its own weights, flat, on the CPU."""
     system = systems.build(run.system, run.model)
-    nets = placed(system, states.items(), dtype, device)
+    nets = place_networks(system, states.items(), dtype, device)
     example = system.encode({name: values.to(device) for name, values in batch.items()})
     if dtype == torch.float64:  # torch 2.11 differentiates no mean of squares of two types
         for network in system.frozen():

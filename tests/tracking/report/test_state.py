@@ -45,10 +45,10 @@ def test_the_table(tmp_path, monkeypatch, capsys):
         runs / "more" / "running", runs / "begun", ignore=shutil.ignore_patterns("*.jsonl", "*.txt")
     )
     with (
-        folders.claim(runs / "more" / "running"),
-        folders.claim(runs / "complete"),
-        folders.claim(begun),
-        folders.claim(runs / "checked"),
+        folders.lock_folder(runs / "more" / "running"),
+        folders.lock_folder(runs / "complete"),
+        folders.lock_folder(begun),
+        folders.lock_folder(runs / "checked"),
     ):
         with pytest.raises(ConfigError, match="has not begun yet"):
             record.read(runs / "checked")
@@ -59,7 +59,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     assert shown.count("damaged") == 1 and "\nrubbish: its run.yaml is missing or damaged" in shown
     stopped = runs / "more" / "stopped"
     for later, word in ((1, "stopped"), (-1, "running")):  # the command that said so holds it still; the next one does
-        with folders.claim(stopped):
+        with folders.lock_folder(stopped):
             when = (stopped / ".lock").stat().st_mtime + later
             os.utime(stopped / "log.txt", (when, when))
             assert state.state(stopped).state == word
