@@ -22,6 +22,8 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.initial import build_networks
 from dstrain.recipe import ConfigError, Ema, Run
+from dstrain.runs.folders import make_folder
+from dstrain.runs.weights import fit_weights
 from dstrain.systems.base import System
 
 
