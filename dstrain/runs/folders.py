@@ -76,7 +76,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """`check_start` under the lock, before anything is written; then moves an earlier run aside where that was asked for."""
+    """Checks the start under the lock, before anything is written; then moves an earlier run aside if asked to."""
     check_start(run, fingerprint, resume)
     if resume.from_scratch:
         with report_disk(run.directory):
