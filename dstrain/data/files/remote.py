@@ -253,22 +253,17 @@ class Store:
             import fsspec
 
             options: dict[str, Any] = {"use_listings_cache": False}
-            if self.of_the_web:
-                try:
-                    import aiohttp
-                except ImportError:
-                    raise self._missing("aiohttp") from None
-                options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(sock_connect=30, sock_read=60)}
             try:
+                if self.of_the_web:
+                    import aiohttp
+
+                    options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(sock_connect=30, sock_read=60)}
                 self._fs = fsspec.filesystem(self.scheme, **options)
             except ImportError as error:
-                raise self._missing(str(error)) from None
+                raise ConfigError(
+                    f"{self.scheme}:// needs a library that is not installed ({error}): pip install 'dstrain[remote]'"
+                ) from None
         return self._fs
-
-    def _missing(self, library: str) -> ConfigError:
-        return ConfigError(
-            f"{self.scheme}:// needs a library that is not installed ({library}): pip install 'dstrain[remote]'"
-        )
 
 
 def _read_ahead(tasks: queue.Queue) -> None:

@@ -52,7 +52,7 @@ class Tables(Layout):
     def columns(self) -> Any:
         from dstrain.data.formats.columns import choose_columns
 
-        return choose_columns(self._schema(self._chosen()[0]), self.request, self.root)
+        return choose_columns(self._open(self._chosen()[0]).schema, self.request, self.root)
 
     def parts(self) -> list[str]:
         self.classes = self.columns.classes
@@ -98,18 +98,22 @@ class Tables(Layout):
             common += f"*{self.suffix}"
         return f"{place}/{common}" if common else place
 
-    def _schema(self, part: str) -> Any:
+    def _open(self, part: str) -> Any:
+        """Returns an ArrowFile or a ParquetFile."""
         raise NotImplementedError
+
+    def _open_alike(self, part: str) -> Any:
+        """Returns a file that has the columns of the first one. Raises ConfigError if it lacks one."""
+        file = self._open(part)
+        if missing := {self.columns.image, *self._text_columns} - set(file.schema.names):
+            raise ConfigError(
+                f"{self._where(part)} has no column {', '.join(sorted(missing))}, as "
+                f"the first file has; it has {', '.join(file.schema.names)}"
+            )
+        return file
 
     def _where(self, part: str) -> str:
         return f"{self.request.key}={self.root}: {part}"
-
-    def _require_columns(self, names: list[str], part: str) -> None:
-        if missing := {self.columns.image, *self._text_columns} - set(names):
-            raise ConfigError(
-                f"{self._where(part)} has no column {', '.join(sorted(missing))}, as "
-                f"the first file has; it has {', '.join(names)}"
-            )
 
     def _sample(self, place: Place, row: dict[str, Any]) -> Sample:
         """Returns a sample with its label and captions."""
@@ -160,16 +164,14 @@ class ArrowTables(Tables):
     def samples(self, part: str) -> Iterator[Sample]:
         from dstrain.data.files.arrow import list_rows
 
-        file = _open_arrow(self.files, part, self._where(part))
-        self._require_columns(file.schema.names, part)
-        for at, batch in file.batches():
+        for at, batch in self._open_alike(part).batches():
             for row, values in enumerate(list_rows(batch.select(self._text_columns))):
                 yield self._sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values)
 
     def read(self, place: Place) -> bytes | Path:
         at, row = divmod(place.offset, _ROW)
-        part = place.name.rsplit("/", 2)[0]
-        return self._image(_open_arrow(self.files, part, self._where(part)).value(at * 8, row, self.columns.image))
+        file = self._open(place.name.rsplit("/", 2)[0])
+        return self._image(file.value(at * 8, row, self.columns.image))
 
     def _splits(self) -> dict[str, list[str]]:
         names = {name for name, _ in self.files.names()}
@@ -203,8 +205,8 @@ class ArrowTables(Tables):
                 f"{self.request.key}={self.root}: {name} cannot be read ({error}): save the data anew with save_to_disk"
             ) from None
 
-    def _schema(self, part: str) -> Any:
-        return _open_arrow(self.files, part, self._where(part)).schema
+    def _open(self, part: str) -> Any:
+        return _open_arrow(self.files, part, self._where(part))
 
 
 class HubTables(ArrowTables):
@@ -282,8 +284,7 @@ class ParquetTables(Tables):
         return is_file and "path" not in request.columns and any(holds_bytes(field.type) for field in schema)
 
     def advice(self) -> str:
-        part = self.parts()[0]
-        file = _open_parquet(self.files, part, self._where(part))
+        file = self._open(self.parts()[0])
         size = file.count_bytes(0, [self.columns.image])
         if size < _HUGE or not file.is_compressed(self.columns.image):
             return ""
@@ -293,8 +294,7 @@ class ParquetTables(Tables):
         )
 
     def samples(self, part: str) -> Iterator[Sample]:
-        file, image, count = _open_parquet(self.files, part, self._where(part)), self.columns.image, 0
-        self._require_columns(file.schema.names, part)
+        file, image, count = self._open_alike(part), self.columns.image, 0
         for group in range(file.num_groups):
             chunk = file.plain(group, image)
             for row, values in enumerate(file.rows(group, [*self._text_columns, *([image] if chunk else [])])):
@@ -322,8 +322,8 @@ class ParquetTables(Tables):
                 raise ConfigError("is not in the file any more")
             return self._image(read_value(column, row))
 
-    def _schema(self, part: str) -> Any:
-        return _open_parquet(self.files, part, self._where(part)).schema
+    def _open(self, part: str) -> Any:
+        return _open_parquet(self.files, part, self._where(part))
 
 
 def wants_images(request: Request) -> bool:
