@@ -1,8 +1,7 @@
-"""The samples of any data as shards of encoded files, or as webdataset tars: launch/pack.py.
+"""The samples of any data as shards of encoded files, or as webdataset tars: `dstrain pack`.
 
-The files are copied as they are, and nothing is decoded; pixels that lie in arrays become PNG. Samples are dealt to the
-shards in their order, so many each, and shards to the ranks in turn. A shard is complete or absent, and its bytes are a
-function of the data alone. The same command again keeps the shards that are whole and makes the others.
+The files are copied as they are, and nothing is decoded. Samples are dealt to the shards in their order, so many each,
+and shards to the ranks in turn. A shard is complete or absent, and its bytes are a function of the data alone. The same command again keeps the shards that are whole and makes the others.
 """
 
 import io
@@ -250,7 +249,7 @@ def _read(files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str,
     def read(row: int) -> tuple[Sampled, str | None]:
         place, captions = index.place(row), ()
         try:
-            content, problem = retry(lambda: _encoded(layout.read(place))), None
+            content, problem = retry(lambda: _read_bytes(layout.read(place))), None
             captions = retry(lambda: files.captions(row))
         except NotRead:
             raise
@@ -285,12 +284,8 @@ def _noted(sample: Sampled, problem: str | None, bad: Callable[[str, str], None]
     return sample
 
 
-def _encoded(content: Path | bytes | np.ndarray) -> bytes:
-    """The bytes of a file. ConfigError: it has none, too many, or is no regular file."""
-    if isinstance(content, np.ndarray):
-        image = Image.fromarray(content[..., 0] if content.shape[-1] == 1 else content)
-        image.save(buffer := io.BytesIO(), "PNG")
-        return buffer.getvalue()
+def _read_bytes(content: Path | bytes) -> bytes:
+    """Returns the bytes of a file. Raises ConfigError if it has none, too many, or is no regular file."""
     if isinstance(content, Path):
         require_regular(content)
         with open(content, "rb") as file:

@@ -20,7 +20,7 @@ from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats import recognised
-from dstrain.data.formats.base import Layout, Place, Request, Sample
+from dstrain.data.formats.base import Request
 from dstrain.data.formats.packed import PackedFiles, ShardWriter, list_packed, name_shard
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import open_images
@@ -196,46 +196,6 @@ def test_tars_are_as_webdataset_writes_them(tmp_path):
         texts = {member.name: archive.extractfile(member).read() for member in archive}
     assert list(texts) == ["000000007.png", "000000007.txt", "000000008.jpg", "000000008.json"]
     assert texts["000000007.txt"] == b"a cat" and json.loads(texts["000000008.json"]) == {"caption": ["one", "two"]}
-
-
-class Pixels(Layout):
-    """Pixels in an array, as a .npz holds them."""
-
-    kind = "pixels"
-    PIXELS = np.random.default_rng(0).integers(0, 256, (12, 20, 24, 3), dtype=np.uint8)
-
-    @classmethod
-    def recognises(cls, root, files, request):
-        return root.endswith("pixels")
-
-    def parts(self):
-        return [""]
-
-    def samples(self, part):
-        return (Sample(Place(f"{i:03}", offset=i), ("b", "a")[i % 2], (f"number {i}",)) for i in range(12))
-
-    def read(self, place):
-        return self.PIXELS[place.offset][..., :1] if place.offset % 3 == 0 else self.PIXELS[place.offset]
-
-    def watched(self):
-        return []
-
-
-def test_pixels_become_png(tmp_path, monkeypatch):
-    """Oracle: the arrays, grey and in colours; labels and captions of the index."""
-    monkeypatch.setattr("dstrain.data.formats.LAYOUTS", (Pixels,))
-    (tmp_path / "pixels").mkdir()
-    index = packed(tmp_path / "pixels", tmp_path / "out", captions=True)
-    assert index["classes"] == ["a", "b"] and index["captions"] == 1
-    monkeypatch.undo()
-    request = Request(SUFFIXES, captions=True)
-    layout = recognised(str(tmp_path / "out"), LocalFiles(tmp_path / "out"), request)
-    samples = [sample for part in layout.parts() for sample in layout.samples(part)]
-    for i, sample in enumerate(samples):
-        image = Image.open(io.BytesIO(layout.read(sample.place)))
-        assert np.array_equal(np.asarray(image), Pixels.PIXELS[i][..., 0] if i % 3 == 0 else Pixels.PIXELS[i])
-        assert (sample.label, sample.captions) == (1 - i % 2, (f"number {i}",))
-    assert len(samples) == 12 and open_images(tmp_path / "out", 16).classes == ("a", "b")
 
 
 def test_what_is_refused(tmp_path):

@@ -13,8 +13,7 @@ from dstrain.recipe import ConfigError, Data, load
 @dataclass(frozen=True)
 class PackOptions(Command):
     """Writes data of any form as shards, which data.path=SHARDS then trains on: few large files instead of many small
-    ones. The files are copied as they are; pixels in arrays (.npz, tables) become PNG. Order, labels and captions are
-    kept.
+    ones. The files are copied as they are. Order, labels and captions are kept.
 
     Several processes (`deepspeed --module dstrain pack ...`) write a share of the shards each.
     """

@@ -45,12 +45,8 @@ def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draf
     return to_tensor(center_crop(decoded(file, channels, (image_size, image_size) if draft else None), image_size))
 
 
-def decoded(
-    file: str | Path | BinaryIO | np.ndarray, channels: int, draft: tuple[int, int] | None = None
-) -> Image.Image:
-    """An encoded image, or pixels uint8 (H, W, C), as L, RGB or RGBA. draft: the size that a reduced one must cover."""
-    if isinstance(file, np.ndarray):
-        return to_mode(Image.fromarray(file[..., 0] if file.shape[-1] == 1 else file), channels)
+def decoded(file: str | Path | BinaryIO, channels: int, draft: tuple[int, int] | None = None) -> Image.Image:
+    """Returns an encoded image as L, RGB or RGBA. draft: the size that a reduced one must cover."""
     with open_image(file, FORMATS) as image:
         if draft:
             image.draft(None, draft)

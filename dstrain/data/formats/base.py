@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
 from dstrain.data.files.local import Files, LocalFiles, is_folder
 from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.recipe import Cache, NotRead
@@ -66,7 +64,6 @@ class Layout(ABC):
     """
 
     kind: ClassVar[str]  # as the table of docs/guides/data.md calls it: "zip with dataset.json"
-    light: bool = False  # reading a sample costs less than passing it between processes
     columns_read: ClassVar[tuple[str, ...]] = ()  # keys of data.columns that it heeds
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
@@ -88,8 +85,8 @@ class Layout(ABC):
         """The samples of a part, in the order that they have for ever."""
 
     @abstractmethod
-    def read(self, place: Place) -> Path | bytes | np.ndarray:
-        """A sample as a file, as the encoded bytes of one, or as pixels uint8 (H, W, C).
+    def read(self, place: Place) -> Path | bytes:
+        """Returns a sample as a file, or as the encoded bytes of one.
 
         Any error, but those of storage.py, means that this sample cannot be read, and another takes its place.
         """

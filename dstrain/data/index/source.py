@@ -38,7 +38,7 @@ class Indexed(Source):
         classes: tuple[str, ...] = (),
         key: str = "data.path",
     ) -> None:
-        self.layout, self.index, self.light = layout, index, layout.light
+        self.layout, self.index = layout, index
         self.split, self._held_out = split, held_out
         self.expects = layout.files.far
         self.path = Path(layout.root)

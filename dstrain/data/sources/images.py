@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 
 from dstrain.data.builtin.emoji import EMOJI, Emoji
@@ -151,7 +150,7 @@ class Images(Indexed):
         return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._names()}"
 
 
-def encoded(layout: Layout, place: Place) -> Path | BinaryIO | np.ndarray:
-    """A sample as its layout reads it, but bytes as an open file."""
+def encoded(layout: Layout, place: Place) -> Path | BinaryIO:
+    """Returns a sample as its layout reads it, but bytes as an open file."""
     content = layout.read(place)
     return io.BytesIO(content) if isinstance(content, bytes) else content

@@ -47,10 +47,7 @@ def size_of(layout: Layout, place: Place) -> tuple[int, int]:
     """Width and height of an image, from its header. BadSample: it has none."""
 
     def read() -> tuple[int, int]:
-        content = encoded(layout, place)
-        if isinstance(content, np.ndarray):
-            return content.shape[1], content.shape[0]
-        with open_image(content, FORMATS) as image:
+        with open_image(encoded(layout, place), FORMATS) as image:
             return image.size
 
     with reading(place.name, Path(layout.root, place.name)):
