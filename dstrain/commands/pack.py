@@ -1,7 +1,8 @@
 """The samples of any data as shards of encoded files, or as webdataset tars: `dstrain pack`.
 
 The files are copied as they are, and nothing is decoded. Samples are dealt to the shards in their order, so many each,
-and shards to the ranks in turn. A shard is complete or absent, and its bytes are a function of the data alone. The same command again keeps the shards that are whole and makes the others.
+and shards to the ranks in turn. A shard is complete or absent, and its bytes are a function of the data alone. The same
+command again keeps the shards that are whole and makes the others.
 """
 
 import io

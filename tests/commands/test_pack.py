@@ -26,7 +26,7 @@ from dstrain.data.source import BadSample
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
 from dstrain.disk import sealed
-from dstrain.recipe import ConfigError, Data
+from dstrain.recipe import ConfigError
 from tests.support import gloo
 from tests.support.clips import moving, write_pictures
 from tests.support.pictures import break_file, folder
@@ -35,7 +35,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
 def packed(path, out, **options):
-    return pack(PackOptions(Data(path=str(path)), out, **{"shard_bytes": 30_000, **options}))
+    return pack(PackOptions(str(path), out=out, **{"shard_bytes": 30_000, **options}))
 
 
 def files(out):
@@ -261,9 +261,8 @@ def test_captions_beside_clips(tmp_path, kind):
         (tmp_path / "d").mkdir(exist_ok=True)
         write_pictures(tmp_path / "d" / f"{number}.gif", moving(3, 16, 16, seed=number))
         (tmp_path / "d" / f"{number}.txt").write_text(f" a thing, {number} times\n")
-    options = PackOptions(
-        Data(path=str(tmp_path / "d"), num_frames=3, index=str(tmp_path / "i")), tmp_path / "out", kind
-    )
+    entries = ("data.num_frames=3", f"data.index={tmp_path / 'i'}")
+    options = PackOptions(str(tmp_path / "d"), entries, tmp_path / "out", kind)
     pack(options)
     source = open_videos(tmp_path / "out", Cut(3, 16, 16))
     assert all(torch.equal(source[n]["caption"], rows.packed(f"a thing, {n} times")) for n in range(3))
@@ -274,4 +273,4 @@ def test_captions_beside_clips(tmp_path, kind):
         (tmp_path / "d" / f"{number}.txt").unlink()
         (tmp_path / "d" / f"{number}.txt").mkdir()
     with pytest.raises(ConfigError, match="2 of 3"):
-        pack(PackOptions(options.data, tmp_path / "again", kind))
+        pack(PackOptions(str(tmp_path / "d"), entries, tmp_path / "again", kind))
