@@ -8,6 +8,7 @@ import torch
 
 from dstrain import recipe, systems
 from dstrain.commands.encode import EncodeOptions, encode
+from dstrain.commands.job import prepare
 from dstrain.commands.options.command import parse
 from dstrain.commands.options.train import TrainOptions
 from dstrain.data.batches import Batches
@@ -168,7 +169,7 @@ def test_maskgit_on_clips_themselves(made, tmp_path):
     images = folder_of_images(tmp_path / "images", 1, 3) / "c0"
     (there / "000.apng").write_bytes(b"")
 
-    def prepare(*words):
+    def prepared(*words):
         given = [
             "data.height=8",
             "data.image_size=12",
@@ -181,16 +182,16 @@ def test_maskgit_on_clips_themselves(made, tmp_path):
         ]
         return prepare(parse(TrainOptions, ["--recipe", "tests/launch/tiny-phenaki.yaml", *given]), 1, "cpu")
 
-    assert prepare().run.data.path == str(there)
+    assert prepared().run.data.path == str(there)
     none = ("model.unconditional=true", "samples.prompts=null", "samples.guidance_scale=1")
-    assert prepare("data.flip=true", *none).run.data.flip, "nobody reads what would be belied"
+    assert prepared("data.flip=true", *none).run.data.flip, "nobody reads what would be belied"
     for words, message in (
         (["data.flip=true"], "data.flip=true: phenaki reads the captions .*data.flip=false"),
         ([f"data.images={images}"], f"data.images={images}: no captions are there"),
         (["data.captions=null", f"data.path={images}"], f"data.path={images}: no captions"),
     ):
         with pytest.raises(ConfigError, match=message):
-            prepare(*words)
+            prepared(*words)
 
 
 def test_batches_of_a_cache(made, tmp_path):
