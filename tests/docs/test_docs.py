@@ -182,6 +182,18 @@ def test_commands(page):
     assert not [line for verb, words in commands for line in check_command(verb, words)]
 
 
+@pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "launch/recipes").glob("*.yaml")))
+def test_commands_of_recipes(recipe):
+    """Oracle: as of pages: the commands in a recipe's header name verbs and options that there are, and recipes."""
+    lines = (ROOT / "launch/recipes" / recipe).read_text(encoding="utf-8").splitlines()
+    header = "\n".join(line.lstrip("# ").removeprefix("Launch").strip() for line in lines if line.startswith("#"))
+    header = header.replace("\\\n", " ")
+    commands = [command for line in header.splitlines() if "launch/" in line for command in command_words(line)]
+    assert not [line for verb, words in commands for line in check_command(verb, words)]
+    named = re.findall(r"(?:launch/recipes|ds_configs)/[\w-]+\.\w+", header)
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 def test_wrong_pages_are_seen():
     """Oracle: pages with a fault each; without this the tests above might see none."""
     text = "Type\n\n    deepspeed launch/train.py --resume x stpes=3  # or\n    dstrain drwa x\n\nor `model.dpeth=3`."
