@@ -28,7 +28,7 @@ from dstrain.engine.start import start_group
 from dstrain.metrics.in_training import Quality, open_quality
 from dstrain.recipe import NotSaved, Run, dump
 from dstrain.runs import folders, hosts
-from dstrain.runs.folders import Resume
+from dstrain.runs.resume import Resume
 from dstrain.runs.weights import fit_weights, write_parts
 from dstrain.sampling.draw import score
 from dstrain.sampling.grids import grids
@@ -120,7 +120,9 @@ def loop(training: Training) -> int:
 
 
 def record(training: Training, done: int, stop: bool) -> None:
-    """What is due after a step: saves first, since drawing and evaluating may fail. NotSaved: the folder is gone."""
+    """Does what is due after a step: saves first, since drawing and evaluating may fail. Raises NotSaved if the folder
+    is gone.
+    """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_folder(run.directory)
     judges = [
@@ -147,7 +149,9 @@ def record(training: Training, done: int, stop: bool) -> None:
 
 
 def end_without_data(training: Training, done: int) -> None:
-    """ConfigError, NotRead, on all ranks: some rank has no samples for the next step, and `done` steps are saved."""
+    """Raises ConfigError or NotRead on all ranks if some rank has no samples for the next step; `done` steps are
+    saved.
+    """
     for problem in filter(None, group.objects(training.batches.problem)):
         training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
         raise problem
@@ -167,7 +171,7 @@ def catch_up(training: Training, done: int) -> None:
 
 
 def go_back(training: Training, done: int, trouble: str) -> int:
-    """From trouble to the newest checkpoint from before it, past the batches since; its step. FloatingPointError."""
+    """Goes from trouble back to the newest checkpoint before it, and past the batches since; returns its step."""
     training.watchdog.at(done, "way back from step")
     hosts.require_folder(training.run.directory)
     step = training.saves.go_back(done, trouble)
@@ -188,7 +192,7 @@ def take_step(
     shift: int = 0,
     vote: Callable[[], None] | None = None,
 ) -> dict[str, list[Tensor]]:
-    """One optimizer step: every micro-batch, every network whose turn it is. Returns the losses of each network.
+    """Takes one optimizer step: every micro-batch, every network whose turn it is. Returns the losses of each network.
 
     It learns from the batch of `step + shift`, with the noise and dropout of that one; all else follows `step`. `vote`
     is called on the last micro-batch, when `batches` know whether the next step has samples.
@@ -346,7 +350,9 @@ def build_engines(
 
 
 def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, request: int | None) -> int:
-    """Weights from a checkpoint (the newest or `request`), `init_from` or the initialization; returns its step."""
+    """Sets the weights from a checkpoint (the newest or `request`), `init_from` or the initialization; returns its
+    step.
+    """
     step = saves.resume(request)
     folders.require_steps(run, step)
     if request is not None:
@@ -378,7 +384,7 @@ def finish(training: Training, done: int) -> None:
 
 
 def show(training: Training, done: int) -> None:
-    """The grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
+    """Draws the grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
     training.watchdog.at(done, "samples of step")
     with training.ema.swapped(training.run.samples.ema):
         for images, name, columns, captions in grids(

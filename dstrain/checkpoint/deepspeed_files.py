@@ -44,9 +44,10 @@ class Checkpoint(NamedTuple):
 
 
 def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
-    """The folder of one tag: `path` itself, or below it the one named, in `latest`, or alone. None: no checkpoint.
+    """Returns the folder of one tag: `path` itself, or below it the one named, in `latest`, or alone. None: no
+    checkpoint.
 
-    ConfigError: no such tag, or several to choose from.
+    Raises ConfigError if there is no such tag, or several to choose from.
     """
     if not path.is_dir():
         return None
@@ -67,9 +68,9 @@ def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
 
 
 def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
-    """The weights of a tag's folder, to be written as `dtype`; buffers keep their type, or become float32.
+    """Returns the weights of a tag's folder, to be written as `dtype`; buffers keep their type, or become float32.
 
-    ConfigError: not whole, of a kind that cannot be merged, or its pickles ask for classes and `trusted` is False.
+    Raises ConfigError if it is not whole, of a kind that cannot be merged, or asks for classes without `trusted`.
     """
     optimizers, models = _sort_by_rank(folder)
     contents = {path: torch_files.load_torch_file(path) for path in (*models.values(), *optimizers.values())}
@@ -104,13 +105,15 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Names of what DeepSpeed has written straight into a folder."""
+    """Lists the names of what DeepSpeed has written straight into a folder."""
     return sorted(path.name for path in folder.iterdir() if path.name.endswith(("model_states.pt", "optim_states.pt")))
 
 
 def _sort_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Optimizer files and model files by data-parallel rank."""
-    optimizers, models, parallel = {}, {}, []
+    """Returns optimizer files and model files by data-parallel rank."""
+    optimizers: dict[int, Path] = {}
+    models: dict[int, Path] = {}
+    parallel = []
     for name in list_files(folder):
         for pattern, reason in _UNSUPPORTED.items():
             if pattern.fullmatch(name):
@@ -202,7 +205,7 @@ def _merge_weights(folder: Path, models: Mapping[int, Any], states: Mapping[int,
 def _require_complete(
     folder: Path, optimizers: Mapping[int, Path], models: Mapping[int, Path], states: Mapping[int, Any]
 ) -> None:
-    """ConfigError: a rank's file is missing, or the folder also holds files of another world size."""
+    """Raises ConfigError if a rank's file is missing, or the folder also holds files of another world size."""
     counts = next(iter(states.values()))["partition_count"]
     world = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
     if not 0 < world < 1 << 20:
@@ -233,7 +236,7 @@ class _Line:
             raise TypeError("partitions that are not flat, or of several types")
 
     def cut(self, start: int, numel: int) -> Iterator[Span]:
-        """Elements start .. start + numel. IndexError: there are fewer."""
+        """Yields elements start .. start + numel. Raises IndexError if there are fewer."""
         size, done, end = SIZES[self.dtype], 0, start + numel
         if not 0 <= start <= end <= self.numel:
             raise IndexError(f"elements {start} .. {end} of {self.numel}")
@@ -248,7 +251,9 @@ class _Line:
 def _collect_trained(
     folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], sharded: bool
 ) -> dict[str, Stored]:
-    """The fp32 masters; at stage 0 the network's own weights, unless it computes in less. `first`: rank 0's model."""
+    """Returns the fp32 masters; at stage 0 the network's own weights, unless it computes in less. `first`: rank 0's
+    model.
+    """
     if states:
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
         return dict(_collect_stage3(folder, shapes, states) if sharded else _collect_stage12(folder, shapes, states))
@@ -274,14 +279,17 @@ def _collect_trained(
 def _collect_stage12(
     folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """A group's weights lie one after another over all ranks' partitions, with gaps where DeepSpeed says so."""
+    """Yields weights, of which a group's lie one after another over all ranks' partitions, with gaps where DeepSpeed
+    says so.
+    """
     ranks = range(len(states))
     for number, group in enumerate(shapes):
         parts = [_Line([states[rank]["single_partition_of_fp32_groups"][number]]) for rank in ranks]
         whole = _Line([flat for part in parts for flat in part.flats])
-        gaps = (states[0].get("param_alignment_paddings") or {}) and states[0]["param_alignment_paddings"][number]
+        paddings = states[0].get("param_alignment_paddings")
+        gaps = paddings[number] if paddings else ()
         offset = 0
-        for (name, shape), gap in itertools.zip_longest(group.items(), gaps, fillvalue=0):
+        for (name, shape), gap in itertools.zip_longest(group.items(), gaps, fillvalue=0):  # type: ignore[misc]
             if all("param_slice_mappings" in states[rank] for rank in ranks):
                 spans = [
                     span
@@ -298,7 +306,9 @@ def _collect_stage12(
 def _collect_stage3(
     folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Every weight is cut into equal shares, the last one padded; a rank's shares lie one after another."""
+    """Yields weights, each of which is cut into equal shares, the last one padded; a rank's shares lie one after
+    another.
+    """
     lines = [_Line(states[rank]["fp32_flat_groups"]) for rank in range(len(states))]
     offset = 0
     for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):

@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 def collect_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
-    """The rows of a shard into which fragments.write_shard has written these entries, and what it returned."""
+    """Returns the rows of a shard into which fragments.write_shard has written these entries, and what it returned."""
     fragments = [(kind, fragment) for kind, fragment, *_ in entries if fragment.numel]
     place = written["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)  # behind the header
     table = np.zeros((len(fragments), 5), np.int64)
@@ -55,7 +55,9 @@ def collect_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str
 def write_indices(
     folder: Path, own: dict[str, Rows], shapes: Callable[[str], dict[str, tuple[int, ...]]]
 ) -> dict[str, dict[str, Any]]:
-    """The indices of all parts, by rank 0 from every rank's own rows: {name: {size, hash}}; {} on the other ranks."""
+    """Writes the indices of all parts, by rank 0 from every rank's own rows: {name: {size, hash}}; {} on the other
+    ranks.
+    """
     gathered = group.to_first(own)
     if gathered is None:
         return {}
@@ -84,7 +86,7 @@ def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[s
     )
     digest = Digest()
     with open(path, "wb") as file:
-        for data in (memoryview(header), memoryview(table.astype("<i8", copy=False).reshape(-1)).cast("B")):
+        for data in (memoryview(header), table.astype("<i8", copy=False).reshape(-1).data.cast("B")):
             file.write(data)
             digest.update(data)
         file.flush()
@@ -93,7 +95,7 @@ def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[s
 
 
 class FragmentIndex(Places):
-    """The mapped index of a part. ConfigError: the file is none. FileNotFoundError."""
+    """The mapped index of a part. Raises ConfigError if the file is none; FileNotFoundError."""
 
     def __init__(self, folder: Path, part: str) -> None:
         super().__init__(folder, part)
@@ -113,7 +115,7 @@ class FragmentIndex(Places):
         )
 
     def holds_for(self, files: dict[str, dict[str, Any]]) -> bool:
-        """Whether the shards are those of which the index was made, by the hashes in a manifest."""
+        """Returns whether the shards are those of which the index was made, by the hashes in a manifest."""
         names = [shard_name(self.part, rank, self._shards) for rank in range(min(self._shards, len(files) + 1))]
         return (
             all(name in files for name in names) and _hash_shards(files[name]["hash"] for name in names) == self._sealed
@@ -123,7 +125,7 @@ class FragmentIndex(Places):
         return self._kinds
 
     def names(self, kind: str) -> list[str]:
-        """Names of the trained tensors of a kind, in the network's order."""
+        """Returns the names of the trained tensors of a kind, in the network's order."""
         return [name for name in self._shapes if self.has(kind, name)]
 
     def has(self, kind: str, name: str) -> bool:
@@ -152,7 +154,7 @@ class FragmentIndex(Places):
         return pieces
 
     def _rows(self, kind: str, name: str) -> tuple[int, int]:
-        """The rows of a tensor's fragments: the first, and the one behind the last."""
+        """Returns the rows of a tensor's fragments: the first, and the one behind the last."""
         keys, key = self._table[0], _hash_key(kind, name)
         return int(np.searchsorted(keys, key)), int(np.searchsorted(keys, key, "right"))
 

@@ -39,9 +39,9 @@ def write_shard(
 ) -> dict[str, Any]:
     """Writes (kind, fragment, values) to one file, synced to the disk; returns {size, hash} for a manifest.
 
-    Values are 1-D float32 of fragment.numel elements, on any device; views are best, since they reach the host 64 MB
-    at a time. One tensor may come in several fragments; empty ones are left out. dtype: F32, or BF16, to which values
-    are rounded. ConfigError: values that do not fit.
+    Values are 1-D float32 of fragment.numel elements, on any device; views are best, since they reach the host 64 MB at
+    a time. One tensor may come in several fragments; empty ones are left out. dtype: F32, or BF16, to which values are
+    rounded. Raises ConfigError for values that do not fit.
     """
     keys: dict[str, tuple[Fragment, Tensor]] = {}
     for kind, fragment, values in entries:
@@ -97,9 +97,10 @@ class _Reader(Places):
     def read(
         self, kind: str, name: str, start: int = 0, numel: int | None = None, shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Elements start .. start + numel of the flattened tensor: float32 (numel,) on the host.
+        """Reads elements start .. start + numel of the flattened tensor: float32 (numel,) on the host.
 
-        numel None: to the end; shape: the reader's. ConfigError: unknown name, another shape, elements in no shard.
+        numel None: to the end; shape: the reader's. Raises ConfigError for an unknown name, another shape, or elements
+        in no shard.
         """
         if shape is not None and tuple(shape) != self.shape(name):
             raise ConfigError(
@@ -116,7 +117,7 @@ class _Reader(Places):
 class Shards(_Reader, Index):
     """All shards of one part in a folder, as if they were whole tensors; reads only what is asked for.
 
-    ConfigError: no shard, one missing of their number, a bad header, one tensor in two shapes.
+    Raises ConfigError if a shard or all are missing, for a bad header, or one tensor in two shapes.
     """
 
     def __init__(self, folder: str | os.PathLike, part: str) -> None:
@@ -128,7 +129,7 @@ class IndexedShards(_Reader, FragmentIndex):
 
 
 def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
-    """The shards of a part: by their index where it is of these very shards, else by their headers."""
+    """Opens the shards of a part: by their index where it is of these very shards, else by their headers."""
     if (folder / index_name(part)).is_file():  # earlier versions wrote none
         indexed = IndexedShards(folder, part)
         if indexed.holds_for(read_manifest(folder)["files"]):
@@ -137,7 +138,7 @@ def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
 
 
 def _list_shards(folder: Path, part: str) -> list[str]:
-    """The names of a part's shards by rank. ConfigError: there are none, or not one of every rank."""
+    """Returns the names of a part's shards by rank. Raises ConfigError if there is not one of every rank."""
     names = {
         (int(match[2]), int(match[3])): path.name
         for path in folder.glob("*.safetensors")
@@ -161,7 +162,7 @@ class StoredWeight(torch.Tensor):
     So a network may be fitted to a file of any size, and `elements` gives each rank what it owns. It cannot be written.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, shards: Shards | IndexedShards, kind: str, name: str) -> Self:
         return torch.Tensor._make_wrapper_subclass(cls, shards.shape(name), dtype=torch.float32)
@@ -169,16 +170,18 @@ class StoredWeight(torch.Tensor):
     def __init__(self, shards: Shards | IndexedShards, kind: str, name: str) -> None:
         self._shards, self._place = shards, (kind, name)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"StoredWeight({'/'.join(self._place)}, {tuple(self.shape)})"
 
     def elements(self, start: int = 0, numel: int | None = None) -> Tensor:
-        """Elements start .. start + numel of the flattened tensor: (numel,)."""
+        """Reads elements start .. start + numel of the flattened tensor: (numel,)."""
         with self._shards:
             return self._shards.read(*self._place, start, numel)
 
     @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if op._schema.is_mutable and isinstance(args[0], cls):
             raise TypeError(f"{op} writes into a weight of a checkpoint: write into a clone of it")
         args, kwargs = tree_map(
@@ -188,10 +191,10 @@ class StoredWeight(torch.Tensor):
 
 
 def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
-    """Elements start .. start + numel of a flattened tensor; of one in a checkpoint no others are read."""
+    """Returns elements start .. start + numel of a flattened tensor; of one in a checkpoint no others are read."""
     return value.elements(start, numel) if isinstance(value, StoredWeight) else value.reshape(-1)[start : start + numel]
 
 
 def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
-    """All tensors of a kind by state-dict name."""
+    """Returns all tensors of a kind by state-dict name."""
     return {name: StoredWeight(shards, kind, name) for name in shards.names(kind)}

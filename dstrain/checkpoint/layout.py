@@ -73,10 +73,12 @@ class Places(ABC):
 
     @abstractmethod
     def _pieces(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
-        """(first element, bytes) of fragments by their first element, of at least those that overlap start .. end."""
+        """Returns (first element, bytes) of fragments by their first element, of at least those that overlap start ..
+        end.
+        """
 
     def decays(self) -> list[float]:
-        """Decays of the averages, in the order of the recipe."""
+        """Returns the decays of the averages, in the order of the recipe."""
         return [float(kind.removeprefix("ema.")) for kind in self.kinds() if kind.startswith("ema.")]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -85,9 +87,10 @@ class Places(ABC):
         return self._shapes[name]
 
     def spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
-        """The bytes of elements start .. end of a flattened tensor, in order, each element once; to its end if None.
+        """Returns the bytes of elements start .. end of a flattened tensor, in order, each element once; to its end if
+        None.
 
-        ConfigError: an unknown tensor, or elements that are outside of it or in no shard.
+        Raises ConfigError for an unknown tensor, or elements that are outside of it or in no shard.
         """
         if not self.has(kind, name):
             raise self._unknown(name, self.names(kind), kind)
@@ -121,7 +124,7 @@ class Places(ABC):
 class Index(Places):
     """Where the elements of one part's tensors lie, in all its shards together, by their headers.
 
-    ConfigError: a file that is no shard, or one tensor in two shapes. FileNotFoundError.
+    Raises ConfigError for a file that is no shard, or one tensor in two shapes; FileNotFoundError.
     """
 
     def __init__(self, folder: Path, part: str, names: Iterable[str]) -> None:
@@ -137,7 +140,7 @@ class Index(Places):
         return list(self.pieces)
 
     def names(self, kind: str) -> list[str]:
-        """Names of the tensors of a kind, in the order of saving; empty where there are none."""
+        """Returns the names of the tensors of a kind, in the order of saving; empty where there are none."""
         return list(self.pieces.get(kind, ()))
 
     def has(self, kind: str, name: str) -> bool:
@@ -173,7 +176,7 @@ class Index(Places):
 
 
 class Fragments(Index):
-    """The shards of one part that a checkpoint's manifest lists. ConfigError: the checkpoint is damaged."""
+    """The shards of one part that a checkpoint's manifest lists. Raises ConfigError if it is damaged."""
 
     def __init__(self, folder: Path, part: str, listed: Iterable[str]) -> None:
         self.files = sorted(name for name in listed if (match := SHARD.fullmatch(name)) and match[1] == part)
@@ -185,7 +188,7 @@ class Fragments(Index):
             raise damage_error(folder, str(error)) from None
 
     def tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
-        """Every tensor of a kind, in the order of saving."""
+        """Yields every tensor of a kind, in the order of saving."""
         for name in self.names(kind):
             try:
                 yield name, Stored(self.dtype, self.shape(name), tuple(self.spans(kind, name)))
@@ -194,7 +197,7 @@ class Fragments(Index):
 
 
 def find_reconstructed(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
-    """What launch/reconstruct.py has made of a run: its average of `width` at `step` (None: the newest).
+    """Returns what `dstrain reconstruct` has made of a run: its average of `width` at `step` (None: the newest).
 
     None: there is none, or `checkpoint`, the run's own of that step, holds this average itself.
     """
@@ -206,13 +209,15 @@ def find_reconstructed(folder: Path, width: float, step: int | None, checkpoint:
 
 
 def list_averages(checkpoint: Path) -> set[float]:
-    """Decays and widths of the averages that a checkpoint holds, of any part."""
+    """Returns decays and widths of the averages that a checkpoint holds, of any part."""
     shards = [match for path in checkpoint.glob("*.safetensors") if (match := SHARD.fullmatch(path.name))]
     return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).decays()}
 
 
 def list_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
-    """Buffers of a part, which all ranks hold alike; floating ones in float32 at least, as networks keep them."""
+    """Yields the buffers of a part, which all ranks hold alike; floating ones in float32 at least, as networks keep
+    them.
+    """
     try:
         tensors, _ = read_header(checkpoint / COMMON)
     except FileNotFoundError:

@@ -47,10 +47,10 @@ class _Body(BaseModel):
 
 
 def read_manifest(path: str | os.PathLike) -> dict:
-    """The manifest of a checkpoint's folder: files, step, world, versions, extra.
+    """Returns the manifest of a checkpoint's folder: files, step, world, versions, extra.
 
-    ConfigError: it is missing, truncated or altered, no plain file, or lacks an entry. The files themselves are not
-    compared with it.
+    Raises ConfigError if it is missing, truncated or altered, no plain file, or lacks an entry. The files themselves
+    are not compared with it.
     """
     try:
         body = sealed.parse_sealed(small.read_bytes(Path(path) / NAME, _MAX_BYTES))
@@ -70,7 +70,7 @@ def read_manifest(path: str | os.PathLike) -> dict:
 
 
 def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, dict]:
-    """{name: {size, hash}} of files below `folder`; `sync` also forces them to the disk."""
+    """Returns {name: {size, hash}} of files below `folder`; `sync` also forces them to the disk."""
 
     def block(job: tuple[str, int]) -> bytes:
         name, start = job
@@ -128,7 +128,7 @@ class Digest:
                 self._whole.update(self._jobs.popleft().result())
 
     def entry(self) -> dict[str, Any]:
-        """To be called once, when all is written."""
+        """Returns {size, hash}; to be called once, when all is written."""
         if self.size % _BLOCK_BYTES or not self.size:
             self._end_block()
         while self._jobs:
@@ -144,7 +144,7 @@ def _hash_pieces(pieces: list[memoryview]) -> bytes:
 
 
 def find_faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:
-    """What is wrong with the named files, compared with the manifest's entries {name: {size, hash}}.
+    """Lists what is wrong with the named files, compared with the manifest's entries {name: {size, hash}}.
 
     Only plain files of the right size are read: a file may claim to have no end.
     """

@@ -12,6 +12,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -79,7 +80,9 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors and the metadata of a safetensors file. ConfigError, without the path: it is none."""
+    """Returns the tensors and the metadata of a safetensors file. Raises ConfigError, without the path, if it is
+    none.
+    """
     tensors = {}
     try:
         with open(path, "rb") as file:
@@ -102,7 +105,9 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> bytes:
-    """The bytes before the data of a safetensors file with these (name, type, shape). ConfigError: it is too long."""
+    """Returns the bytes before the data of a safetensors file with these (name, type, shape). Raises ConfigError if
+    there are too many.
+    """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, dtype, shape in tensors:
@@ -120,7 +125,7 @@ def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]],
 
 
 def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
-    """Entries in order, dealt out to files of at most `shard_size` bytes; a larger one has a file of its own."""
+    """Deals out entries, in order, to files of at most `shard_size` bytes; a larger one has a file of its own."""
     files: list[list[Entry]] = [[]]
     room = shard_size
     for entry in entries:
@@ -135,7 +140,9 @@ def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
 def write_model(
     folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str], progress: Callable[[int], Any]
 ) -> dict[Path, dict[str, Any]]:
-    """Hugging Face's layout: model.safetensors, or numbered files and their index, synced; size and hash of each."""
+    """Writes Hugging Face's layout: model.safetensors, or numbered files and their index, synced; size and hash of
+    each.
+    """
     files = split_entries(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     by_name = dict(zip(names, files)) if len(files) > 1 else {"model.safetensors": entries}
@@ -184,7 +191,7 @@ class Files:
     """Reads spans. The files that were read last stay open, since the spans of one tensor may lie in many."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[Path, BinaryIO] = OrderedDict()
+        self._open: OrderedDict[Path, FileIO] = OrderedDict()
 
     def __enter__(self) -> "Files":
         return self
@@ -194,11 +201,11 @@ class Files:
             self._open.popitem()[1].close()
 
     def read(self, span: Span, into: memoryview) -> None:
-        """The bytes of a span; `into` has room for exactly these. ConfigError: the file ends before."""
+        """Reads the bytes of a span; `into` has room for exactly these. Raises ConfigError if the file ends before."""
         if span.path not in self._open:
             if len(self._open) >= _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
-            self._open[span.path] = open(span.path, "rb", buffering=0)
+            self._open[span.path] = FileIO(span.path)  # without a buffer
         self._open.move_to_end(span.path)
         file = self._open[span.path]
         file.seek(span.offset)
@@ -210,7 +217,7 @@ class Files:
 
 
 def _convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
-    """The bytes of a tensor in row-major order and in the entry's type; a piece is valid until the next one."""
+    """Yields the bytes of a tensor in row-major order and in the entry's type; a piece is valid until the next one."""
     source = entry.source
     for span in source.spans:
         buffer = chunk if source.strides is None else memoryview(bytearray(span.nbytes))
@@ -231,11 +238,11 @@ def _gather_strided(source: Stored, raw: memoryview) -> memoryview:
     assert min(source.strides) >= 0 and reach * size <= len(raw)  # checked where it was read
     flat = np.frombuffer(raw, f"<u{size}")
     view = np.lib.stride_tricks.as_strided(flat, source.shape, [size * step for step in source.strides])
-    return memoryview(np.ascontiguousarray(view)).cast("B")
+    return np.ascontiguousarray(view).data.cast("B")
 
 
 def decode_floats(raw: memoryview, dtype: str) -> Any:
-    """Floating bytes of a type as a numpy array; BF16, which numpy lacks, as float32."""
+    """Returns floating bytes of a type as a numpy array; BF16, which numpy lacks, as float32."""
     import numpy as np
 
     if dtype == "BF16":
@@ -244,7 +251,7 @@ def decode_floats(raw: memoryview, dtype: str) -> Any:
 
 
 def _cast_floats(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
-    """Floating bytes of one type as another, rounded to nearest even as torch does."""
+    """Returns floating bytes of one type as another, rounded to nearest even as torch does."""
     import numpy as np
 
     values = decode_floats(raw, dtype)

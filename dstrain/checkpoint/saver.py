@@ -16,10 +16,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dstrain.checkpoint.fragments import Fragment
 from dstrain.checkpoint.store import Hashes, Store
@@ -65,7 +66,7 @@ class Saver:
         self._saved = saved
         self._asynchronous = asynchronous
         self._snapshot = HostCopies()
-        self._group: object = None  # made with the first thread
+        self._group: ProcessGroup | None = None  # made with the first thread
         self._pending: _Pending | None = None
         self._failed: _Pending | None = None  # the latest that failed
         self._failures = 0  # in a row
@@ -83,8 +84,8 @@ class Saver:
     ) -> None:
         """Has `write(folder, entries)` fill the folder of `step` on every rank, and seals it with `extra` (see Store).
 
-        `entries` are live values: beside training, copies of them are written. NotSaved: three failures in a row, for
-        which the third attempt is waited for, or a failure of the `last` save.
+        `entries` are live values: beside training, copies of them are written. Raises NotSaved after three failures in
+        a row, for which the third attempt is waited for, or a failure of the `last` save.
         """
         began = time.perf_counter()
         self.wait()
@@ -98,6 +99,7 @@ class Saver:
             self.wait()
             if self._failures >= _MAX_FAILURES or (last and self._failures):
                 failed = self._failed
+                assert failed is not None
                 raise NotSaved(
                     f"step {failed.step} could not be saved: {failed.error or 'see the other ranks'}. Older "
                     f"checkpoints in {self.store.folder} are whole: mend that, and give the same command "
@@ -153,7 +155,7 @@ class Saver:
             self.report(f"saving step {pending.step} failed: {pending.error}; older checkpoints are whole")
 
     def improves(self, score: float) -> bool:
-        """Whether a score is finite, and lower than those of all checkpoints so far, a pending one included."""
+        """Returns whether a score is finite, and lower than those of all checkpoints so far, a pending one included."""
         best, pending = self.store.best(), self._pending
         scores = [best[1]] if best else []
         if pending is not None and _is_finite(pending.score) and not (pending.ended.is_set() and pending.error):
@@ -167,7 +169,9 @@ class Saver:
             self.look()
 
     def _copies(self, entries: Entries) -> Entries | None:
-        """Copies to write beside training. None on all ranks, now and later, if some host has no memory for them."""
+        """Takes copies to write beside training. None on all ranks, now and later, if some host has no memory for
+        them.
+        """
         if not self._asynchronous:
             return None
         shortage, copies = self._snapshot.shortage(entries), None
@@ -200,7 +204,7 @@ class Saver:
             pending.ended.set()
 
 
-def _is_finite(score: float | None) -> bool:
+def _is_finite(score: float | None) -> TypeGuard[float]:
     return score is not None and math.isfinite(score)
 
 
@@ -215,7 +219,9 @@ class HostCopies:
         self._buffers: dict[str, Tensor] = {}
 
     def shortage(self, entries: dict[str, list[Entry]]) -> str | None:
-        """Why a copy does not fit into the memory of some host, None if it fits everywhere; on all ranks together."""
+        """Returns why a copy does not fit into the memory of some host, None if it fits everywhere; on all ranks
+        together.
+        """
         if self._buffers:
             return None
         nbytes = 4 * sum(len(values) for own in entries.values() for _, _, values in own)
@@ -228,7 +234,7 @@ class HostCopies:
         return None
 
     def take(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-        """The same entries by part with copies of their values; the copies of an earlier call are overwritten."""
+        """Returns the same entries by part with copies of their values, which overwrite those of an earlier call."""
         copies: dict[str, list[Entry]] = {}
         for part, live in entries.items():
             counts = [len(values) for _, _, values in live]
@@ -243,8 +249,8 @@ class HostCopies:
         return copies
 
     def _host_buffer(self, numel: int) -> Tensor:
-        """(numel,) float32 on the host, page-locked if this process has a GPU, which then copies at the bus's full
-        rate. torch's own pinned allocator would round the size up to a power of two.
+        """Allocates (numel,) float32 on the host, page-locked if this process has a GPU, which then copies at the bus's
+        full rate. torch's own pinned allocator would round the size up to a power of two.
         """
         buffer = torch.empty(numel, dtype=torch.float32)
         if torch.cuda.is_available() and numel:
@@ -256,7 +262,9 @@ class HostCopies:
 
 
 def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
-    """Whether CUDA has done what it was asked for. Its error is cleared, else the next kernel would raise it."""
+    """Returns whether CUDA has done what it was asked for. Its error is cleared, else the next kernel would raise
+    it.
+    """
     failed = int(call(*arguments))
     if failed:
         with suppress(RuntimeError):
@@ -265,7 +273,9 @@ def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
 
 
 def measure_free_memory() -> int:
-    """Bytes that this host, or this process's container, can still give; sys.maxsize if the system does not say."""
+    """Returns the bytes that this host, or this process's container, can still give; sys.maxsize if the system does not
+    say.
+    """
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = 1024 * int(lines["MemAvailable"].split()[0])

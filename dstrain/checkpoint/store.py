@@ -67,7 +67,7 @@ class Store:
     def save(
         self, step: int, write: Callable[[Path], Hashes | None], extra: dict | None = None, need_bytes: int = 0
     ) -> bool:
-        """begin, write(folder) on every rank, commit. True: the step exists and is whole.
+        """Calls `begin`, `write(folder)` on every rank, and `commit`. True: the step exists and is whole.
 
         `write` gives {name: {size, hash}} of the files that it has synced and hashed while it wrote them.
         """
@@ -82,7 +82,7 @@ class Store:
         return self.commit(step, extra, failed, hashed)
 
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
-        """The empty folder to write `step` into; `need_bytes` is what this rank will write.
+        """Makes the empty folder to write `step` into; `need_bytes` is what this rank will write.
 
         None: there is nothing to do (`error` is None: the step exists and verifies, as after a resume without a new
         step), or it cannot be done (`error` says why, such as no space).
@@ -140,7 +140,7 @@ class Store:
         return True
 
     def best(self) -> tuple[int, float] | None:
-        """The step of the lowest finite extra["score"], the first where some are equal, and that score.
+        """Returns the step of the lowest finite extra["score"], the first where some are equal, and that score.
 
         Scores of another metric do not count: a run may go on with another save.best.
         """
@@ -157,7 +157,8 @@ class Store:
         return min(scored)[::-1] if scored else None
 
     def list_good(self, before: int, bad_from: int | None = None) -> list[int]:
-        """Steps up to `before` to go back to from trouble: the routine ones, or those of stops where there is no other.
+        """Lists the steps up to `before` to go back to from trouble: the routine ones, or those of stops where there is
+        no other.
 
         bad_from: where this is the newest routine one, it and all later ones are bad. Nothing is verified.
         """
@@ -170,7 +171,7 @@ class Store:
         return by_kind[0] or by_kind[1]
 
     def newest(self, report: Callable[[str], None] = print, among: list[int] | None = None) -> tuple[int, Path] | None:
-        """The newest step whose every file verifies, and its folder; None without any. `among`: only of these.
+        """Returns the newest step whose every file verifies, and its folder; None without any. `among`: only of these.
 
         Damaged ones are passed over; `report` gets a line on each, on rank 0.
         """
@@ -184,17 +185,17 @@ class Store:
         return None
 
     def steps(self) -> list[int]:
-        """Steps that have a folder, ascending, whether they verify or not."""
+        """Lists the steps that have a folder, ascending, whether they verify or not."""
         return self._named("")
 
     def put_aside(self) -> list[int]:
-        """Steps that `set_aside` has put aside, ascending."""
+        """Lists the steps that `set_aside` has put aside, ascending."""
         return self._named(_ASIDE)
 
     def set_aside(self, after: int) -> None:
         """Puts all steps after `after` aside. The newest goes first: a crash then leaves an earlier state of the run.
 
-        NotSaved: it cannot be done.
+        Raises NotSaved if it cannot be done.
         """
 
         def rename() -> None:
@@ -213,7 +214,7 @@ class Store:
         self._on_first(lambda: os.rename(self._path(step, _ASIDE), self._path(step)))
 
     def fault(self, step: int) -> str | None:
-        """Why a step does not verify, None when it does; each rank reads its share of the files."""
+        """Returns why a step does not verify, None when it does; each rank reads its share of the files."""
         path, body = self._path(step), {}
 
         def read() -> None:
@@ -235,7 +236,7 @@ class Store:
         return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"step_(\d{{8,}}){suffix}", name)))
 
     def _extras(self) -> dict[int, dict]:
-        """manifest["extra"] of every step that is not known to be damaged, by step, ascending."""
+        """Returns manifest["extra"] of every step that is not known to be damaged, by step, ascending."""
         extras = {}
         for step in self.steps():
             if step not in self.damaged:
@@ -291,7 +292,7 @@ class Store:
 
 
 def _remove_path(path: Path) -> None:
-    """A link goes, and what it points to stays: it was put elsewhere by hand."""
+    """Removes a folder, or of a link the link alone: what it points to was put elsewhere by hand."""
     path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
@@ -300,7 +301,7 @@ def _is_first() -> bool:
 
 
 def hash_all(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> tuple[Hashes, str | None]:
-    """The hashes of all files on rank 0, {} on the others; and why that failed, None for success, on all.
+    """Returns the hashes of all files on rank 0, {} on the others; and why that failed, None for success, on all.
 
     `hashed` are the files that this rank has hashed while it wrote them, and `finish(folder)`, called on all ranks,
     adds others. They are not read again: each has as many bytes, or the save fails. What is sealed is then what was to
@@ -331,7 +332,7 @@ def hash_all(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> 
 def _merge_hashes(
     folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
 ) -> tuple[Hashes, list[str], str | None]:
-    """What the ranks have hashed, on rank 0; on all ranks the files that none has, and what is wrong.
+    """Returns what the ranks have hashed, on rank 0; on all ranks the files that none has, and what is wrong.
 
     All of the `expected` ones must be hashed; None: those in the folder, by one rank or later.
     """
@@ -352,7 +353,7 @@ def _merge_hashes(
 
 
 def first_failure(reasons: list[str | None]) -> str | None:
-    """The failure of the lowest rank that failed, with its number if there are several ranks."""
+    """Returns the failure of the lowest rank that failed, with its number if there are several ranks."""
     for rank, failure in enumerate(reasons):
         if failure is not None:
             return failure if len(reasons) == 1 else f"rank {rank}: {failure}"
@@ -368,6 +369,6 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _choose_rank(name: str) -> int:
-    """The rank that hashes a file: the writer in its name, else any, the same on all ranks."""
+    """Returns the rank that hashes a file: the writer in its name, else any, the same on all ranks."""
     writer = _WRITTEN_BY.fullmatch(name)
     return (int(writer[1]) if writer else zlib.crc32(name.encode())) % group.world()

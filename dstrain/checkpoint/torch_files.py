@@ -108,7 +108,7 @@ class Content(NamedTuple):
 
 
 def is_altered(span: Span, crc: int) -> bool:
-    """Whether a storage's bytes do not match their CRC-32; never if torch wrote no sums, which leaves 0."""
+    """Returns whether a storage's bytes do not match their CRC-32; never if torch wrote no sums, which leaves 0."""
     actual, left = 0, span.nbytes
     with open(span.path, "rb") as file:
         file.seek(span.offset)
@@ -122,7 +122,9 @@ def is_altered(span: Span, crc: int) -> bool:
 
 
 def load_torch_file(path: Path) -> Content:
-    """ConfigError: no file of torch.save's zip format, damaged, or not readable as plain values and tensors."""
+    """Reads a file. Raises ConfigError if it is not of torch.save's zip format, damaged, or holds more than plain
+    values and tensors.
+    """
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
             return _load_archive(path, archive, file)
@@ -151,7 +153,7 @@ def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
         )
 
     def place(info: zipfile.ZipInfo) -> Span:
-        """Where a member's bytes stand."""
+        """Returns where a member's bytes stand."""
         if info.compress_type != zipfile.ZIP_STORED:
             raise ConfigError("its storages are compressed: save it again with torch.save")
         file.seek(info.header_offset + 26)  # of 30 bytes, then name and extra

@@ -53,7 +53,7 @@ class State(BaseModel):
 
 
 def parse_state(saved: Any) -> State:
-    """The state that a checkpoint holds. ConfigError: it is none."""
+    """Returns the state that a checkpoint holds. Raises ConfigError if it is none."""
     try:
         return State.model_validate(saved)
     except ValidationError as error:
@@ -62,7 +62,7 @@ def parse_state(saved: Any) -> State:
 
 
 def read_counters(path: Path) -> dict[str, dict[str, Any]]:
-    """The counters of each part. ValueError: they are missing or malformed."""
+    """Returns the counters of each part. Raises ValueError if they are missing or malformed."""
     with safe_open(path / COMMON, "pt") as file:
         values = json.loads((file.metadata() or {}).get("counters", "null"))
     try:
@@ -75,20 +75,22 @@ def read_counters(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_divergence(path: Path) -> State:
-    """The course that a checkpoint holds. Earlier versions wrote none, and kept the number of skipped steps by part."""
+    """Returns the course that a checkpoint holds. Earlier versions wrote none, and kept the number of skipped steps by
+    part.
+    """
     skipped = max((part["skipped"] for part in read_counters(path).values()), default=0)
     return parse_state(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
 
 
 def write_common(folder: Path, common: Common) -> None:
-    """common.safetensors, by one rank."""
+    """Writes common.safetensors, by one rank."""
     tensors, by_part = common
     save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(by_part)})
     apply_umask(folder / COMMON)
 
 
 def check_checkpoint(path: Path) -> None:
-    """ConfigError: a checkpoint whose bytes are those of its manifest is none that `load` could read.
+    """Raises ConfigError if `load` could not read a checkpoint, though its bytes are those of its manifest.
 
     Every file that it would read is listed, so verified; any program can seal any manifest.
     """
@@ -96,8 +98,8 @@ def check_checkpoint(path: Path) -> None:
     body, parts = read_manifest(path), list(read_counters(path))
     required = {COMMON, *(shard_name(part, rank, body["world"]) for part in parts for rank in range(body["world"]))}
     present = [*path.glob("*.safetensors"), *(file for part in parts for file in (path / "deepspeed" / part).glob("*"))]
-    present = {file.relative_to(path).as_posix() for file in present if not file.is_dir()}
-    if unlisted := sorted((required | present) - body["files"].keys()):
+    names = {file.relative_to(path).as_posix() for file in present if not file.is_dir()}
+    if unlisted := sorted((required | names) - body["files"].keys()):
         raise ConfigError(f"{unlisted[0]} is not in {NAME}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
-    """A temporary path to write to; afterwards it is on the disk as `path`, or after an error it is gone.
+    """Yields a temporary path to write to; afterwards it is on the disk as `path`, or after an error it is gone.
 
     `make`: its folder, too. One process writes a path at a time: all use the same temporary name, so a crash leaves one
     file.
@@ -36,7 +36,7 @@ def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True)
 
 def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> None:
     """Renames a folder that is filled, when everything in it is on the disk; an empty `folder` gives way."""
-    for place, _, names in os.walk(temporary):
+    for place, _, names in os.walk(os.fspath(temporary)):
         for name in names:
             descriptor = os.open(os.path.join(place, name), os.O_RDONLY)
             try:

@@ -4,7 +4,7 @@ import os
 
 
 def append_lines(path: str | os.PathLike, text: str) -> None:
-    """Adds whole lines, after a line break where the last line has none. OSError: nothing was added.
+    """Adds whole lines, after a line break where the last line has none. Raises OSError if nothing was added.
 
     Lines of several processes do not mix where one write takes them whole, as it does on a local disk.
     """

@@ -26,7 +26,9 @@ def apply_umask(path: str | os.PathLike) -> None:
 
 
 def _probe_modes(folder: Path) -> tuple[int, int]:
-    """The modes of a new file and a new folder in `folder`. Asking for the umask would change it for all threads."""
+    """Returns the modes of a new file and a new folder in `folder`. Asking for the umask would change it for all
+    threads.
+    """
     name = folder / f".mode.{os.getpid()}.{threading.get_ident()}"
     descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ _MAX_DEPTH = 64  # levels of lists and sections in a JSON file
 
 
 def read_bytes(path: str | os.PathLike, most: int) -> bytes:
-    """The bytes of a regular file of at most `most` bytes.
+    """Reads a regular file of at most `most` bytes.
 
-    OSError: not there, not readable, larger, or no regular file: a pipe without a writer would be waited for, and a
-    device has no end.
+    Raises OSError if it is not there, not readable, larger, or no regular file: a pipe without a writer would be waited
+    for, and a device has no end.
     """
     require_file(path)
     with open(path, "rb") as file:
@@ -28,17 +27,19 @@ def read_bytes(path: str | os.PathLike, most: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike, most: int = 16 * MEGABYTE, errors: str = "strict") -> str:
-    """The text (UTF-8) of a regular file. OSError as `read_bytes`; UnicodeDecodeError: bytes that are no text."""
+    """Reads the text (UTF-8) of a regular file. Raises OSError as `read_bytes`, UnicodeDecodeError if it is no text."""
     return read_bytes(path, most).decode("utf-8", errors)
 
 
-def read_json(path: str | os.PathLike, most: int = 16 * MEGABYTE, **hooks: Callable[..., Any]) -> Any:
-    """What a small JSON file holds. OSError as `read_text`; ValueError: no JSON, or nested too deep to work with."""
+def read_json(path: str | os.PathLike, most: int = 16 * MEGABYTE, **hooks: Any) -> Any:
+    """Reads what a small JSON file holds. Raises OSError as `read_text`, ValueError if it is no JSON, or nested too
+    deep.
+    """
     return parse_json(read_text(path, most), **hooks)
 
 
-def parse_json(text: str | bytes, **hooks: Callable[..., Any]) -> Any:
-    """What a JSON text holds. ValueError: no JSON, or nested too deep to be worked with."""
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """Returns what a JSON text holds. Raises ValueError if it is no JSON, or nested too deep to work with."""
     too_deep = ValueError(f"lists or sections are nested deeper than {_MAX_DEPTH}")
     try:
         value = json.loads(text, **hooks)
@@ -57,9 +58,9 @@ def parse_json(text: str | bytes, **hooks: Callable[..., Any]) -> Any:
 
 
 def describe_kind(path: str | os.PathLike) -> str | None:
-    """What stands at `path`, None for a regular file: opening others may wait for ever, or reading may not end.
+    """Names what stands at `path`, None for a regular file: opening others may wait for ever, or reading may not end.
 
-    OSError: it is not there.
+    Raises OSError if it is not there.
     """
     try:
         mode = os.stat(path).st_mode
@@ -71,13 +72,13 @@ def describe_kind(path: str | os.PathLike) -> str | None:
 
 
 def require_file(path: str | os.PathLike) -> None:
-    """OSError: `path` is no regular file."""
+    """Raises OSError if `path` is no regular file."""
     if kind := describe_kind(path):
         raise OSError(errno.EISDIR if kind == "a folder" else errno.EINVAL, f"it is {kind}, and no file", str(path))
 
 
 def read_line(path: Path, most: int = 4096) -> str | None:
-    """A small file that holds one line, without blanks around it; None where there is none that can be read."""
+    """Returns the line that a small file holds, without blanks around it; None where there is none that can be read."""
     try:
         return read_text(path, most).strip()
     except (OSError, ValueError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def prepare_environment() -> None:
-    """Environment that DeepSpeed reads when it is imported; what the user has set stays."""
+    """Sets the environment that DeepSpeed reads when it is imported; what the user has set stays."""
     import torch
 
     if not torch.cuda.is_available():

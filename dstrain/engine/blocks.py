@@ -67,7 +67,9 @@ def prepare(
 
 
 def _with_gradient(_: nn.Module, inputs: tuple) -> tuple:
-    """Inputs of which one has a gradient. Without one DeepSpeed releases a leaf's weights before its backward pass."""
+    """Returns inputs of which one has a gradient. Without one DeepSpeed releases a leaf's weights before its
+    backward pass.
+    """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
         return inputs
@@ -85,7 +87,7 @@ def _linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _may_be_away(weight: Tensor) -> bool:
-    """For the backward pass of ZeRO-3's linear layer, which gathers a weight that is not there. In compiled blocks all
+    """Tells the backward pass of ZeRO-3's linear layer whether to gather a weight. In compiled blocks all
     are: to ask for their numbers nevertheless would compile each block anew under torch 2.11.
     """
     return not torch.compiler.is_compiling() and hasattr(weight, "ds_id")
@@ -97,7 +99,7 @@ def is_compiled(choice: str) -> bool:
 
 
 def forward(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:
-    """The forward pass of a block. What is computed again draws the same dropout masks."""
+    """Does the forward pass of a block. What is computed again draws the same dropout masks."""
     plain = partial(type(module).forward, module)
     if recompute == "none" or not torch.is_grad_enabled():
         return plain(*inputs, **named)
@@ -117,7 +119,7 @@ class Graphs:
         self._by_kind: dict[tuple, Callable] = {}
 
     def forward(self, module: nn.Module, recompute: str, built: tuple, *inputs: Any, **named: Any) -> Any:
-        """Like `forward` above; `built` is the structure of the module."""
+        """Does what `forward` above does; `built` is the structure of the module."""
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor) and value.ndim]
         records = torch.is_grad_enabled()
         kind = (built, recompute, records, *(tensor.shape if records else tensor.shape[1:] for tensor in tensors))
@@ -132,12 +134,14 @@ class Graphs:
 
 
 def _copy(function: FunctionType) -> FunctionType:
-    """The function with a code object of its own."""
+    """Returns the function with a code object of its own."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def structure(block: nn.Module) -> tuple:
-    """What blocks that share a graph have in common: classes, shapes of weights, and settings, all the way in."""
+    """Returns what blocks that share a graph have in common: classes, shapes of weights, and settings, all the way
+    in.
+    """
 
     def entries() -> Iterator[tuple]:
         for module in block.modules():

@@ -92,8 +92,8 @@ class Checkpoints:
     def resume(self, step: int | None = None) -> int:
         """Loads the newest checkpoint that verifies, or that of `step`; returns its step, 0 if there is no checkpoint.
 
-        ConfigError: none of the folder's checkpoints verifies, there is none of `step`, or it does not fit these
-        networks, or is DeepSpeed's own and not trusted.
+        Raises ConfigError if none of the folder's checkpoints verifies, there is none of `step`, or it does not fit
+        these networks, or is DeepSpeed's own and not trusted.
         """
         phases().at("reading the newest checkpoint")
         if step is not None:
@@ -125,7 +125,9 @@ class Checkpoints:
         return step
 
     def _load_whole(self, path: Path) -> State:
-        """Loads a checkpoint that has just been verified; returns its course. NotRead: its storage fails now."""
+        """Loads a checkpoint that has just been verified; returns its course. Raises NotRead if its storage fails
+        now.
+        """
         try:
             self.load(path)
             return validate.read_divergence(path)
@@ -141,9 +143,9 @@ class Checkpoints:
         self.averages.set_aside(step)
 
     def go_back(self, done: int, trouble: str) -> int:
-        """From trouble after `done` steps to the newest good checkpoint from before it; returns its step.
+        """Goes from trouble after `done` steps back to the newest good checkpoint before it; returns its step.
 
-        Newer ones are put aside. FloatingPointError: there is none, or the run has gone back often enough.
+        Newer ones are put aside. Raises FloatingPointError if there is none, or if the run has gone back often enough.
         """
         course = self.course
         self.saver.wait()
@@ -172,7 +174,8 @@ class Checkpoints:
         A save that fails is reported, and training goes on. The save of the lowest score is kept longest. `routine`:
         the recipe asks for it at this step, so that the run would save it whether it is stopped or not.
 
-        FloatingPointError: weights that are not finite. NotSaved: three failures in a row, or one of the `last` save.
+        Raises FloatingPointError if weights are not finite, NotSaved after three failures in a row or one of the `last`
+        save.
         """
         check_weights(self._engines.masters, step, self.store)
         self.averages.saver.wait()
@@ -196,7 +199,9 @@ class Checkpoints:
         )
 
     def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
-        """Each kind of fp32 value kept as fragments, in the masters' layout; `native`: without master and moments."""
+        """Yields each kind of fp32 value kept as fragments, in the masters' layout; `native`: without master and
+        moments.
+        """
         masters = self._engines.masters[part]
         if not native:
             yield "master", masters.flats
@@ -206,7 +211,7 @@ class Checkpoints:
             yield f"ema.{decay!r}", flats
 
     def _entries(self) -> Entries:
-        """What this rank writes of each part: live values."""
+        """Returns what this rank writes of each part: live values."""
         return {
             part: [
                 (kind, fragment, view)
@@ -236,7 +241,7 @@ class Checkpoints:
         return write_indices(folder, self._rows, self._engines.shapes)
 
     def _bytes(self) -> int:
-        """An upper bound of what this rank will write."""
+        """Returns an upper bound of what this rank will write."""
         copies = {part: len(list(self._kinds(part, self._native))) + 4 * self._native for part in self._engines}
         return (1 << 20) + sum(
             copies[part] * (4 * view.numel() + 40)
@@ -245,7 +250,7 @@ class Checkpoints:
         )  # 40: in the index
 
     def _common(self, parts: Collection[str] | None = None) -> validate.Common:
-        """Small state of some parts (None: of all): tensors on the host, and each part's counters.
+        """Returns the small state of some parts (None: of all): tensors on the host, and each part's counters.
 
         They are copies, since training may go on.
         """
@@ -266,7 +271,7 @@ class Checkpoints:
     def load(self, path: Path) -> None:
         """Reads a checkpoint of any world size and stage into these engines; they may have trained meanwhile.
 
-        ConfigError: it does not fit, or is not trusted.
+        Raises ConfigError if it does not fit, or is not trusted.
         """
         if (path / "deepspeed").is_dir() and not self._trust_pickle:
             raise ConfigError(
@@ -355,10 +360,11 @@ class Checkpoints:
 
 
 def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = True) -> dict[str, Tensor]:
-    """Full float32 weights and buffers of one part by state-dict name, from a checkpoint's folder, in one process.
+    """Returns full float32 weights and buffers of one part by state-dict name, from a checkpoint's folder, in one
+    process.
 
     `kind` is master or ema.DECAY. Not `at_once`: weights are read where they are used, by slices (fragments.py).
-    ConfigError: no such part or kind.
+    Raises ConfigError if there is no such part or kind.
     """
     with open_shards(path, part) as shards:
         if kind == "master" and (path / "deepspeed").is_dir():
@@ -377,12 +383,12 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
 
 
 def read_ema_decays(path: Path, part: str) -> list[float]:
-    """Decays of the averages that a checkpoint holds of a part, in the order of the recipe."""
+    """Returns the decays of the averages that a checkpoint holds of a part, in the order of the recipe."""
     return open_shards(path, part).decays()
 
 
 def _saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a state dict holds."""
+    """Returns the buffers that a state dict holds."""
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, child in module.named_modules()

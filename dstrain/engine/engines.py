@@ -73,7 +73,7 @@ class Engines(Mapping[str, Any]):
             self.draw()
 
     def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
-        """Fresh networks and what gives their initial values."""
+        """Builds fresh networks, with what gives their initial values."""
         if read_stage(self.settings) != 3:
             return build_networks(networks, seed)
         return build_networks(
@@ -131,17 +131,17 @@ class Engines(Mapping[str, Any]):
         return {part: engine.module for part, engine in self._engines.items()}
 
     def shapes(self, part: str) -> dict[str, torch.Size]:
-        """Full shapes of a part's trained weights, by name."""
+        """Returns the full shapes of a part's trained weights, by name."""
         return {name: full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
     def counts(self, frozen: Iterable[nn.Module]) -> dict[str, int]:
-        """How many weights each part trains, and below `frozen` how many networks that are not trained have."""
+        """Counts how many weights each part trains, and below `frozen` how many networks that are not trained have."""
         counts = {part: sum(shape.numel() for shape in self.shapes(part).values()) for part in self}
         still = sum(full_shape(weight).numel() for network in frozen for weight in network.parameters())
         return counts | ({"frozen": still} if still else {})
 
     def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""
+        """Sets masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""
         self._set(part, values)
         self.masters[part].publish()
 
@@ -160,7 +160,9 @@ class Engines(Mapping[str, Any]):
 
     @contextmanager
     def turn(self, part: str) -> Iterator[dict[str, Any]]:
-        """Networks for a loss of `part`: its engine live, the others bare and without gradients to their weights."""
+        """Yields the networks for a loss of `part`: its engine live, the others bare and without gradients to their
+        weights.
+        """
         others = {name: engine.module for name, engine in self._engines.items() if name != part}
         trained = [weight for module in others.values() for weight in module.parameters() if weight.requires_grad]
         for weight in trained:
@@ -172,18 +174,20 @@ class Engines(Mapping[str, Any]):
                 weight.requires_grad_(True)
 
     def learn(self, part: str, loss: Tensor) -> None:
-        """Backward and, on the last micro-batch, the update. A non-finite gradient updates nothing."""
+        """Does the backward pass and, on the last micro-batch, the update. A non-finite gradient updates nothing."""
         self._learned.add(part)
         self.masters[part].before_backward()
         self._engines[part].backward(loss)
         self.masters[part].step()
 
     def applied(self) -> dict[str, Flag]:
-        """For each part that had a turn in this step, whether its weights changed. A part without a turn is absent."""
+        """Returns, for each part that had a turn in this step, whether its weights changed. A part without a turn is
+        absent.
+        """
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 
     def skipped(self) -> int:
-        """Steps that were not applied so far, since the run began."""
+        """Counts the steps that were not applied since the run began."""
         return max(masters.skipped for masters in self.masters.values())
 
     def set_lr(self, lr: float) -> None:
@@ -194,8 +198,8 @@ class Engines(Mapping[str, Any]):
                 param_group["lr"] = lr
 
     def figures(self) -> dict[str, float]:
-        """By part: grad_norm, of the last step before clipping, if it was computed; param_norm, of the fp32 weights;
-        loss_scale under fp16. Call on all ranks, and only for a report: it waits for the device.
+        """Returns by part: grad_norm, of the last step before clipping, if it was computed; param_norm, of the fp32
+        weights; loss_scale under fp16. Call on all ranks, and only for a report: it waits for the device.
         """
         figures: dict[str, float] = {}
         for part, masters in self.masters.items():

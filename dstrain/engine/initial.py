@@ -74,7 +74,7 @@ _OVERWRITING = frozenset(
 def build_networks(
     networks: Networks, seed: int, note: Callable[[str], None] = lambda text: None
 ) -> dict[str, tuple[nn.Module, Values]]:
-    """Fresh networks by part, each with the values that its parameters and buffers start from.
+    """Builds fresh networks by part, each with the values that its parameters and buffers start from.
 
     Where modules draw their own weights, parameters are on the meta device if they can. Else they
     hold their values, and `note` gets the reason why constructors decide. Call on all ranks. RuntimeError on all ranks:
@@ -119,14 +119,16 @@ def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = N
 
 
 def _pop_values(values: list[tuple[str, Tensor]], names: object = None) -> Iterator[tuple[str, Tensor]]:
-    """What constructors have left, once and whatever is asked for: each value is given up as it is taken."""
+    """Yields what constructors have left, once and whatever is asked for, and gives up each value as it is taken."""
     while values:
         yield values.pop(0)
 
 
 @contextmanager
 def weights_on_meta() -> Iterator[None]:
-    """Parameters that modules register inside take no memory, and drawing them no time; buffers do as ever."""
+    """Puts parameters that modules register inside on the meta device: they take no memory, and drawing them no time.
+    Buffers take both.
+    """
     moved: Any = WeakTensorKeyDictionary()  # tied weights stay tied
 
     def move(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
@@ -145,7 +147,7 @@ def weights_on_meta() -> Iterator[None]:
 
 
 def find_constructed_weights(networks: Networks) -> str | None:
-    """Why the weights of these networks are what their constructors leave; None where modules draw their own.
+    """Returns why the weights of these networks are what their constructors leave; None where modules draw their own.
 
     The networks are constructed on the meta device, which costs no memory, and every operation on a tensor is watched.
     Modules draw their own weights if the `reset_parameters` of its owner was the last to set each parameter and buffer.
@@ -178,7 +180,9 @@ class _Writes(TorchDispatchMode):
         self._storages: list[Any] = []  # kept alive: an address must not be used twice
 
     def owner(self, tensor: Tensor) -> nn.Module | None:
-        """The module that was the last to change a tensor and has set all of it; None: code outside of any reset."""
+        """Returns the module that was the last to change a tensor and has set all of it; None: code outside of any
+        reset.
+        """
         storage = tensor.untyped_storage()
         writer, views = self._last.get(storage._cdata, (None, {}))
         return writer if sum(views.values()) >= storage.nbytes() else None
@@ -209,7 +213,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _find_resetting_module() -> nn.Module | None:
-    """The module in whose `reset_parameters` the caller runs, the innermost if there are several.
+    """Returns the module in whose `reset_parameters` the caller runs, the innermost if there are several.
 
     None also if that method takes arguments: another call could not repeat what this one does.
     """
@@ -252,7 +256,7 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _reset_module(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Values that the module's `reset_parameters` gives its own weights under a seed."""
+    """Returns the values that the module's `reset_parameters` gives its own weights under a seed."""
     originals = [
         (tensors, name, tensor)
         for tensors in (module._parameters, module._buffers)
@@ -315,7 +319,7 @@ class _OneByOne(nn.Module):
 
 
 def _pack_weights(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """The weights, one after another in one tensor that has room for DeepSpeed's padding."""
+    """Yields the weights, one after another in one tensor that has room for DeepSpeed's padding."""
     counts = [weight.numel() for weight in weights]
     flat = torch.empty(sum(counts) + _PADDING * group.world(), **options)
     for weight, values in zip(weights, flat[: sum(counts)].split(counts)):
@@ -332,7 +336,7 @@ def _replace_weight(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 @contextmanager
 def flatten_in_place() -> Iterator[None]:
-    """Inside, DeepSpeed's stages 1 and 2 take the weights of a group that lie in one tensor as they lie."""
+    """Has DeepSpeed's stages 1 and 2 take the weights of a group inside as they lie, where they lie in one tensor."""
     from deepspeed.runtime.zero import stage_1_and_2
 
     copying, inside = stage_1_and_2._flatten_dense_tensors, True
@@ -350,7 +354,9 @@ def flatten_in_place() -> Iterator[None]:
 
 @torch.no_grad()
 def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensor that weights of `_in_one` fill from its beginning, and padding behind them; None: they do not."""
+    """Returns the tensor that weights of `_pack_weights` fill from its beginning, with padding behind them; None if
+    they do not.
+    """
     weights = [tensor for tensor in tensors if getattr(tensor, "lies_in_one", False)]
     padding = sum(tensor.numel() for tensor in tensors[len(weights) :])
     first, end = tensors[0], 0

@@ -1,8 +1,17 @@
 """The fp32 weights that this rank owns, as named fragments, and the optimizer's state.
 
-Everything that reaches behind DeepSpeed's public interface stands here, in updates.py and in initial.py. Other files
-only call an engine's `backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and `load_checkpoint`,
-and use its `module` and `optimizer.param_groups`.
+These files reach behind DeepSpeed's public interface, as it is in 0.19.8; a newer version must be tried with each:
+
+    masters.py        where the fp32 weights lie, and how they get into the weights that a network computes with
+    updates.py        the optimizer's step, the end of a backward pass, the hooks of gradients
+    initial.py        how stages 1 and 2 flatten weights, and what zero.Init asks of a module
+    blocks.py         ZeRO-3's linear layer, and the hooks of blocks that are its leaves
+    start.py          what the import compiles, and how the current stream is asked for
+    schema.py         the classes that parse its settings
+    planning/fake_ranks.py, planning/memory_kinds.py    what must not be asked of ranks that do not exist; its buffers
+
+Other files only call an engine's `backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and
+`load_checkpoint`, and use its `module` and `optimizer.param_groups`.
 
 A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole
 parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; the rest is padding.
@@ -31,7 +40,9 @@ from dstrain.engine.updates import Updates
 
 
 def make_universal_info() -> dict[str, Any]:
-    """An entry for DeepSpeed's own checkpoints, from which its tool ds_to_universal sees how weights are split."""
+    """Returns an entry for DeepSpeed's own checkpoints, from which its tool ds_to_universal sees how weights are
+    split.
+    """
     from deepspeed.checkpoint import constants
 
     return {
@@ -119,7 +130,7 @@ class Masters(Updates):
         self.fragments = list(self._of_stage3(dist.get_rank(self._zero.dp_process_group)))
 
     def _of_stage3(self, rank: int) -> Iterator[tuple[Fragment, int, int]]:
-        """The fragments of a rank, as `fragments`."""
+        """Yields the fragments of a rank, as `fragments`."""
         for weight in chain.from_iterable(self._zero.fp16_groups):
             number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
             start = min(rank * length, weight.ds_numel)  # the last partition is padded
@@ -128,11 +139,11 @@ class Masters(Updates):
                 yield Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel), number, offset
 
     def _layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
-        """The fragments by rank, on all ranks together; where all ranks have the same, of this one."""
+        """Gathers the fragments by rank, on all ranks together; where all ranks have the same, those of this one."""
         return {group.rank(): self.fragments} if self.replicated else dict(enumerate(group.objects(self.fragments)))
 
     def _compute_flats(self) -> Sequence[Tensor]:
-        """This rank's shares of the weights that the network computes with, aligned with the flats."""
+        """Returns this rank's shares of the weights that the network computes with, aligned with the flats."""
         if self.replicated:
             return [weight.data for weight in self._weights]
         if hasattr(self._zero, "fp16_partitioned_groups_flat"):
@@ -141,14 +152,14 @@ class Masters(Updates):
         return [parts[dist.get_rank(owners)] for parts, owners in partitions]
 
     def views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """Each fragment with its elements of `flats`, any tensors of the masters' layout: (numel,) views."""
+        """Yields each fragment with its elements of `flats`, any tensors of the masters' layout: (numel,) views."""
         lines = [None if flat is None else flat.detach().view(-1) for flat in flats]
         for fragment, number, offset in self.fragments:
             if lines[number] is not None:
                 yield fragment, lines[number].narrow(0, offset, fragment.numel)
 
     def own_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """`views`, each element of the network on one rank only: what this rank writes into a checkpoint."""
+        """Yields `views`, each element of the network on one rank only: what this rank writes into a checkpoint."""
         rank, world = group.rank(), group.world()
         for number, view in enumerate(self.views(flats)):
             if not self.replicated or number % world == rank:
@@ -156,7 +167,7 @@ class Masters(Updates):
 
     @torch.no_grad()
     def norm(self) -> float:
-        """The length of all weights as one vector, on all ranks together."""
+        """Computes the length of all weights as one vector, on all ranks together."""
         squares = [view.square().sum(dtype=torch.float64) for _, view in self.own_views(self.flats)]
         total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
         return group.total(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
@@ -177,7 +188,7 @@ class Masters(Updates):
 
     @contextmanager
     def showing(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """The network computes with `flats` inside and, bit for bit, with the masters afterwards; on all ranks."""
+        """Has the network compute with `flats` inside and, bit for bit, with the masters afterwards; on all ranks."""
         masters = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
         self._show(flats)
         try:
@@ -212,7 +223,7 @@ class Masters(Updates):
         self._inner().state.clear()
 
     def optimizer_state(self) -> list[dict[str, Any]]:
-        """What the optimizer keeps, as it lies."""
+        """Returns what the optimizer keeps, as it lies."""
         return list(self._inner().state.values())
 
     @property
@@ -221,7 +232,7 @@ class Masters(Updates):
         return list(dict.fromkeys(kind for group_ in self._inner().param_groups for kind in group_["moments"]))
 
     def moments(self, kind: str) -> list[Tensor | None]:
-        """A moment in the masters' layout, None for flats without; zeros are made where no step was taken yet.
+        """Returns a moment in the masters' layout, None for flats without; zeros are made where no step was taken yet.
 
         They are the optimizer's own, but for moments of 8 bits: `set_moments` takes back what was written into these.
         """
@@ -236,7 +247,7 @@ class Masters(Updates):
                 write_moment(self._state(number), kind, flat)
 
     def codes(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Moments of 8 bits as they are: kind, a name made of their flat's layout, the live tensor.
+        """Yields moments of 8 bits as they are: kind, a name made of their flat's layout, the live tensor.
 
         Filled from fp32 they would get other scales than they had; with these a run goes on bit for bit.
         """
@@ -247,7 +258,7 @@ class Masters(Updates):
             yield from ((kind, f"{layout}.{kind}", state[kind]) for kind in CODES if "absmax1" in state)
 
     def own_codes(self) -> Iterator[tuple[str, Fragment, Tensor]]:
-        """`codes` as entries of a checkpoint: whatever is equal on all ranks on one of them only."""
+        """Yields `codes` as entries of a checkpoint: what is equal on all ranks comes from one of them only."""
         for number, (kind, name, tensor) in enumerate(self.codes()):
             if not self.replicated or number % group.world() == group.rank():
                 values = as_floats(tensor)
@@ -257,7 +268,7 @@ class Masters(Updates):
         return self._inner().param_groups[self._groups[number]]["moments"]
 
     def _stepped(self, number: int) -> Tensor:
-        """What the optimizer steps: at stage 0 in fp32 the parameter itself, whose data the flat is."""
+        """Returns what the optimizer steps: at stage 0 in fp32 the parameter itself, whose data the flat is."""
         return self._weights[number] if self._torch_fp32 else self.flats[number]
 
     def _state(self, number: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _BLOCK = 256
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
-    """The shape that ZeRO-3 remembers of a partitioned parameter, or the tensor's own."""
+    """Returns the shape that ZeRO-3 remembers of a partitioned parameter, or the tensor's own."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
@@ -94,7 +94,7 @@ def group_weights(
 
 
 def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
-    """The optimizer's state of a weight or flat, whose moments are zero before its first step."""
+    """Returns the optimizer's state of a weight or flat; its moments are zero before the first step."""
     state = optimizer.state[weight]
     if not state:
         if type(optimizer).__name__ == "AdamW8bit":
@@ -111,7 +111,7 @@ def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequenc
 
 
 def read_moment(state: dict[str, Any], kind: str) -> Tensor:
-    """A moment in fp32, as it lies in the state; of 8 bits a copy, which `set_moment` takes back."""
+    """Returns a moment in fp32, as it lies in the state; one of 8 bits as a copy, which `write_moment` takes back."""
     if kind in state:
         return state[kind]
     number = 1 + ADAM.index(kind)
@@ -126,7 +126,7 @@ def read_moment(state: dict[str, Any], kind: str) -> Tensor:
 
 
 def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
-    """Writes the copy that `moment` has returned into a state of 8 bits."""
+    """Writes the copy that `read_moment` has returned into a state of 8 bits."""
     if "absmax1" not in state:
         return
     from bitsandbytes.functional import quantize_blockwise
@@ -138,7 +138,7 @@ def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
 
 
 def as_floats(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as float32 (n,), with zeros at the end where they are no multiple of four."""
+    """Returns the bytes of a tensor as float32 (n,), with zeros at the end where they are no multiple of four."""
     octets = tensor.view(-1).view(torch.uint8)
     return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.float32)
 
@@ -173,7 +173,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def _check_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
-    """The gradient as it counts, and 1, or 0 where nothing may change; a tensor where only the device knows."""
+    """Returns the gradient as it counts, and 1, or 0 where nothing may change: a tensor where only the device knows."""
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if scale is not None:
         gradient = gradient / scale
@@ -203,7 +203,7 @@ class Matrix:
 
     @property
     def factor(self) -> float:
-        """Of the learning rate: updates then have the mean square of AdamW's, at any shape."""
+        """The factor of the learning rate with which updates have the mean square of AdamW's, at any shape."""
         return 0.2 * math.sqrt(max(self.rows, self.columns))
 
     @property
@@ -280,7 +280,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Nearly the orthogonal factor of a matrix (rows, columns) in bf16: singular values of about 0.7 to 1.2.
+    """Returns nearly the orthogonal factor of a matrix (rows, columns) in bf16: singular values of about 0.7 to 1.2.
 
     Five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al. They are done in bf16, but
     in fp32 on a CPU that emulates bf16, where the products take thirty times as long.

@@ -65,7 +65,7 @@ class Divergence:
 
     @property
     def state(self) -> State:
-        """That of all steps so far. Waits for the device to end the latest."""
+        """The state after all steps so far. Waits for the device to end the latest."""
         self._note()
         return self._state
 
@@ -118,29 +118,29 @@ class Divergence:
                 window[:] = [*window, loss][-WINDOW:]
 
     def before(self, done: int) -> int:
-        """The last step that the trouble which is seen after `done` steps had not reached."""
+        """Returns the last step before the trouble that is seen after `done` steps."""
         return (self.state.high[0] if self.state.high else done) - max(self.state.in_a_row, 1)
 
     def go_back(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
-        """From `done` steps to a checkpoint of `step`, whose course is `saved`."""
+        """Goes from `done` steps back to a checkpoint of `step`, whose course is `saved`."""
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
         self.state = parse_state(saved).model_copy(
             update={"shift": clock - step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
         )
 
     def forgive(self) -> None:
-        """A user has changed the run: it may go back as often as a new one."""
+        """Forgets earlier rollbacks, since a user has changed the run: it may go back as often as a new one."""
         self.state.forgiven = self.rollbacks
 
 
 def _mean_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:
-    """The mean loss of each part over all micro-batches and ranks."""
+    """Averages the loss of each part over all micro-batches and ranks."""
     own = torch.stack([torch.stack([loss.double() for loss in each]).mean() for each in losses.values()])
     return dict(zip(losses, map(AsyncHostCopy, (group.total(own) / group.world()).unbind())))
 
 
 def advise_user(store: Store) -> str:
-    """What to do about training that has diverged, by the checkpoints that there are; call on rank 0 at least."""
+    """Says what to do about training that has diverged, by the checkpoints that there are; call on rank 0 at least."""
     steps, aside = store.steps(), store.put_aside()
     change = "Lower optimizer.lr, set optimizer.clip, or use bf16 in place of fp16"
     if not steps and not aside:
@@ -154,7 +154,8 @@ def advise_user(store: Store) -> str:
 
 
 def check_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:
-    """FloatingPointError on every rank if an fp32 weight on any rank is not finite. `store` holds the checkpoints.
+    """Raises FloatingPointError on every rank if an fp32 weight on any rank is not finite. `store` holds the
+    checkpoints.
 
     Only fragments are looked at: at stage 3 DeepSpeed leaves in a flat's padding whatever the memory held.
     """
@@ -164,7 +165,7 @@ def check_weights(masters: Mapping[str, Masters], step: int, store: Store) -> No
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all elements of all tensors are finite; the device is waited for once in the ordinary case."""
+    """Returns whether all elements of all tensors are finite; the device is waited for once in the ordinary case."""
     sums = [tensor.sum() for tensor in tensors]
     if not sums or torch.isfinite(torch.stack(sums)).all().item():
         return True

@@ -69,7 +69,7 @@ UNSUPPORTED_WITHIN = {
 
 
 def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
-    """Sections and switches that DeepSpeed may know and dstrain does not."""
+    """Yields sections and switches that DeepSpeed may know and dstrain does not."""
     for key, reason in UNSUPPORTED.items():
         if key in settings:
             yield f'dstrain does not support "{key}": {reason}; remove it'
@@ -108,7 +108,7 @@ class _Asked(dict):
 
 
 def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
-    """What DeepSpeed's own parser says, and top-level keys that it never asks for."""
+    """Yields what DeepSpeed's own parser says, and top-level keys that it never asks for."""
     settings = {key: _without_auto(value) for key, value in settings.items() if key not in UNSUPPORTED}
     prepare_environment()
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -159,7 +159,7 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _without_auto(value: Any) -> Any:
-    """A section without its "auto" entries: these are named elsewhere."""
+    """Returns a section without its "auto" entries: these are named elsewhere."""
     if not isinstance(value, dict):
         return value
     return {key: _without_auto(inner) for key, inner in value.items() if inner != "auto"}

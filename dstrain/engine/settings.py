@@ -100,17 +100,17 @@ def split_batch(batch: BatchSize, world: int) -> tuple[int, int]:
 
 
 def read_stage(settings: Settings) -> int:
-    """The ZeRO stage, 0 to 3."""
+    """Returns the ZeRO stage, 0 to 3."""
     return int(settings.get("zero_optimization", {}).get("stage", 0))
 
 
 def read_precision(settings: Settings) -> str:
-    """What the networks compute in: fp32, bf16 or fp16."""
+    """Returns what the networks compute in: fp32, bf16 or fp16."""
     return next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
 
 
 def read_offload(settings: Settings, what: str) -> str:
-    """Where offload_optimizer or offload_param puts its part: none, cpu or nvme."""
+    """Returns where offload_optimizer or offload_param puts its part: none, cpu or nvme."""
     return str((settings.get("zero_optimization", {}).get(what) or {}).get("device", "none"))
 
 
@@ -119,14 +119,14 @@ def offloads_optimizer(settings: Settings) -> bool:
 
 
 def sums_in_fp32(settings: Settings) -> bool:
-    """Whether updates.py sums the gradients in fp32: at stages 0 and 1, where DeepSpeed does not."""
+    """Returns whether updates.py sums the gradients in fp32: at stages 0 and 1, where DeepSpeed does not."""
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     return wide and read_stage(settings) < 2 and read_precision(settings) != "fp32"
 
 
 def make_deepspeed_config(settings: Settings) -> Settings:
-    """The settings for deepspeed.initialize: its checks of gradients stay on, for steps that updates.py leaves to it;
-    grad_accum_dtype is left out where updates.py does that work. Its own clock, which waits for the GPU twice a
+    """Returns the settings for deepspeed.initialize: its checks of gradients stay on, for steps that updates.py leaves
+    to it; grad_accum_dtype is left out where updates.py does that work. Its own clock, which waits for the GPU twice a
     micro-batch, stands still unless the JSON asks for it: tracking/throughput.py measures.
     """
     own = copy.deepcopy(settings)
@@ -139,7 +139,7 @@ def make_deepspeed_config(settings: Settings) -> Settings:
 
 
 def list_remarks(settings: Settings, device_type: str) -> list[str]:
-    """What is allowed and worth knowing before the run."""
+    """Lists what is allowed and worth knowing before the run."""
     zero, bf16 = settings.get("zero_optimization", {}), read_precision(settings) == "bf16"
     checked = settings.get("bf16", {}).get("check_grad_overflow", True) and zero.get("compute_grad_norm", True)
     lines = []
@@ -302,7 +302,9 @@ def _find_autos(value: Any, key: str) -> Iterator[str]:
 
 
 def _check_sizes(settings: Settings) -> Iterator[str]:
-    """Types that DeepSpeed confuses, and numbers that it would fail on while training: buckets are allocated whole."""
+    """Yields types that DeepSpeed confuses, and numbers that it would fail on while training: buckets are allocated
+    whole.
+    """
     zero = settings.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     if type(zero.get("stage", 0)) is not int and zero["stage"] != "auto":
@@ -390,7 +392,7 @@ def _check_mechanism(
 
 
 def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for products of bf16, and oneDNN may use them.
+    """Returns whether this CPU has instructions for products of bf16, and oneDNN may use them.
 
     A table, and no measurement: ranks time the same thing differently, and must agree. The default recipe on one thread
     of an AMD EPYC, samples a second in bf16 and fp32: 345 and 166; with ATen's AVX2 kernels 242 and 150.

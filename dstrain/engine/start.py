@@ -24,7 +24,8 @@ _OPERATOR = "deepspeed_shm_comm"  # also the name of its folder
 def start_group(timeout_minutes: float = 30) -> None:
     """Joins the process group of the launcher (deepspeed, torchrun, Slurm), or begins one of this process alone.
 
-    A rank that waits for others longer than `timeout_minutes` raises: see group.lost. ConfigError: a taken port.
+    A rank that waits for others longer than `timeout_minutes` raises: see group.lost. Raises ConfigError if the port is
+    taken.
     """
     phases().at("importing DeepSpeed")
     place = group.place()
@@ -72,7 +73,7 @@ def start_group(timeout_minutes: float = 30) -> None:
 
 
 def import_deepspeed() -> ModuleType:
-    """The module, with all that its engines import, but for torch's compiler: 1.2 s of every start.
+    """Imports DeepSpeed, with all that its engines import, but for torch's compiler: 1.2 s of every start.
 
     DeepSpeed decorates its own Muon with torch.compile, and imports it to ask whether an optimizer is one. dstrain's is
     another, see optimizers.py. A DeepSpeed without that module goes its own way. The environment that it reads is
@@ -92,7 +93,7 @@ def import_deepspeed() -> ModuleType:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not DeepSpeed's warning of any optimizer but its own: ours are tested at every stage of ZeRO."""
+    """Keeps DeepSpeed's warning of any optimizer but its own out of the log: ours are tested at every stage of ZeRO."""
     return "untested" not in record.getMessage()
 
 
@@ -141,7 +142,7 @@ def _unlink_buffers() -> None:
 
 
 def _find_first_host() -> str:
-    """The host of rank 0: the first of Slurm's step, or this one."""
+    """Returns the host of rank 0: the first of Slurm's step, or this one."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         return "127.0.0.1"

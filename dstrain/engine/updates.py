@@ -58,7 +58,7 @@ class WideSums:
         del self._engine.allreduce_gradients, self._engine.wide_sums
 
     def held(self) -> Iterable[Tensor]:
-        """The sums so far."""
+        """Returns the sums so far."""
         return self._sums.values()
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class AsyncHostCopy:
         self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     def read(self) -> Any:
-        """The number, or list of numbers."""
+        """Returns the number, or list of numbers."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.tolist()
@@ -158,7 +158,9 @@ class Updates:
             self._zero._update_scale = lambda overflow: None  # `count_last_step` does it
 
     def step(self) -> None:
-        """The optimizer's step after a backward pass, on the last micro-batch; none where a gradient is not finite."""
+        """Takes the optimizer's step after a backward pass, on the last micro-batch; none where a gradient is not
+        finite.
+        """
         if self._sum_into_masters:
             for master, weights in zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups):
                 add_gradients(master, weights)
@@ -193,13 +195,13 @@ class Updates:
                 self._zero.loss_scaler.update_scale(not flag)
 
     def before_backward(self) -> None:
-        """A dynamic loss scale must be known before the loss is multiplied by it."""
+        """Finishes a dynamic loss scale: it must be known before the loss is multiplied by it."""
         if self._searches_scale:
             self.count_last_step()
 
     @torch.no_grad()
     def _check(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
-        """The norm of all gradients, and what the optimizer makes of it.
+        """Computes the norm of all gradients, and tells the optimizer what follows from it.
 
         norms   of the pieces that this rank has.
         ranks   those that have the other pieces; None: each rank has all.
@@ -219,9 +221,7 @@ class Updates:
 
     @cached_property
     def _one_rank(self) -> bool:
-        """Whether there is nothing to reduce: on one rank, which rounds no gradient as if it sent
-        it in another type.
-        """
+        """Whether one rank is alone, so that nothing is reduced, nor rounded as if it were sent in another type."""
         zero = self._zero
         return (
             0 < self.stage < 3
@@ -244,7 +244,7 @@ class Updates:
         self._sum_into_masters = bool(aside) or self._zero.gradient_accumulation_dtype != self._zero.dtype
 
     def _gradients(self, number: int, master: Tensor) -> list[Tensor]:
-        """What makes up the gradient of a flat master at stages 1 and 2, one piece behind the other."""
+        """Returns what makes up the gradient of a flat master at stages 1 and 2, one piece behind the other."""
         zero = self._zero
         if not self._one_rank:
             flat = zero._get_preflattened_grad_partition(number)  # fp32 sums over micro-batches lie so already
@@ -259,8 +259,8 @@ class Updates:
         return [*pieces, pieces[0].new_zeros(padding)] if padding else pieces
 
     def _end_backward(self, epilogue: Callable[[], None]) -> None:
-        """DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm its host waits there for the whole
-        device, where it is enough that what follows on the device waits for the reductions.
+        """Stands in for DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm its host waits there
+        for the whole device, where it is enough that what follows on the device waits for the reductions.
         """
         zero = self._zero
         zero.reduce_ipg_grads()
@@ -275,7 +275,9 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage12(self) -> None:
-        """In place of DeepSpeed's step at stages 1 and 2: the same, but for the checks, and for a second copy."""
+        """Stands in for DeepSpeed's step at stages 1 and 2: does the same, but for the checks, and for a second
+        copy.
+        """
         zero, norms = self._zero, []
         masters = zero.single_partition_of_fp32_groups
         for number, master in enumerate(masters):
@@ -303,7 +305,9 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage3(self) -> None:
-        """In place of DeepSpeed's step at stage 3: the same, but for the checks, and one exchange of what persists."""
+        """Stands in for DeepSpeed's step at stage 3: does the same, but for the checks, and one exchange of what
+        persists.
+        """
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         zero = self._zero

@@ -36,9 +36,10 @@ class Snapshot(NamedTuple):
 
 
 def together(paths: Sequence[Path]) -> list[Snapshot]:
-    """Of whole snapshots, ascending, those that began where the last one did: no others can be combined with it.
+    """Returns, of whole snapshots, ascending, those that began where the last one did: no others can be combined with
+    it.
 
-    ConfigError: one is no snapshot of averages.
+    Raises ConfigError if one is no snapshot of averages.
     """
     snapshots = [Snapshot(path, read_manifest(path)["step"], validate.read_counters(path)) for path in paths]
     for snapshot in snapshots:
@@ -54,7 +55,7 @@ def together(paths: Sequence[Path]) -> list[Snapshot]:
 
 
 def identity(snapshots: Sequence[Snapshot]) -> str:
-    """A hash of all their bytes."""
+    """Returns a hash of all their bytes."""
     seals = b"".join((snapshot.path / NAME).read_bytes() for snapshot in snapshots)
     return hashlib.blake2b(seals, digest_size=16).hexdigest()
 
@@ -79,7 +80,9 @@ class Combined:
         }
 
     def solve(self, width: float) -> Solution:
-        """Over all averages of the snapshots. ConfigError: they make no average of this width."""
+        """Solves for `width` over all averages of the snapshots. Raises ConfigError if they make no average of this
+        width.
+        """
         if not self._time:
             return Solution([1.0] + [0.0] * (len(self._sources) - 1), 0.0)
         solution = self._solution(width)
@@ -95,7 +98,7 @@ class Combined:
         return solution
 
     def makes(self, width: float) -> bool:
-        """Whether `solve` would not raise."""
+        """Returns whether `solve` would not raise."""
         return not self._time or self._solution(width).misfit <= MISFIT
 
     def _solution(self, width: float) -> Solution:
@@ -106,13 +109,13 @@ class Combined:
         return self._sources[-1][0]
 
     def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes, in the order of saving."""
+        """Yields names and shapes, in the order of saving."""
         fragments = self._fragments[self._last.path]
         return [(name, fragments.shape(name)) for name in fragments.names(f"ema.{self._sources[-1][1].width!r}")]
 
     @property
     def nbytes(self) -> int:
-        """Of a shard that holds one average."""
+        """Bytes of a shard that holds one average."""
         return sum(4 * math.prod(shape) for _, shape in self.tensors())
 
     def values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
@@ -137,9 +140,9 @@ class Combined:
         return decode_floats(raw, fragments.dtype)
 
     def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int, world: int) -> list[dict[str, Any]]:
-        """A rank's shards with the kind ema.WIDTH, one file a width, synced; {size, hash} of each.
+        """Writes a rank's shards with the kind ema.WIDTH, one file a width, synced; {size, hash} of each.
 
-        Each rank has a share of every tensor. ConfigError: as `solve`.
+        Each rank has a share of every tensor. Raises ConfigError as `solve`.
         """
         solutions, shapes = [self.solve(width) for width in widths], dict(self.tensors())
         shares = {

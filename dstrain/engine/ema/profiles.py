@@ -32,8 +32,8 @@ class Solution(NamedTuple):
     misfit: float
 
     def normalised(self) -> "Solution":
-        """Divided by its sum. Weights are many times longer than their averages are apart, so that coefficients that
-        sum to 0.99 would scale them all by far more than the misfit says.
+        """Returns the solution divided by its sum. Weights are many times longer than their averages are apart, so that
+        coefficients that sum to 0.99 would scale them all by far more than the misfit says.
         """
         total = sum(self.coefficients)
         shift = (1 - self.misfit**2) * (1 - 1 / total) ** 2  # the residual is orthogonal to the profile made
@@ -41,13 +41,17 @@ class Solution(NamedTuple):
 
 
 def solve_exponent(width: float) -> float:
-    """gamma of a width in 0 .. 1 / sqrt(12): width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), solved for gamma."""
+    """Returns gamma of a width in 0 .. 1 / sqrt(12): width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), solved for
+    gamma.
+    """
     inverse = float(width) ** -2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
 
 def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution:
-    """The combination of `averages` nearest to `target`. Those of a run whose times differ are linearly independent."""
+    """Returns the combination of `averages` nearest to `target`. Those of a run whose times differ are linearly
+    independent.
+    """
     times, gammas = (
         np.array([average.time for average in averages]),
         np.array([solve_exponent(a.width) for a in averages]),
@@ -63,7 +67,8 @@ def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution
 
 
 def _inner_products(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.ndarray) -> np.ndarray:
-    """Inner products (N, M) of profiles of times t (N,), exponents g (N,) with those of times u (M,), exponents h (M,).
+    """Returns the inner products (N, M) of profiles of times t (N,), exponents g (N,) with those of times u (M,),
+    exponents h (M,).
 
     The integral of both to the earlier time; by logarithms, since powers of times overflow.
     """

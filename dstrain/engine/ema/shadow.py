@@ -70,7 +70,9 @@ class EmaShadow:
                     average.lerp_(master.detach(), weight)
 
     def counters(self, part: str) -> dict[str, Any]:
-        """What a checkpoint keeps of a part's averages by width, beside their values: {"averages": ...}, or {}."""
+        """Returns what a checkpoint keeps of a part's averages by width, beside their values: {"averages": ...}, or
+        {}.
+        """
         if part not in self._updates:
             return {}
         updates = int(self._updates[part])
@@ -103,10 +105,10 @@ class EmaShadow:
 
     @contextmanager
     def swapped(self, name: float | None = None) -> Iterator[None]:
-        """The networks compute with the averages inside, and with the training weights, bit for bit, afterwards.
+        """Has the networks compute with the averages inside, and with the training weights, bit for bit, afterwards.
 
         `name` is one of the configured decays and widths, None the first. All ranks enter and leave together. A part
-        without averages keeps its training weights. ConfigError: no such average.
+        without averages keeps its training weights. Raises ConfigError if there is no such average.
         """
         with ExitStack() as stack:
             for part, shadows in self.flats.items():

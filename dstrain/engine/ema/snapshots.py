@@ -49,7 +49,7 @@ class Averages:
     def take(self, step: int, last: bool = False, wait: bool = False) -> None:
         """Writes the averages of `step`, where the recipe asks for them or it is the run's `last`.
 
-        Not where they begin: they are of no time yet. `wait`: before this returns. NotSaved: as Saver.save.
+        Not where they begin: they are of no time yet. `wait`: before this returns. Raises NotSaved as Saver.save.
         """
         every = self._ema.snapshots
         if not every or step == self._shadow.began or not (last or step % every == 0):

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def count_kept_bytes(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
-    """Bytes that a forward pass keeps for its backward pass. `present` are weights and inputs, which are not counted.
+    """Counts the bytes that a forward pass keeps for its backward pass. `present` are weights and inputs, which are not
+    counted.
 
     Shapes are enough: all may be on the meta device. Attention is fused, as on a GPU in 16 bits.
     """
@@ -30,7 +31,9 @@ def count_kept_bytes(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> i
 
 
 def count_flops(loss: Callable[[], Tensor]) -> int:
-    """Floating-point operations of both passes, by torch's own count. Attention counts as its two products."""
+    """Counts the floating-point operations of both passes, by torch's own count. Attention counts as its two
+    products.
+    """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss().backward()
     return counter.get_total_flops()

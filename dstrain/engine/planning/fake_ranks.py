@@ -32,7 +32,7 @@ from dstrain.engine.start import import_deepspeed
 
 @contextmanager
 def fake_world(world: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of `world`. It may be entered again, with another `world`."""
+    """Makes this process rank 0 of `world` inside. It may be entered again, with another `world`."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     deepspeed = import_deepspeed()
     import cpuinfo
@@ -126,7 +126,9 @@ def _make_zero(tensor: torch.Tensor) -> bool | int | float:
 
 @torch.no_grad()
 def _first_step(optimizer: Any, closure: Callable | None = None) -> None:
-    """Of DeepSpeed's AdamW on the host: makes the moments, as its own step does, and computes nothing."""
+    """Stands in for the step of DeepSpeed's AdamW on the host: makes the moments, as that does, and computes
+    nothing.
+    """
     for members in optimizer.param_groups:
         for weight in members["params"]:
             state = optimizer.state[weight]
@@ -143,7 +145,7 @@ class FakeMasters(Masters):
         return super()._layouts() if self.replicated else {rank: list(share(rank)) for rank in range(group.world())}
 
     def _of_stage12(self, rank: int) -> Iterator[tuple[Fragment, int, int]]:
-        """The fragments of a rank: weights lie one behind the other, and are cut into shares of one size."""
+        """Yields the fragments of a rank: weights lie one behind the other, and are cut into shares of one size."""
         for number, (weights, flat) in enumerate(zip(self._zero.bit16_groups, self.flats)):
             begin, own = 0, range(rank * flat.numel(), (rank + 1) * flat.numel())
             for weight in weights:

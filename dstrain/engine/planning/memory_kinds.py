@@ -29,7 +29,7 @@ OFFLOADED = {
 
 
 def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
-    """Bytes that this rank writes into a checkpoint: masters, moments, averages."""
+    """Counts the bytes that this rank writes into a checkpoint: masters, moments, averages."""
     kinds = [
         (own, [own.flats, *map(own.moments, own.kinds), *ema.flats.get(part, {}).values()])
         for part, own in masters.items()
@@ -40,7 +40,7 @@ def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
 
 
 def list_kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
-    """(kind, tensor) of what lives from step to step; a storage has the kind that comes first."""
+    """Yields (kind, tensor) of what lives from step to step; a storage has the kind that comes first."""
     for own in masters.values():
         module = own.engine.module
         for weight in module.parameters():
@@ -64,7 +64,7 @@ def list_kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[
 
 
 def list_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
-    """Owner, name and kind of methods that make tensors of one kind: whole weights, buckets for gradients."""
+    """Yields owner, name and kind of methods that make tensors of one kind: whole weights, buckets for gradients."""
     zero = masters.engine.optimizer
     if hasattr(zero, "parameter_offload"):
         yield zero.parameter_offload.get_param_coordinator(), "fetch_sub_module", "gathered"
@@ -73,7 +73,7 @@ def list_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
 
 
 def list_gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
-    """The gradients that wait for the optimizer's step or for the next micro-batch."""
+    """Yields the gradients that wait for the optimizer's step or for the next micro-batch."""
     for own in masters.values():
         zero, engine = own.engine.optimizer, own.engine
         held: list[Any] = [getattr(zero, name, None) for name in ("all_grad_tensors", "grad_partitions_flat_buffer")]
@@ -84,7 +84,7 @@ def list_gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
 
 
 def list_secondary(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
-    """ZeRO++'s second copy of the weights, where it is."""
+    """Yields ZeRO++'s second copy of the weights, where there is one."""
     weights = chain.from_iterable(own.engine.module.parameters() for own in masters.values())
     copies = (getattr(weight, "ds_secondary_tensor", None) for weight in weights)
     return (copy for copy in copies if copy is not None)
