@@ -382,6 +382,10 @@ def test_s3(tmp_path, cache, plain):
         request = Request(SUFFIXES, cache=cache)
         for address in ("p", "p/train-*.parquet", "p/train-{00000..00001}-of-00002.parquet", "s"):
             same(open_images(f"s3://bucket/deep/{address}", 16, request=request), plain)
+        content = bytes(range(250)) * 44_000
+        store.pipe_file("bucket/deep/big.tar", content)
+        big = open_files("s3://bucket/deep/big.tar", cache.model_copy(update={"gb": 0.01}))
+        assert big.span("big.tar", 10_000_003, 500) == content[10_000_003:10_000_503]  # alone: the file does not fit
         for address in ("s3://nothing/p", "s3://bucket/none/", "s3://bucket/none.parquet"):
             with pytest.raises(ConfigError, match="has no such object, folder or bucket|holds no"):
                 open_images(address, 16, request=request)
