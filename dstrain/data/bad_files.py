@@ -31,7 +31,7 @@ class Names:
         return self._known(_hash(name))
 
     def add(self, name: str) -> bool:
-        """Whether the name is new."""
+        """Adds a name, and returns whether it is new."""
         value = _hash(name)
         if self._known(value):
             return False
@@ -65,7 +65,9 @@ class BadFiles:
         self._read = 0  # bytes of the list that this process knows
 
     def add(self, bad: Bad) -> None:
-        """Lists the (name, reason) that are new. ConfigError: there are more than the limit."""
+        """Lists the (name, reason) that are new.
+        Raises ConfigError if there are more than the limit.
+        """
         lines = [(_printable(name), _printable(reason)) for name, reason in bad]
         lines = [(name, reason) for name, reason in lines if name not in self.names]
         if not lines:
@@ -108,7 +110,7 @@ class BadFiles:
 
 
 def listed(folder: Path) -> int:
-    """Number of files in the list of a run's folder; 0 where there is none."""
+    """Counts the files in the list of a run's folder; 0 if there is none."""
     path, names = folder / "bad_files.txt", Names()
     try:
         with open(path, "rb") if path.is_file() else nullcontext(io.BytesIO()) as file:
@@ -121,7 +123,7 @@ def listed(folder: Path) -> int:
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The whole lines of a list, from where the file stands."""
+    """Yields the whole lines of a list, from where the file stands."""
     rest = b""
     while new := file.read(_BLOCK):
         whole, line_break, rest = (rest + new).rpartition(b"\n")
@@ -138,5 +140,5 @@ def _hash(name: str) -> int:
 
 
 def _printable(text: str) -> str:
-    """A file's name or an error as part of one line: no tab, no line break, no undecodable byte."""
+    """Returns a file's name or an error as part of one line: no tab, no line break, no undecodable byte."""
     return "".join(c if c.isprintable() else "?" for c in text)

@@ -86,7 +86,7 @@ class Batches(AbstractContextManager):
         self._release: weakref.finalize | None = None  # ends the workers that run now
 
     def at(self, step: int) -> Iterator[Batch]:
-        """The `accumulation` micro-batches of this rank at an optimizer step, on the device (see `placed`).
+        """Yields the `accumulation` micro-batches of this rank at an optimizer step, on the device (see `place_batch`).
 
         ConfigError, NotRead: they cannot be read. Mostly `problem` says so while the step before is taken.
 
@@ -107,12 +107,14 @@ class Batches(AbstractContextManager):
             yield batch
 
     def drawn(self, steps: int) -> dict[str, int]:
-        """Samples of each source of a mixture in the first `steps` global batches, as `samples/NAME`; else none."""
+        """Returns samples of each source of a mixture in the first `steps` global batches, as `samples/NAME`; else
+        none.
+        """
         global_batch, seed, source = self._layout[0], self._stream.seed, self._stream.source
         return {f"samples/{name}": count for name, count in source.drawn(seed, steps * global_batch).items()}
 
     def extend(self, steps: int) -> None:
-        """Reads on up to another last step, from the next call of `at`."""
+        """Sets a new last step; readers restart at the next call of `at`."""
         self._steps, self._next = steps, -1
 
     def close(self) -> None:
@@ -154,7 +156,7 @@ class Batches(AbstractContextManager):
         self._batches = _ahead(host, self.device) if self.device.type == "cuda" else host
 
     def _timed(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Host batches, without the reports of the workers, each handed on when the same one of the next step is read.
+        """Yields batches on the host, without the workers' reports, each when the same one of the next step is read.
 
         Ends after the last one, or where `problem` says why the next one is missing.
         """
@@ -208,7 +210,7 @@ def held_out(
     seed: int = 0,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """The first `limit` samples (None: all) in their own order, shared out over the ranks, never mirrored.
+    """Yields the first `limit` samples (None: all) in their own order, shared out over the ranks, never mirrored.
 
     Every rank gets the same number of batches of the same size and, in turn, of the same shape, so that all make the
     same calls. The last ones of a shape are filled up with repetitions, which `valid` bool (b,) marks False: a mean
@@ -234,7 +236,7 @@ def held_out(
 
 
 def _rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where each round of `size` samples begins, and where the samples of its shape end, of the first `count`."""
+    """Yields, of the first `count` samples, where each round of `size` begins and where those of its shape end."""
     first = 0
     for end in source.ends:
         end = min(end, count)
@@ -244,7 +246,7 @@ def _rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def placed(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
-    """A batch on a device; packed texts stay on the host."""
+    """Copies a batch to a device; packed texts stay on the host."""
     return {
         name: tensor if name in _ON_HOST else tensor.to(device, non_blocking=non_blocking)
         for name, tensor in batch.items()
@@ -274,7 +276,7 @@ class _Stream:
         return rng.uniform(key, name, (count,) if count else ()) if name else None
 
     def _drawn(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
-        """Of each sample its index, whether it is mirrored, its key and its position (b,) in the step; and the step."""
+        """Returns each sample's index, whether it is mirrored, its key, its position (b,) in the step; and the step."""
         step = stream.start // self.global_batch
         positions = torch.arange(stream.start, stream.stop)  # (b,)
         index = self.order.index_at(positions)
@@ -287,7 +289,7 @@ class _Stream:
 def _positions(
     step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int, world: int
 ) -> Iterator[range]:
-    """The stream positions of each micro-batch of a rank, from a step on; without end, or up to `steps`."""
+    """Yields the stream positions of each micro-batch of a rank, from a step on; without end, or up to `steps`."""
     for number in itertools.count(step) if steps is None else range(step, steps):
         for offset in range(rank * micro_batch, global_batch, world * micro_batch):
             start = number * global_batch + offset
@@ -333,7 +335,7 @@ def _check(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
 
 
 def _choose_workers(num_workers: int | None, source: Source) -> int:
-    """None: no workers for data in memory, else the cores of this rank, at most 8."""
+    """Returns the number of workers. None: none for data in memory, else the cores of this rank, at most 8."""
     if num_workers is not None:
         return num_workers
     if source.light:

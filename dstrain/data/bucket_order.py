@@ -36,11 +36,11 @@ class BucketOrder:
             raise ConfigError("an order needs at least one sample: is the data set empty?")
 
     def steps(self, epochs: int) -> int:
-        """Steps of the first `epochs` passes over the data."""
+        """Returns the steps of the first `epochs` passes over the data."""
         return sum(epochs * count // self.global_batch for count in self.counts)
 
     def batch_at(self, step: int) -> tuple[int, int]:
-        """The bucket of a step, and which of its bucket's batches it is."""
+        """Returns the bucket of a step, and which of its bucket's batches it is."""
         epoch = self._epoch_of(step)
         first, last = (np.array(self.counts, object) * number // self.global_batch for number in (epoch, epoch + 1))
         ends = np.cumsum(last - first)
@@ -49,7 +49,9 @@ class BucketOrder:
         return bucket, int(last[bucket] - ends[bucket] + turn)
 
     def _epoch_of(self, step: int) -> int:
-        """The last epoch that begins at `step` or before. Rounding down takes less than a step from each bucket."""
+        """Returns the last epoch that begins at `step` or before. Rounding down takes less than a step from each
+        bucket.
+        """
         total = sum(self.counts)
         low, high = (value * self.global_batch // total for value in (step, step + len(self.counts)))
         high += 1
@@ -59,7 +61,7 @@ class BucketOrder:
         return low
 
     def index_at(self, position: Tensor) -> Tensor:
-        """Sample indices at stream positions >= 0, int64 (b,) each."""
+        """Returns the samples at stream positions >= 0, int64 (b,) each."""
         index = torch.empty_like(position)
         steps = position // self.global_batch
         for step in steps.unique().tolist():
@@ -72,7 +74,7 @@ class BucketOrder:
 
 
 def nearest(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_upscale: float = 1.0) -> np.ndarray:
-    """The bucket of each picture: sizes (N, 2) and shapes as (width, height) -> int64 (N,).
+    """Returns the bucket of each picture: sizes (N, 2) and shapes as (width, height) -> int64 (N,).
 
     It is the one nearest in log(width / height), the first of several. Where shapes have several resolutions, which are
     areas of about the same power of two, it is of the highest one that enlarges the picture `max_upscale` times at
@@ -92,5 +94,5 @@ def nearest(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_upscale:
 
 
 def upscale(sizes: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """How many times pictures (N, 2) are enlarged to cover targets (N, 2): float64 (N,), below 1 they are reduced."""
+    """Returns how many times pictures (N, 2) are enlarged to cover targets (N, 2): float64 (N,), below 1 if reduced."""
     return (targets / np.maximum(sizes, 1)).max(1)

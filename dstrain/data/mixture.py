@@ -46,7 +46,7 @@ class MixtureOrder:
     seed: int = 0
 
     def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
-        """As of Order: the sample's index at stream position(s) >= 0."""
+        """Returns as Order the sample at stream position(s) >= 0."""
         if isinstance(position, Tensor):
             return torch.from_numpy(self.index_at(position.numpy()))
         if not isinstance(position, np.ndarray):
@@ -60,20 +60,20 @@ class MixtureOrder:
         return index
 
     def places(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of stream positions int64 (...): the source of each, and its place in the stream of this source."""
+        """Returns the source of each stream position int64 (...), and its place in the stream of this source."""
         slots = position - position % _BLOCK + Order(_BLOCK, _seed_of(self.seed, -1)).index_at(position)
         before = self._dealt(slots)  # (sources, ...)
         sources = (self._dealt(slots + 1) - before).argmax(0)
         return sources, np.take_along_axis(before, sources[None], 0)[0]
 
     def counts(self, positions: int) -> list[int]:
-        """How many of the first `positions` of the stream belong to each source."""
+        """Returns how many of the first `positions` of the stream belong to each source."""
         whole = positions - positions % _BLOCK
         rest, _ = self.places(np.arange(whole, positions))
         return (self._dealt(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
 
     def _dealt(self, slots: np.ndarray) -> np.ndarray:
-        """count_k of the module's docstring, int64 (sources, ...), for numbers of slots int64 (...)."""
+        """Returns count_k of the module's docstring, int64 (sources, ...), for numbers of slots int64 (...)."""
         counts, rest, total = [], slots, sum(self.weights)
         for weight in self.weights:
             counts.append(rest // total * weight + rest % total * weight // total)  # rest * weight might overflow
@@ -82,7 +82,7 @@ class MixtureOrder:
 
 
 def whole(weights: Sequence[float]) -> tuple[int, ...]:
-    """Positive weights as whole numbers in the same ratio, as they are written in decimals: 0.3 is 3 / 10.
+    """Returns positive weights as whole numbers in the same ratio, as they are written in decimals: 0.3 is 3 / 10.
 
     Where their sum would exceed 2^30 they are rounded to it, and none becomes 0.
     """
@@ -96,7 +96,7 @@ def whole(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _seed_of(seed: int, source: int) -> int:
-    """The seed of a source's own order; of source -1 that of the blocks."""
+    """Returns the seed of a source's own order; of source -1 that of the blocks."""
     return int.from_bytes(blake2b(f"{seed} {source}".encode(), digest_size=8).digest(), "little")
 
 
@@ -148,7 +148,7 @@ class Mixture(Source):
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        """As of Source. A sample that cannot be read is replaced by one of the same source."""
+        """Reads as Source. A sample that cannot be read is replaced by one of the same source."""
         parts, rows, bad = [], [], []
         for source, here, places in self._by_source(index):
             part, unreadable = self.sources[source].read_batch(
@@ -206,18 +206,20 @@ class Mixture(Source):
         return f"mixture n={len(self)} classes={len(self.classes)} {classes} of {parts}"
 
     def _place(self, index: int) -> tuple[int, int]:
-        """(source, index in it) of an index."""
+        """Returns (source, index in it) of an index."""
         source = int(torch.bucketize(index, self._ends, right=True))
         return source, index - int(self._ends[source]) + self.sizes[source]
 
     def _by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Of each source with some of the indices (b,): its number, their places in (b,), their indices in it."""
+        """Yields, of each source with some of the indices (b,), its number, their places in (b,) and their indices in
+        it.
+        """
         sources = torch.bucketize(index, self._ends, right=True)
         rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
         return [(source, here, index[here] - self._ends[source] + self.sizes[source]) for source, here in rows]
 
     def _alike(self, source: int, item: dict) -> dict:
-        """An item or a batch of a source with the mixture's labels, and a caption only where all sources have one."""
+        """Gives an item or a batch of a source the mixture's labels; its caption goes unless all sources have one."""
         if not self.captioned:
             item = {name: values for name, values in item.items() if name != "caption"}
         if (labels := self.labels[source]) is not None and "label" in item:
@@ -227,7 +229,7 @@ class Mixture(Source):
 
 
 def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | None]]) -> tuple[Mixture, Mixture | None]:
-    """The training and the held-out mixture of data.mixture; `opened` gives both sources of one source's section.
+    """Opens the training and the held-out mixture of data.mixture; `opened` gives both sources of one source's section.
 
     None: no source holds anything out. ConfigError as `opened` and `common_classes`.
     """
@@ -247,7 +249,7 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
 
 
 def with_codes_of(data: Data, parts: Sequence[Data]) -> Data:
-    """The section of a mixture with the `codes` of its parts, which are completed.
+    """Returns the section of a mixture with the `codes` of its parts, which are completed.
 
     The latents' scaling factor is 1 / the standard deviation of the mixture. ConfigError: they were not encoded alike.
     """
@@ -278,7 +280,7 @@ def with_codes_of(data: Data, parts: Sequence[Data]) -> Data:
 
 
 def common_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -> tuple[str, ...]:
-    """The classes of a mixture, () where no source has any.
+    """Returns the classes of a mixture, () if no source has any.
 
     rule: "same": all sources have the same names; "first": those of the first source, and the others have none beside;
     "union": those of the first source, and behind them what others add. ConfigError: the sources' are not so.

@@ -40,9 +40,9 @@ BUILTINS = (FASHION_PATH, EMOJI, MOVING, BUILTIN)  # what data.path may be besid
 CONTENTS = {  # what a system may learn from: its name and the remedy, for messages
     "images": ("images", "give a folder of images"),
     "clips": ("videos", "give a folder of videos, with data.num_frames=17, say"),
-    "latents": ("cached latents", "give what launch/encode.py makes by a KL autoencoder"),
-    "image_tokens": ("cached tokens of images", "give what launch/encode.py makes by a discrete VAE"),
-    "clip_tokens": ("cached tokens of videos", "give what launch/encode.py makes by a phenaki.tokenizer"),
+    "latents": ("cached latents", "give what `dstrain encode` makes by a KL autoencoder"),
+    "image_tokens": ("cached tokens of images", "give what `dstrain encode` makes by a discrete VAE"),
+    "clip_tokens": ("cached tokens of videos", "give what `dstrain encode` makes by a phenaki.tokenizer"),
     "pairs": ("embedding pairs", f"give a folder with img_emb/ and text_emb/, or {BUILTIN}"),
 }
 

@@ -40,7 +40,9 @@ class Order:
             raise ConfigError(f"an order needs between 1 and 2^62 samples, not {self.size}: is the data set empty?")
 
     def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
-        """Sample index at stream position(s) >= 0; an int gives an int, an array or CPU tensor int64 of its shape."""
+        """Returns the sample at stream position(s) >= 0; an int gives an int, an array or CPU tensor int64 of its
+        shape.
+        """
         if isinstance(position, Tensor):
             return torch.from_numpy(self.index_at(position.numpy()))
         if not isinstance(position, np.ndarray):
@@ -60,7 +62,7 @@ class Order:
 
 
 def _network(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> np.ndarray:
-    """One pass of the Feistel network over Z_a x Z_b: uint64 (N,), keys (N,) -> uint64 (N,)."""
+    """Passes once through the Feistel network over Z_a x Z_b: uint64 (N,), keys (N,) -> uint64 (N,)."""
     left, right = np.divmod(index, b)
     for _ in range(_ROUNDS // 2):
         key = key + _GOLDEN
@@ -71,7 +73,7 @@ def _network(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> 
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """The splitmix64 finalizer on uint64 arrays."""
+    """Applies the splitmix64 finalizer to uint64 arrays."""
     z = (z ^ (z >> np.uint64(30))) * _FIRST
     z = (z ^ (z >> np.uint64(27))) * _SECOND
     return z ^ (z >> np.uint64(31))

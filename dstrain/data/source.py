@@ -79,37 +79,39 @@ class Source(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Item:
-        """One sample. BadSample: it cannot be read. NotRead: the storage fails."""
+        """Reads one sample. Raises BadSample if it cannot be read, NotRead if the storage fails."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """What a message calls a sample."""
+        """Returns what a message calls a sample."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A short string that changes with the data; a run saves it to notice a change on resume.
+        """Returns a short string that changes with the data; a run saves it to notice a change on resume.
 
         Of a folder it covers the sizes (and captions) of 10,000 files at most, so that it takes a second.
         """
 
     def contents(self) -> str:
-        """The fingerprint over all files, by which a cache is known to be of these data."""
+        """Returns the fingerprint over all files, by which a cache is known to be of these data."""
         return self.fingerprint()
 
     def describe(self) -> str:
-        """For the start of a command: how many samples of what, in which classes, and their captions."""
+        """Returns for the start of a command: how many samples of what, in which classes, and their captions."""
         return f"{len(self):,} {self.noun}, {self._class_words()}, {self._caption_words()}"
 
     def drawn(self, seed: int, positions: int) -> dict[str, int]:
-        """Of a mixture: how many of the first `positions` of the stream come from each source, by its name."""
+        """Returns, of a mixture, how many of the first `positions` of the stream come from each source, by its name."""
         return {}
 
     def class_counts(self) -> np.ndarray | None:
-        """Samples of each class, int64 (classes,); None: there are no classes, or counting them would take long."""
+        """Returns samples of each class, int64 (classes,); None if there are no classes, or counting them would take
+        long.
+        """
         return None
 
     def _class_words(self) -> str:
@@ -127,19 +129,19 @@ class Source(ABC):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The numbers behind the last sample of each shape: samples of one shape stand together."""
+        """Returns the numbers behind the last sample of each shape: samples of one shape stand together."""
         return (len(self),)
 
     def order(self, global_batch: int, seed: int) -> Any:
-        """The order in which training takes the samples: `index_at` of stream positions, see order.py."""
+        """Returns the order in which training takes the samples: `index_at` of stream positions, see order.py."""
         return Order(len(self), seed)
 
     def squares(self) -> "Source":
-        """The same samples, all of one shape."""
+        """Returns the same samples, all of one shape."""
         return self
 
     def after(self, index: int, count: int) -> int:
-        """The sample `count` further on, cyclically among those of its shape."""
+        """Returns the sample `count` further on, cyclically among those of its shape."""
         first, last = 0, 0
         for end in self.ends:
             first, last = last, end
@@ -148,20 +150,23 @@ class Source(ABC):
         return first + (index - first + count) % (last - first)
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
-        """As [index]; a source with `chance_name` chooses by `chance`, uniform in [0, 1), what it reads of a sample."""
+        """Reads a sample; a source with `chance_name` chooses by `chance`, uniform in [0, 1), what it reads of it."""
         return self[index]
 
     def first(self) -> Item:
-        """The first sample that can be read. ConfigError: none of the first 1000 can."""
+        """Returns the first sample that can be read.
+        Raises ConfigError if none of the first 1000 can.
+        """
         return read_items(self, [0])[0][0]
 
     def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Samples that are read soon, as of `read_batch`. Does not wait for them."""
+        """Begins to read samples that are read soon, as of `read_batch`. Does not wait for them."""
 
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        """The samples at `index` int64 (b,) as a batch, and those that could not be read and were replaced.
+        """Reads the samples at `index` int64 (b,) as a batch; returns those, too, that could not be read and were
+        replaced.
 
         mirrored: bool (b,), the samples whose left and right sides change places. chance: float32 (b,) or (b,
         chance_count), see `read`.
@@ -179,7 +184,7 @@ class Source(ABC):
 
 
 def read_items(source: Source, indices: list[int], chances: list[Chance] | None = None) -> tuple[list[Item], Bad]:
-    """The items at `indices`, the unreadable ones replaced, and each unreadable one that was met.
+    """Returns the items at `indices`, with substitutes for unreadable ones, and each unreadable one that was met.
 
     chances: of each item, see Source.read. ConfigError: 1000 samples in a row cannot be read.
     """

@@ -16,7 +16,7 @@ class View(Source):
         self.where, self.check = whole.where, whole.check
 
     def place(self, index: int | Tensor) -> int | Tensor:
-        """Index in `whole`, of an int or of each in int64 (b,)."""
+        """Returns the index in `whole` of an int, or of each in int64 (b,)."""
         return index
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ _GRACE = 1.0  # seconds
 
 
 def context() -> multiprocessing.context.BaseContext:
-    """The start method of the workers: a fork server."""
+    """Returns the start method of the workers: a fork server."""
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(["torch", "torch.utils.data", "dstrain.data.batches"])
     return forkserver
@@ -74,7 +74,7 @@ def unlink(unlinkers: list[Callable[[], None]]) -> None:
 
 
 def prepare(_worker_id: int) -> None:
-    """In a fresh worker: ignores signals, uses one thread, and ends as soon as its rank does."""
+    """Makes a fresh worker ignore signals, use one thread, and end as soon as its rank does."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

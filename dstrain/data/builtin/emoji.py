@@ -52,12 +52,12 @@ class Emoji(Source):
         return {"image": to_tensor(image), "label": 0}
 
     def captions(self) -> list[str]:
-        """The name of each picture."""
+        """Returns the name of each picture."""
         names = [*builtin_captions()]
         return [names[row] for row in self.rows]
 
     def row(self, index: int) -> int:
-        """Place of a sample among the pairs."""
+        """Returns the place of a sample among the pairs."""
         return int(self.rows[index])
 
     def name(self, index: int) -> str:

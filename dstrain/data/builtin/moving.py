@@ -70,19 +70,19 @@ class MovingFashion(Source):
         }
 
     def caption(self, index: int) -> str:
-        """A sentence on what the clip shows."""
+        """Returns a sentence on what the clip shows."""
         number, motion = self._parts(index)
         return caption_of(FASHION[int(self.items.labels[number])], motion)
 
     def _parts(self, index: int) -> tuple[int, str]:
-        """The number of the item, and the motion."""
+        """Returns the number of the item, and the motion."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         number, motion = divmod(int(self.permutation[index]), len(MOTIONS))
         return number, list(MOTIONS)[motion]
 
     def _positions(self, index: int) -> tuple[Tensor, Tensor]:
-        """The x and y of the item's upper left corner in each frame, pixels: float32 (T,) each."""
+        """Returns the x and y of the item's upper left corner in each frame, pixels: float32 (T,) each."""
         key = rng.keys_of_seeds(torch.tensor([int(self.permutation[index])]))
         speed, start, across, quadrant = rng.uniform(key, "motion", (4,))[0].tolist()  # all in [0, 1)
         side = self.items.image_size
@@ -119,7 +119,7 @@ def caption_of(name: str, motion: str) -> str:
 
 
 def captions() -> dict[str, tuple[int, int]]:
-    """Every caption of the built-in clips, the items in turn: (index into FASHION, index into MOTIONS)."""
+    """Returns every caption of the built-in clips, the items in turn: (index into FASHION, index into MOTIONS)."""
     return {
         caption_of(name, motion): (item, number)
         for number, motion in enumerate(MOTIONS)
@@ -128,7 +128,7 @@ def captions() -> dict[str, tuple[int, int]]:
 
 
 def _pasted(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
-    """An item uint8 (S, S) on a black canvas, with its corner at x, y float32 (T,) each: uint8 (T, height, width)."""
+    """Pastes an item uint8 (S, S) on a black canvas, its corner at x, y float32 (T,) each: uint8 (T, height, width)."""
     side, frames = len(item), torch.zeros(len(x), height + 1, width + 1)
     near = F.pad(item.float(), (1, 1, 1, 1))  # (S + 2, S + 2)
     columns, tops = x.long(), y.long()

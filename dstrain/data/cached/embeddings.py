@@ -36,19 +36,19 @@ from dstrain.recipe import ConfigError
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin:emoji-pairs"
 _FILE = Path(__file__).parents[1] / "builtin" / "emoji-pairs.npz"
-PLAN = "pairs.json"  # of launch/encode.py: what it makes, and whether it is complete
+PLAN = "pairs.json"  # of `dstrain encode`: what it makes, and whether it is complete
 _SCANNED = 1 << 26  # bytes of arrays up to which opening looks through all rows
 _COMPARED = 256  # rows of a larger table that enter the fingerprint
 _LISTED = 1 << 22  # rows of a split up to which their order is kept as a list
 
 
 def is_embeddings(path: str | Path) -> bool:
-    """Whether a data path holds embedding pairs."""
+    """Returns whether a data path holds embedding pairs."""
     return str(path) == BUILTIN or (Path(path) / FOLDERS["image_embed"]).is_dir()
 
 
 def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: int = 1) -> "Pairs | None":
-    """The pairs of one split, or of all as a held-out set; None where the split's fraction is 0.
+    """Opens the pairs of one split, or of all as a held-out set; returns None if the split's fraction is 0.
 
     ConfigError: no such layout, rows that do not match, fractions that do not sum to 1, a split that leaves one of the
     `world` ranks without a pair of its own, NaN (in data small enough to look through; else met when read).
@@ -59,17 +59,17 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
 
 
 def open_stored(path: str | Path) -> "Stored":
-    """All pairs of a path. ConfigError as `open_pairs`."""
+    """Opens all pairs of a path. Raises ConfigError as `open_pairs`."""
     return builtin_pairs() if str(path) == BUILTIN else _folder(Path(path))
 
 
 def encoder_of(path: str | Path) -> str | None:
-    """What made the image embeddings: the fingerprint of the encoder; None of folders that do not say so."""
+    """Returns what made the image embeddings: the fingerprint of the encoder; None of folders that do not say so."""
     return BUILTIN if str(path) == BUILTIN else (_plan(Path(path) / PLAN) or {}).get("image_encoder")
 
 
 def made_of(path: str | Path) -> str | None:
-    """The fingerprint of the captioned images that launch/encode.py has embedded; None as of `encoder_of`."""
+    """Returns the fingerprint of the captioned images that `dstrain encode` has embedded; None as `find_encoder`."""
     return (_plan(Path(path) / PLAN) or {}).get("data")
 
 
@@ -126,7 +126,7 @@ class Stored:
         return len(self.tables["image_embed"])
 
     def read(self, row: int) -> dict[str, Tensor]:
-        """One row. BadSample: a value that is not finite, or an embedding of zeros alone."""
+        """Reads one row. Raises BadSample if a value is not finite, or an embedding is all zeros."""
         item = {name: self.values(name, row) for name in self.tables}
         if self.captions is not None:
             try:
@@ -138,7 +138,7 @@ class Stored:
         return item
 
     def values(self, name: str, row: int) -> Tensor:
-        """What one table has in a row, float32, or bool of a mask. BadSample as `read`."""
+        """Returns what one table has in a row, float32, or bool of a mask. Raises BadSample as `read`."""
         table = self.tables[name]
         values = as_float32(table[row])
         if fault := fault_of(values[None], name):
@@ -146,7 +146,7 @@ class Stored:
         return torch.from_numpy(values)
 
     def fingerprint(self) -> str:
-        """Of the files and their ends, and of all rows, or in larger tables of 256 rows."""
+        """Hashes the files and their ends, and all rows, or in larger tables 256 rows."""
         digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
             part.add_to(digest)
@@ -163,7 +163,7 @@ def _folder(root: Path) -> Stored:
         )
     if (root / PLAN).is_file() and not (_plan(root / PLAN) or {}).get("complete"):  # other tools write no plan
         raise ConfigError(
-            f"data.path={root} is not embedded to the end: give the command of launch/encode.py that "
+            f"data.path={root} is not embedded to the end: give the `dstrain encode` command that "
             "began it once more, and it goes on where it stopped"
         )
     tables = {}
@@ -195,7 +195,7 @@ def _folder(root: Path) -> Stored:
 
 
 def _plan(path: Path) -> dict[str, Any] | None:
-    """What launch/encode.py says of a folder; None: nothing that can be read."""
+    """Reads what `dstrain encode` says of a folder; returns None if nothing can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -204,7 +204,7 @@ def _plan(path: Path) -> dict[str, Any] | None:
 
 
 def _match(first: Table, other: Any) -> None:
-    """ConfigError names the first pair of files whose names or rows do not match."""
+    """Raises ConfigError, which names the first pair of files whose names or rows do not match."""
     ends, others = ([_end(name) for name in names] for names in (first.names, other.names))
     for a, b, x, y in zip(first.names, other.names, ends, others):
         # Words may name the content (part_images, part_texts), unless both folders use the same words.
@@ -227,7 +227,7 @@ def _match(first: Table, other: Any) -> None:
 
 
 def _names(root: Path, folder: str, suffix: str) -> list[str]:
-    """Relative names in the order of the numbers in them: img_emb_2 before img_emb_10."""
+    """Lists relative names in the order of the numbers in them: img_emb_2 before img_emb_10."""
     if not (root / folder).is_dir():
         return []
     names = [path.name for path in (root / folder).iterdir() if path.suffix == suffix and path.name[0] != "."]
@@ -239,13 +239,13 @@ def _names(root: Path, folder: str, suffix: str) -> list[str]:
 
 
 def _end(name: str) -> str:
-    """What follows the last underscore of a file's name, numbers without leading zeros."""
+    """Returns what follows the last underscore of a file's name, numbers without leading zeros."""
     word = Path(name).stem.rpartition("_")[2]
     return str(int(word)) if word.isdigit() else word
 
 
 def builtin_pairs() -> Stored:
-    """The built-in pairs, in the order of `builtin_captions`."""
+    """Returns the built-in pairs, in the order of `builtin_captions`."""
     with np.load(_FILE) as file:
         tables = {}
         for key, name in (("image_embed", "image"), ("text_embed", "text")):
@@ -257,14 +257,14 @@ def builtin_pairs() -> Stored:
 
 
 def builtin_captions() -> dict[str, int]:
-    """Row of each built-in pair by its caption."""
+    """Returns the row of each built-in pair by its caption."""
     with np.load(_FILE) as file:
         captions = lzma.decompress(file["captions"].tobytes()).decode().split("\n")
     return {caption: row for row, caption in enumerate(captions)}
 
 
 def _bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
-    """First and past-the-end place of each split: rounded cumulative fractions, in exact arithmetic."""
+    """Returns the first and past-the-end place of each split: rounded cumulative fractions, in exact arithmetic."""
     shares = json.dumps(list(splits))
     parts = [Fraction(str(fraction)) for fraction in splits]
     if len(parts) != len(SPLITS) or min(parts) < 0 or abs(sum(parts) - 1) > Fraction(1, 10**6):

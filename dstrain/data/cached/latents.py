@@ -1,4 +1,4 @@
-"""Cached codes of a first stage as a source: latents or token ids that launch/encode.py has written as shards.
+"""Cached codes of a first stage as a source: latents or token ids that `dstrain encode` has written as shards.
 
 Items of images are {"latent_mean", "latent_std": (C, h, w), as stored; "label"}, or {"tokens": int64 (h, w), "label"}.
 Codes are never mirrored, since an encoder is not symmetric: the mirrored image was encoded by itself, and `take` reads
@@ -35,11 +35,11 @@ _MAPPED = 4096  # shards that a process keeps mapped: each map holds a descripto
 _COUNTED = 1024  # shards whose labels are counted when a command starts; one takes some 0.1 ms
 _TEXTS = ("caption", "text_encodings", "text_mask")
 _VERIFIED = 4 << 30  # bytes whose hashes are compared before a run starts; takes some seconds
-_REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
+_REMEDY = "give the `dstrain encode` command that wrote the folder once more: it makes what is missing or damaged"
 
 
 def is_encoded(path: str | Path) -> bool:
-    """Whether a folder holds cached codes, or a part of them. A folder of images may have an index.json, too."""
+    """Returns whether a folder holds cached codes, or a part of them. Folders of images may have an index.json."""
     return is_cache(Path(path))
 
 
@@ -47,7 +47,7 @@ def is_encoded(path: str | Path) -> bool:
 class Latents(Source):
     """The codes in a folder.
 
-    path: what launch/encode.py wrote. split: "train", "held_out" or "all". held_out: share, by the hash of a number.
+    path: what `dstrain encode` wrote. split: "train", "held_out" or "all". held_out: share, by the hash of a number.
     Raises ConfigError where the index or a shard is missing, or has not the size that the index says.
     """
 
@@ -110,7 +110,7 @@ class Latents(Source):
         return {name: values[0] if values.ndim > 1 else int(values[0]) for name, values in batch.items()}
 
     def take(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> dict[str, Tensor]:
-        """The samples at `index` int64 (b,) as a batch; `mirrored` bool (b,): those of the mirrored image.
+        """Returns the samples at `index` int64 (b,) as a batch; `mirrored` bool (b,): those of the mirrored image.
 
         chance: uniform in [0, 1) (b, 2), which choose among crops and captions; None takes the first ones.
         ConfigError: some are mirrored, and the folder has no mirrored images.
@@ -144,7 +144,7 @@ class Latents(Source):
     def _places(
         self, index: Tensor, mirrored: Tensor | None, chance: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each sample its shard, its row there, and the row of its codes. ConfigError as `take`."""
+        """Returns each sample's shard, its row there, and the row of its codes. Raises ConfigError as `take`."""
         number = index.numpy() if self.members is None else self.members.at(index.numpy())
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
         if flip.any() and self.encoding["flips"] == 1:
@@ -154,13 +154,13 @@ class Latents(Source):
         return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
     def _text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
-        """The rows of the captions that are chosen; `counts` says how many each sample has, None: one."""
+        """Returns the rows of the captions that are chosen; `counts` says how many each sample has, None: one."""
         if counts is None or chance is None:
             return rows * self.num_captions
         return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
 
     def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """As of Source. Of several captions all are read, since their number must be read first."""
+        """Reads ahead as Source. Of several captions all are read, since their number must be read first."""
         shards, rows, codes_rows = self._places(index, mirrored, chance)
         for shard in np.unique(shards).tolist():
             arrays, here = self._shard(shard), shards == shard
@@ -220,7 +220,7 @@ class Latents(Source):
     def verify(self) -> None:
         """Compares hashes: of all shards where they are small, else of as many random ones as some seconds allow.
 
-        ConfigError names the first that is damaged. launch/encode.py verifies all of them whenever it runs again.
+        ConfigError names the first that is damaged. `dstrain encode` verifies all of them whenever it runs again.
         """
         shards, left = read_index(self.path)["shards"], _VERIFIED
         order = np.random.default_rng(time.time_ns()).permutation(len(shards))
@@ -253,7 +253,7 @@ def _most_mapped() -> int:
 
 
 def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """A copy of some rows of arrays that lie in several shards: (n, ...)."""
+    """Copies some rows of arrays that lie in several shards: (n, ...)."""
     if len(opened) == 1:
         return next(iter(opened.values()))[rows]
     first = next(iter(opened.values()))
@@ -264,7 +264,7 @@ def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -
 
 
 def _extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What a sample has in a shard beside its codes and label: name -> shape."""
+    """Returns what a sample has in a shard beside its codes and label: name -> shape."""
     shapes: dict[str, tuple[int, ...]] = {"frames": ()} if "num_frames" in encoding else {}
     several = (encoding["num_captions"],) if "num_captions" in encoding else ()
     if several:
@@ -278,6 +278,8 @@ def _extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _shape(encoding: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of one image's codes, with mean and deviation, or the mean alone where a sample of it was encoded."""
+    """Returns the shape of one image's codes, with mean and deviation, or the mean alone where a sample of it was
+    encoded.
+    """
     moments = (encoding.get("moments", 2),) if encoding["kind"] == "latents" else ()
     return (*moments, *encoding["shape"])

@@ -94,7 +94,7 @@ class Table:
         return f"{self.names[number]}[{inner}]"
 
     def scan(self) -> None:
-        """Looks through all rows. ConfigError names the first that cannot be used."""
+        """Looks through all rows. Raises ConfigError, which names the first that cannot be used."""
         for number, name in enumerate(self.names):
             fault = fault_of(as_float32(self._array(number)), self.key)
             if fault:
@@ -122,7 +122,9 @@ class Table:
 
 
 def mapped(root: Path, name: str) -> np.ndarray:
-    """A .npy file, mapped into memory. ConfigError names the file, or the limit of open files where that is reached."""
+    """Maps a .npy file into memory.
+    Raises ConfigError, which names the file, or the limit of open files if that is reached.
+    """
     try:
         require_regular(root / name)
         array = np.load(root / name, mmap_mode="r", allow_pickle=False)
@@ -144,7 +146,9 @@ def mapped(root: Path, name: str) -> np.ndarray:
 
 
 def read_embeddings(path: Path) -> Tensor:
-    """float32 (N, D) of a .npy file. ConfigError: it holds others, no rows, or some that cannot be used."""
+    """Reads float32 (N, D) from a .npy file. Raises ConfigError if it holds others, no rows, or some that cannot be
+    used.
+    """
     array = mapped(path.parent, path.name)
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
         raise ConfigError(f"{path} is {array.dtype} {array.shape}, and embeddings are float (N, D)")
@@ -186,7 +190,9 @@ class Captions:
 
     @staticmethod
     def exist(root: Path, names: list[str]) -> bool:
-        """Whether all files have a column of captions; True for unreadable files, which the constructor refuses."""
+        """Returns whether all files have a column of captions; True for unreadable files, which the constructor
+        refuses.
+        """
         try:
             for name in names:
                 require_regular(root / name)
@@ -220,13 +226,13 @@ class Captions:
 
 
 def packed(caption: str) -> Tensor:
-    """A caption as it stands in batches: UTF-8 as uint8 (CAPTION_BYTES,), cut off between characters."""
+    """Returns a caption as it stands in batches: UTF-8 as uint8 (CAPTION_BYTES,), cut off between characters."""
     encoded = caption.encode("utf-8", "replace")[:CAPTION_BYTES].decode("utf-8", "ignore").encode("utf-8")
     return torch.from_numpy(np.frombuffer(encoded.ljust(CAPTION_BYTES, b"\0"), np.uint8).copy())
 
 
 def fault_of(rows: np.ndarray, key: str) -> tuple[int, str] | None:
-    """The first of rows (n, ...) that cannot be used, and the reason; None: all can."""
+    """Returns the first of rows (n, ...) that cannot be used, and the reason; None if all can."""
     if rows.dtype == np.bool_:
         return None
     flat = rows.reshape(len(rows), -1)

@@ -69,7 +69,7 @@ def shard_name(number: int) -> str:
 
 
 def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
-    """The bytes of a shard; `facts` is JSON."""
+    """Returns the bytes of a shard; `facts` is JSON."""
     # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
     arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)
@@ -81,7 +81,7 @@ def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
 
 
 def facts_of(data: bytes) -> dict[str, Any]:
-    """The `facts` that a shard was packed with, its `hash`, and how often each of its `labels` occurs.
+    """Returns the `facts` that a shard was packed with, its `hash`, and how often each of its `labels` occurs.
 
     ConfigError: its bytes are not whole.
     """
@@ -96,7 +96,9 @@ def facts_of(data: bytes) -> dict[str, Any]:
 
 
 def stated(path: Path) -> dict[str, Any] | None:
-    """As `facts_of`, of a file whose header and labels alone are read, so the hash is not proved; None: unreadable."""
+    """Reads the facts of a file from its header and labels alone, so the hash is not proved; returns None if
+    unreadable.
+    """
     try:
         if not path.is_file():  # a FIFO would wait for ever
             return None
@@ -117,7 +119,9 @@ def _counted(labels: np.ndarray) -> list[tuple[int, int]]:
 
 
 def check(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`facts_of` a file, whose hash must be that of an index's `entry`. ConfigError names the file."""
+    """Reads the facts of a file, whose hash must be that of an index's `entry`. Raises ConfigError, which names the
+    file.
+    """
     try:
         facts = facts_of(path.read_bytes())
     except FileNotFoundError:
@@ -130,12 +134,12 @@ def check(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def encoding_of(path: Path) -> str | None:
-    """The hash (`short`) of the encoding that a shard's header names; None: the header cannot be read."""
+    """Returns the hash (`short`) of the encoding that a shard's header names; None if the header cannot be read."""
     return (stated(path) or {}).get("encoding")
 
 
 def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """What an index, and the statistics in it, need to know of a shard."""
+    """Returns what an index, and the statistics in it, need to know of a shard."""
     return {
         "name": path.name,
         "size": path.stat().st_size,
@@ -147,7 +151,7 @@ Layout = dict[str, tuple[slice, type, list[int]]]  # of each array: bytes after 
 
 
 def mapped(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arrays:
-    """The arrays of a shard of `rows` samples and `size` bytes, mapped into memory and read-only.
+    """Maps the arrays of a shard of `rows` samples and `size` bytes into memory, read-only.
 
     Arrays stand at the end of a shard, and shards of a folder that have as many rows hold them alike. So `layouts`
     keeps one header for each number of rows, and to map another shard reads nothing from the disk.
@@ -180,7 +184,7 @@ def mapped(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arra
 
 
 def read_ahead(array: np.ndarray, rows: np.ndarray) -> None:
-    """The kernel begins to read some rows of an array of `mapped`, all at once and beside what runs on here.
+    """Makes the kernel begin to read some rows of an array of `map_arrays`, all at once and beside what runs on here.
 
     Whoever takes rows that are not in memory waits for the disk row after row. Rows that are there cost a microsecond.
     """
@@ -202,7 +206,7 @@ def _layout(file: BinaryIO) -> Layout:
 
 
 def _header(file: BinaryIO) -> dict[str, Any]:
-    """The JSON at the beginning of a shard, behind its length; then the file stands where the arrays begin."""
+    """Reads the JSON at the beginning of a shard, behind its length; then the file stands where the arrays begin."""
     word = file.read(8)
     length = int.from_bytes(word, "little")
     if len(word) < 8 or length > 1 << 26:
@@ -214,7 +218,7 @@ def _header(file: BinaryIO) -> dict[str, Any]:
 
 
 def sums(codes: np.ndarray) -> dict[str, Any]:
-    """Of one shard: the sums of the latents' means and of their second moments by channel, or the largest token id."""
+    """Sums one shard's means of the latents and their second moments by channel, or finds the largest token id."""
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
     mean = codes[:, :, 0].astype(np.float64)  # (n, flips, C, h, w)
@@ -224,7 +228,7 @@ def sums(codes: np.ndarray) -> dict[str, Any]:
 
 
 def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
-    """Mean and standard deviation of posterior samples, over all and by channel, and scaling_factor = 1 / std.
+    """Returns mean and standard deviation of posterior samples, over all and by channel, and scaling_factor = 1 / std.
 
     shards: the `sums` of each. count: values of one channel in all shards. The sums are exact, so they do not depend on
     the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G) scale latents.
@@ -250,14 +254,16 @@ def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, An
 
 
 def short(encoding: dict[str, Any]) -> str:
-    """A hash of an encoding, which its shards carry."""
+    """Returns a hash of an encoding, which its shards carry."""
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def body_of(
     encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]], versions: dict[str, str]
 ) -> dict[str, Any]:
-    """The body of an index, from the records of all shards in order. classes: None, where labels are numbers alone."""
+    """Returns the body of an index, from the records of all shards in order. classes: None, where labels are numbers
+    alone.
+    """
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":
         summary = {"largest": max(shard["largest"] for shard in summed)}
@@ -282,7 +288,9 @@ def body_of(
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether launch/encode.py wrote into a folder: by how its files begin, since other tools use these names, too."""
+    """Returns whether `dstrain encode` wrote into a folder: by how its files begin, since other tools use these names,
+    too.
+    """
     for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
         try:
             if not (folder / name).is_file():  # a FIFO would wait for ever
@@ -296,7 +304,9 @@ def is_cache(folder: Path) -> bool:
 
 
 def earlier(folder: Path) -> dict[str, Any] | None:
-    """The content of encoding.json, or where that cannot be read the index's encoding; None: neither can be read."""
+    """Returns the content of encoding.json, or if that cannot be read the index's encoding; None if neither can be
+    read.
+    """
     try:
         content = json.loads((folder / ENCODING).read_text(encoding="utf-8"))
         if isinstance(content["encoding"], dict) and isinstance(content.get("of", {}), dict):
@@ -310,27 +320,31 @@ def earlier(folder: Path) -> dict[str, Any] | None:
 
 
 def strangers(folder: Path) -> list[str]:
-    """Names in a folder that launch/encode.py does not write; all but hidden files, where it has not written there."""
+    """Lists names in a folder that `dstrain encode` does not write; all but hidden files, where it has not written
+    there.
+    """
     names = sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
     return [name for name in names if not _NAMES.fullmatch(name)] if is_cache(folder) else names
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The body of a folder's index. ConfigError: there is none, it is altered, or of another version's format."""
+    """Reads the body of a folder's index.
+    Raises ConfigError if there is none, it is altered, or of another version's format.
+    """
     path = folder / INDEX
     try:
         body = sealed.parse_sealed(path.read_bytes())
     except FileNotFoundError:
         if (folder / ENCODING).exists():
             raise ConfigError(
-                f"{folder} is not encoded to the end: give the command of launch/encode.py that began it "
+                f"{folder} is not encoded to the end: give the `dstrain encode` command that began it "
                 "once more, and it goes on where it stopped"
             ) from None
-        raise ConfigError(f"{folder} holds no {INDEX}: name a folder that launch/encode.py has written") from None
+        raise ConfigError(f"{folder} holds no {INDEX}: name a folder that `dstrain encode` has written") from None
     except OSError:
         body = None
     if body is None:
-        raise ConfigError(f"{path} is truncated or altered: repeat the launch/encode.py that wrote it")
+        raise ConfigError(f"{path} is truncated or altered: repeat the `dstrain encode` that wrote it")
     if body.get("format") != FORMAT:
         raise ConfigError(f"{path} has format {body.get('format')}, this version reads {FORMAT}: encode again")
     return body

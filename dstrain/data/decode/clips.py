@@ -52,11 +52,11 @@ class Cut:
     still: bool = False
 
     def available(self, count: int) -> int:
-        """How many frames a clip may have that is cut out of `count`."""
+        """Returns how many frames a clip may have that is cut out of `count`."""
         return -(-count // self.stride)
 
     def window(self, count: int, chance: float | None = None) -> range:
-        """The frames to take of `count` >= 1; fewer than num_frames where the file is shorter.
+        """Returns the frames to take of `count` >= 1; fewer than num_frames where the file is shorter.
 
         In a longer file, `chance` in [0, 1) chooses the start uniformly; None takes the middle.
         """
@@ -81,7 +81,8 @@ class Listing(NamedTuple):
 def read_clip(
     file: Path | bytes, cut: Cut, chance: float | None = None, listing: Listing | None = None
 ) -> tuple[Tensor, int, Listing]:
-    """A clip uint8 (T, C, H, W), how many of its frames are real, and the listing, which makes the next call cheaper.
+    """Returns a clip uint8 (T, C, H, W), how many of its frames are real, and the listing, which makes the next call
+    cheaper.
 
     file: a path, or what a video or a picture file holds.
     Raises whatever FFmpeg or Pillow raise on a broken file; ConfigError for a file without a frame, one that ends
@@ -106,7 +107,7 @@ def _is_picture(file: Path | bytes) -> bool:
 
 
 def count_frames(file: Path | bytes) -> int:
-    """How many frames a video or a picture file has. Raises as `read_clip`."""
+    """Counts the frames of a video or a picture file. Raises as `read_clip`."""
 
     def count() -> int:
         if not _is_picture(file):
@@ -177,7 +178,7 @@ def _video(path: Path | bytes, cut: Cut, window: range, listing: Listing) -> lis
 
 
 def _frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
-    """(number, frame), beginning at frame `first` or before it."""
+    """Yields (number, frame), beginning at frame `first` or before it."""
     places = {time: place for place, time in listing.keyframes}
     before = [time for place, time in listing.keyframes if 0 < place <= first]
     for time in before[:-3:-1]:  # two keyframes: with its leading pictures, one may lie behind `first`
@@ -203,7 +204,9 @@ def _frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[
 
 
 def _head(packets: Iterator[Any]) -> tuple[list[Any], int]:
-    """The packets from a keyframe to the first that is not leading, and how many are leading; ([], 0): no keyframe."""
+    """Returns the packets from a keyframe to the first that is not leading, and how many are leading; ([], 0): no
+    keyframe.
+    """
     head: list[Any] = []
     for packet in packets:
         if (packet.size and packet.pts is None) or (not head and not packet.is_keyframe):
@@ -234,7 +237,7 @@ def _pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[
 
 
 def _skipped(image: Image.Image) -> int:
-    """1 for an animated PNG with one more picture in front, for viewers that cannot play it."""
+    """Returns 1 for an animated PNG with one more picture in front, for viewers that cannot play it."""
     return int(getattr(image, "n_frames", 1) > 1 and bool(image.info.get("default_image")))
 
 

@@ -50,11 +50,11 @@ class Crop:
 
     @property
     def numbers(self) -> int:
-        """How many random numbers in [0, 1) a crop takes."""
+        """Returns how many random numbers in [0, 1) a crop takes."""
         return _NUMBERS.get(self.kind, 0)
 
     def __call__(self, image: Image.Image, width: int, height: int, numbers: Sequence[float] | None = None) -> Cut:
-        """ValueError: the image has not the size that `none` asks for."""
+        """Cuts an image. Raises ValueError if it has not the size that `none` asks for."""
         if self.kind == "none":
             if image.size != (width, height):
                 raise ValueError(f"{image.width} x {image.height} pixels, and data.crop=none takes {width} x {height}")
@@ -114,14 +114,14 @@ def _dalle(image: Image.Image, width: int, height: int, numbers: Sequence[float]
 
 
 def _anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
-    """A part of an image that holds it, by two numbers: from the top and from the left."""
+    """Returns a part of an image that holds it, by two numbers: from the top and from the left."""
     top = int(numbers[0] * (image.height - height + 1))
     left = int(numbers[1] * (image.width - width + 1))
     return Cut(image.crop((left, top, left + width, top + height)), top, left, image.width - width - left)
 
 
 def _scaled(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
-    """A part brought to a size, and its place in the whole scaled alike."""
+    """Brings a part to a size; returns its place in the whole scaled alike, too."""
     across, down = width / part.image.width, height / part.image.height
     return Cut(
         part.image.resize((width, height), filter_),

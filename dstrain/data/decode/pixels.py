@@ -41,7 +41,7 @@ def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool
 
 
 def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
-    """`read_image` without retries; also of an open file, such as a member of an archive."""
+    """Decodes as `read_image` without retries; also an open file, such as a member of an archive."""
     return to_tensor(center_crop(decoded(file, channels, (image_size, image_size) if draft else None), image_size))
 
 
@@ -56,7 +56,9 @@ def decoded(file: str | Path | BinaryIO, channels: int, draft: tuple[int, int] |
 
 @contextmanager
 def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[Image.Image]:
-    """A Pillow image whose header was read. ConfigError: it is no file, a video, or has more pixels than PIXEL_CAP."""
+    """Opens a Pillow image and reads its header.
+    Raises ConfigError if it is no file, a video, or has more pixels than PIXEL_CAP.
+    """
     if isinstance(file, (str, Path)):
         require_regular(file)
     with warnings.catch_warnings():
@@ -72,7 +74,7 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
 
 
 def _refuse_video(file: str | Path | BinaryIO) -> None:
-    """ConfigError: it begins as .mp4, .mov, .webm, .mkv and .avi do."""
+    """Raises ConfigError if it begins as .mp4, .mov, .webm, .mkv and .avi do."""
     with open(file, "rb") if isinstance(file, (str, Path)) else nullcontext(file) as stream:
         stream.seek(0)
         head = stream.read(12)
@@ -84,13 +86,13 @@ def _refuse_video(file: str | Path | BinaryIO) -> None:
 
 
 def require_below_cap(width: int, height: int) -> None:
-    """ConfigError: an image or a frame has more pixels than PIXEL_CAP."""
+    """Raises ConfigError if an image or a frame has more pixels than PIXEL_CAP."""
     if width * height > PIXEL_CAP:
         raise ConfigError(f"{width} x {height} pixels exceed the cap of {PIXEL_CAP}")
 
 
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
-    """Any Pillow image as RGBA (channels 4), RGB (3) or L (1)."""
+    """Converts any Pillow image to RGBA (channels 4), RGB (3) or L (1)."""
     mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
     if image.mode == mode and "transparency" not in image.info:
         return image  # convert() would copy
@@ -104,7 +106,8 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def center_crop(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
-    """The ADM centre crop, bit for bit, of an RGB or L image: to (width, height), or without a height to a square.
+    """Makes the ADM centre crop, bit for bit, of an RGB or L image: to (width, height), or without a height to a
+    square.
 
     For a rectangle, an image is halved while both sides are at least twice the target's, then resized to just cover it.
 
@@ -133,14 +136,15 @@ def center_crop(image: Image.Image, width: int, height: int | None = None) -> Im
 
 
 def reduced(image: Image.Image, width: float, height: float) -> Image.Image:
-    """The image halved while both sides are at least twice a target's."""
+    """Halves the image while both sides are at least twice a target's."""
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     return image
 
 
 def _columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
-    """The first pass: columns resized to `wide`, in the rows that the second pass reads for y .. y + height of `high`.
+    """Makes the first pass: columns resized to `wide`, in the rows that the second pass reads for y .. y + height of
+    `high`.
 
     The other rows are blank.
     """
@@ -156,14 +160,14 @@ def _columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> I
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """An image as uint8 (C, H, W); going by bands costs half as much as transposing an array."""
+    """Copies an image to uint8 (C, H, W); going by bands costs half as much as transposing an array."""
     bands = image.split()
     pixels = bytearray().join(band.tobytes() for band in bands)
     return torch.frombuffer(pixels, dtype=torch.uint8).view(len(bands), image.height, image.width)
 
 
 def read_pictures(path: Path, channels: int) -> Tensor:
-    """uint8 (N, channels, H, W): all pictures of a folder by name, or `arr_0` of an .npz of launch/generate.py.
+    """Returns uint8 (N, channels, H, W): all pictures of a folder by name, or `arr_0` of an .npz of `dstrain generate`.
 
     ConfigError: no such pictures, or of several sizes.
     """
@@ -190,13 +194,15 @@ def read_pictures(path: Path, channels: int) -> Tensor:
 
 
 def samples_path(path: Path) -> Path:
-    """The .npz of samples in a folder that launch/generate.py wrote (it holds a grid, too); else the path itself."""
+    """Returns the .npz of samples in a folder that `dstrain generate` wrote (it holds a grid, too); else the path
+    itself.
+    """
     files = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
     return files[-1] if files else path
 
 
 def read_samples(path: Path) -> np.ndarray:
-    """`arr_0` of an .npz as launch/generate.py writes it. ConfigError: there is none."""
+    """Reads `arr_0` of an .npz as `dstrain generate` writes it. Raises ConfigError if there is none."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return file["arr_0"]

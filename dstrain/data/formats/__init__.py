@@ -43,12 +43,12 @@ LAYOUTS: tuple[type[Layout], ...] = (
 
 
 def is_elsewhere(path: str) -> bool:
-    """Whether a path is no file or folder of this machine, but an address, a name of the hub, or a pattern."""
+    """Returns whether a path is no file or folder of this machine, but an address, a name of the hub, or a pattern."""
     return is_address(path) or path.startswith(HUB) or (find_base(path) is not None and not Path(path).exists())
 
 
 def strange_address(key: str, path: str) -> str | None:
-    """What is wrong with an address of a kind that is not read; None: it is none."""
+    """Returns what is wrong with an address of a kind that is not read; None if it is none."""
     return (
         f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
         if re.match(r"\w+://", path) and not is_elsewhere(path)
@@ -57,7 +57,7 @@ def strange_address(key: str, path: str) -> str | None:
 
 
 def files_of(path: str, request: Request) -> Files:
-    """Access to the files at a path. ConfigError: nothing is there."""
+    """Opens access to the files at a path. Raises ConfigError if nothing is there."""
     if not (is_elsewhere(path) or Path(path).exists()):
         raise ConfigError(
             strange_address(request.key, path)
@@ -69,7 +69,7 @@ def files_of(path: str, request: Request) -> Files:
 
 
 def recognised(path: str, files: Files, request: Request) -> Layout:
-    """The layout of the data at a path. ConfigError: they have none of the forms above."""
+    """Returns the layout of the data at a path. Raises ConfigError if they have none of the forms above."""
     refuse_unconverted(path, files, request)
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):
@@ -83,7 +83,7 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
     if files.far:
         raise ConfigError(
             f"{request.key}={path}: at an address, tar, zip, parquet and Arrow files and lists are read, "
-            "and there are none: correct it, or make tars of a folder on a disk, python launch/pack.py "
+            "and there are none: correct it, or make tars of a folder on a disk, dstrain pack "
             "FOLDER --format tar --out SHARDS"
         )
     if path.lower().endswith(request.suffixes):

@@ -74,15 +74,17 @@ class Layout(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        """Whether these data have this form, judged by names and first bytes alone."""
+        """Returns whether these data have this form, judged by names and first bytes alone."""
 
     @abstractmethod
     def parts(self) -> list[str]:
-        """What is listed one after the other and need not be listed again after an interruption: folders, shards."""
+        """Returns what is listed one after the other and need not be listed again after an interruption: folders,
+        shards.
+        """
 
     @abstractmethod
     def samples(self, part: str) -> Iterator[Sample]:
-        """The samples of a part, in the order that they have for ever."""
+        """Yields the samples of a part, in the order that they have for ever."""
 
     @abstractmethod
     def read(self, place: Place) -> Path | bytes:
@@ -93,41 +95,47 @@ class Layout(ABC):
 
     @cached_property
     def class_list(self) -> ClassList:
-        """data.class_list, read."""
+        """Reads data.class_list."""
         return read_class_list(self.request.class_list)
 
     def label(self, own: int | str | None, name: str) -> int | str | None:
-        """A sample's label as data.labels and data.class_list have it, from the one that its form gives it."""
+        """Returns a sample's label as data.labels and data.class_list have it, from the one that its form gives it."""
         if self.request.labels == "none" or (own is None and self.request.labels == "auto"):
             return None
         at = f"{self.request.key}={self.root}"
         return self.class_list.prefix(name, at) if self.request.labels == "prefix" else self.class_list.number(own, at)
 
     def unseen(self) -> str | None:
-        """The path of the samples that these data hold out by themselves, such as CIFAR's test_batch; None: none."""
+        """Returns the path of the samples that these data hold out by themselves, such as CIFAR's test_batch; None if
+        none.
+        """
 
     def advice(self) -> str:
-        """What is slow about these data and how to mend it, or left out, for the start of a command; "": nothing."""
+        """Returns what is slow about these data and how to mend it, or left out, for the start of a command; "":
+        nothing.
+        """
         return ""
 
     def expect(self, places: Iterable[Place]) -> None:
-        """Samples that are read soon: of data at an address their bytes are fetched. Does not wait."""
+        """Fetches the bytes of samples that are read soon, of data at an address. Does not wait."""
         self.files.ahead(self.read, places)
 
     def seen(self) -> Iterator[str]:
-        """Names of files that are there, whatever they are, to say what data without samples hold."""
+        """Yields names of files that are there, whatever they are, to say what data without samples hold."""
         return iter(())
 
     def watched(self) -> list[str]:
-        """Files and folders whose size and time of change show, in a moment, whether the data are still the same."""
+        """Returns files and folders whose size and time of change show, in a moment, whether the data are still the
+        same.
+        """
         return self.parts()
 
     def require_whole(self) -> None:
-        """ConfigError: what shows only after all samples were listed, such as an empty class."""
+        """Raises ConfigError: what shows only after all samples were listed, such as an empty class."""
 
 
 def peek(files: Files, folder: str = "") -> list[tuple[str, bool]]:
-    """Returns what `files.names(folder)` does, but of a large folder some thousand names only.
+    """Lists as `files.names()`, but of a large folder some thousand names only, and of one that cannot be listed none.
 
     A folder that cannot be listed has none.
     """
@@ -141,7 +149,7 @@ def peek(files: Files, folder: str = "") -> list[tuple[str, bool]]:
 
 
 def exists(files: Files, name: str) -> bool:
-    """Whether a file or a folder is there."""
+    """Returns whether a file or a folder is there."""
     try:
         files.stat(name)
         return True

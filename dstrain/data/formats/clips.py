@@ -55,7 +55,7 @@ class Clips(Folders):
             yield Sample(sample.place, sample.label, (self._captions[sample.place.name],))
 
     def _note_beside(self, names: list[str]) -> None:
-        """ConfigError: some clips have their .txt, and others have none."""
+        """Raises ConfigError if some clips have their .txt, and others have none."""
         beside, first = _have_texts_beside(self.root, names), self.notes.setdefault("first", names[0])
         if self.notes.setdefault("beside", beside) != beside:
             raise ConfigError(
@@ -78,7 +78,9 @@ class Clips(Folders):
 
 
 def _require_one_clip_a_name(root: str, names: list[str]) -> None:
-    """ConfigError: two files differ in their suffix alone: X.jpg may be the thumbnail of X.mp4, and both have X.txt."""
+    """Raises ConfigError if two files differ in their suffix alone: X.jpg may be the thumbnail of X.mp4, and both have
+    X.txt.
+    """
     stems: dict[str, str] = {}
     for name in names:
         other = stems.setdefault(os.path.splitext(name)[0], name)
@@ -87,7 +89,7 @@ def _require_one_clip_a_name(root: str, names: list[str]) -> None:
 
 
 def _have_texts_beside(root: str, names: list[str]) -> bool:
-    """Whether every clip has its X.txt, or none. ConfigError: only some have it."""
+    """Returns whether every clip has its X.txt, or none. Raises ConfigError if only some have it."""
     texts_in: dict[str, set[str]] = {}  # by one look at each folder, not one at each file
     without = []
     for name in names:
@@ -105,7 +107,9 @@ def _have_texts_beside(root: str, names: list[str]) -> bool:
 
 
 def read_captions(file: Path) -> dict[str, str]:
-    """File name -> caption, of NAME<TAB>CAPTION lines, .csv or .jsonl. ConfigError names the line that is wrong."""
+    """Reads file name -> caption, of NAME<TAB>CAPTION lines, .csv or .jsonl.
+    Raises ConfigError, which names the line that is wrong.
+    """
     where = f"data.captions={file}"
     if file.exists() and not file.is_file():
         raise ConfigError(f"{where} is no file: name one with a line for each clip")
@@ -129,7 +133,7 @@ def read_captions(file: Path) -> dict[str, str]:
 
 
 def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Any, Any]]:
-    """(line number, file name, caption) of each line of a captions file, None for what a line lacks."""
+    """Yields (line number, file name, caption) of each line of a captions file, None for what a line lacks."""
     if suffix == ".csv":
         table = csv.DictReader(lines)
         yield from ((table.line_num, row.get("file"), row.get("caption")) for row in table)

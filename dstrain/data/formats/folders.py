@@ -34,7 +34,7 @@ class Folders(Layout):
         return isinstance(files, LocalFiles) and os.path.isdir(root)
 
     def parts(self) -> list[str]:
-        """The class folders, or "" for all files.
+        """Returns the class folders, or "" for all files.
 
         ConfigError: no files, files beside class folders, class folders without files or named as splits, a folder that
         cannot be listed.
@@ -59,7 +59,7 @@ class Folders(Layout):
             raise explain_no_samples(self)
         if full == [SAMPLES] and all(Path(name).stem == "grid" for name in flat):
             raise ConfigError(
-                f"{request.key}={root}: launch/generate.py wrote this folder, and its samples are in "
+                f"{request.key}={root}: `dstrain generate` wrote this folder, and its samples are in "
                 f"{SAMPLES}: write {request.key}={root / SAMPLES}"
             )
         if flat and full:
@@ -89,7 +89,7 @@ class Folders(Layout):
                 yield from (Sample(Place(name), part or None) for name in names)
 
     def _below(self, folder: str, *more: str) -> list[str]:
-        """The samples below a folder, and files that end in one of `more`."""
+        """Yields the samples below a folder, and files that end in one of `more`."""
         others = Counter(self.notes.get("others"))
         names = sorted(walk_files(Path(self.root), folder, self.request.suffixes + more, self._deeper, others=others))
         self.notes["others"] = others
@@ -125,5 +125,5 @@ class Folders(Layout):
         return [name for name in dict.fromkeys(names) if os.path.lexists(os.path.join(self.root, name))]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what only listing needs."""
+        """Leaves out what only listing needs."""
         return self.__dict__ | {"_deeper": [], "_by_name": None}

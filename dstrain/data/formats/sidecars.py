@@ -73,7 +73,7 @@ class Beside(Folders):
                 yield Sample(Place(name), label, captions)
 
     def _captions(self, name: str, beside: set[str]) -> tuple[str, ...]:
-        """The captions of an image, () where there are none beside it."""
+        """Returns the captions of an image, () where there are none beside it."""
         stem = os.path.splitext(name)[0]
         for file in (f"{stem}{suffix}" for suffix in _TEXTS if f"{stem}{suffix}" in beside):
             path = Path(self.root, file)
@@ -95,12 +95,12 @@ class Beside(Folders):
 
 
 def in_text(text: str) -> tuple[str, ...]:
-    """The captions in a text, one a line."""
+    """Returns the captions in a text, one a line."""
     return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def in_json(text: str | bytes) -> tuple[str, ...]:
-    """The captions in a JSON object; () where it has none. ValueError: it is no JSON."""
+    """Returns the captions in a JSON object; () if it has none. Raises ValueError if it is no JSON."""
     content = small.parse_json(text)
     value = (
         next((content[name] for name in COLUMNS["caption"] if name in content), None)

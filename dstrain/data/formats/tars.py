@@ -50,7 +50,7 @@ class Tars(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        """Whether there are tar files, and no images or folders beside them; for captions these do not count."""
+        """Returns whether there are tar files, and no images or folders beside them, which captions may have."""
         if _several(root):
             return _is_tar(root)
         if request.captions:
@@ -61,7 +61,9 @@ class Tars(Layout):
         return not beside and any(_is_tar(name) for name, _ in names)
 
     def parts(self) -> list[str]:
-        """ConfigError: there is a compressed tar file, in which nothing can be read by its place."""
+        """Returns the shards. Raises ConfigError if a tar file is compressed, in which nothing can be read by its
+        place.
+        """
         names = list(_tars(self.files, _several(self.root)))
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
@@ -118,7 +120,9 @@ class Tars(Layout):
         return self.files.span(place.name[:end], place.offset, place.size)
 
     def _members(self, part: str) -> dict[str, dict[str, Any]]:
-        """Of each key the place of its sample, and what its texts say. ConfigError: no tar file, or a damaged one."""
+        """Returns, of each key, the place of its sample, and what its texts say.
+        Raises ConfigError if it is no tar file, or a damaged one.
+        """
         members: dict[str, dict[str, Any]] = {}
         try:
             with self.files.open(part) as file, tarfile.open(fileobj=_Headers(file), mode="r:") as archive:
@@ -152,7 +156,9 @@ class Tars(Layout):
         return members
 
     def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
-        """The first image of a key counts; of clips the video, and not the picture that is shown for it."""
+        """Adds the place of an image, of which the first of a key counts; of clips the video, and not the picture shown
+        for it.
+        """
         if suffix in sample.get("suffixes", ()):
             raise tarfile.TarError(f"it has two members {member.name}")
         sample["suffixes"] = (*sample.get("suffixes", ()), suffix)
@@ -201,12 +207,12 @@ class _Headers:
 
 
 def _several(root: str) -> bool:
-    """Whether files are named one by one: by a pattern, or as addresses with spaces between them."""
+    """Returns whether files are named one by one: by a pattern, or as addresses with spaces between them."""
     return "{" in root or ("://" in root and " " in root)
 
 
 def _tars(files: Files, deep: bool, folder: str = "") -> Iterator[str]:
-    """The tar files of a folder, and of those below it where a pattern names them."""
+    """Yields the tar files of a folder, and of those below it where a pattern names them."""
     for name, is_folder in files.names(folder):
         path = f"{folder}/{name}" if folder else name
         if is_folder and deep:
@@ -220,7 +226,7 @@ def _is_tar(name: str) -> bool:
 
 
 def _decoded(content: bytes) -> str:
-    """A text without the white space around it, empty where it is no UTF-8: a caption that cannot be read."""
+    """Returns a text without the white space around it, empty where it is no UTF-8: a caption that cannot be read."""
     try:
         return content.decode("utf-8").strip()
     except UnicodeDecodeError:
@@ -228,7 +234,7 @@ def _decoded(content: bytes) -> str:
 
 
 def _label(text: str) -> int | str | None:
-    """A number or the name of a class. ValueError: it is too long for either."""
+    """Returns a number or the name of a class. Raises ValueError if it is too long for either."""
     if len(text) > _LONGEST_LABEL:
         raise ValueError(f"a label has {len(text):,} characters")
     return int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else text or None

@@ -38,7 +38,10 @@ class Zips(Layout):
         return [self.name]
 
     def samples(self, part: str) -> Iterator[Sample]:
-        """ConfigError: no zip file, or a damaged one; encrypted members; images beside class folders; no labels."""
+        """Yields the members that count.
+        Raises ConfigError if it is no zip file, or a damaged one; for encrypted members, images beside class folders,
+        missing labels.
+        """
         try:
             with listing_errors(self.root, self.request.key):
                 members, labels, top = self._members(part)
@@ -78,7 +81,9 @@ class Zips(Layout):
         return f"{outside:,} whose names lead outside are left out" if outside else ""
 
     def _members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
-        """The members that count, the labels of a dataset.json (None: there is none), and the folder around all."""
+        """Returns the members that count, the labels of a dataset.json (None: there is none), and the folder around
+        all.
+        """
         members, tables, top, outside = Members(), [], None, 0
         with self.files.open(part) as file:
             for member in list_members(file):
@@ -122,7 +127,7 @@ class Zips(Layout):
         return members, labels, top
 
     def _by_folders(self, names: list[str]) -> Any:
-        """A function from a name to its class, the first folder in it; None for all where there are no folders."""
+        """Returns a function from a name to its class, the first folder in it; None for all if there are no folders."""
         classes = sorted({name.partition("/")[0] for name in names if "/" in name})
         if not classes:
             return lambda name: None
@@ -145,12 +150,12 @@ class Zips(Layout):
 
 
 def _common(one: str, other: str) -> str:
-    """The folder that holds two folders; each ends in a slash, but for the root, which is empty."""
+    """Returns the folder that holds two folders; each ends in a slash, but for the root, which is empty."""
     common = os.path.commonpath([one, other])
     return f"{common}/" if common else ""
 
 
 def _above(folder: str) -> Iterator[str]:
-    """A folder and those that hold it, the root first."""
+    """Returns a folder and those that hold it, the root first."""
     words = folder.split("/")[:-1]
     return ("".join(f"{word}/" for word in words[:count]) for count in range(len(words) + 1))

@@ -5,7 +5,7 @@
     FOLDER/KEY.unpacked/   what a layout has unpacked, since it can only be read from its beginning
     FOLDER/KEY.lock        one command at a time lists
 
-FOLDER is data.index, else `index` in the folder of the run, or the user's cache, where launch/index.py makes it.
+FOLDER is data.index, else `index` in the folder of the run, or the user's cache, where `dstrain index` makes it.
 Without data.index, fewer than 50,000 samples are listed anew by each command, and kept in memory, unless buckets need
 their sizes, too, which take longer to read. Rank 0 lists, the others wait.
 """
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 def open_index(
     path: str | Path, request: Request, kept: str | Path | None = None, run: Path | None = None
 ) -> tuple[Layout, Index]:
-    """The layout of the data at a path and their index, on all ranks together.
+    """Opens the layout of the data at a path and their index, on all ranks together.
 
     kept: data.index, where the index is written whatever its size. run: folder of the run that the command is about.
     ConfigError: there are no such data, or what the layout says of them.
@@ -79,7 +79,7 @@ def write_splits(index: Index, held_out: float) -> None:
 
 
 def from_first(make: Callable[[], _T]) -> _T:
-    """What `make` returns on rank 0, on every rank; or the ConfigError or NotRead that it raises there."""
+    """Returns on every rank what `make` returns on rank 0, or raises its ConfigError or NotRead."""
     if group.world() == 1:
         return make()
     value, error = None, None
@@ -122,12 +122,12 @@ def _key(path: str, request: Request) -> str:
 
 
 def cache_folder() -> Path:
-    """Where launch/index.py keeps indexes, and commands without a run do."""
+    """Returns where `dstrain index` keeps indexes, and commands without a run do."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "index"
 
 
 def _usual_folders(run: Path | None) -> list[Path]:
-    """Where an index is looked for; it is made in the first. A run of somebody else may not be written to."""
+    """Returns where an index is looked for; it is made in the first. A run of somebody else may not be written to."""
     if run is None:
         return [cache_folder()]
     existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
@@ -141,7 +141,7 @@ def _building(folder: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Waits until no other command makes this index. ConfigError: it cannot be written there."""
+    """Waits until no other command makes this index. Raises ConfigError if it cannot be written there."""
     with write_errors(folder.parent, ELSEWHERE):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = open(folder.with_name(f"{folder.name}.lock"), "a")  # noqa: SIM115
@@ -153,7 +153,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _found(folder: Path, path: str, files: Files, request: Request, anew: bool = False) -> tuple[Layout, Index] | None:
-    """The index on the disk, where the data are as they were when they were listed.
+    """Opens the index on the disk; returns None if the data are not as they were when they were listed.
 
     anew: the index is about to be made anew where they are not, and so it is said what has changed.
     """
@@ -180,7 +180,7 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
 
 
 def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
-    """[size, version] of each file and folder below the root, or of a file that the request names."""
+    """Returns [size, version] of each file and folder below the root, or of a file that the request names."""
 
     def stat(name: str) -> list[int | str]:
         try:
@@ -197,7 +197,7 @@ def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
 
 
 def _watch_list(layout: Layout) -> list[str]:
-    """The names to watch, evenly spaced where there are many."""
+    """Returns the names to watch, evenly spaced where there are many."""
     request, names = layout.request, layout.watched()
     if len(names) > _WATCHED:
         names = [names[place] for place in np.linspace(0, len(names) - 1, _WATCHED).astype(int).tolist()]
@@ -206,7 +206,7 @@ def _watch_list(layout: Layout) -> list[str]:
 
 
 def _in_memory(layout: Layout) -> Index | None:
-    """The index of few samples; None: there are more."""
+    """Lists few samples into memory; returns None if there are more."""
     parts = layout.parts()
     columns = Columns(classes=layout.classes)
     for part in parts:
@@ -293,7 +293,7 @@ def _settle(stats: list[list[int | str]]) -> None:
 
 
 def _resumed(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
-    """The columns that an interrupted command has written of the same data, and how many parts they hold."""
+    """Opens the columns that an interrupted command has written of the same data, and counts their parts."""
     try:
         lines.cut_torn_line(journal)
         first, *rows = [json.loads(line) for line in journal.read_text().splitlines()]

@@ -29,7 +29,9 @@ class Columns:
     def __init__(
         self, folder: Path | None = None, classes: Sequence[str] = (), state: dict[str, Any] | None = None
     ) -> None:
-        """classes: those that are known; others are numbered as they come. state: what `state` has returned."""
+        """Begins, or goes on. classes: those that are known; others are numbered as they come. state: what `state` has
+        returned.
+        """
         state = state or {"number": 0, "sizes": {}, "kinds": None, "classes": list(classes), "most": 0}
         self.folder = folder
         self.number: int = state["number"]
@@ -54,7 +56,7 @@ class Columns:
                 self.buffers[name].extend([default] * self.number)
 
     def add(self, sample: Sample, layout: Layout) -> None:
-        """A row. ConfigError: its label or captions are no such as those before have."""
+        """Adds a row. Raises ConfigError if its label or captions are not of the kind of those before."""
         place, label, captions = sample.place, sample.label, sample.captions
         self._require_alike(sample, layout)
         encoded = os.fsencode(place.name)
@@ -103,7 +105,7 @@ class Columns:
         buffer.append((buffer[-1] if buffer else self._last(name)) + length)
 
     def _last(self, name: str) -> int:
-        """The last end that stands on the disk."""
+        """Returns the last end that stands on the disk."""
         if not self.sizes[name]:
             return 0
         with open(self.folder / f"{name}.bin", "rb") as file:
@@ -111,7 +113,7 @@ class Columns:
             return int.from_bytes(file.read(8), sys.byteorder)
 
     def write(self, durable: bool = False) -> None:
-        """Moves what is in memory to the disk. ConfigError: it is full."""
+        """Moves what is in memory to the disk. Raises ConfigError if it is full."""
         for name, buffer in self.buffers.items():
             with write_errors(self.folder, ELSEWHERE), open(self.folder / f"{name}.bin", "ab") as file:
                 file.write(buffer)
@@ -122,7 +124,7 @@ class Columns:
             self.buffers[name] = self._buffer(name)
 
     def state(self) -> dict[str, Any]:
-        """What one can go on from, once `write` was called."""
+        """Returns what one can go on from, once `write` was called."""
         sizes = {
             name: self.sizes[name] + len(buffer) * getattr(buffer, "itemsize", 1)
             for name, buffer in self.buffers.items()
@@ -136,7 +138,9 @@ class Columns:
         }
 
     def finished(self, layout: Layout) -> Index:
-        """The index, whose columns are on the disk where there is a folder. ConfigError: no samples, unknown labels."""
+        """Makes the index, whose columns are on the disk if there is a folder.
+        Raises ConfigError if there are no samples, or labels that are unknown.
+        """
         folder = self.folder
         if folder is not None:
             self.write()
@@ -179,7 +183,7 @@ class Columns:
         return Index(header, columns, folder)
 
     def _labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:
-        """The classes and how many samples each has; numbers of names become places among the sorted classes."""
+        """Returns the classes and how many samples each has; numbers of names become places among sorted classes."""
         kind, classes, names = self.kinds[0], layout.classes, list(self.numbers)
         if kind == "none":
             return (), []

@@ -25,7 +25,7 @@ class Members:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def at(self, index: np.ndarray) -> np.ndarray:
-        """The members at places int64 (b,) among all members: int64 (b,)."""
+        """Returns the members at places int64 (b,) among all members: int64 (b,)."""
         block = np.searchsorted(self.ends, index, side="right")  # (b,)
         place = index - np.where(block > 0, self.ends[block - 1], 0)  # within the block
         numbers = block[:, None] * _BLOCK + np.arange(_BLOCK)  # (b, _BLOCK)
@@ -33,7 +33,7 @@ class Members:
         return numbers[inside & (inside.cumsum(1) == place[:, None] + 1)]
 
     def holds(self, numbers: np.ndarray) -> np.ndarray:
-        """Whether numbers int64 (b,) are members: bool (b,)."""
+        """Returns whether numbers int64 (b,) are members: bool (b,)."""
         held = _held(numbers, self.held_out)
         return held if self.split == "held_out" else ~held
 
@@ -43,7 +43,7 @@ def _held(numbers: np.ndarray, share: float) -> np.ndarray:
 
 
 def _ends(number: int, share: float, split: str) -> np.ndarray:
-    """Members up to the end of each block, int64 (blocks,)."""
+    """Returns the members up to the end of each block, int64 (blocks,)."""
     if (number, share) not in _HELD_ENDS:
         counts = [
             np.add.reduceat(

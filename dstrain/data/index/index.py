@@ -68,7 +68,7 @@ class Index:
 
     @classmethod
     def open(cls, folder: Path) -> "Index | None":
-        """An index on a disk; None where there is none, or a damaged one."""
+        """Opens an index on a disk; returns None if there is none, or a damaged one."""
         header = read_sealed(folder / HEADER)
         if header is None or header.get("version") != VERSION:
             return None
@@ -84,26 +84,26 @@ class Index:
         return self.header["number"]
 
     def is_whole(self) -> bool:
-        """Whether all columns are what was written; a large index is not read for that, but verified as it is used."""
+        """Returns whether all columns are what was written; large ones are verified as they are used."""
         return all(column.is_whole() for column in self._columns.values())
 
     def name(self, index: int) -> str:
         return os.fsdecode(self.name_bytes(index))
 
     def name_bytes(self, index: int) -> bytes:
-        """A name as the file system has it."""
+        """Returns a name as the file system has it."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._text("names", "name_ends", index)
 
     def names(self, start: int, stop: int) -> list[bytes]:
-        """The names of some samples, as the file system has them."""
+        """Returns the names of some samples, as the file system has them."""
         text, ends = self.name_block(start, stop)
         places = ends.tolist()
         return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
     def name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
-        """The names of some samples in one, and where each ends, behind a 0."""
+        """Returns the names of some samples in one, and where each ends, behind a 0."""
         ends = self._columns["name_ends"][max(start - 1, 0) : stop]
         ends = ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
         return self._columns["names"][int(ends[0]) : int(ends[-1])], ends - ends[0]
@@ -118,7 +118,7 @@ class Index:
         return self._value("label", index)
 
     def labels(self, index: slice | np.ndarray) -> np.ndarray:
-        """int32 labels of some samples."""
+        """Returns int32 labels of some samples."""
         if "label" in self._columns:
             return self._columns["label"][index]
         return np.zeros(len(range(*index.indices(len(self)))) if isinstance(index, slice) else len(index), np.int32)
@@ -131,7 +131,7 @@ class Index:
         return tuple(self._text("captions", "caption_ends", number).decode("utf-8") for number in numbers)
 
     def split(self, split: str, held_out: float) -> Split:
-        """The split "train", "held_out" or "all". A name is held out by its hash, so that no other moves it.
+        """Returns the split "train", "held_out" or "all". A name is held out by its hash, so that no other moves it.
 
         Of an index on a disk, `write_splits` has been called. ConfigError: that has no such split here.
         """
@@ -208,7 +208,7 @@ class Index:
         return f"{self.header['names']} {self.rest}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """On a disk, where it is and which one it is: it is mapped when it is used in the other process."""
+        """Returns, on a disk, where it is and which one it is: another process maps it when it uses it."""
         if self.folder is None:
             return self.__dict__
         return {"folder": self.folder, "identity": self._identity()}
@@ -217,7 +217,7 @@ class Index:
         self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
-        """What a pickled index has not opened yet. ConfigError: it is not there, or another one."""
+        """Opens a pickled index at its first use. Raises ConfigError if it is not there, or another one."""
         if name.startswith("__") or "header" in self.__dict__ or self.__dict__.get("folder") is None:
             raise AttributeError(name)
         index = Index.open(self.folder)
@@ -232,7 +232,7 @@ class Index:
 
 
 def digests(columns: dict[str, Any], number: int) -> tuple[str, str]:
-    """A hash of all names, then all labels; and one of what the other columns hold."""
+    """Returns a hash of all names, then all labels; and one of what the other columns hold."""
     names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
     for start in range(0, len(columns["names"]), 1 << 20):
         names.update(columns["names"][start : start + (1 << 20)])
@@ -248,7 +248,7 @@ def digests(columns: dict[str, Any], number: int) -> tuple[str, str]:
 
 
 def name_hash(name: bytes) -> int:
-    """What decides whether a sample is held out: below the share of 2 ** 64, it is."""
+    """Returns what decides whether a sample is held out: below the share of 2 ** 64, it is."""
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
@@ -257,7 +257,7 @@ def _type_of_rows(index: Index) -> type[np.unsignedinteger]:
 
 
 def _divide(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
-    """The rows of each split and their names, of a chunk of the index after the other."""
+    """Yields the rows of each split and their names, of a chunk of the index after the other."""
     dtype = _type_of_rows(index)
     bound = np.uint64(math.ceil(held_out * 2.0**64))  # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
@@ -272,7 +272,7 @@ def _divide(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarra
 
 
 def _joined(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
-    """The names of some rows, run by run: far fewer slices than names. ends: one more than rows, from 0."""
+    """Returns the names of some rows, run by run: far fewer slices than names. ends: one more than rows, from 0."""
     edges = ends[np.flatnonzero(np.diff(own, prepend=False, append=False))].tolist()
     return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
 

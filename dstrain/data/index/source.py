@@ -71,7 +71,7 @@ class Indexed(Source):
         return self.index.name(self.row(index))
 
     def row(self, index: int) -> int:
-        """Place of a sample in the index."""
+        """Returns the place of a sample in the index."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return index if self.chosen.members is None else int(self.chosen.members[index])
@@ -82,7 +82,7 @@ class Indexed(Source):
 
     @property
     def labels(self) -> np.ndarray:
-        """int32 (N,), all of them: for data that are known to be small."""
+        """Returns int32 (N,), all of them: for data that are known to be small."""
         return np.concatenate([labels for _, labels in self._chunks()])
 
     def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
@@ -109,10 +109,10 @@ class Indexed(Source):
 
     @abstractmethod
     def _summary(self) -> str:
-        """Kind, split, numbers and names, for the fingerprint."""
+        """Returns kind, split, numbers and names, for the fingerprint."""
 
     def _names(self, texts: Iterable[bytes] = ()) -> str:
-        """A hash of all names, then all labels, then `texts`."""
+        """Returns a hash of all names, then all labels, then `texts`."""
         if self._renumbered is None and not texts:
             return self.chosen.names
         digest = blake2b(digest_size=8)
@@ -125,7 +125,7 @@ class Indexed(Source):
         return digest.hexdigest()
 
     def _chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
-        """Rows of the index and their labels int32, some at a time."""
+        """Yields rows of the index and their labels int32, some at a time."""
         for start in range(0, len(self), CHUNK):
             stop = min(start + CHUNK, len(self))
             rows = range(start, stop) if self.chosen.members is None else self.chosen.members[start:stop]
@@ -141,14 +141,14 @@ class Indexed(Source):
         return len(self) if self.index.single else len(self.layout.parts())
 
     def _files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
-        """The names of some of the files that hold the samples, a chunk at a time."""
+        """Yields the names of some of the files that hold the samples, a chunk at a time."""
         parts = [] if self.index.single else self.layout.parts()
         for start in range(0, len(numbers), CHUNK):
             some = numbers[start : start + CHUNK]
             yield [self.name(int(number)) if self.index.single else parts[number] for number in some]
 
     def _sizes(self, numbers: Sequence[int]) -> str:
-        """The bytes of these files, and a hash of the size of each (-1 where it is unknown) and of `_texts`.
+        """Returns the bytes of these files, and a hash of the size of each (-1 where it is unknown) and of `_texts`.
 
         Times do not count: a folder that was copied is the same data.
         """
@@ -161,7 +161,7 @@ class Indexed(Source):
         return f"bytes={total} contents={digest.hexdigest()}"
 
     def _texts(self, numbers: Sequence[int]) -> bytes:
-        """For the fingerprint: what is known of these files beside names, labels and sizes."""
+        """Returns, for the fingerprint, what is known of these files beside names, labels and sizes."""
         return self.index.rest.encode()
 
     def _size(self, name: str) -> int:
@@ -174,8 +174,8 @@ class Indexed(Source):
 
 
 def _check(layout: Layout) -> str:
-    """The command that lists what cannot be read, for a shell."""
-    request, words = layout.request, ["python", "launch/index.py", layout.root]
+    """Returns the command that lists what cannot be read, for a shell."""
+    request, words = layout.request, ["dstrain", "index", layout.root]
     entries = {
         "num_frames": None if request.suffixes == SUFFIXES else 1,
         "captions": request.captions_file,

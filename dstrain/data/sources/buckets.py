@@ -58,7 +58,8 @@ class Bucketed(Remade):
 
     @abstractmethod
     def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        """The buckets int64 (n,) of samples by their rows of the table, and which are left out, bool (n,) or None.
+        """Returns the buckets int64 (n,) of samples by their rows of the table, and which are left out, bool (n,) or
+        None.
 
         What is to be known of them is counted in `header`, which is empty before the first block.
         """
@@ -70,7 +71,7 @@ class Bucketed(Remade):
         return int(self.members[int(index)])
 
     def shape(self, index: int) -> Any:
-        """The entry of `shapes` that a sample belongs to."""
+        """Returns the entry of `shapes` that a sample belongs to."""
         return self.shapes[int(np.searchsorted(self.ends, index, side="right"))]
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
@@ -96,11 +97,11 @@ class Bucketed(Remade):
 
     @abstractmethod
     def shape_words(self, shape: Any) -> str:
-        """An entry of `shapes`, for people."""
+        """Describes an entry of `shapes`, for people."""
 
     @abstractmethod
     def remarks(self) -> list[str]:
-        """What the header has counted, for people."""
+        """Describes what the header has counted, for people."""
 
 
 class Sized(Bucketed):
@@ -177,7 +178,7 @@ class Timed(Bucketed):
 
 
 def by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
-    """Clips in buckets; images that are mixed into them are clips of one frame, in a bucket of their own."""
+    """Sorts clips into buckets; images that are mixed into them are clips of one frame, in a bucket of their own."""
     if isinstance(source, Mixed):
         return source.apart(Timed(source.videos, durations))
     return Timed(source, durations)
@@ -199,7 +200,7 @@ def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
 
 
 def _size(header: dict[str, Any], dtype: str) -> int:
-    """Bytes of members.bin: an empty file cannot be mapped."""
+    """Returns the bytes of members.bin: an empty file cannot be mapped."""
     return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
 
 

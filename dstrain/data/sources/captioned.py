@@ -1,4 +1,4 @@
-"""Captioned images as pairs, for launch/encode.py: X.png with X.txt or X.json in folders, tar shards, lists and tables.
+"""Captioned images as pairs, for `dstrain encode`: X.png with X.txt or X.json in folders, tar shards, lists and tables.
 
 Items are {"image": uint8 (3, S, S), "caption": UTF-8 as uint8 (CAPTION_BYTES,)}, with the first of several captions.
 """
@@ -23,7 +23,9 @@ _NONE = " holds no image with a caption of its name beside it (X.png and X.txt),
 
 
 def open_captioned(path: str | Path, image_size: int) -> "Captioned":
-    """Data in a form of formats/ that has captions, on all ranks together. ConfigError: there is no pair."""
+    """Opens data in a form of formats/ that has captions, on all ranks together.
+    Raises ConfigError if there is no pair.
+    """
     with reworded(options={"data.path=": "--data ", ", or builtin:fashion": "", ": no images in it;": _NONE}):
         layout, index = open_index(path, Request(SUFFIXES, captions=True))
     if not index.most_captions:
@@ -48,11 +50,11 @@ class Captioned(Images):
         return f"{len(self):,} {self.noun}, and {self.num_uncaptioned:,} images without a caption, which are left out"
 
     def fingerprint(self) -> str:
-        """Of all files, since all will be read."""
+        """Covers all files, since all will be read."""
         return self.contents()
 
     def names(self) -> str:
-        """The beginning of the fingerprint: number of pairs, and a hash of their names."""
+        """Returns the beginning of the fingerprint: number of pairs, and a hash of their names."""
         return self._summary()
 
     def _summary(self) -> str:
@@ -62,14 +64,14 @@ class Captioned(Images):
         return f"captioned n={len(self)} names={digest.hexdigest()}"
 
     def _texts(self, numbers: range) -> bytes:
-        """Of captions beside images their files, as they are now."""
+        """Covers, of captions beside images, their files as they are now."""
         if not isinstance(self.layout, Beside):
             return super()._texts(numbers)
         return texts_beside(self.path, self._files(numbers))
 
 
 def texts_beside(root: Path, files: Iterable[list[str]]) -> bytes:
-    """A hash of the texts beside files, whose names come some at a time."""
+    """Returns a hash of the texts beside files, whose names come some at a time."""
     texts = blake2b()
     for names in files:
         add_captions(texts, root, names)

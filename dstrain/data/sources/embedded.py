@@ -1,4 +1,4 @@
-"""Images with the embeddings that launch/encode.py --image-encoder has made of them: what a decoder learns from.
+"""Images with the embeddings that dstrain encode --image-encoder has made of them: what a decoder learns from.
 
 Row n of the pairs is of image n of the same data, listed with their captions. The folder of the pairs says which data
 that were, by their number and a hash of their names: others are refused.
@@ -42,14 +42,16 @@ class Embedded(Remade):
 
 
 def with_embeddings(images: Source, path: str) -> Embedded:
-    """The images with the embeddings of data.embeddings=PATH. ConfigError: these are of other images."""
+    """Joins the images with the embeddings of data.embeddings=PATH.
+    Raises ConfigError if these are of other images.
+    """
     with reworded(options={"data.path=": "data.embeddings="}):
         stored = open_stored(path)
     refusal = f"data.embeddings={path} is not of these images: "
     if isinstance(images, Emoji) != (path == BUILTIN):
         raise ConfigError(
             f"{refusal}{BUILTIN} goes with data.path={EMOJI}, and a folder of images with what "
-            "launch/encode.py --image-encoder has made of it"
+            "dstrain encode --image-encoder has made of it"
         )
     if isinstance(images, Emoji):
         return Embedded(images, stored)
@@ -57,13 +59,13 @@ def with_embeddings(images: Source, path: str) -> Embedded:
     source, names = made_of(path), whole.names()
     if source is None:
         raise ConfigError(
-            f"data.embeddings={path} does not say of which images it is: make it by launch/encode.py "
+            f"data.embeddings={path} does not say of which images it is: make it by dstrain encode "
             f"--image-encoder ... --data {images.path}"
         )
     if not source.startswith(f"{names} "):
         raise ConfigError(
             f"{refusal}{images.path} holds {len(whole):,} with captions, and the embeddings are of "
-            f"{len(stored):,}, or of other names; make them by launch/encode.py --image-encoder ... "
+            f"{len(stored):,}, or of other names; make them by dstrain encode --image-encoder ... "
             f"--data {images.path}"
         )
     return Embedded(images, stored)

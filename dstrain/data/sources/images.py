@@ -119,7 +119,7 @@ class Images(Indexed):
         return self.read(index)
 
     def read(self, index: int, chance: Chance | None = None, shape: tuple[int, int] | None = None) -> Item:
-        """shape: width and height; None: a square of image_size."""
+        """Reads a sample. shape: width and height; None: a square of image_size."""
         row = self.row(index)
         place = self.index.place(row)
         *numbers, choice = chance if isinstance(chance, list) else [chance or 0.0]
@@ -135,7 +135,7 @@ class Images(Indexed):
         return item
 
     def captions(self, index: int) -> tuple[str, ...]:
-        """All captions of a sample."""
+        """Returns all captions of a sample."""
         return self.index.captions(self.row(index))
 
     def _cut(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:

@@ -31,7 +31,7 @@ _CLIPS = 1024  # files between two writes, where each may take long
 
 
 def pixel_sizes(layout: Layout, index: Index) -> Verified:
-    """int32 (N, 2): width and height of each image of the index, 0 where it cannot be read; on all ranks together.
+    """Returns int32 (N, 2): width and height of each image of the index, 0 if it cannot be read; on all ranks together.
 
     The index stands on a disk. NotRead: the storage fails.
     """
@@ -39,12 +39,12 @@ def pixel_sizes(layout: Layout, index: Index) -> Verified:
 
 
 def frame_counts(layout: Layout, index: Index) -> Verified:
-    """int32 (N, 1): how many frames each clip of the index has, 0 where it cannot be read; as `pixel_sizes`."""
+    """Returns int32 (N, 1): how many frames each clip of the index has, 0 if it cannot be read; as `measure_images`."""
     return _table(layout, index, "frames", 1, lambda place: (frames_of(layout, place),), _CLIPS)
 
 
 def size_of(layout: Layout, place: Place) -> tuple[int, int]:
-    """Width and height of an image, from its header. BadSample: it has none."""
+    """Reads width and height of an image from its header. Raises BadSample if it has none."""
 
     def read() -> tuple[int, int]:
         with open_image(encoded(layout, place), FORMATS) as image:
@@ -55,7 +55,7 @@ def size_of(layout: Layout, place: Place) -> tuple[int, int]:
 
 
 def frames_of(layout: Layout, place: Place) -> int:
-    """How many frames a clip has. BadSample: it cannot be read."""
+    """Counts the frames of a clip. Raises BadSample if it cannot be read."""
     with reading(place.name, Path(layout.root, place.name)):
         return count_frames(layout.read(place))
 
@@ -63,7 +63,7 @@ def frames_of(layout: Layout, place: Place) -> int:
 def _table(
     layout: Layout, index: Index, name: str, width: int, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> Verified:
-    """int32 (N, width): the measure of each sample, 0 where it cannot be read; on all ranks together.
+    """Returns int32 (N, width): the measure of each sample, 0 if it cannot be read; on all ranks together.
 
     One command at a time writes it. ConfigError: it cannot be written there.
     """

@@ -112,8 +112,9 @@ class Videos(Indexed):
         return self.read(index)
 
     def read(self, index: int, chance: float | None = None, frames: int | None = None) -> Item:
-        """The sample; `chance` chooses the window, None takes the middle one. frames: of the clip, None for those of
-        `cut`. BadSample: it cannot be read.
+        """Reads a sample; `chance` chooses the window, None takes the middle one. frames: of the clip, None for those
+        of `cut`.
+        Raises BadSample if it cannot be read.
         """
         row, cut = self.row(index), replace(self.cut, num_frames=frames or self.cut.num_frames)
         place = self.index.place(row)
@@ -150,7 +151,7 @@ class Videos(Indexed):
         )
 
     def _captions(self) -> Iterable[bytes]:
-        """The captions of a captions file, one after the other."""
+        """Yields the captions of a captions file, one after the other."""
         if not isinstance(self.layout, Clips) or not self.index.most_captions:
             return ()
         return (text.encode() for rows, _ in self._chunks() for row in rows for text in self.index.captions(int(row)))
@@ -208,7 +209,7 @@ class Mixed(Source):
         return len(self.videos) + self.slots
 
     def apart(self, videos: Source) -> "Mixed":
-        """With `videos`, the same ones by bucket, and the images in another bucket, of one frame each."""
+        """Returns it with `videos`, the same ones by bucket, and the images in another bucket, of one frame each."""
         return replace(self, videos=videos, frames=1)
 
     @property
@@ -227,7 +228,7 @@ class Mixed(Source):
         return self.read(index)
 
     def read(self, index: int, chance: float | None = None) -> Item:
-        """As Videos.read. Neighbouring slots have different images, so that a broken one is replaced by another."""
+        """Reads as Videos.read. Neighbouring slots have different images, so another replaces a broken one."""
         if index < len(self.videos):
             item = self.videos.read(index, chance)
         else:

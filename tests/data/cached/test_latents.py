@@ -216,10 +216,10 @@ def test_missing_and_truncated_shards(tmp_path):
     path = tmp_path / "x" / "shard_00001.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-3])
-    with pytest.raises(ValueError, match=r"shard_00001.safetensors has \d+ bytes instead of .*launch/encode.py"):
+    with pytest.raises(ValueError, match=r"shard_00001.safetensors has \d+ bytes instead of .*dstrain encode"):
         Latents(tmp_path / "x")
     path.unlink()
-    with pytest.raises(ValueError, match="shard_00001.safetensors is missing.*launch/encode.py"):
+    with pytest.raises(ValueError, match="shard_00001.safetensors is missing.*dstrain encode"):
         Latents(tmp_path / "x")
 
 
@@ -379,7 +379,7 @@ def test_recipes_that_do_not_fit(stage):
     data = bytearray(shard.read_bytes())
     data[-1] ^= 4
     shard.write_bytes(data)
-    with pytest.raises(ConfigError, match="shard_00000.safetensors has altered.*launch/encode.py"):
+    with pytest.raises(ConfigError, match="shard_00000.safetensors has altered.*dstrain encode"):
         prepared([*words, given])
 
 
@@ -446,7 +446,7 @@ def test_an_image_folder_may_have_an_index(tmp_path):
     for damaged in (index.read_text()[:150], "", "{}"):
         index.write_text(damaged)
         assert is_encoded(tmp_path / "x")
-        with pytest.raises(ValueError, match="truncated or altered: repeat the launch/encode.py") as caught:
+        with pytest.raises(ValueError, match="truncated or altered: repeat the `dstrain encode`") as caught:
             open_sources(data.model_copy(update={"path": str(tmp_path / "x")}))
         assert "delete" not in str(caught.value)
 

@@ -120,7 +120,7 @@ def test_the_check_of_unreadable_samples(tmp_path, monkeypatch, capsys, entries)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = refusal(path=str(path), **entries)
     command = shlex.split(re.search(r"`(.*)` lists what cannot be read", text).group(1))
-    assert command[:2] == ["python", "launch/index.py"]
+    assert command[:2] == ["dstrain", "index"]
     code, out, error = here("index.py", command[2:], monkeypatch, capsys)
     assert code == 0 and "unreadable: 3 (read whole)" in out, out + error
     assert all(f"{name}: " in out for name in names)
