@@ -28,11 +28,11 @@ class Names:
         return len(self._sorted) + len(self._recent)
 
     def __contains__(self, name: str) -> bool:
-        return self._known(_hash(name))
+        return self._known(_hash_name(name))
 
     def add(self, name: str) -> bool:
         """Adds a name, and returns whether it is new."""
-        value = _hash(name)
+        value = _hash_name(name)
         if self._known(value):
             return False
         self._recent.add(value)
@@ -68,7 +68,7 @@ class BadFiles:
         """Lists the (name, reason) that are new.
         Raises ConfigError if there are more than the limit.
         """
-        lines = [(_printable(name), _printable(reason)) for name, reason in bad]
+        lines = [(_make_printable(name), _make_printable(reason)) for name, reason in bad]
         lines = [(name, reason) for name, reason in lines if name not in self.names]
         if not lines:
             return
@@ -92,9 +92,9 @@ class BadFiles:
             if file.seek(0, 2) < self._read:  # it was deleted meanwhile, and begun anew
                 self._read = 0
             file.seek(self._read)
-            for whole in _blocks(file):
+            for whole in _read_blocks(file):
                 self._read += len(whole)
-                for name in _names(whole):
+                for name in _parse_names(whole):
                     self.names.add(name)
 
     def _append(self, line: str) -> None:
@@ -114,15 +114,15 @@ def listed(folder: Path) -> int:
     path, names = folder / "bad_files.txt", Names()
     try:
         with open(path, "rb") if path.is_file() else nullcontext(io.BytesIO()) as file:
-            for whole in _blocks(file):
-                for name in _names(whole):
+            for whole in _read_blocks(file):
+                for name in _parse_names(whole):
                     names.add(name)
     except OSError:
         return 0
     return len(names)
 
 
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
+def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
     """Yields the whole lines of a list, from where the file stands."""
     rest = b""
     while new := file.read(_BLOCK):
@@ -131,14 +131,14 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
             yield whole + line_break
 
 
-def _names(lines: bytes) -> list[str]:
+def _parse_names(lines: bytes) -> list[str]:
     return [line.split(b"\t")[0].decode(errors="replace") for line in lines.splitlines()]
 
 
-def _hash(name: str) -> int:
+def _hash_name(name: str) -> int:
     return int.from_bytes(blake2b(name.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
-def _printable(text: str) -> str:
+def _make_printable(text: str) -> str:
     """Returns a file's name or an error as part of one line: no tab, no line break, no undecodable byte."""
     return "".join(c if c.isprintable() else "?" for c in text)

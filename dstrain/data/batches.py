@@ -71,7 +71,7 @@ class Batches(AbstractContextManager):
         flip: bool = True,
         steps: int | None = None,
     ) -> None:
-        _check(global_batch, micro_batch, rank, world)
+        _require_sizes(global_batch, micro_batch, rank, world)
         self.device = torch.device(device)
         self.accumulation = global_batch // (micro_batch * world)  # micro-steps of one optimizer step
         self.wait_seconds = 0.0  # host time spent waiting for samples
@@ -140,7 +140,7 @@ class Batches(AbstractContextManager):
             }
         loader = DataLoader(
             self._stream,
-            sampler=_positions(step, self._steps, *self._layout),
+            sampler=_iterate_positions(step, self._steps, *self._layout),
             batch_size=None,
             pin_memory=self.device.type == "cuda",
             **options,
@@ -221,7 +221,7 @@ def held_out(
     if batch < 1 or not 0 <= rank < world:
         raise ConfigError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at least 1 sample")
     count = len(source) if limit is None else min(limit, len(source))
-    for start, end in _rounds(source, count, batch * world):
+    for start, end in _iterate_rounds(source, count, batch * world):
         position = start + rank * batch + torch.arange(batch)
         valid = position < end
         position = position.clamp(max=end - 1)
@@ -235,7 +235,7 @@ def held_out(
         yield placed(full, device)
 
 
-def _rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
+def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
     """Yields, of the first `count` samples, where each round of `size` begins and where those of its shape end."""
     first = 0
     for end in source.ends:
@@ -286,7 +286,7 @@ class _Stream:
         return index, mirrored, key, positions, step
 
 
-def _positions(
+def _iterate_positions(
     step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int, world: int
 ) -> Iterator[range]:
     """Yields the stream positions of each micro-batch of a rank, from a step on; without end, or up to `steps`."""
@@ -314,7 +314,7 @@ def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
             yield batch
 
 
-def _check(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
+def _require_sizes(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
     if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
         raise ConfigError(
             f"batch.global={global_batch} and batch.micro={micro_batch} are at least 1, and rank {rank} "

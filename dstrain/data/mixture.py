@@ -55,13 +55,13 @@ class MixtureOrder:
         index, begin = np.empty(position.shape, np.int64), 0
         for k, size in enumerate(self.sizes):
             here = sources == k
-            index[here] = begin + Order(size, _seed_of(self.seed, k)).index_at(places[here])
+            index[here] = begin + Order(size, _derive_seed(self.seed, k)).index_at(places[here])
             begin += size
         return index
 
     def places(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the source of each stream position int64 (...), and its place in the stream of this source."""
-        slots = position - position % _BLOCK + Order(_BLOCK, _seed_of(self.seed, -1)).index_at(position)
+        slots = position - position % _BLOCK + Order(_BLOCK, _derive_seed(self.seed, -1)).index_at(position)
         before = self._dealt(slots)  # (sources, ...)
         sources = (self._dealt(slots + 1) - before).argmax(0)
         return sources, np.take_along_axis(before, sources[None], 0)[0]
@@ -95,7 +95,7 @@ def whole(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(number // divisor for number in numbers)
 
 
-def _seed_of(seed: int, source: int) -> int:
+def _derive_seed(seed: int, source: int) -> int:
     """Returns the seed of a source's own order; of source -1 that of the blocks."""
     return int.from_bytes(blake2b(f"{seed} {source}".encode(), digest_size=8).digest(), "little")
 

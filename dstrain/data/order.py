@@ -53,26 +53,28 @@ class Order:
         a = np.uint64(math.isqrt(self.size - 1) + 1)
         b = np.uint64(-(-self.size // int(a)))
         epoch, index = np.divmod(position.astype(np.uint64), size)
-        key = _mix(_mix(np.full(1, self.seed & (1 << 64) - 1, np.uint64)) + epoch * _GOLDEN)
+        key = _mix_bits(_mix_bits(np.full(1, self.seed & (1 << 64) - 1, np.uint64)) + epoch * _GOLDEN)
         outside = np.ones(index.shape, bool)  # all go through once
         while outside.any():
-            index[outside] = _network(index[outside], key[outside], a, b)
+            index[outside] = _run_network(index[outside], key[outside], a, b)
             outside = index >= size
         return index.astype(np.int64)
 
 
-def _network(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> np.ndarray:
+def _run_network(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> np.ndarray:
     """Passes once through the Feistel network over Z_a x Z_b: uint64 (N,), keys (N,) -> uint64 (N,)."""
     left, right = np.divmod(index, b)
     for _ in range(_ROUNDS // 2):
         key = key + _GOLDEN
-        left = (left + (_mix(right ^ key) >> np.uint64(1))) % a  # 63 bits: a sum that wraps would not be one-to-one
+        left = (
+            left + (_mix_bits(right ^ key) >> np.uint64(1))
+        ) % a  # 63 bits: a sum that wraps would not be one-to-one
         key = key + _GOLDEN
-        right = (right + (_mix(left ^ key) >> np.uint64(1))) % b
+        right = (right + (_mix_bits(left ^ key) >> np.uint64(1))) % b
     return left * b + right
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def _mix_bits(z: np.ndarray) -> np.ndarray:
     """Applies the splitmix64 finalizer to uint64 arrays."""
     z = (z ^ (z >> np.uint64(30))) * _FIRST
     z = (z ^ (z >> np.uint64(27))) * _SECOND

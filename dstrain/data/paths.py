@@ -23,13 +23,13 @@ def find_path_problems(data: Data) -> list[str]:
     if problems:
         return problems
     for part, other in itertools.product(parts, parts):
-        if other.held_out_path and _overlap(part.path, other.held_out_path):
+        if other.held_out_path and _have_overlap(part.path, other.held_out_path):
             problems.append(
                 f"data.held_out_path={other.held_out_path} and data.path={part.path} share files, and "
                 "evaluation would see what was trained on: name a folder beside it, or write "
                 "data.held_out=0.02"
             )
-        elif part is not other and other.held_out and _overlap(part.path, other.path):
+        elif part is not other and other.held_out and _have_overlap(part.path, other.path):
             problems.append(
                 f"data.mixture: {part.path} and {other.path} share files, and what one holds out would be "
                 "trained on in the other: take folders that lie beside each other, or hold nothing out"
@@ -37,7 +37,7 @@ def find_path_problems(data: Data) -> list[str]:
     return problems
 
 
-def _overlap(one: str, other: str) -> bool:
+def _have_overlap(one: str, other: str) -> bool:
     one, other = (os.path.join(os.path.realpath(path), "") for path in (one, other))
     return one.startswith(other) or other.startswith(one)
 

@@ -82,7 +82,7 @@ def prepare(_worker_id: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     rank = multiprocessing.parent_process()
     if rank is not None:  # its sentinel is a pipe that closes with the rank
-        threading.Thread(target=_die_with, args=(rank.sentinel,), daemon=True).start()
+        threading.Thread(target=_die_with_parent, args=(rank.sentinel,), daemon=True).start()
 
 
 def end(reader: object) -> None:
@@ -111,6 +111,6 @@ def end(reader: object) -> None:
     reader._shutdown_workers()
 
 
-def _die_with(sentinel: int) -> None:
+def _die_with_parent(sentinel: int) -> None:
     multiprocessing.connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)

@@ -229,8 +229,8 @@ def test_a_long_list_is_read_once(tmp_path, monkeypatch):
     """Oracle: the bytes that are read, which are counted: each of the list's once, whatever is added."""
     (tmp_path / "bad_files.txt").write_text("".join(f"{i:06d}.png\tx\n" for i in range(20_000)))
     files, count = BadFiles(tmp_path, 10**6, 0.5), []
-    split = bad_files._names
-    monkeypatch.setattr(bad_files, "_names", lambda lines: count.append(len(lines)) or split(lines))
+    split = bad_files._parse_names
+    monkeypatch.setattr(bad_files, "_parse_names", lambda lines: count.append(len(lines)) or split(lines))
     for number in range(50):
         files.add([(f"new {number}", "y")])
     assert len(files.names) == 20_050 and sum(count) < 20_000 * 13 + 50 * 20

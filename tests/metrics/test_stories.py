@@ -46,7 +46,7 @@ def true_story(item: torch.Tensor, motions: list[int]) -> torch.Tensor:
                 path += (place + FREE * direction[axis] * time).tolist()
                 place += FREE * direction[axis]
         paths.append(torch.tensor(path))
-    return _pasted(item, *paths, SIDE, SIDE)[:, None]
+    return _paste_item(item, *paths, SIDE, SIDE)[:, None]
 
 
 def test_true_stories(network):

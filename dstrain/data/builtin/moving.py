@@ -61,7 +61,7 @@ class MovingFashion(Source):
     def __getitem__(self, index: int) -> Item:
         item = self.items[self._parts(index)[0]]
         x, y = self._positions(index)
-        video = _pasted(item["image"][0], x, y, self.height, self.width)  # (T, H, W)
+        video = _paste_item(item["image"][0], x, y, self.height, self.width)  # (T, H, W)
         return {
             "video": video[:, None].expand(-1, self.channels, -1, -1),
             "frames": self.num_frames,
@@ -127,7 +127,7 @@ def captions() -> dict[str, tuple[int, int]]:
     }
 
 
-def _pasted(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
+def _paste_item(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
     """Pastes an item uint8 (S, S) on a black canvas, its corner at x, y float32 (T,) each: uint8 (T, height, width)."""
     side, frames = len(item), torch.zeros(len(x), height + 1, width + 1)
     near = F.pad(item.float(), (1, 1, 1, 1))  # (S + 2, S + 2)

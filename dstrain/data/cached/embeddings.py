@@ -54,23 +54,23 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
     `world` ranks without a pair of its own, NaN (in data small enough to look through; else met when read).
     """
     pairs = open_stored(path)
-    begin, end = (0, len(pairs)) if split == "all" else _bounds(len(pairs), splits, world)[SPLITS.index(split)]
+    begin, end = (0, len(pairs)) if split == "all" else _split_bounds(len(pairs), splits, world)[SPLITS.index(split)]
     return Pairs(pairs, split, begin, end) if end > begin else None
 
 
 def open_stored(path: str | Path) -> "Stored":
     """Opens all pairs of a path. Raises ConfigError as `open_pairs`."""
-    return builtin_pairs() if str(path) == BUILTIN else _folder(Path(path))
+    return builtin_pairs() if str(path) == BUILTIN else _open_folder(Path(path))
 
 
 def encoder_of(path: str | Path) -> str | None:
     """Returns what made the image embeddings: the fingerprint of the encoder; None of folders that do not say so."""
-    return BUILTIN if str(path) == BUILTIN else (_plan(Path(path) / PLAN) or {}).get("image_encoder")
+    return BUILTIN if str(path) == BUILTIN else (_read_plan(Path(path) / PLAN) or {}).get("image_encoder")
 
 
 def made_of(path: str | Path) -> str | None:
     """Returns the fingerprint of the captioned images that `dstrain encode` has embedded; None as `find_encoder`."""
-    return (_plan(Path(path) / PLAN) or {}).get("data")
+    return (_read_plan(Path(path) / PLAN) or {}).get("data")
 
 
 class Pairs(Source):
@@ -155,25 +155,25 @@ class Stored:
         return f"shards={digest.hexdigest()} rows={rows.hexdigest()}"
 
 
-def _folder(root: Path) -> Stored:
+def _open_folder(root: Path) -> Stored:
     if not is_embeddings(root):
         raise ConfigError(
             f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
             f".npy files (clip-retrieval's layout), or {BUILTIN}"
         )
-    if (root / PLAN).is_file() and not (_plan(root / PLAN) or {}).get("complete"):  # other tools write no plan
+    if (root / PLAN).is_file() and not (_read_plan(root / PLAN) or {}).get("complete"):  # other tools write no plan
         raise ConfigError(
             f"data.path={root} is not embedded to the end: give the `dstrain encode` command that "
             "began it once more, and it goes on where it stopped"
         )
     tables = {}
     for key, folder in FOLDERS.items():
-        names = _names(root, folder, ".npy")
+        names = _list_names(root, folder, ".npy")
         if names:
             tables[key] = Table(key, names, root)
     if "image_embed" not in tables:
         raise ConfigError(f"data.path={root}: img_emb/ holds no .npy file")
-    names = _names(root, "metadata", ".parquet")
+    names = _list_names(root, "metadata", ".parquet")
     if "text_embed" not in tables and not names:
         raise ConfigError(f"data.path={root} has neither text_emb/*.npy nor captions in metadata/*.parquet: add one")
     # Beside text embeddings, only models that read text tokens use captions, which may be missing.
@@ -181,7 +181,7 @@ def _folder(root: Path) -> Stored:
     captions = Captions(root, names) if needed else None
     first = tables["image_embed"]
     for other in (*list(tables.values())[1:], *([captions] if captions else [])):
-        _match(first, other)
+        _require_match(first, other)
     if (
         "text_mask" in tables
         and "text_encodings" in tables
@@ -194,7 +194,7 @@ def _folder(root: Path) -> Stored:
     return Stored(tables, captions)
 
 
-def _plan(path: Path) -> dict[str, Any] | None:
+def _read_plan(path: Path) -> dict[str, Any] | None:
     """Reads what `dstrain encode` says of a folder; returns None if nothing can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -203,9 +203,9 @@ def _plan(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _match(first: Table, other: Any) -> None:
+def _require_match(first: Table, other: Any) -> None:
     """Raises ConfigError, which names the first pair of files whose names or rows do not match."""
-    ends, others = ([_end(name) for name in names] for names in (first.names, other.names))
+    ends, others = ([_name_end(name) for name in names] for names in (first.names, other.names))
     for a, b, x, y in zip(first.names, other.names, ends, others):
         # Words may name the content (part_images, part_texts), unless both folders use the same words.
         if x != y and ((x.isdigit() and y.isdigit()) or set(ends) & set(others)):
@@ -226,7 +226,7 @@ def _match(first: Table, other: Any) -> None:
         )
 
 
-def _names(root: Path, folder: str, suffix: str) -> list[str]:
+def _list_names(root: Path, folder: str, suffix: str) -> list[str]:
     """Lists relative names in the order of the numbers in them: img_emb_2 before img_emb_10."""
     if not (root / folder).is_dir():
         return []
@@ -238,7 +238,7 @@ def _names(root: Path, folder: str, suffix: str) -> list[str]:
     return [f"{folder}/{name}" for name in sorted(names, key=key)]
 
 
-def _end(name: str) -> str:
+def _name_end(name: str) -> str:
     """Returns what follows the last underscore of a file's name, numbers without leading zeros."""
     word = Path(name).stem.rpartition("_")[2]
     return str(int(word)) if word.isdigit() else word
@@ -263,7 +263,7 @@ def builtin_captions() -> dict[str, int]:
     return {caption: row for row, caption in enumerate(captions)}
 
 
-def _bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
+def _split_bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
     """Returns the first and past-the-end place of each split: rounded cumulative fractions, in exact arithmetic."""
     shares = json.dumps(list(splits))
     parts = [Fraction(str(fraction)) for fraction in splits]

@@ -63,7 +63,7 @@ class Latents(Source):
         self.index = {name: entry for name, entry in index.items() if name not in ("shards", "bad_files")}
         self.encoding: dict[str, Any] = index["encoding"]
         self.classes = tuple(index["classes"])
-        self.extras = _extras(self.encoding)  # shapes of what an item has beside its codes
+        self.extras = _list_extras(self.encoding)  # shapes of what an item has beside its codes
         self.crops, self.num_captions = self.encoding.get("crops", 1), self.encoding.get("num_captions", 1)
         self.captioned = "caption" in self.extras
         if max(self.crops, self.num_captions) > 1:  # a number for the crop, and one for the caption
@@ -116,7 +116,7 @@ class Latents(Source):
         ConfigError: some are mirrored, and the folder has no mirrored images.
         """
         shards, rows, codes_rows = self._places(index, mirrored, chance)
-        groups = np.searchsorted(np.unique(shards), shards) // _most_mapped()  # (b,)
+        groups = np.searchsorted(np.unique(shards), shards) // _count_mappable()  # (b,)
         if groups.any():  # a large batch from more shards than may be mapped
             parts = [
                 self.take(
@@ -129,9 +129,11 @@ class Latents(Source):
         opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
 
         def gathered(name: str, places: np.ndarray) -> Tensor:
-            return torch.from_numpy(_rows({shard: arrays[name] for shard, arrays in opened.items()}, shards, places))
+            return torch.from_numpy(
+                _copy_rows({shard: arrays[name] for shard, arrays in opened.items()}, shards, places)
+            )
 
-        codes = gathered("codes", codes_rows).view(len(index), *_shape(self.encoding))
+        codes = gathered("codes", codes_rows).view(len(index), *_shape_codes(self.encoding))
         rest = {name: gathered(name, rows) for name in ("label", *self.extras) if name not in _TEXTS}
         if self.captioned:
             texts = self._text_rows(rows, chance, rest.pop("captions", None))
@@ -198,7 +200,7 @@ class Latents(Source):
         arrays = self._open.pop(number, None)
         if arrays is None:
             arrays = self._mapped(number)
-            while len(self._open) >= _most_mapped():
+            while len(self._open) >= _count_mappable():
                 del self._open[next(iter(self._open))]
         self._open[number] = arrays
         return arrays
@@ -208,7 +210,7 @@ class Latents(Source):
         rows = min(encoding["shard_size"], encoding["number"] - number * encoding["shard_size"])
         arrays = mapped(path, int(self.sizes[number]), self._layouts, rows)
         codes = "tokens" if encoding["kind"] == "tokens" else "moments"
-        shapes = {codes: (self.crops * encoding["flips"], *_shape(encoding)), "label": (), **self.extras}
+        shapes = {codes: (self.crops * encoding["flips"], *_shape_codes(encoding)), "label": (), **self.extras}
         for name, shape in shapes.items():
             stored = arrays[name].shape if name in arrays else None
             if stored != (rows, *shape):
@@ -247,12 +249,12 @@ class Latents(Source):
         return self.__dict__ | {"_open": {}}  # a worker maps the files by itself
 
 
-def _most_mapped() -> int:
+def _count_mappable() -> int:
     """Shards that may be mapped at a time: a quarter of the descriptors that a process may have, at most _MAPPED."""
     return max(1, min(_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
-def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Copies some rows of arrays that lie in several shards: (n, ...)."""
     if len(opened) == 1:
         return next(iter(opened.values()))[rows]
@@ -263,7 +265,7 @@ def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -
     return copy
 
 
-def _extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _list_extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns what a sample has in a shard beside its codes and label: name -> shape."""
     shapes: dict[str, tuple[int, ...]] = {"frames": ()} if "num_frames" in encoding else {}
     several = (encoding["num_captions"],) if "num_captions" in encoding else ()
@@ -277,7 +279,7 @@ def _extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _shape(encoding: dict[str, Any]) -> tuple[int, ...]:
+def _shape_codes(encoding: dict[str, Any]) -> tuple[int, ...]:
     """Returns the shape of one image's codes, with mean and deviation, or the mean alone where a sample of it was
     encoded.
     """

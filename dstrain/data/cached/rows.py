@@ -168,7 +168,7 @@ class Captions:
     """The caption column of parquet files; a file's captions stay in memory once one of them was read."""
 
     def __init__(self, root: Path, names: list[str]) -> None:
-        parquet = _parquet()
+        parquet = _import_parquet()
         self.root, self.names, self.columns, self.cached = root, names, [], {}
         lengths = []
         for name in names:
@@ -196,7 +196,7 @@ class Captions:
         try:
             for name in names:
                 require_regular(root / name)
-            return all(set(_COLUMNS) & set(_parquet().read_schema(root / name).names) for name in names)
+            return all(set(_COLUMNS) & set(_import_parquet().read_schema(root / name).names) for name in names)
         except (OSError, ValueError):
             return True
 
@@ -206,7 +206,7 @@ class Captions:
     def __getitem__(self, row: int) -> Tensor:
         number = int(np.searchsorted(self.ends, row, side="right"))
         if number not in self.cached:
-            table = _parquet().read_table(self.root / self.names[number], columns=[self.columns[number]])
+            table = _import_parquet().read_table(self.root / self.names[number], columns=[self.columns[number]])
             self.cached[number] = table.column(0).combine_chunks()
         inner = row - int(self.ends[number] - self.lengths[number])
         text = self.cached[number][inner].as_py()
@@ -253,7 +253,7 @@ def _require_text(name: str, field: Any) -> None:
         raise ConfigError(f"data.path: column {field.name} of {name} holds {field.type}: write captions as strings")
 
 
-def _parquet() -> Any:
+def _import_parquet() -> Any:
     import pyarrow.parquet  # slow to import, and only captions need it
 
     return pyarrow.parquet

@@ -86,13 +86,13 @@ def facts_of(data: bytes) -> dict[str, Any]:
     ConfigError: its bytes are not whole.
     """
     try:
-        facts, arrays = json.loads(_header(io.BytesIO(data))["__metadata__"]["shard"]), load(data)
+        facts, arrays = json.loads(_read_header(io.BytesIO(data))["__metadata__"]["shard"]), load(data)
         whole = pack(arrays, {name: value for name, value in facts.items() if name != "hash"}) == data
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         whole = False
     if not whole:  # packed again: not even a byte of padding may differ
         raise ConfigError("has altered or missing bytes")
-    return facts | {"labels": _counted(arrays["label"])}
+    return facts | {"labels": _count_labels(arrays["label"])}
 
 
 def stated(path: Path) -> dict[str, Any] | None:
@@ -103,17 +103,17 @@ def stated(path: Path) -> dict[str, Any] | None:
         if not path.is_file():  # a FIFO would wait for ever
             return None
         with open(path, "rb") as file:
-            header = _header(file)
+            header = _read_header(file)
             begin, end = header["label"]["data_offsets"]
             file.seek(begin, io.SEEK_CUR)
             return json.loads(header["__metadata__"]["shard"]) | {
-                "labels": _counted(np.frombuffer(file.read(end - begin), np.int64))
+                "labels": _count_labels(np.frombuffer(file.read(end - begin), np.int64))
             }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _counted(labels: np.ndarray) -> list[tuple[int, int]]:
+def _count_labels(labels: np.ndarray) -> list[tuple[int, int]]:
     values, counts = np.unique(labels, return_counts=True)
     return list(zip(values.tolist(), counts.tolist()))
 
@@ -161,7 +161,7 @@ def mapped(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arra
     def content() -> np.ndarray:
         with open(path, "rb") as file:
             if rows not in layouts:
-                layouts[rows] = _layout(file)
+                layouts[rows] = _read_layout(file)
             # Not np.memmap, whose indexing runs Python code for each row.
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
@@ -197,15 +197,15 @@ def read_ahead(array: np.ndarray, rows: np.ndarray) -> None:
         memory.madvise(mmap.MADV_WILLNEED, page, offset + size - page)
 
 
-def _layout(file: BinaryIO) -> Layout:
-    header = _header(file)
+def _read_layout(file: BinaryIO) -> Layout:
+    header = _read_header(file)
     header.pop("__metadata__", None)
     return {
         name: (slice(*entry["data_offsets"]), _DTYPES[entry["dtype"]], entry["shape"]) for name, entry in header.items()
     }
 
 
-def _header(file: BinaryIO) -> dict[str, Any]:
+def _read_header(file: BinaryIO) -> dict[str, Any]:
     """Reads the JSON at the beginning of a shard, behind its length; then the file stands where the arrays begin."""
     word = file.read(8)
     length = int.from_bytes(word, "little")

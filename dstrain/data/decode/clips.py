@@ -91,9 +91,9 @@ def read_clip(
 
     def read() -> tuple[list[Tensor], Listing]:
         if _is_picture(file):
-            return _pictures(file, cut, chance)
+            return _read_pictures(file, cut, chance)
         listed = listing or list_frames(file)
-        return _video(file, cut, cut.window(listed.count, chance), listed), listed
+        return _decode_window(file, cut, cut.window(listed.count, chance), listed), listed
 
     frames, listing = retry(read)
     padding = frames[-1:] * (cut.num_frames - len(frames))
@@ -113,39 +113,39 @@ def count_frames(file: Path | bytes) -> int:
         if not _is_picture(file):
             return list_frames(file).count
         with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
-            return getattr(image, "n_frames", 1) - _skipped(image)
+            return getattr(image, "n_frames", 1) - _count_skipped(image)
 
     return retry(count)
 
 
 def list_frames(path: Path | bytes) -> Listing:
     """Counts the frames of a video: from its index, else from its packets, else by decoding all of it."""
-    with _opened(path) as (container, stream):
+    with _open_container(path) as (container, stream):
         packaged = stream.codec_context.name in _PICTURE_CODECS or stream.codec_context.name == "libdav1d"
         indexed = packaged and "mp4" in container.format.name
         if indexed and stream.frames and stream.frames == len(stream.index_entries):
             entries = [stream.index_entries[place] for place in range(stream.frames)]
             if entries[0].is_keyframe and not any(entry.is_discard for entry in entries):
                 delay = (stream.start_time or 0) - entries[0].timestamp
-                return Listing(len(entries), _keyframes(entries, "timestamp"), delay=delay)
+                return Listing(len(entries), _list_keyframes(entries, "timestamp"), delay=delay)
         elif packaged and ("mp4" in container.format.name or "matroska" in container.format.name):
             packets = [packet for packet in container.demux(stream) if packet.size]
             whole = not any(packet.is_discard or packet.is_corrupt or packet.pts is None for packet in packets)
             if packets and packets[0].is_keyframe and whole:
-                return Listing(len(packets), _keyframes(packets, "pts"), "pts")
-    with _opened(path) as (container, stream):
+                return Listing(len(packets), _list_keyframes(packets, "pts"), "pts")
+    with _open_container(path) as (container, stream):
         count = sum(1 for _ in container.decode(stream))
     if not count:
         raise ConfigError("holds no frame")
     return Listing(count)
 
 
-def _keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int], ...]:
+def _list_keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int], ...]:
     return tuple((place, getattr(packet, timestamp)) for place, packet in enumerate(packets) if packet.is_keyframe)
 
 
 @contextmanager
-def _opened(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
+def _open_container(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
     import av  # only videos need it
 
     if isinstance(file, Path):
@@ -164,28 +164,28 @@ def _opened(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
         yield container, stream
 
 
-def _video(path: Path | bytes, cut: Cut, window: range, listing: Listing) -> list[Tensor]:
+def _decode_window(path: Path | bytes, cut: Cut, window: range, listing: Listing) -> list[Tensor]:
     frames: list[Tensor] = []
     number = -1
-    for number, frame in _frames(path, window[0], listing):
+    for number, frame in _decode_frames(path, window[0], listing):
         if number in window:
             if frame.is_corrupt:
                 raise ConfigError(f"frame {number} is damaged")
-            frames.append(_pixels(frame, cut))
+            frames.append(_decode_pixels(frame, cut))
             if len(frames) == len(window):
                 return frames
     raise ConfigError(f"ends after {number + 1} of {listing.count} frames")
 
 
-def _frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
+def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
     """Yields (number, frame), beginning at frame `first` or before it."""
     places = {time: place for place, time in listing.keyframes}
     before = [time for place, time in listing.keyframes if 0 < place <= first]
     for time in before[:-3:-1]:  # two keyframes: with its leading pictures, one may lie behind `first`
-        with _opened(path) as (container, stream):
+        with _open_container(path) as (container, stream):
             container.seek(time + listing.delay, stream=stream)
             packets = container.demux(stream)
-            head, leading = _head(packets)
+            head, leading = _read_head(packets)
             place = places.get(getattr(head[0], listing.timestamp)) if head else None
             if place is None or place + leading > first:
                 continue
@@ -199,11 +199,11 @@ def _frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[
             if keyframe is not None and keyframe.pts == head[0].pts and not keyframe.is_corrupt:
                 yield from enumerate(chain([keyframe], shown), place + leading)
                 return
-    with _opened(path) as (container, stream):
+    with _open_container(path) as (container, stream):
         yield from enumerate(container.decode(stream))
 
 
-def _head(packets: Iterator[Any]) -> tuple[list[Any], int]:
+def _read_head(packets: Iterator[Any]) -> tuple[list[Any], int]:
     """Returns the packets from a keyframe to the first that is not leading, and how many are leading; ([], 0): no
     keyframe.
     """
@@ -217,29 +217,29 @@ def _head(packets: Iterator[Any]) -> tuple[list[Any], int]:
     return head, sum(1 for packet in head if packet.size and packet.pts < head[0].pts)
 
 
-def _pixels(frame: Any, cut: Cut) -> Tensor:
+def _decode_pixels(frame: Any, cut: Cut) -> Tensor:
     transparent = any(component.is_alpha for component in frame.format.components)
     image = Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24"))
     if frame.rotation % 360:  # of a telephone held upright
         image = image.rotate(frame.rotation, expand=True)
-    return _cropped(image, cut)
+    return _crop_frame(image, cut)
 
 
-def _pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
+def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
     with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
-        skipped = _skipped(image)
+        skipped = _count_skipped(image)
         count, frames = getattr(image, "n_frames", 1) - skipped, []
         for number in cut.window(count, chance):
             image.seek(number + skipped)
             image.load()
-            frames.append(_cropped(image, cut))
+            frames.append(_crop_frame(image, cut))
     return frames, Listing(count)
 
 
-def _skipped(image: Image.Image) -> int:
+def _count_skipped(image: Image.Image) -> int:
     """Returns 1 for an animated PNG with one more picture in front, for viewers that cannot play it."""
     return int(getattr(image, "n_frames", 1) > 1 and bool(image.info.get("default_image")))
 
 
-def _cropped(image: Image.Image, cut: Cut) -> Tensor:
+def _crop_frame(image: Image.Image, cut: Cut) -> Tensor:
     return to_tensor(center_crop(to_mode(image, cut.channels), cut.width, cut.height))

@@ -63,8 +63,8 @@ class Crop:
             cut = self(image.convert("RGBa"), width, height, numbers)
             return cut._replace(image=cut.image.convert("RGBA"))
         if self.kind == "center" or numbers is None:
-            return _centre(image, width, height)
-        make = {"random": self._random, "random_resized": self._random_resized, "dalle": _dalle}[self.kind]
+            return _crop_center(image, width, height)
+        make = {"random": self._random, "random_resized": self._random_resized, "dalle": _crop_dalle}[self.kind]
         return make(image, width, height, numbers)
 
     def _random(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
@@ -76,7 +76,7 @@ class Crop:
         image = reduced(image, *cover)
         scale = max(cover[0] / image.width, cover[1] / image.height)
         image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-        return _anywhere(image, width, height, numbers[1:])
+        return _place_anywhere(image, width, height, numbers[1:])
 
     def _random_resized(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
         least, most = self.scale or _SCALES["random_resized"]
@@ -86,15 +86,15 @@ class Crop:
             aspect = math.exp(low + numbers[2 * number + 1] * (high - low))
             wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < wide <= image.width and 0 < tall <= image.height:
-                return _scaled(_anywhere(image, wide, tall, numbers[-2:]), width, height)
+                return _scale_part(_place_anywhere(image, wide, tall, numbers[-2:]), width, height)
         aspect = min(max(image.width / image.height, math.exp(low)), math.exp(high))
         wide, tall = min(image.width, round(image.height * aspect)), min(image.height, round(image.width / aspect))
         top, left = (image.height - tall) // 2, (image.width - wide) // 2
         part = image.crop((left, top, left + wide, top + tall))
-        return _scaled(Cut(part, top, left, image.width - wide - left), width, height)
+        return _scale_part(Cut(part, top, left, image.width - wide - left), width, height)
 
 
-def _centre(image: Image.Image, width: int, height: int) -> Cut:
+def _crop_center(image: Image.Image, width: int, height: int) -> Cut:
     wide, high = image.size
     while wide >= 2 * width and high >= 2 * height:  # as `center_crop` halves
         wide, high = wide // 2, high // 2
@@ -103,24 +103,24 @@ def _centre(image: Image.Image, width: int, height: int) -> Cut:
     return Cut(center_crop(image, width, height), y // 2, x // 2, x - x // 2)
 
 
-def _dalle(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+def _crop_dalle(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
     shorter, target = min(image.size), max(width, height)
-    square = _anywhere(image, shorter, shorter, numbers)
+    square = _place_anywhere(image, shorter, shorter, numbers)
     low, high = min(shorter, round(9 / 8 * target)), min(shorter, round(12 / 8 * target))
     side = max(low + int(numbers[2] * (high - low + 1)), target)  # a smaller image is enlarged
-    whole = _scaled(square, side, side, Image.Resampling.BOX)
-    part = _anywhere(whole.image, width, height, numbers[3:])
+    whole = _scale_part(square, side, side, Image.Resampling.BOX)
+    part = _place_anywhere(whole.image, width, height, numbers[3:])
     return Cut(part.image, part.top + whole.top, part.left + whole.left, part.right + whole.right)
 
 
-def _anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+def _place_anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
     """Returns a part of an image that holds it, by two numbers: from the top and from the left."""
     top = int(numbers[0] * (image.height - height + 1))
     left = int(numbers[1] * (image.width - width + 1))
     return Cut(image.crop((left, top, left + width, top + height)), top, left, image.width - width - left)
 
 
-def _scaled(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
+def _scale_part(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
     """Brings a part to a size; returns its place in the whole scaled alike, too."""
     across, down = width / part.image.width, height / part.image.height
     return Cut(

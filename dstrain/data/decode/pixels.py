@@ -129,7 +129,7 @@ def center_crop(image: Image.Image, width: int, height: int | None = None) -> Im
     if image.height > 1.75 * image.width:
         image = image.resize((wide, high), Image.Resampling.BICUBIC)
         return image.crop((x, y, x + width, y + height))
-    image = _columns(image, wide, high, y, height)
+    image = _resize_columns(image, wide, high, y, height)
     image = image.crop((x, 0, x + width, image.height))
     image = image.resize((width, high), Image.Resampling.BICUBIC)
     return image if high == height else image.crop((0, y, width, y + height))
@@ -142,7 +142,7 @@ def reduced(image: Image.Image, width: float, height: float) -> Image.Image:
     return image
 
 
-def _columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
+def _resize_columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
     """Makes the first pass: columns resized to `wide`, in the rows that the second pass reads for y .. y + height of
     `high`.
 

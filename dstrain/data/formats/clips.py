@@ -116,7 +116,7 @@ def read_captions(file: Path) -> dict[str, str]:
     try:
         require_file(file)
         with open(file, encoding="utf-8-sig", newline="") as lines:
-            rows = list(_rows(lines, file.suffix.lower()))
+            rows = list(_parse_rows(lines, file.suffix.lower()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     texts: dict[str, str] = {}
@@ -132,7 +132,7 @@ def read_captions(file: Path) -> dict[str, str]:
     return texts
 
 
-def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Any, Any]]:
+def _parse_rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Any, Any]]:
     """Yields (line number, file name, caption) of each line of a captions file, None for what a line lacks."""
     if suffix == ".csv":
         table = csv.DictReader(lines)

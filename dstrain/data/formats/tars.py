@@ -51,7 +51,7 @@ class Tars(Layout):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         """Returns whether there are tar files, and no images or folders beside them, which captions may have."""
-        if _several(root):
+        if _names_several(root):
             return _is_tar(root)
         if request.captions:
             with listing_errors(root, request.key):
@@ -64,7 +64,7 @@ class Tars(Layout):
         """Returns the shards. Raises ConfigError if a tar file is compressed, in which nothing can be read by its
         place.
         """
-        names = list(_tars(self.files, _several(self.root)))
+        names = list(_list_tars(self.files, _names_several(self.root)))
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
             if packed and (name[: -len(packed)] + ".tar") not in names:
@@ -175,9 +175,9 @@ class Tars(Layout):
         file.seek(member.offset_data)
         content = file.read(min(member.size, _MOST_TEXT))
         if kind == "txt":
-            sample[kind] = in_text(_decoded(content)) or ("",)  # a caption that cannot be read: a bad sample
+            sample[kind] = in_text(_decode_text(content)) or ("",)  # a caption that cannot be read: a bad sample
         elif kind == "cls":
-            sample[kind] = _label(_decoded(content))
+            sample[kind] = _parse_label(_decode_text(content))
             if sample[kind] is None:
                 sample["damaged"] = member.name
         else:
@@ -191,7 +191,7 @@ class Tars(Layout):
             with contextlib.suppress(ValueError, AttributeError):  # no label, or no section
                 label = section.get("label")
                 if wants_labels and type(label) in (int, str):
-                    sample["label"] = label if type(label) is int else _label(label)
+                    sample["label"] = label if type(label) is int else _parse_label(label)
 
 
 class _Headers:
@@ -206,17 +206,17 @@ class _Headers:
         return self._file.read(size)
 
 
-def _several(root: str) -> bool:
+def _names_several(root: str) -> bool:
     """Returns whether files are named one by one: by a pattern, or as addresses with spaces between them."""
     return "{" in root or ("://" in root and " " in root)
 
 
-def _tars(files: Files, deep: bool, folder: str = "") -> Iterator[str]:
+def _list_tars(files: Files, deep: bool, folder: str = "") -> Iterator[str]:
     """Yields the tar files of a folder, and of those below it where a pattern names them."""
     for name, is_folder in files.names(folder):
         path = f"{folder}/{name}" if folder else name
         if is_folder and deep:
-            yield from _tars(files, deep, path)
+            yield from _list_tars(files, deep, path)
         elif not is_folder and _is_tar(name):
             yield path
 
@@ -225,7 +225,7 @@ def _is_tar(name: str) -> bool:
     return name.lower().endswith(_ENDS)
 
 
-def _decoded(content: bytes) -> str:
+def _decode_text(content: bytes) -> str:
     """Returns a text without the white space around it, empty where it is no UTF-8: a caption that cannot be read."""
     try:
         return content.decode("utf-8").strip()
@@ -233,7 +233,7 @@ def _decoded(content: bytes) -> str:
         return ""
 
 
-def _label(text: str) -> int | str | None:
+def _parse_label(text: str) -> int | str | None:
     """Returns a number or the name of a class. Raises ValueError if it is too long for either."""
     if len(text) > _LONGEST_LABEL:
         raise ValueError(f"a label has {len(text):,} characters")

@@ -104,14 +104,15 @@ class Zips(Layout):
                     tables.append(member)
                     continue
                 folder = name[: name.rfind("/") + 1]
-                top = folder if top is None else _common(top, folder)
+                top = folder if top is None else _find_common(top, folder)
                 members.add(member)
         if outside:
             self.notes["outside"] = outside
         if top is None:  # which is refused in the end
             return members, None, ""
         top = next(
-            (folder for folder in _above(top) if any(folder + LABELS == table.orig_filename for table in tables)), top
+            (folder for folder in _list_above(top) if any(folder + LABELS == table.orig_filename for table in tables)),
+            top,
         )
         labels = None
         for table in tables:
@@ -149,13 +150,13 @@ class Zips(Layout):
         return ConfigError(f"{self.request.key}={self.root}: {text}")
 
 
-def _common(one: str, other: str) -> str:
+def _find_common(one: str, other: str) -> str:
     """Returns the folder that holds two folders; each ends in a slash, but for the root, which is empty."""
     common = os.path.commonpath([one, other])
     return f"{common}/" if common else ""
 
 
-def _above(folder: str) -> Iterator[str]:
+def _list_above(folder: str) -> Iterator[str]:
     """Returns a folder and those that hold it, the root first."""
     words = folder.split("/")[:-1]
     return ("".join(f"{word}/" for word in words[:count]) for count in range(len(words) + 1))

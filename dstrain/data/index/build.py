@@ -53,7 +53,7 @@ def open_index(
     kept: data.index, where the index is written whatever its size. run: folder of the run that the command is about.
     ConfigError: there are no such data, or what the layout says of them.
     """
-    layout, index = from_first(lambda: _open(str(path), request, kept, run))
+    layout, index = from_first(lambda: _find_or_list(str(path), request, kept, run))
     missing = None
     try:
         len(index)
@@ -94,28 +94,28 @@ def from_first(make: Callable[[], _T]) -> _T:
     return value
 
 
-def _open(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
-    files, key = files_of(path, request), _key(path, request)
-    folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _usual_folders(run)]
+def _find_or_list(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
+    files, key = files_of(path, request), _hash_request(path, request)
+    folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _list_usual_folders(run)]
     if kept is not None and not files.far and Path(path).resolve() in (place := Path(kept).resolve(), *place.parents):
         raise ConfigError(
             f"data.index={kept} lies in {request.key}={path}, where it would count as data: name a folder beside it"
         )
     for folder in folders:
-        found = _found(folder, path, files, request)
+        found = _find_index(folder, path, files, request)
         if found is not None:
             return found
     require_there(f"{request.key}={path}", files)
     layout, folder = recognised(path, files, request), folders[0]
-    if kept is None and not request.measured and not _building(folder).exists():
-        index = _in_memory(layout)
+    if kept is None and not request.measured and not _name_building(folder).exists():
+        index = _list_in_memory(layout)
         if index is not None:
             return layout, index
     with locked(folder):
-        return _found(folder, path, files, request, anew=True) or (layout, _on_disk(layout, folder))
+        return _find_index(folder, path, files, request, anew=True) or (layout, _list_on_disk(layout, folder))
 
 
-def _key(path: str, request: Request) -> str:
+def _hash_request(path: str, request: Request) -> str:
     own = {name: value for name, value in asdict(request).items() if name not in _BESIDE}
     place = path if "://" in path else os.path.abspath(path)
     return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -126,7 +126,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "index"
 
 
-def _usual_folders(run: Path | None) -> list[Path]:
+def _list_usual_folders(run: Path | None) -> list[Path]:
     """Returns where an index is looked for; it is made in the first. A run of somebody else may not be written to."""
     if run is None:
         return [cache_folder()]
@@ -135,7 +135,7 @@ def _usual_folders(run: Path | None) -> list[Path]:
     return folders if os.access(existing, os.W_OK) else folders[::-1]
 
 
-def _building(folder: Path) -> Path:
+def _name_building(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.building")
 
 
@@ -152,7 +152,9 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _found(folder: Path, path: str, files: Files, request: Request, anew: bool = False) -> tuple[Layout, Index] | None:
+def _find_index(
+    folder: Path, path: str, files: Files, request: Request, anew: bool = False
+) -> tuple[Layout, Index] | None:
     """Opens the index on the disk; returns None if the data are not as they were when they were listed.
 
     anew: the index is about to be made anew where they are not, and so it is said what has changed.
@@ -169,7 +171,7 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     if index.header["layout"] != type(layout).__name__:  # a list of labels or the like was put beside the data
         return None
     layout.classes, layout.notes = index.classes, index.header["notes"]
-    now = _stats(layout, watched["names"])
+    now = _read_stats(layout, watched["names"])
     if now == watched["stats"]:
         return layout, index
     if not anew:
@@ -179,7 +181,7 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     return None
 
 
-def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
+def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
     """Returns [size, version] of each file and folder below the root, or of a file that the request names."""
 
     def stat(name: str) -> list[int | str]:
@@ -196,7 +198,7 @@ def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
     return list(ask_each(stat, names))
 
 
-def _watch_list(layout: Layout) -> list[str]:
+def _choose_watched(layout: Layout) -> list[str]:
     """Returns the names to watch, evenly spaced where there are many."""
     request, names = layout.request, layout.watched()
     if len(names) > _WATCHED:
@@ -205,7 +207,7 @@ def _watch_list(layout: Layout) -> list[str]:
     return [*names, *(f"{key}{path}" for key, path in lists if path is not None)]
 
 
-def _in_memory(layout: Layout) -> Index | None:
+def _list_in_memory(layout: Layout) -> Index | None:
     """Lists few samples into memory; returns None if there are more."""
     parts = layout.parts()
     columns = Columns(classes=layout.classes)
@@ -218,10 +220,10 @@ def _in_memory(layout: Layout) -> Index | None:
     return columns.finished(layout)
 
 
-def _on_disk(layout: Layout, folder: Path) -> Index:
-    building, parts = _building(folder), layout.parts()
-    watch_list = _watch_list(layout)
-    _settle(stats := _stats(layout, watch_list))
+def _list_on_disk(layout: Layout, folder: Path) -> Index:
+    building, parts = _name_building(folder), layout.parts()
+    watch_list = _choose_watched(layout)
+    _await_clock(stats := _read_stats(layout, watch_list))
     plan = {
         "version": VERSION,
         "layout": type(layout).__name__,
@@ -230,19 +232,20 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
         "parts": blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest(),
     }
     journal = building / "journal.jsonl"
-    columns, done = _resumed(building, journal, plan, layout)
+    columns, done = _resume_columns(building, journal, plan, layout)
     if columns is None:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         lines.append_lines(journal, json.dumps(plan) + "\n")
         columns, done = Columns(building, classes=layout.classes), 0
-    _list(layout, columns, parts, done, journal)
+    _add_parts(layout, columns, parts, done, journal)
     layout.require_whole()
-    more = [name for name in _watch_list(layout) if name not in set(watch_list)]  # folders met while listing
+    more = [name for name in _choose_watched(layout) if name not in set(watch_list)]  # folders met while listing
     phases().at(f"writing the index of {layout.root}")
     columns.finished(layout)
     atomic.write_file(
-        building / WATCHED, sealed.render_sealed({"names": watch_list + more, "stats": stats + _stats(layout, more)})
+        building / WATCHED,
+        sealed.render_sealed({"names": watch_list + more, "stats": stats + _read_stats(layout, more)}),
     )
     if folder.exists():
         old = folder.with_name(f"{folder.name}.old")
@@ -253,7 +256,7 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
     return Index.open(folder)
 
 
-def _list(layout: Layout, columns: Columns, parts: list[str], done: int, journal: Path) -> None:
+def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, journal: Path) -> None:
     """Adds the samples of the parts from `done` on; what the journal says stands on the disk, whatever ends this."""
     state: dict[str, Any] | None = None
     synced, noun = time.monotonic(), layout.request.noun
@@ -285,14 +288,14 @@ def _list(layout: Layout, columns: Columns, parts: list[str], done: int, journal
         bar.update(columns.number - bar.n)
 
 
-def _settle(stats: list[list[int | str]]) -> None:
+def _await_clock(stats: list[list[int | str]]) -> None:
     """Waits until a change that follows would have another time than these have."""
     times = [int(version) for _, version in stats if str(version).isdecimal()]
     while times and 0 <= time.time_ns() - max(times) < _TICK:
         time.sleep(_TICK / 4e9)
 
 
-def _resumed(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
+def _resume_columns(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
     """Opens the columns that an interrupted command has written of the same data, and counts their parts."""
     try:
         lines.cut_torn_line(journal)

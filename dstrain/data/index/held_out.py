@@ -19,7 +19,7 @@ class Members:
 
     def __init__(self, number: int, held_out: float, split: str) -> None:
         self.number, self.held_out, self.split = number, held_out, split
-        self.ends = _ends(number, held_out, split)
+        self.ends = _count_members(number, held_out, split)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -34,20 +34,20 @@ class Members:
 
     def holds(self, numbers: np.ndarray) -> np.ndarray:
         """Returns whether numbers int64 (b,) are members: bool (b,)."""
-        held = _held(numbers, self.held_out)
+        held = _are_held_out(numbers, self.held_out)
         return held if self.split == "held_out" else ~held
 
 
-def _held(numbers: np.ndarray, share: float) -> np.ndarray:
+def _are_held_out(numbers: np.ndarray, share: float) -> np.ndarray:
     return (rng.uniform(rng.keys_of_seeds(torch.from_numpy(numbers)), "held_out") < share).numpy()
 
 
-def _ends(number: int, share: float, split: str) -> np.ndarray:
+def _count_members(number: int, share: float, split: str) -> np.ndarray:
     """Returns the members up to the end of each block, int64 (blocks,)."""
     if (number, share) not in _HELD_ENDS:
         counts = [
             np.add.reduceat(
-                _held(np.arange(start, min(start + _CHUNK, number)), share),
+                _are_held_out(np.arange(start, min(start + _CHUNK, number)), share),
                 np.arange(0, min(_CHUNK, number - start), _BLOCK),
                 dtype=np.int64,
             )

@@ -138,7 +138,7 @@ class Index:
         if split == "all" or not held_out:
             return Split(len(self), None, self.header["counts"], self.header["names"])
         if self.folder is None:
-            parts = [part[split] for part in _divide(self, held_out)]
+            parts = [part[split] for part in _divide_rows(self, held_out)]
             names = blake2b(b"".join(text for _, text in parts), digest_size=8)
             return _describe_split(self, np.concatenate([rows for rows, _ in parts]), names)
         splits = self._open_splits(held_out)
@@ -167,13 +167,13 @@ class Index:
             with ExitStack() as stack:
                 paths = {split: stack.enter_context(atomic.replace_file(folder / f"{split}.bin")) for split in names}
                 files = {split: stack.enter_context(open(path, "wb")) for split, path in paths.items()}
-                for part in _divide(self, held_out):
+                for part in _divide_rows(self, held_out):
                     for split, (rows, text) in part.items():
                         files[split].write(rows.tobytes())
                         names[split].update(text)
             for split, digest in names.items():
                 path = folder / f"{split}.bin"
-                members = np.frombuffer(map_file(path), _type_of_rows(self))
+                members = np.frombuffer(map_file(path), _choose_row_type(self))
                 write_sums(path, members)
                 own = _describe_split(self, members, digest)
                 header[split] = {"number": own.number, "counts": own.counts, "names": own.names}
@@ -181,7 +181,7 @@ class Index:
 
     def _open_splits(self, held_out: float) -> dict[str, Split] | None:
         """Opens both splits on the disk; returns None if they are missing, damaged, or of another index."""
-        folder, dtype = self._split_folder(held_out), np.dtype(_type_of_rows(self))
+        folder, dtype = self._split_folder(held_out), np.dtype(_choose_row_type(self))
         header = read_sealed(folder / HEADER)
         if header is None or header.get("index") != self._identity():
             return None
@@ -252,13 +252,13 @@ def name_hash(name: bytes) -> int:
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
-def _type_of_rows(index: Index) -> type[np.unsignedinteger]:
+def _choose_row_type(index: Index) -> type[np.unsignedinteger]:
     return np.uint32 if len(index) < 1 << 32 else np.uint64
 
 
-def _divide(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
+def _divide_rows(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
     """Yields the rows of each split and their names, of a chunk of the index after the other."""
-    dtype = _type_of_rows(index)
+    dtype = _choose_row_type(index)
     bound = np.uint64(math.ceil(held_out * 2.0**64))  # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
         phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
@@ -266,12 +266,12 @@ def _divide(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarra
         rows = np.arange(start, start + len(unseen), dtype=dtype)
         text, ends = index.name_block(start, start + len(unseen))
         yield {
-            "train": (rows[~unseen], _joined(text, ends, ~unseen)),
-            "held_out": (rows[unseen], _joined(text, ends, unseen)),
+            "train": (rows[~unseen], _join_names(text, ends, ~unseen)),
+            "held_out": (rows[unseen], _join_names(text, ends, unseen)),
         }
 
 
-def _joined(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
+def _join_names(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
     """Returns the names of some rows, run by run: far fewer slices than names. ends: one more than rows, from 0."""
     edges = ends[np.flatnonzero(np.diff(own, prepend=False, append=False))].tolist()
     return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])

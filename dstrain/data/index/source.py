@@ -42,7 +42,7 @@ class Indexed(Source):
         self.split, self._held_out = split, held_out
         self.expects = layout.files.far
         self.path = Path(layout.root)
-        self.where, self.check = f"{layout.request.key}={layout.root}", _check(layout)
+        self.where, self.check = f"{layout.request.key}={layout.root}", _name_check(layout)
         self.classes, self._renumbered = index.classes, None
         if classes and index.classes:
             if unknown := [name for name in index.classes if name not in set(classes)]:
@@ -173,7 +173,7 @@ class Indexed(Source):
             return -1
 
 
-def _check(layout: Layout) -> str:
+def _name_check(layout: Layout) -> str:
     """Returns the command that lists what cannot be read, for a shell."""
     request, words = layout.request, ["dstrain", "index", layout.root]
     entries = {

@@ -52,7 +52,7 @@ class Bucketed(Remade):
         folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
         self.dtype = "uint32" if len(whole) < 1 << 32 else "uint64"  # of places in the source
         self.header = from_first(lambda: _sort_samples(self, table, folder))
-        self.members = open_shared(folder / _MEMBERS, self.dtype, _size(self.header, self.dtype))
+        self.members = open_shared(folder / _MEMBERS, self.dtype, _count_bytes(self.header, self.dtype))
         self.counts = tuple(self.header["counts"])
         self.ends = tuple(np.cumsum(self.counts).tolist())
 
@@ -189,29 +189,29 @@ def _sort_samples(source: Bucketed, table: Verified, folder: Path) -> dict[str, 
     header = _read_header(folder, source.dtype)
     if header is None:
         with write_errors(folder, "name another folder for the index with data.index=FOLDER"):
-            header = _write(source, table, folder)
+            header = _write_buckets(source, table, folder)
     return header
 
 
 def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
     """Returns what stands in the folder; None if it is not there, or altered."""
     header = read_sealed(folder / HEADER)
-    return header if header and open_whole(folder / _MEMBERS, dtype, _size(header, dtype)) else None
+    return header if header and open_whole(folder / _MEMBERS, dtype, _count_bytes(header, dtype)) else None
 
 
-def _size(header: dict[str, Any], dtype: str) -> int:
+def _count_bytes(header: dict[str, Any], dtype: str) -> int:
     """Returns the bytes of members.bin: an empty file cannot be mapped."""
     return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
 
 
-def _write(source: Bucketed, table: Verified, folder: Path) -> dict[str, Any]:
+def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> dict[str, Any]:
     """Makes the folder, which is there at once and whole: other commands may be about the same one."""
     building = folder.with_name(f"{folder.name}.{os.getpid()}")
     building.mkdir(parents=True, exist_ok=True)
     try:
         buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(source.whole),))
         header = _choose_buckets(buckets, source, table)
-        number = _size(header, source.dtype) // np.dtype(source.dtype).itemsize
+        number = _count_bytes(header, source.dtype) // np.dtype(source.dtype).itemsize
         members = np.memmap(building / _MEMBERS, source.dtype, "w+", shape=(number,))
         _sort_by_bucket(members, buckets, len(source.shapes))
         members.flush()

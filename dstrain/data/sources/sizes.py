@@ -35,12 +35,12 @@ def pixel_sizes(layout: Layout, index: Index) -> Verified:
 
     The index stands on a disk. NotRead: the storage fails.
     """
-    return _table(layout, index, "sizes", 2, lambda place: size_of(layout, place), CHUNK)
+    return _open_measures(layout, index, "sizes", 2, lambda place: size_of(layout, place), CHUNK)
 
 
 def frame_counts(layout: Layout, index: Index) -> Verified:
     """Returns int32 (N, 1): how many frames each clip of the index has, 0 if it cannot be read; as `measure_images`."""
-    return _table(layout, index, "frames", 1, lambda place: (frames_of(layout, place),), _CLIPS)
+    return _open_measures(layout, index, "frames", 1, lambda place: (frames_of(layout, place),), _CLIPS)
 
 
 def size_of(layout: Layout, place: Place) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def frames_of(layout: Layout, place: Place) -> int:
         return count_frames(layout.read(place))
 
 
-def _table(
+def _open_measures(
     layout: Layout, index: Index, name: str, width: int, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> Verified:
     """Returns int32 (N, width): the measure of each sample, 0 if it cannot be read; on all ranks together.
@@ -74,13 +74,13 @@ def _table(
         if found() is None:
             with locked(index.folder), write_errors(index.folder, ELSEWHERE):
                 if found() is None:
-                    _write(path, layout, index, dtype, measure, chunk)
+                    _write_measures(path, layout, index, dtype, measure, chunk)
 
     from_first(make)
     return open_shared(path, dtype, len(index) * dtype.itemsize)
 
 
-def _write(
+def _write_measures(
     path: Path, layout: Layout, index: Index, dtype: np.dtype, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> None:
     """Measures `chunk` samples at a time; goes on where an interrupted command was."""
@@ -104,13 +104,13 @@ def _write(
         for start in range(done, len(index), chunk):
             phases().at(f"measuring {layout.root}: {start:,} of {len(index):,}")
             stop = min(start + chunk, len(index))
-            _append(part, np.array(list(ask_each(known, range(start, stop))), np.int32), start * dtype.itemsize)
+            _append_rows(part, np.array(list(ask_each(known, range(start, stop))), np.int32), start * dtype.itemsize)
             bar.update(stop - start)
     write_sums(path, map_file(part))
     os.replace(part, path)
 
 
-def _append(path: Path, block: np.ndarray, offset: int) -> None:
+def _append_rows(path: Path, block: np.ndarray, offset: int) -> None:
     """Writes rows behind whole ones; what a crash has left of others is cut off."""
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(offset)

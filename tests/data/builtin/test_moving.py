@@ -85,9 +85,9 @@ def test_an_item_that_rests_on_a_pixel_is_itself():
             outside = frame.clone()
             outside[int(top) : int(top) + 17, int(left) : int(left) + 17] = 0
             assert not outside.any()
-    from dstrain.data.builtin.moving import _pasted
+    from dstrain.data.builtin.moving import _paste_item
 
-    placed = _pasted(image, torch.tensor([3.0, 3.5]), torch.tensor([7.0, 16.0]), 32, 32)
+    placed = _paste_item(image, torch.tensor([3.0, 3.5]), torch.tensor([7.0, 16.0]), 32, 32)
     assert torch.equal(placed[0, 7:23, 3:19], image) and placed[0].sum() == image.sum()
     between = (image[:, 1:].float() + image[:, :-1]) / 2
     assert (placed[1, 16:, 4:19].float() - between).abs().max() <= 0.5  # halfway

@@ -82,7 +82,7 @@ def number(item) -> int:
 )
 def test_exact_fractions(splits, count, expected):
     """Oracle: counts by hand; each lies within one of its fraction's, and all rows are shared out."""
-    bounds = embeddings._bounds(count, splits, 1)
+    bounds = embeddings._split_bounds(count, splits, 1)
     sizes = [end - begin for begin, end in bounds]
     assert sizes == expected and sum(sizes) == count and bounds[0][0] == 0
     for size, fraction in zip(sizes, splits):
@@ -102,7 +102,7 @@ def test_exact_fractions(splits, count, expected):
 def test_wrong_fractions(splits, count, world, words):
     """Oracle: a ValueError with the numbers, also where a rank would have no pair of its own."""
     with pytest.raises(ValueError, match=words):
-        embeddings._bounds(count, splits, world)
+        embeddings._split_bounds(count, splits, world)
 
 
 def test_splits_are_a_partition(tmp_path):

@@ -73,8 +73,8 @@ def test_a_window_is_a_slice_of_the_whole(tmp_path, kind, monkeypatch):
         write(path, moving(COUNT, 96, 64), codec, options=options)
     full, _ = whole(path, height=32, width=48)
     begun = []
-    frames = clips._frames
-    monkeypatch.setattr(clips, "_frames", lambda *given: (begun.append(pair[0]) or pair for pair in frames(*given)))
+    frames = clips._decode_frames
+    monkeypatch.setattr(clips, "_decode_frames", lambda *given: (begun.append(pair[0]) or pair for pair in frames(*given)))
     listing = list_frames(path)
     assert listing.count == COUNT
     late = 0

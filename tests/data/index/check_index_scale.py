@@ -23,7 +23,7 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats import files_of
 from dstrain.data.formats.base import Request
 from dstrain.data.formats.folders import Folders
-from dstrain.data.index.build import _key, _stats
+from dstrain.data.index.build import _hash_request, _read_stats
 from dstrain.data.index.columns import Columns
 from dstrain.data.index.index import CHUNK, WATCHED, name_hash
 from dstrain.data.order import Order
@@ -65,8 +65,8 @@ def make_index(root: Path, number: int, kept: Path) -> None:
     state = {"number": number, "sizes": sizes, "kinds": ["int", False], "classes": [], "most": 0}
     Columns(building, state=state).finished(layout)
     watched = layout.watched()
-    atomic.write_file(building / WATCHED, sealed.render_sealed({"names": watched, "stats": _stats(layout, watched)}))
-    building.rename(kept / _key(str(root), request))
+    atomic.write_file(building / WATCHED, sealed.render_sealed({"names": watched, "stats": _read_stats(layout, watched)}))
+    building.rename(kept / _hash_request(str(root), request))
 
 
 def memory() -> float:
