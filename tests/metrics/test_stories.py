@@ -10,7 +10,7 @@ from dstrain import recipe, systems
 from dstrain.commands.generate import GenerateOptions, generate
 from dstrain.commands.quality import QualityOptions, quality
 from dstrain.data.builtin.fashion import FASHION, Fashion
-from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _pasted, caption_of
+from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _paste_item, caption_of
 from dstrain.metrics.clips import SCENES, make_stories, score_scenes, sum_scenes
 from dstrain.metrics.features import open_features
 from tests.support import checkpoints, gloo, tokenizer
