@@ -57,7 +57,7 @@ class TrainedRun:
     ) -> Tensor:
         """Draws uint8 images (num, C, H, W), videos (num, T, C, H, W) or float32 embeddings (num, D), on the CPU.
 
-        Sample i is a function of seed + i, the same that launch/generate.py draws. labels and prompts are repeated to
+        Sample i is a function of seed + i, the same that dstrain generate draws. labels and prompts are repeated to
         `num`. images, uint8 (N, C, H, W), are what a super-resolution run begins from; of a run of videos (N, K, C, H,
         W), the frames to go on from; of a decoder image embeddings (N, D). None takes the choice of the recipe's
         `samples` section, where the other choices are explained, too. batch: samples in one call of the networks.
@@ -107,7 +107,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> TrainedRun:
-    """A run's folder, or what `launch/export.py --format safetensors` has made of one.
+    """A run's folder, or what `dstrain export --format safetensors` has made of one.
 
     ema: decay or width of the average to take, None for the recipe's choice. raw: the training weights instead. step:
     of the checkpoint, None for the newest whole one. device: None for the GPU where there is one. dtype: of the

@@ -350,6 +350,13 @@ def test_the_rules_refuse(module, imported):
     assert refused(module, imported)
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if path.startswith("dstrain/")])
+def test_names_no_script(path):
+    """Oracle: the text of the file: the library says `dstrain encode`, since a wheel has no launch/ folder."""
+    lines = enumerate(FILES[path].read_text(encoding="ascii").splitlines(), 1)
+    assert [f"{path}:{number}" for number, line in lines if "launch/" in line] == []
+
+
 @pytest.mark.parametrize("path", FILES)
 def test_a_file_fits(path):
     """Oracle: design sections 3 and 11: 500 lines, 120 columns, ASCII, a docstring that says what it is for."""

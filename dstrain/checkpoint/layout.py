@@ -22,7 +22,7 @@ from dstrain.checkpoint.safetensors_io import FLOATS, SIZES, Entry, Span, Stored
 from dstrain.recipe import ConfigError
 
 COMMON = "common.safetensors"
-RECONSTRUCTED = "reconstructed"  # WIDTH/step_N in it: averages that launch/reconstruct.py has made of a run's
+RECONSTRUCTED = "reconstructed"  # WIDTH/step_N in it: averages that dstrain reconstruct has made of a run's
 SHARD = re.compile(r"(\w[\w.-]*)-(\d{5,})-of-(\d{5,})\.safetensors")  # part, rank, world
 
 

@@ -17,7 +17,7 @@ from dstrain.disk import sealed, small
 from dstrain.recipe import ConfigError
 
 NAME = "manifest.json"
-CONSOLIDATED = "consolidated.json"  # of launch/consolidate.py: hashes of its files, and more
+CONSOLIDATED = "consolidated.json"  # of dstrain consolidate: hashes of its files, and more
 _BLOCK_BYTES = 1 << 26
 THREADS = 4  # for each rank; hashlib releases the interpreter's lock
 _MAX_BYTES = 1 << 26  # bytes of a manifest: 150 for each file, and a rank writes one for each part

@@ -119,7 +119,7 @@ def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]],
     if len(text) > _MAX_HEADER:
         raise ConfigError(
             f"{path}: a header of {len(text)} bytes, readers take {_MAX_HEADER}: one file for so many "
-            "tensors is too few (launch/consolidate.py makes more with a smaller --shard-size)"
+            "tensors is too few (dstrain consolidate makes more with a smaller --shard-size)"
         )
     return len(text).to_bytes(8, "little") + text
 

@@ -184,7 +184,7 @@ def _classes(run: Run) -> tuple[str, ...]:
 
 
 def _statistics_of_cache(options: ExportOptions, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
-    """The statistics that launch/encode.py measured. ConfigError: its codes are of other weights."""
+    """The statistics that dstrain encode measured. ConfigError: its codes are of other weights."""
     folder = options.statistics.parent if options.statistics.name == INDEX else options.statistics
     index = read_index(folder)
     own, encoder = fingerprint(*system.identity(nets)), index["encoding"]["first_stage"]

@@ -188,12 +188,12 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
     if enlarges and options.low_res is None:
         raise ConfigError(
             f"{folder} draws from smaller pictures: give them as --low-res FILE.npz or FOLDER, or draw "
-            f"them from another run, launch/generate.py RUN --then {folder}"
+            f"them from another run, dstrain generate RUN --then {folder}"
         )
     if system.takes_embeddings and options.embeddings is None:
         raise ConfigError(
             f"{folder} draws from image embeddings: give them as --embeddings FILE.npy, or draw them by "
-            f"a prior, launch/generate.py PRIOR --prompts FILE --then {folder}"
+            f"a prior, dstrain generate PRIOR --prompts FILE --then {folder}"
         )
     if options.low_res is not None and not enlarges:
         raise ConfigError(f"--low-res {options.low_res}: {folder} takes no pictures; leave it out")

@@ -1,4 +1,4 @@
-"""The command `dstrain VERB ...`, and the doors of launch/: each runs a verb.
+"""The command `dstrain VERB ...`, and what scripts for launchers run: each runs a verb.
 
 A verb is its options in options/VERB.py, which import no torch, and `run_verb(options)` in a module of its own.
 """

@@ -2,7 +2,7 @@
 
 They come from a fork server, a clean process that imports torch once and is forked for each worker. Until 4 workers
 delivered on two cores, it took 1.8 s the first time and 0.3 s again; spawn took 11 s and 8 s, fork 0.6 s and 0.3 s
-(launch/bench/data.py --start). Yet fork would copy a process that runs the threads of gloo, NCCL, pinning and wandb,
+(the benchmark data.py --start). Yet fork would copy a process that runs the threads of gloo, NCCL, pinning and wandb,
 with whatever locks they hold, and registered memory of the network card; spawn imports torch in each worker.
 """
 

@@ -1,4 +1,4 @@
-"""The variational bound of data under a trained chain, in bits by timestep. launch/evaluate.py averages it over data.
+"""The variational bound of data under a trained chain, in bits by timestep. dstrain evaluate averages it over data.
 
 Notation as in gaussian.py; K timesteps are visited: all T of them, or an evenly spaced subset.
 Source: Nichol & Dhariwal 2021, Equations 4 to 7; a shortened chain is their section 4.

@@ -1,4 +1,4 @@
-"""Exit codes of a command, and how its ranks tell them to launch/keep.py whatever their launcher makes of them.
+"""Exit codes of a command, and how its ranks tell them to dstrain keep whatever their launcher makes of them.
 
 torchrun ends with 1 where a rank ends with any code but 0, so ranks also write theirs, a line each, into the file that
 the environment variable DSTRAIN_ENDED names.

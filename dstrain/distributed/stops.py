@@ -84,7 +84,7 @@ def _launchers() -> list[tuple[int, str]]:
 def _launches(pid: int) -> bool:
     """Whether a process is a launcher, by the names of its program and script without their folders.
 
-    A shell is none: its script may be called deepspeed.sh, yet it launches no ranks. Nor is launch/keep.py, which has
+    A shell is none: its script may be called deepspeed.sh, yet it launches no ranks. Nor is dstrain keep, which has
     the launcher's command line behind `--`.
     """
     words = command_line(pid).partition("\0--\0")[0].split("\0")[:4]

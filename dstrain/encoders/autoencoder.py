@@ -147,7 +147,7 @@ def _load(path: str) -> nn.Module:
         folder = folder / "vae"
     if not folder.is_dir() and not _on_hub(path):
         raise ConfigError(
-            f"first_stage.path: there is no folder {path}; export one first with launch/export.py RUN "
+            f"first_stage.path: there is no folder {path}; export one first with dstrain export RUN "
             f"--out {path}, save one there with AutoencoderKL.from_pretrained(NAME).save_pretrained"
             "(FOLDER), or give a name on the hub, as stabilityai/sd-vae-ft-mse"
         )

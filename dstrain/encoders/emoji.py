@@ -1,6 +1,6 @@
 """The encoders of the built-in emoji pairs, as far as they are in the package: an image tower, and known captions.
 
-launch/builtin/make_emoji_pairs.py has trained the tower on the pairs that data.splits=[0.8,0.1,0.1] trains on, and says
+make_emoji_pairs.py has trained the tower on the pairs that data.splits=[0.8,0.1,0.1] trains on, and says
 how good it is. Its embeddings are comparable with those of texts by all-MiniLM-L6-v2, which the package does not hold.
 """
 

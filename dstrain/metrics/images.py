@@ -71,7 +71,7 @@ def _turns(count: int, size: int) -> Iterator[range]:
 
 
 def open_set(path: Path, option: str) -> Images:
-    """A folder of images (at any depth; of launch/generate.py by its .npz), a .zip of images, or an .npz with arr_0.
+    """A folder of images (at any depth; of dstrain generate by its .npz), a .zip of images, or an .npz with arr_0.
 
     ConfigError with `option`: no images there, or a single one.
     """
@@ -91,7 +91,7 @@ def _opened(path: Path, option: str) -> Images:
     with _reading(path, option):
         if (path / "run.yaml").is_file():  # its images are grids
             raise ConfigError(
-                f"{option} {path} is a run's folder: draw from it by launch/generate.py, and name the "
+                f"{option} {path} is a run's folder: draw from it by dstrain generate, and name the "
                 "folder that it wrote"
             )
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""Metrics while a run trains (every.metrics): what launch/evaluate.py --metrics measures, of fewer pictures.
+"""Metrics while a run trains (every.metrics): what dstrain evaluate --metrics measures, of fewer pictures.
 
 They are drawn of all classes or captions in turn, with the recipe's sampler, and belong to their seeds: the figures are
 the same on any number of ranks. The data are described once, and the result is kept in the run's folder.
@@ -48,7 +48,7 @@ class Quality:
         if system.starts_from_data:
             raise ConfigError(
                 f"{key}: {run.system} draws from given pictures: write every.metrics=0, and measure it "
-                "by launch/evaluate.py RUN --metrics"
+                "by dstrain evaluate RUN --metrics"
             )
         with reworded(options=_OPTIONS):
             self._networks = table.chosen_networks(metrics, samples.features)
@@ -66,7 +66,7 @@ class Quality:
         if own is None and data.codes is not None:
             raise ConfigError(
                 f"{key}: {data.path} holds codes, and not the pictures to compare with: write "
-                "every.metrics=0, and take launch/evaluate.py --metrics with a --reference"
+                "every.metrics=0, and take dstrain evaluate --metrics with a --reference"
             )
         self._request, self._captions = make_request(
             of_all(samples, data, system), system, samples.metrics_samples, samples.seed

@@ -95,7 +95,7 @@ def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, F
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
         raise ConfigError(
-            f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; launch/evaluate.py "
+            f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; dstrain evaluate "
             "takes scenes, too, alone"
         )
     chosen = {}

@@ -24,8 +24,8 @@ def attend(
     scale      None: 1 / sqrt(d).
 
     On a CPU halves are widened first: the fused backward in bfloat16 takes 5 to 10 times as long as that in float32 at
-    the lengths of small pictures (launch/bench/attention.py). The rule is fixed, and no measurement, so that every rank
-    and a run that goes on elsewhere compute alike.
+    the lengths of small pictures (the benchmark attention.py). The rule is fixed, and no measurement, so that every
+    rank and a run that goes on elsewhere compute alike.
     """
     narrow = query.dtype
     if query.device.type == "cpu" and narrow in _HALVES:

@@ -1,7 +1,7 @@
 """The small classifier of Fashion-MNIST's ten classes that comes with the package.
 
 The metrics of the built-in data (metrics/builtin.py) and a perceptual distance for them (nn/perceptual.py) look through
-it. launch/builtin/make_classifier.py has trained it on the whole of Fashion-MNIST and says how good it is.
+it. make_classifier.py has trained it on the whole of Fashion-MNIST and says how good it is.
 """
 
 import itertools

@@ -71,7 +71,7 @@ class Data(Mixture, Shaping):
     index: str | None = None  # folder of the list of samples; None: in the run's, or not kept if small
     splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)  # of embedding pairs: train, validation, test
     cache: Cache = Cache()  # of data at an address
-    embeddings: str | None = None  # of images, from launch/encode.py --image-encoder, or builtin:emoji-pairs
+    embeddings: str | None = None  # of images, from dstrain encode --image-encoder, or builtin:emoji-pairs
     codes: Codes | None = None  # where `path` holds cached codes: filled in from their index
 
     @field_validator("path", "held_out_path", "captions", "images", "class_list", "index", "embeddings")
@@ -183,7 +183,7 @@ class Ema(Section):
     decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = (0.9999,)  # one shadow for each; () is none
     warmup: bool = False  # effective decay min(decay, (1 + step) / (10 + step))
     # Power-function averages by their relative width, ema/profiles.py: [0.05, 0.10], say, and snapshots of them, of
-    # which launch/reconstruct.py makes those of any width. One shadow for each; () is none.
+    # which dstrain reconstruct makes those of any width. One shadow for each; () is none.
     profiles: tuple[Annotated[float, Field(ge=0.001, le=WIDEST)], ...] = ()
     snapshots: Annotated[Count, MAY_CHANGE] = 0  # one in so many steps, and of the last; 0 is never
     snapshot_precision: Annotated[Literal["fp32", "bf16"], MAY_CHANGE] = "fp32"  # bf16: see docs/guides/reconstruct.md
@@ -269,7 +269,7 @@ class Samples(Section):
     eta: NonNegative | None = None  # noise of a step; None: the sampler's usual
     seed: Count = 0  # sample i is a function of seed + i
     ema: float | None = None  # decay or width of the EMA to draw from; None: the first
-    # For every.metrics: metrics and networks as of launch/evaluate.py, see dstrain/metrics/in_training.py. None: fd and
+    # For every.metrics: metrics and networks as of dstrain evaluate, see dstrain/metrics/in_training.py. None: fd and
     # accuracy of the built-in data, as far as the model has labels or captions; nothing of other data.
     metrics: tuple[str, ...] | None = None
     features: tuple[str, ...] = ()  # KIND:PATH of networks; fd and accuracy have one built in

@@ -94,7 +94,7 @@ def write_card(
     limit   of the code's error
     """
     sealed, run = read_manifest(checkpoint), _hide_paths(run)
-    imported = sealed["extra"].get("imported")  # of launch/import.py's: not trained here
+    imported = sealed["extra"].get("imported")  # of dstrain import's: not trained here
     versions = ", ".join(f"{library} {version}" for library, version in sealed["versions"].items())
     here = ", ".join(
         [f"dstrain {__version__}", *(f"{library} {importlib.metadata.version(library)}" for library in _LIBRARIES)]

@@ -1,4 +1,4 @@
-"""The frozen first stage of launch/encode.py: a run, its export, or diffusers' AutoencoderKL; and its Encoder."""
+"""The frozen first stage of dstrain encode: a run, its export, or diffusers' AutoencoderKL; and its Encoder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from dstrain.runs.weights import require_unaltered
 from dstrain.systems.base import Batch
 from dstrain.systems.codec import Codec, require_codes
 
-_RUN = "RUN"  # the folder's name in the usage of launch/encode.py
+_RUN = "RUN"  # the folder's name in the usage of dstrain encode
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FirstStage:
 def open_run(
     folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None, precision: Precision = "fp32"
 ) -> FirstStage:
-    """Of a run's folder, or of one that launch/export.py RUN --format safetensors or launch/consolidate.py has written.
+    """Of a run's folder, or of one that dstrain export RUN --format safetensors or dstrain consolidate has written.
 
     ConfigError: the folder is neither, its system encodes nothing, or weights are absent or damaged.
     """

@@ -34,7 +34,7 @@ def read_recipe(folder: Path) -> Run:
 def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = None) -> Path:
     """The run's checkpoint of a step, None for the newest whole one. ConfigError: absent or damaged.
 
-    Where it does not hold the average `ema`, and launch/reconstruct.py has made that one, the folder of this.
+    Where it does not hold the average `ema`, and dstrain reconstruct has made that one, the folder of this.
     """
     store = Store(folder / "checkpoints")
     if step is not None:
@@ -49,7 +49,7 @@ def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = N
     if ema is not None and (made := find_reconstructed(folder, ema, None, newest and newest[1])):
         if newest and newest[1].name != made.name and group.rank() == 0:
             print(
-                f"note: --ema {ema} is of {made.name}; launch/reconstruct.py has made none of {newest[1].name}",
+                f"note: --ema {ema} is of {made.name}; dstrain reconstruct has made none of {newest[1].name}",
                 file=sys.stderr,
             )
         return require_whole(made)
@@ -77,7 +77,7 @@ def choose_kinds(
     """Which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
 
     Parts without averages, such as a discriminator, are left out unless `every`, which takes those that the folder
-    holds: what launch/reconstruct.py makes lacks them. ConfigError: no such average.
+    holds: what dstrain reconstruct makes lacks them. ConfigError: no such average.
     """
     return {
         part: choose_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"

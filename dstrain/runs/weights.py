@@ -64,7 +64,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
             raise ConfigError(
                 f"init_from={path} holds DeepSpeed's own files: merge them with `python "
-                f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR"
+                f"dstrain consolidate {path} --trust-pickle --out DIR`, and name DIR"
             )
         require_unaltered([path], together=True)
         adapted = {first: _adapt_part(system, first, read_state(path), path)}
@@ -99,7 +99,7 @@ def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) 
 
 
 def _find_consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
-    """Where the parts lie in a folder that launch/consolidate.py or launch/export.py wrote; {}: in none of several."""
+    """Where the parts lie in a folder that dstrain consolidate or dstrain export wrote; {}: in none of several."""
     if (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
         return {part: path / part for part in (first, *others) if part == first or (path / part).is_dir()}
     files = {part: path / f"{part}.safetensors" for part in (first, *others)}
@@ -202,11 +202,11 @@ def choose_kind(path: Path, part: str, ema: float | None = None) -> str:
 
 
 def _describe_averages(run: Path, ema: float) -> str:
-    """Of a run: widths whose averages launch/reconstruct.py has made, and that it may make this one."""
+    """Of a run: widths whose averages dstrain reconstruct has made, and that it may make this one."""
     made = sorted((path.name for path in (run / RECONSTRUCTED).glob("*") if any(path.glob("step_*"))), key=float)
     makes = ema <= WIDEST and any((run / snapshots.FOLDER).glob("step_*"))
     return (f"; reconstructed: {', '.join(made)}" if made else "") + (
-        f"; launch/reconstruct.py {run} --ema {ema} makes one of its snapshots" if makes else ""
+        f"; dstrain reconstruct {run} --ema {ema} makes one of its snapshots" if makes else ""
     )
 
 

@@ -1,4 +1,4 @@
-"""The files that launch/generate.py writes, round by round: the ranks share the single files, rank 0 writes the rest.
+"""The files that dstrain generate writes, round by round: the ranks share the single files, rank 0 writes the rest.
 
 samples/000000.png              pictures; of videos .gif and .mp4. With a caption 000000-a-sneaker-moving-left.gif.
                                 The folder holds nothing else: tools that score a folder take all of it

@@ -7,7 +7,7 @@ never how it is sharded, so it knows no rank, no engine and no file. A system is
     build(config)   the System of a config
 
 Nothing has to be registered. A system is a folder in dstrain/systems/ with a system.py, a package of your own that the
-recipe names (`system: my_lab.edm`), or an entry point of the group `dstrain.systems`. All commands of launch/ then work
+recipe names (`system: my_lab.edm`), or an entry point of the group `dstrain.systems`. All commands then work
 with it as with every system. tests/newcomer/ holds two whole systems of about a hundred lines each.
 
 A *part* is a network with an optimizer of its own. A *turn* is the moment within a step at which a part learns.

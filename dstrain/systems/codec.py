@@ -57,7 +57,7 @@ class Codec(Frozen):
 
     @classmethod
     def load(cls, path: str | Path, key: str = "first_stage.path") -> "Codec":
-        """From a folder that launch/export.py RUN --format safetensors or launch/consolidate.py has written.
+        """From a folder that dstrain export RUN --format safetensors or dstrain consolidate has written.
 
         ConfigError: the folder is absent, holds something else or damaged weights, or its system encodes nothing.
         """
@@ -163,7 +163,7 @@ def _require_export(folder: Path, key: str) -> None:
         problem = f"{folder} is a run and no export"
     elif any((folder / name).is_file() for name in ("config.json", "model_index.json")):
         problem = f"{folder} holds weights of diffusers and no recipe.yaml"
-    raise ConfigError(f"{key}: {problem}; write one with launch/export.py RUN --format safetensors --out FOLDER")
+    raise ConfigError(f"{key}: {problem}; write one with dstrain export RUN --format safetensors --out FOLDER")
 
 
 def _weights(folder: Path, part: str) -> dict[str, Tensor]:

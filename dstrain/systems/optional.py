@@ -16,7 +16,7 @@ class Figures:
     """Figures beyond the held-out loss, and pictures beside the samples."""
 
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """What launch/evaluate.py averages over held-out samples: values (B,), curves (B, K) such as bits by timestep.
+        """What dstrain evaluate averages over held-out samples: values (B,), curves (B, K) such as bits by timestep.
 
         `num_steps` shortens a chain, None takes the whole. By default the terms of `evaluate`.
         """
@@ -118,7 +118,7 @@ class Videos:
 
 
 class FirstStage:
-    """A first stage: launch/encode.py caches its codes, other systems learn from them, and decode what they draw."""
+    """A first stage: dstrain encode caches its codes, other systems learn from them, and decode what they draw."""
 
     encodes: bool = False  # whether it has `codes`
     codebook_size: int | None = None  # number of ids that `codes` may give; None: latents
@@ -180,5 +180,5 @@ class Imports:
         )
 
     def require_expressible(self) -> None:
-        """ConfigError: launch/export.py cannot write such a model for diffusers, whatever its weights are."""
+        """ConfigError: dstrain export cannot write such a model for diffusers, whatever its weights are."""
         raise ConfigError(f"a {type(self).__name__} has no form in diffusers: take --format safetensors")

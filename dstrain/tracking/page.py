@@ -49,7 +49,7 @@ class Page:
         self._written = done
         try:
             self._errors = tempfile.TemporaryFile()
-            root = str(Path(__file__).resolve().parents[2])  # a script in launch/ may find dstrain by itself
+            root = str(Path(__file__).resolve().parents[2])  # a script may find dstrain by itself
             path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
             # In a session of its own: Ctrl-C in the terminal is for the training.
             self._starter = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What `launch/train.py --profile A:B[:N]` writes: where the time and the memory of some steps went.
+"""What `dstrain train --profile A:B[:N]` writes: where the time and the memory of some steps went.
 
     profile/steps_A-B_rank_R.json.gz       torch's profiler, for chrome://tracing and ui.perfetto.dev
     profile/memory_A-B_rank_R.pickle       every allocation on the GPU with its stack, for pytorch.org/memory_viz

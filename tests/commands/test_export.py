@@ -346,7 +346,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
     assert 0 < np.linalg.norm(near - exact) < 0.02 * np.linalg.norm(exact)
     with pytest.raises(
         ValueError,
-        match=r"autoencoder in DeepSpeed's own files: merge .*launch/consolidate.py .* "
+        match=r"autoencoder in DeepSpeed's own files: merge .*dstrain consolidate .* "
         "--weights raw --trust-pickle --out DIR",
     ):
         export(ExportOptions(folder, tmp_path / "x", raw=True))

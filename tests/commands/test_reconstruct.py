@@ -134,14 +134,14 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
     reconstruct(ReconstructOptions(folder, (0.075,), 5))
     capsys.readouterr()
     assert dstrain.load(folder, ema=0.075).step == 5
-    assert "--ema 0.075 is of step_00000005; launch/reconstruct.py has made none of step_00000007" in (
+    assert "--ema 0.075 is of step_00000005; dstrain reconstruct has made none of step_00000007" in (
         capsys.readouterr().err
     )
     assert dstrain.load(folder, ema=0.075, step=5).step == 5
     with pytest.raises(
         ConfigError,
         match=r"holds no EMA of width 0.075; it holds 0.9; reconstructed: 0.05, 0.075, 0.15; "
-        r"launch/reconstruct.py .* --ema 0.075 makes one of its snapshots",
+        r"dstrain reconstruct .* --ema 0.075 makes one of its snapshots",
     ):
         dstrain.load(folder, ema=0.075, step=7)
     with pytest.raises(ConfigError, match="holds no EMA of decay 0.99; it holds 0.9; reconstructed"):

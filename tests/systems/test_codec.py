@@ -234,13 +234,13 @@ def test_folders_that_hold_none(tmp_path):
             Codec.load(folder)
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
-    refused(tmp_path / "nowhere", "there is no folder .*; write one with launch/export.py RUN --format safetensors")
-    refused(tmp_path / "run", ".*/run is a run and no export; write one with launch/export.py RUN --format")
+    refused(tmp_path / "nowhere", "there is no folder .*; write one with dstrain export RUN --format safetensors")
+    refused(tmp_path / "run", ".*/run is a run and no export; write one with dstrain export RUN --format")
     to_diffusers.save(system, nets, tmp_path / "theirs", lambda: {"scaling_factor": 1.0})
     assert Autoencoder(str(tmp_path / "theirs")).fingerprint() == Codec.load(tmp_path / "out").fingerprint
     refused(tmp_path / "theirs", ".* holds weights of diffusers and no recipe.yaml; write one with launch/export")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", ".* holds no recipe.yaml; write one with launch/export.py RUN")
+    refused(tmp_path / "empty", ".* holds no recipe.yaml; write one with dstrain export RUN")
     lost = {name: value for name, value in whole.items() if name != "decoder.conv_out.bias"}
     for state in (lost, whole | {"more": torch.zeros(1)}, whole | {"decoder.conv_out.bias": torch.zeros(7)}):
         save_file(state, weights)
@@ -260,7 +260,7 @@ def test_folders_that_hold_none(tmp_path):
 
 
 def test_a_system_without_codes(tmp_path):
-    """Oracle: a DiT, which encodes nothing: its name, the key and the remedy; for launch/encode.py also of the run."""
+    """Oracle: a DiT, which encodes nothing: its name, the key and the remedy; for dstrain encode also of the run."""
     section = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 1, "num_heads": 2}
     run = Run.model_validate({"name": "tiny", "system": "dit", "model": section})
     checkpoints.write(tmp_path / "run", run, systems.build("dit", section).networks())

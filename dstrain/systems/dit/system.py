@@ -75,7 +75,7 @@ class DiTSystem(System):
         elif self.config.codes:
             raise ConfigError(
                 "data: this model reads cached latents and holds no encoder, the data give images; "
-                "encode them with launch/encode.py and the same first stage"
+                "encode them with dstrain encode and the same first stage"
             )
         else:
             pixels = batch["image"].float() / 127.5 - 1

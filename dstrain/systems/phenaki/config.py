@@ -13,7 +13,7 @@ SAMPLERS = ("confidence", "critic")
 
 class Tokenizer(Section):
     path: Annotated[str, filled_in()]
-    """Folder of a trained tokenizer: launch/export.py RUN --format safetensors --out FOLDER."""
+    """Folder of a trained tokenizer: dstrain export RUN --format safetensors --out FOLDER."""
     fingerprint: Annotated[str | None, filled_in("put the earlier tokenizer back at model.tokenizer.path")] = None
     """The only tokenizer that is accepted; None accepts any, and writes down that of the folder."""
 
@@ -219,7 +219,7 @@ class Config(SystemConfig):
         if not stage and not cached and not model.get("token_shape"):
             raise ConfigError(
                 f"model.tokenizer: data.path={run.data.path} holds no cached tokens, and no tokenizer is "
-                "named that encodes it; set model.tokenizer.path, or cache tokens with launch/encode.py"
+                "named that encodes it; set model.tokenizer.path, or cache tokens with dstrain encode"
             )
         added: dict[str, Any] = {}
         if isinstance(stage, dict) and isinstance(stage.get("path"), str):

@@ -78,7 +78,7 @@ class PhenakiSystem(System):
         else:
             raise ConfigError(
                 "data: phenaki learns from videos or their tokens, and the data give neither: name a "
-                "folder of videos, or one that launch/encode.py made of them"
+                "folder of videos, or one that dstrain encode made of them"
             )
         shape = tuple(example["tokens"].shape[1:])
         if shape != self.config.token_shape:
@@ -123,7 +123,7 @@ class PhenakiSystem(System):
         if self.config.tokenizer is None:
             return (
                 "model.tokenizer: no tokenizer is named that encodes and decodes videos; set model.tokenizer.path "
-                "to its folder (launch/export.py RUN --format safetensors), or give --tokenizer FOLDER"
+                "to its folder (dstrain export RUN --format safetensors), or give --tokenizer FOLDER"
             )
         return None
 

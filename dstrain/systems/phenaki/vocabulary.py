@@ -3,7 +3,7 @@
 A clip has thousands of tokens and a codebook up to 65,536 ids: all logits of a batch would be the largest tensor of the
 whole training step, and their gradient another. Here rows are taken in chunks. Each chunk's part of the gradient is
 computed in the forward pass, while its logits exist; the backward pass only scales it. Nothing is computed twice, and
-only the gradient stays in memory, which the backward pass needs in any case. launch/bench/maskgit.py compares.
+only the gradient stays in memory, which the backward pass needs in any case. The benchmark maskgit.py compares.
 
 How many rows there are changes with each batch. They are filled up to one of few numbers, since an allocator that meets
 thousands of sizes keeps memory for all of them: on a CPU, 1.7 GB grew to 5.8 GB in 500 steps.

@@ -146,7 +146,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, Path]]:
-    """What launch/evaluate.py has written, the newest step first: name, table and plot of each."""
+    """What dstrain evaluate has written, the newest step first: name, table and plot of each."""
     files = sorted(folder.glob("*.json"), key=lambda path: path.name, reverse=True)
     if len(files) > _MOST:
         remarks.append(f"evaluation/ holds {len(files)} files: the newest {_MOST} are shown")

@@ -60,7 +60,7 @@ def write(
     shape=None,
     channels=1,
 ):
-    """A folder as launch/encode.py leaves it, with random codes; and all of these in one array."""
+    """A folder as dstrain encode leaves it, with random codes; and all of these in one array."""
     folder.mkdir(parents=True)
     rng, shape = np.random.default_rng(seed), shape or ([3, 4, 4] if kind == "latents" else [4, 4])
     encoding = {
@@ -309,7 +309,7 @@ def test_the_index_fills_in_the_recipe(stage):
     torch.testing.assert_close(alone.encode(batch)["x_start"], expected / 0.5 * index["statistics"]["scaling_factor"])
     assert not alone.generates and alone.frozen() == ()
     for built in (system, alone):
-        with pytest.raises(ValueError, match="the data give images; encode them with launch/encode.py"):
+        with pytest.raises(ValueError, match="the data give images; encode them with dstrain encode"):
             built.encode({"image": torch.zeros(2, 1, 16, 16, dtype=torch.uint8), "key": batch["key"][:2]})
     with pytest.raises(ValueError, match="no autoencoder decodes them; set model.first_stage.path"):
         alone.sample(alone.networks(), Request(torch.arange(2)))
