@@ -238,7 +238,7 @@ def test_folders_that_hold_none(tmp_path):
     refused(tmp_path / "run", ".*/run is a run and no export; write one with dstrain export RUN --format")
     to_diffusers.save(system, nets, tmp_path / "theirs", lambda: {"scaling_factor": 1.0})
     assert Autoencoder(str(tmp_path / "theirs")).fingerprint() == Codec.load(tmp_path / "out").fingerprint
-    refused(tmp_path / "theirs", ".* holds weights of diffusers and no recipe.yaml; write one with launch/export")
+    refused(tmp_path / "theirs", ".* holds weights of diffusers and no recipe.yaml; write one with dstrain export")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", ".* holds no recipe.yaml; write one with dstrain export RUN")
     lost = {name: value for name, value in whole.items() if name != "decoder.conv_out.bias"}
