@@ -50,7 +50,6 @@ RULES = {
     "__main__": ("commands.main",),
     "commands.main": (*GROUND, "commands", "engine.start", "__version__"),
     "commands.options": (*GROUND, "commands.arguments", "commands.shipped", "runs.resume"),
-    "commands.converting": (*GROUND, "data", "encoders", "commands.encoding", "commands.options", "__version__"),
     "commands.encoding": (*GROUND, "commands.options", "runs", "data", "encoders", "engine", "checkpoint"),
     "commands": (
         *GROUND,
@@ -227,6 +226,16 @@ def allowed(module: str) -> tuple[str, ...]:
     if module.startswith("launch."):
         if module.startswith("launch.builtin."):
             return ("data", "encoders", "metrics", "nn")  # the tools that made the packaged data
+        if module.startswith("launch.convert."):  # loaded by commands.convert, of a wheel from dstrain/shipped/
+            return (
+                *GROUND,
+                "commands.convert",
+                "commands.encoding",
+                "commands.options",
+                "data",
+                "encoders",
+                "__version__",
+            )
         return A_BENCH if module.startswith("launch.bench") else A_SCRIPT
     own = module.removeprefix("dstrain.")
     if own in VERBS:

@@ -4,10 +4,40 @@ Pictures become shards of encoded files, as `dstrain pack` writes them, with tra
 test of their own; latents become a cache, as `dstrain encode` writes it. Nothing in a file is executed.
 """
 
-from dstrain.commands.converting.shards import Pictures, write_splits
+import importlib.util
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
 from dstrain.commands.options.convert import ConvertOptions
-from dstrain.data.formats.labels import ClassList, read_class_list
-from dstrain.recipe import ConfigError
+from dstrain.commands.shipped import shipped_folder
+from dstrain.data.formats.labels import read_class_list
+from dstrain.data.formats.packed import FORMAT, HELD_OUT, INDEX, PACKING, TRAIN, ShardWriter, hash_file, name_shard
+from dstrain.disk import atomic, sealed
+from dstrain.distributed.progress import Bar
+from dstrain.recipe import ConfigError, write_errors
+
+_SHARD_BYTES = 1 << 28  # a shard ends with the sample that brings it above
+_REMEDY = "give the same command again once it can"
+
+Sample = tuple[str, bytes | np.ndarray, int | None]  # name, encoded file or pixels uint8 (H, W, C), label
+
+
+@dataclass
+class Pictures:
+    """The pictures of one split, in the order that they keep."""
+
+    number: int  # about, for the progress bar
+    samples: Iterator[Sample]
+    classes: tuple[str, ...] = ()  # empty: labels, where there are some, are numbers without names
 
 
 def run_verb(options: ConvertOptions) -> None:
@@ -25,11 +55,9 @@ def convert(options: ConvertOptions) -> str:
     if options.kind == "latents":
         return _convert_latents(options)
     if options.kind == "imagenet-kit":
-        from dstrain.commands.converting.imagenet import write_table
-
-        number = write_table(options.path, options.out)
+        number = load_converter("imagenet").write_table(options.path, options.out)
         return f"{number:,} images in {options.out}, which data.path and data.held_out_path take"
-    splits = _read_splits(options, read_class_list(options.class_list))
+    splits = _read_splits(options)
     counts = write_splits(options.out, splits, options.kind)
     words = f"{sum(counts.values()):,} images in {options.out}"
     if len(counts) > 1:
@@ -37,23 +65,25 @@ def convert(options: ConvertOptions) -> str:
     return f"{words}: give data.path={options.out}"
 
 
-def _read_splits(options: ConvertOptions, class_list: ClassList) -> dict[str, Pictures]:
+def load_converter(name: str) -> ModuleType:
+    """Returns a file of launch/convert/, which stands in dstrain/shipped/convert/ of a wheel."""
+    path = shipped_folder(".py") / f"{name}.py"
+    specification = importlib.util.spec_from_file_location(f"dstrain.shipped.convert.{name}", path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def _read_splits(options: ConvertOptions) -> dict[str, Pictures]:
+    class_list = read_class_list(options.class_list)
     if options.kind == "lsun":
-        from dstrain.commands.converting.lsun import read_lsun
-
-        return read_lsun(options.path, class_list)
+        return load_converter("lsun").read_lsun(options.path, class_list)
     if options.kind == "npz":
-        from dstrain.commands.converting.npz import read_npz
-
-        splits = read_npz(options.path)
+        splits = load_converter("npz").read_npz(options.path)
     elif options.kind == "mnist":
-        from dstrain.commands.converting.mnist import read_mnist
-
-        splits = read_mnist(options.path)
+        splits = load_converter("mnist").read_mnist(options.path)
     else:
-        from dstrain.commands.converting.cifar import read_cifar
-
-        splits = read_cifar(options.path, options.kind)
+        splits = load_converter("cifar").read_cifar(options.path, options.kind)
     if class_list.classes:
         for pictures in splits.values():
             pictures.classes = class_list.classes
@@ -61,12 +91,77 @@ def _read_splits(options: ConvertOptions, class_list: ClassList) -> dict[str, Pi
 
 
 def _convert_latents(options: ConvertOptions) -> str:
-    from dstrain.commands.converting.latents import convert_latents
-
-    index = convert_latents(options)
+    index = load_converter("latents").convert_latents(options)
     encoding, bad = index["encoding"], len(index["bad_files"])
     return (
         f"{encoding['number']} samples in {options.out}: latents {encoding['dtype']} {encoding['shape']} x "
         f"{encoding['flips']}, scaling_factor {index['statistics']['scaling_factor']:.5f}"
         + (f", {bad} unreadable files replaced" if bad else "")
     )
+
+
+def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, int]:
+    """Writes each split: "train" and "held_out" into folders of these names, a single one into `out` itself.
+
+    Returns how many pictures each has.
+
+    Raises ConfigError if the folder holds other files, or a label does not belong to a class.
+    """
+    folders = {split: out / split if len(splits) > 1 else out for split in splits}
+    for folder in folders.values():
+        _prepare_folder(out, folder, of)
+    return {split: _write_shards(folder, splits[split]) for split, folder in folders.items()}
+
+
+def _prepare_folder(out: Path, folder: Path, of: str) -> None:
+    """Makes a folder that holds nothing but what an interrupted conversion has left."""
+    with write_errors(f"--out {out}", "name a folder that can be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        known = {INDEX, PACKING, TRAIN, HELD_OUT}
+        strangers = sorted(path.name for path in folder.iterdir() if path.name not in known)
+        if not (folder / PACKING).exists():
+            strangers = [name for name in strangers if not name.startswith(".")]
+        elif json.loads((folder / PACKING).read_text()) == {"converted": of}:
+            strangers = []
+        if strangers:
+            raise ConfigError(f"--out {out} holds {', '.join(strangers[:3])}: name a new folder")
+        (folder / INDEX).unlink(missing_ok=True)
+        atomic.write_file(folder / PACKING, json.dumps({"converted": of}))
+
+
+def _write_shards(folder: Path, pictures: Pictures) -> int:
+    """Writes the shards of a split, then its index; returns how many pictures there are."""
+    records: list[dict[str, Any]] = []
+    largest = -1
+    with Bar("converting", total=pictures.number, unit=" images", unit_scale=True) as bar:
+        for first in pictures.samples:
+            path = folder / name_shard(len(records))
+            with write_errors(path, _REMEDY), atomic.replace_file(path) as temporary:
+                with open(temporary, "wb") as file:
+                    writer, number, size = ShardWriter(file), 0, 0
+                    for name, content, label in chain([first], pictures.samples):
+                        encoded = encode_png(content) if isinstance(content, np.ndarray) else content
+                        writer.add(name, encoded, label, ())
+                        largest = max(largest, -1 if label is None else label)
+                        number, size = number + 1, size + len(encoded)
+                        bar.update(1)
+                        if size >= _SHARD_BYTES:
+                            break
+                    writer.close()
+                length, digest = temporary.stat().st_size, hash_file(temporary)
+            records.append({"name": path.name, "size": length, "hash": digest, "samples": number, "bad": []})
+    classes = pictures.classes or tuple(str(number) for number in range(largest + 1))
+    if largest >= len(classes):
+        raise ConfigError(f"the label {largest} is not among the {len(classes)} classes: name all in --class-list")
+    body = {"format": FORMAT, "noun": "images", "number": sum(record["samples"] for record in records)}
+    body |= {"classes": list(classes) if largest >= 0 else [], "captions": 0, "shards": records}
+    with write_errors(folder, _REMEDY):
+        atomic.write_file(folder / INDEX, sealed.render_sealed(body))
+    return body["number"]
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+    """Returns pixels uint8 (H, W, 1, 3 or 4) as a PNG."""
+    image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    image.save(buffer := io.BytesIO(), "PNG")
+    return buffer.getvalue()

@@ -9,11 +9,11 @@ RECIPE, DS_CONFIG = "dit-small.yaml", "zero2.json"  # what is taken where none i
 _PACKAGE = Path(__file__).parents[1]
 _ROOT = _PACKAGE.parent  # of a clone
 # Where a clone keeps what a wheel has in dstrain/shipped/; setup.py copies it.
-_SOURCES = {".yaml": Path("launch", "recipes"), ".json": Path("ds_configs")}
+_SOURCES = {".yaml": Path("launch", "recipes"), ".json": Path("ds_configs"), ".py": Path("launch", "convert")}
 
 
 def shipped_folder(suffix: str) -> Path:
-    """Returns the folder of the shipped recipes (.yaml) or DeepSpeed JSONs (.json)."""
+    """Returns the folder of the shipped recipes (.yaml), DeepSpeed JSONs (.json) or converters (.py)."""
     source = _SOURCES[suffix]
     return _ROOT / source if (_ROOT / source).is_dir() else _PACKAGE / "shipped" / source.name
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from dstrain.commands.convert import ConvertOptions, convert
-from dstrain.commands.converting.lsun import read_lsun
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats import recognised
@@ -25,6 +24,7 @@ from dstrain.data.formats.base import Request
 from dstrain.data.formats.labels import ClassList
 from dstrain.data.formats.tars import MAX_BYTES
 from dstrain.data.sources.images import open_images
+from launch.convert.lsun import read_lsun
 from tests.faults.test_hostile_files import BOMB, GOOD, MARK, TARS, Evil, npy, outcome, picture, tar, zipped
 
 Content = bytes | Callable[[], bytes]

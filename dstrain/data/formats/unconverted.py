@@ -45,7 +45,7 @@ _ENTRIES = 100  # of a folder that may be val/ are looked at
 
 
 class Cifar(NamedTuple):
-    """A CIFAR that was found: a name of CIFAR, and the folder below the root that holds its files ("" or "NAME/")."""
+    """Names a CIFAR that was found: a name of CIFAR, and the folder below the root with its files ("" or "NAME/")."""
 
     form: str
     folder: str

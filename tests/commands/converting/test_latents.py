@@ -15,13 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dstrain.commands.converting.foreign import _read_array, open_foreign
-from dstrain.commands.converting.latents import convert_latents
 from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.cached.latents import Latents
 from dstrain.data.source import BadSample
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError
+from launch.convert.latents import _read_array, convert_latents, open_foreign
 from tests.support import first_stage
 
 NUMBER, SHAPE = 23, (3, 4, 4)

@@ -12,12 +12,12 @@ import torch
 import torchvision
 from PIL import Image
 
+from dstrain.commands import convert as convert_verb
 from dstrain.commands.convert import ConvertOptions, convert
-from dstrain.commands.converting import shards
-from dstrain.commands.converting.cifar import _as_array, _unpickle
 from dstrain.data.open import open_sources
 from dstrain.data.sources.images import open_images
 from dstrain.recipe import ConfigError, Data
+from launch.convert.cifar import _as_array, _unpickle
 from tests.data.formats.test_containers import CLASSES, EACH, assert_equal, files_of, plain  # noqa: F401
 from tests.support.foreign import cifar, environment, of_python_2, write_idx
 from tests.support.launch import here
@@ -197,12 +197,12 @@ def test_labels_of_an_npz_that_are_none(tmp_path, labels):
 
 def test_shards_begin_anew(tmp_path, monkeypatch):
     """Oracle: the arrays, from an interrupted conversion that is repeated; no other folder is written into."""
-    monkeypatch.setattr(shards, "_SHARD_BYTES", 500)
+    monkeypatch.setattr(convert_verb, "_SHARD_BYTES", 500)
     pixels = np.random.default_rng(0).integers(0, 256, (9, 8, 8, 3), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", pixels)
     hashes = iter(["hash of the first"])
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
-        patch.setattr(shards, "hash_file", lambda path: next(hashes))
+        patch.setattr(convert_verb, "hash_file", lambda path: next(hashes))
         converted("npz", tmp_path / "a.npz", tmp_path / "out")
     with pytest.raises(ConfigError, match="is not packed to the end"):
         open_images(tmp_path / "out", 8)

@@ -14,7 +14,7 @@ from typing import IO
 
 import numpy as np
 
-from dstrain.commands.converting.shards import Pictures, Sample
+from dstrain.commands.convert import Pictures, Sample
 from dstrain.data.files.storage import require_regular
 from dstrain.recipe import ConfigError
 

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dstrain.commands.converting.shards import Pictures, Sample
+from dstrain.commands.convert import Pictures, Sample
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats.labels import ClassList
 from dstrain.data.formats.unconverted import LMDB_DATA, find_lmdb

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dstrain.commands.converting.shards import Pictures, Sample
+from dstrain.commands.convert import Pictures, Sample
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats.unconverted import IDX, find_idx
 from dstrain.recipe import ConfigError
