@@ -1,11 +1,11 @@
-"""Builds a wheel that holds the recipes and DeepSpeed JSONs of a clone, in dstrain/shipped/. See pyproject.toml."""
+"""Builds a wheel with the recipes, converters and DeepSpeed JSONs of a clone in dstrain/shipped/, see pyproject.toml."""
 
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = {"launch/recipes": "*.yaml", "ds_configs": "*.json"}
+SHIPPED = {"launch/recipes": "*.yaml", "launch/convert": "*.py", "ds_configs": "*.json"}
 
 
 class BuildWithShipped(build_py):

@@ -9,6 +9,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.launch import ROOT, environment, free_port
@@ -51,7 +52,8 @@ def run(words: list[object], folder: Path, **more: str) -> subprocess.CompletedP
 @pytest.mark.slow
 def test_a_wheel_is_whole(installed, tmp_path):
     """Oracle: an empty folder and an environment without the clone: the help fits 24 lines of 80 columns, a run trains
-    with a recipe and a JSON that are shipped, and another verb finds the run.
+    with a recipe and a JSON that are shipped, another verb finds the run, and data are
+    converted.
     """
     shown = run([installed / "dstrain", "--help"], tmp_path)
     lines = shown.stdout.splitlines()
@@ -64,6 +66,9 @@ def test_a_wheel_is_whole(installed, tmp_path):
     assert [(state["run"], state["step"]) for state in states] == [("dit-small", 20)]
     plain = run([installed / "dstrain", "train", "--recipe", "launch/recipes/vae-small.yaml", "--dry-run"], tmp_path)
     assert plain.returncode == 0 and plain.stdout.startswith("vae-small: "), plain.stderr
+    np.savez(tmp_path / "a.npz", np.zeros((3, 8, 8, 3), np.uint8))
+    converted = run([installed / "dstrain", "convert", "npz", "a.npz", "--out", "shards"], tmp_path)
+    assert converted.stdout.startswith("3 images in shards"), converted.stderr
 
 
 @pytest.mark.slow
