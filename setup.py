@@ -1,4 +1,4 @@
-"""Builds a wheel with the recipes, converters and DeepSpeed JSONs of a clone in dstrain/shipped/, see pyproject.toml."""
+"""Builds a wheel with recipes, converters and DeepSpeed JSONs of a clone in dstrain/shipped/. See pyproject.toml."""
 
 from pathlib import Path
 
