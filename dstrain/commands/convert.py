@@ -66,7 +66,7 @@ def convert(options: ConvertOptions) -> str:
 
 
 def load_converter(name: str) -> ModuleType:
-    """Returns a file of launch/convert/, which stands in dstrain/shipped/convert/ of a wheel."""
+    """Returns the module of a converter, which is shipped beside the recipes."""
     path = shipped_folder(".py") / f"{name}.py"
     specification = importlib.util.spec_from_file_location(f"dstrain.shipped.convert.{name}", path)
     module = importlib.util.module_from_spec(specification)
