@@ -1,4 +1,4 @@
-"""Training: set_up, loop, take_step, record, go_back, finish. Here alone, what is learned meets how it is sharded."""
+"""Training: set_up, run_steps, take_step, record_step, go_back, finish_run. Here alone learning meets sharding."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -73,8 +73,8 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     with lock, Watchdog(run.directory, *limits) as watchdog:
         training = set_up(run, settings, resume, watchdog)
         try:
-            done = loop(training)
-            finish(training, done)
+            done = run_steps(training)
+            finish_run(training, done)
         except (RuntimeError, FloatingPointError, NotSaved) as error:
             watchdog.lost(error)
             training.tracker.fell(group.fall(error), page=isinstance(error, FloatingPointError))
@@ -84,7 +84,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     return DONE if done == run.steps else STOPPED
 
 
-def loop(training: Training) -> int:
+def run_steps(training: Training) -> int:
     """Takes steps until the run is complete or stopped early, and saves the last one; returns how many are done."""
     run, every, done, stop = training.run, training.run.every, training.first, False
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
@@ -105,21 +105,21 @@ def loop(training: Training) -> int:
         last = stop or done == run.steps
         if stop:
             training.stops.settle()
-        if due(every.report, done) or last:
+        if is_due(every.report, done) or last:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks} | training.batches.drawn(done)
             tracker.report(done, throughput.figures(done) | counts | engines.figures())
         if last or any(
-            due(interval, done)
+            is_due(interval, done)
             for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
         ):
             with throughput.paused():
-                record(training, done, stop)
+                record_step(training, done, stop)
     if stop:
         end_without_data(training, done)
     return done
 
 
-def record(training: Training, done: int, stop: bool) -> None:
+def record_step(training: Training, done: int, stop: bool) -> None:
     """Does what is due after a step: saves first, since drawing and evaluating may fail. Raises NotSaved if the folder
     is gone.
     """
@@ -128,21 +128,21 @@ def record(training: Training, done: int, stop: bool) -> None:
     judges = [
         judge
         for judge, interval, source in (
-            (evaluate, every.evaluate, training.held_out),
-            (measure, every.metrics, training.quality),
+            (evaluate_loss, every.evaluate, training.held_out),
+            (measure_quality, every.metrics, training.quality),
         )
-        if source is not None and due(interval, done, last) and not stop
+        if source is not None and is_due(interval, done, last) and not stop
     ]
-    chooses = {True: evaluate, False: None}.get(run.save.best, measure)
+    chooses = {True: evaluate_loss, False: None}.get(run.save.best, measure_quality)
     quality = chooses(training, done) if chooses in judges else None  # only save.best waits for its score
     best = quality is not None and training.saver.improves(quality)
-    routine = (due(every.save, done) or best) and training.course.state.good
+    routine = (is_due(every.save, done) or best) and training.course.state.good
     training.watchdog.at(done, "save of step")
     if routine or last:
         training.saves.save(done, last, quality, routine)  # training goes on while it is written
     training.saves.averages.take(done, done == run.steps, last)
-    if due(every.sample, done, last) and not stop:
-        show(training, done)
+    if is_due(every.sample, done, last) and not stop:
+        draw_samples(training, done)
     for judge in judges:
         if judge is not chooses:
             judge(training, done)
@@ -162,12 +162,12 @@ def catch_up(training: Training, done: int) -> None:
     every, last = training.run.every, done == training.run.steps
     drawn, evaluated, measured = training.tracker.holds(done)
     training.saves.averages.take(done, last, wait=True)
-    if done and not drawn and due(every.sample, done, last):
-        show(training, done)
-    if done and not evaluated and training.held_out and due(every.evaluate, done, last):
-        evaluate(training, done)
-    if done and not measured and training.quality and due(every.metrics, done, last):
-        measure(training, done)
+    if done and not drawn and is_due(every.sample, done, last):
+        draw_samples(training, done)
+    if done and not evaluated and training.held_out and is_due(every.evaluate, done, last):
+        evaluate_loss(training, done)
+    if done and not measured and training.quality and is_due(every.metrics, done, last):
+        measure_quality(training, done)
 
 
 def go_back(training: Training, done: int, trouble: str) -> int:
@@ -259,7 +259,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         course,
         resume.trust_pickle,
     )
-    first = begin(run, engines, ema, saves, system, resume.step)
+    first = load_weights(run, engines, ema, saves, system, resume.step)
     if resume.allow_change:
         course.forgive()
     if first < (earlier := folders.read_last_saved(folder)):
@@ -349,7 +349,9 @@ def build_engines(
     )
 
 
-def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, request: int | None) -> int:
+def load_weights(
+    run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, request: int | None
+) -> int:
     """Sets the weights from a checkpoint (the newest or `request`), `init_from` or the initialization; returns its
     step.
     """
@@ -370,7 +372,7 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     return step
 
 
-def finish(training: Training, done: int) -> None:
+def finish_run(training: Training, done: int) -> None:
     """Hands the trained weights to the tracker, reports how the run ended, and leaves the group of ranks."""
     run, tracker, saved = training.run, training.tracker, training.saver.newest
     training.watchdog.at(done, "end at step")
@@ -383,7 +385,7 @@ def finish(training: Training, done: int) -> None:
     group.leave()  # signals are still caught and ignored: all is saved
 
 
-def show(training: Training, done: int) -> None:
+def draw_samples(training: Training, done: int) -> None:
     """Draws the grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
     training.watchdog.at(done, "samples of step")
     with training.ema.swapped(training.run.samples.ema):
@@ -393,7 +395,7 @@ def show(training: Training, done: int) -> None:
             training.tracker.samples(done, images, name, columns, captions)
 
 
-def evaluate(training: Training, done: int) -> float | None:
+def evaluate_loss(training: Training, done: int) -> float | None:
     """Reports held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights, and
     the EMA's curves, whose axis is not the timestep, such as the use of each token. Returns the loss for save.best.
     """
@@ -412,7 +414,7 @@ def evaluate(training: Training, done: int) -> float | None:
     return scores["loss"] if run.save.best is True else None
 
 
-def measure(training: Training, done: int) -> float | None:
+def measure_quality(training: Training, done: int) -> float | None:
     """Reports samples.metrics of every EMA. Returns the score for save.best, the lower the better, of the one that
     samples are drawn from.
     """
@@ -431,5 +433,5 @@ def measure(training: Training, done: int) -> float | None:
     return training.quality.score(scores)
 
 
-def due(interval: int, done: int, last: bool = False) -> bool:
+def is_due(interval: int, done: int, last: bool = False) -> bool:
     return interval > 0 and (done % interval == 0 or last)

@@ -64,7 +64,11 @@ TESTS = {
         "tests/engine/test_engines.py",
         "tests/engine/test_initial.py",
     ],
-    "dstrain/engine/blocks.py": ["tests/engine/test_blocks.py", "tests/engine/test_engine_rules.py"],
+    "dstrain/engine/blocks.py": [
+        "tests/engine/test_blocks.py",
+        "tests/engine/test_engine_rules.py",
+        "tests/systems/iddpm/test_network.py",
+    ],
     "dstrain/engine/optimizers.py": [
         "tests/engine/test_optimizer_rules.py",
         "tests/engine/test_optimizers.py",
@@ -123,7 +127,6 @@ TESTS = {
     ],
     "dstrain/engine/schema.py": ["tests/engine/test_settings.py"],
     "dstrain/engine/settings.py": ["tests/engine/test_settings.py", "tests/engine/test_settings_borders.py"],
-    "dstrain/engine/channels_last.py": ["tests/systems/iddpm/test_network.py"],
     "dstrain/checkpoint/safetensors_io.py": [
         "tests/checkpoint/test_index.py",
         "tests/checkpoint/test_torch_files.py",

@@ -17,7 +17,7 @@ from dstrain.runs.folders import describe_end
 from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request, System
 from dstrain.tracking.videos import film_grid
-from dstrain.train import show
+from dstrain.train import draw_samples
 from tests.support import counting
 from tests.support.tracking import track_run
 
@@ -44,7 +44,7 @@ def shown(folder: Path, system: System, **samples) -> list[str]:
     tracker = track_run(run, folder, ("net",))
     engines, ema = SimpleNamespace(modules=system.networks()), SimpleNamespace(swapped=lambda decay: nullcontext())
     watchdog = SimpleNamespace(at=lambda step, phase: None)
-    show(
+    draw_samples(
         SimpleNamespace(
             run=run, system=system, engines=engines, ema=ema, shown=Clips(), micro=2, tracker=tracker, watchdog=watchdog
         ),

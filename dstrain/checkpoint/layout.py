@@ -2,7 +2,7 @@
 
     PART-RRRRR-of-WWWWW.safetensors    fragments of a part's tensors, under "kind/name" (kind: master, ema.0.9999, ...);
                                        the metadata's entry "fragments" maps these keys to [shape, start, numel];
-                                       float32, or in snapshots of averages (averages.py) bfloat16, one type in a part
+                                       float32, or bfloat16 in snapshots of averages; one type in a part
     index-PART.safetensors             where all fragments lie, see fragment_index.py; earlier versions wrote none
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME
 

@@ -22,7 +22,7 @@ from dstrain.commands.options.reconstruct import ReconstructOptions
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.ema import snapshots
-from dstrain.engine.ema.combine import Combined, Snapshot, identity, together
+from dstrain.engine.ema.combine import Combined, Snapshot, group_snapshots, hash_snapshots
 from dstrain.metrics.sampled_sets import QualityOptions
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.runs import trained
@@ -73,7 +73,7 @@ def reconstruct(options: ReconstructOptions) -> list[Made]:
     ConfigError: there are no such snapshots, or they make no average of some width.
     """
     snapshots = usable(options.folder, options.step)
-    step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": identity(snapshots)}
+    step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": hash_snapshots(snapshots)}
     parts = [Combined(snapshots, part) for part in snapshots[-1].parts]
     usual = sorted({*USUAL, *(width for part in parts for width in snapshots[-1].averages(part.part)["widths"])})
     widths = options.widths or [width for width in usual if all(part.makes(width) for part in parts)]
@@ -126,7 +126,7 @@ def usable(folder: Path, step: int | None) -> list[Snapshot]:
                 )
         else:
             whole.append(_path(store, number))
-    return together(whole)
+    return group_snapshots(whole)
 
 
 def _made(store: Store, step: int, origin: dict[str, Any]) -> bool:

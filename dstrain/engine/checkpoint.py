@@ -346,7 +346,7 @@ class Checkpoints:
         masters.publish()
 
     def _load_native(self, part: str, path: Path, stage: int) -> None:
-        """Reads DeepSpeed's own files; `contents.check` and the store have verified them before the unpickling."""
+        """Reads DeepSpeed's own files, which validate.py and the store have verified before the unpickling."""
         world, own_stage = read_manifest(path)["world"], self._engines.masters[part].stage
         if (stage, world) != (own_stage, group.world()):
             raise ConfigError(

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed.progress import phases
-from dstrain.engine.blocks import is_compiled, prepare
-from dstrain.engine.channels_last import use_channels_last
+from dstrain.engine.blocks import is_compiled, prepare, use_channels_last
 from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, flatten_in_place, release_memory
 from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, build_optimizer, full_shape, group_weights

@@ -107,11 +107,11 @@ def test_snapshots_that_fit_together(folder):
     paths = [folder / f"step_{step:08d}" for step in (7, 9, 11)]
     for path, began, step in zip(paths, (0, 8, 8), (7, 9, 11)):
         seal(path, counters(began, step - began), step=step)
-    assert [snapshot.step for snapshot in combine.together(paths)] == [9, 11]
-    assert [snapshot.step for snapshot in combine.together(paths[:2])] == [9]
+    assert [snapshot.step for snapshot in combine.group_snapshots(paths)] == [9, 11]
+    assert [snapshot.step for snapshot in combine.group_snapshots(paths[:2])] == [9]
     seal(paths[0], step=7)
     with pytest.raises(ConfigError, match="step_00000007 holds no averages by width"):
-        combine.together(paths)
+        combine.group_snapshots(paths)
 
 
 def test_small_tensors_and_counters(tmp_path):

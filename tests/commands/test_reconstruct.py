@@ -28,7 +28,7 @@ from dstrain.commands.reconstruct import USUAL, ReconstructOptions, reconstruct,
 from dstrain.commands.sweep import report, sweep, sweep_metric
 from dstrain.disk.sealed import render_sealed
 from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.ema.combine import identity
+from dstrain.engine.ema.combine import hash_snapshots
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
 from dstrain.runs.weights import fit_weights
@@ -159,7 +159,7 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
 def test_the_identity_of_snapshots(made):
     """Oracle: by hand: the same for the same snapshots, another for fewer of them."""
     snapshots = usable(made[0], None)
-    assert identity(snapshots) == identity(usable(made[0], None)) != identity(snapshots[:-1])
+    assert hash_snapshots(snapshots) == hash_snapshots(usable(made[0], None)) != hash_snapshots(snapshots[:-1])
 
 
 def test_two_parts(tmp_path):

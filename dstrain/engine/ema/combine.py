@@ -1,4 +1,4 @@
-"""Averages of any width from a run's snapshots (averages.py), solved by profiles.py and combined by streaming.
+"""Averages of any width from a run's snapshots (snapshots.py), solved by profiles.py and combined by streaming.
 
 Memory holds one chunk of a tensor in float64 for each width, and where the tensors lie in all snapshots.
 """
@@ -25,7 +25,7 @@ MISFIT = 0.1  # above it an average is refused: profiles.Solution
 
 
 class Snapshot(NamedTuple):
-    """A snapshot's folder, its step, and the counters of its parts: contents.counters."""
+    """A snapshot's folder, its step, and the counters of its parts: validate.read_counters."""
 
     path: Path
     step: int
@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
         return self.parts[part]["averages"]
 
 
-def together(paths: Sequence[Path]) -> list[Snapshot]:
+def group_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
     """Returns, of whole snapshots, ascending, those that began where the last one did: no others can be combined with
     it.
 
@@ -54,7 +54,7 @@ def together(paths: Sequence[Path]) -> list[Snapshot]:
     ]
 
 
-def identity(snapshots: Sequence[Snapshot]) -> str:
+def hash_snapshots(snapshots: Sequence[Snapshot]) -> str:
     """Returns a hash of all their bytes."""
     seals = b"".join((snapshot.path / NAME).read_bytes() for snapshot in snapshots)
     return hashlib.blake2b(seals, digest_size=16).hexdigest()

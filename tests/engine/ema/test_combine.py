@@ -14,7 +14,7 @@ from dstrain.checkpoint.fragments import Fragment, Shards, shard_name, write_sha
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.disk.sealed import render_sealed
 from dstrain.engine.ema import combine
-from dstrain.engine.ema.combine import Combined, identity, together
+from dstrain.engine.ema.combine import Combined, group_snapshots, hash_snapshots
 from dstrain.engine.ema.profiles import Solution
 from dstrain.recipe import ConfigError
 from tests.engine.ema.test_profiles import published_solution
@@ -62,7 +62,7 @@ def snapshot(
 
 
 def combined(folder: Path) -> Combined:
-    return Combined(together(sorted(folder.glob("step_*"))), "net")
+    return Combined(group_snapshots(sorted(folder.glob("step_*"))), "net")
 
 
 def mixed(coefficients, sources: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -195,10 +195,10 @@ def test_which_snapshots(tmp_path):
     for step in (10, 20, 30):
         snapshot(tmp_path, step, step, parts=("net",) if step == 10 else ("net", "other"))
     paths = sorted(tmp_path.glob("step_*"))
-    snapshots = together(paths)
-    assert [one.step for one in snapshots] == [20, 30] and [one.step for one in together(paths[:1])] == [10]
-    assert identity(snapshots) == identity(together(paths)) != identity(snapshots[1:])
-    assert identity(snapshots) != identity(snapshots[::-1]) and len(identity(snapshots)) == 32
+    snapshots = group_snapshots(paths)
+    assert [one.step for one in snapshots] == [20, 30] and [one.step for one in group_snapshots(paths[:1])] == [10]
+    assert hash_snapshots(snapshots) == hash_snapshots(group_snapshots(paths)) != hash_snapshots(snapshots[1:])
+    assert hash_snapshots(snapshots) != hash_snapshots(snapshots[::-1]) and len(hash_snapshots(snapshots)) == 32
 
 
 def test_snapshots_at_one_time(tmp_path):

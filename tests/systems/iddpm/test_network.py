@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dstrain.engine.channels_last import use_channels_last
+from dstrain.engine.blocks import use_channels_last
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
 
 SMALL = {
