@@ -369,8 +369,8 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
     with open_shards(path, part) as shards:
         if kind == "master" and (path / "deepspeed").is_dir():
             raise ConfigError(
-                f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with `python "
-                f"dstrain consolidate {path} --weights raw --trust-pickle --out DIR`, or take an EMA"
+                f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with "
+                f"`dstrain consolidate {path} --weights raw --trust-pickle --out DIR`, or take an EMA"
             )
         if kind not in shards.kinds():
             raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
