@@ -63,8 +63,8 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
     else:
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
             raise ConfigError(
-                f"init_from={path} holds DeepSpeed's own files: merge them with `python "
-                f"dstrain consolidate {path} --trust-pickle --out DIR`, and name DIR"
+                f"init_from={path} holds DeepSpeed's own files: merge them with "
+                f"`dstrain consolidate {path} --trust-pickle --out DIR`, and name DIR"
             )
         require_unaltered([path], together=True)
         adapted = {first: _adapt_part(system, first, read_state(path), path)}

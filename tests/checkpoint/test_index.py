@@ -96,7 +96,7 @@ def test_types_and_sizes_of_fragments(tmp_path, kinds, counts, message):
         key: torch.zeros(count, dtype=getattr(torch, kind)) for key, kind, count in zip(("m/a", "m/b"), kinds, counts)
     }
     path = tmp_path / shard_name("net", 0, 1)
-    path.write_bytes(save(named, {"fragments": json.dumps(dict.fromkeys(named, [[3, 4], 0, 12]))}))
+    path.write_bytes(save(named, {"fragments": json.dumps({key: [[3, 4], 0, 12] for key in named})}))
     if message is None:
         size = 4 if kinds[0] == "float32" else 2
         assert [span.nbytes for span in Index(tmp_path, "net", [path.name]).spans("m", "b")] == [12 * size]

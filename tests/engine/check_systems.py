@@ -76,7 +76,7 @@ CASES = {
             "hidden_dim: 8, kl_weight: 1.0, temperature: {steps: 20, minimum: 0.5}}",
         ],
     ),
-    "vae": ("tiny-vae", ["model.kl.discriminator={start: %d, n_layers: 1, base_channels: 8}" % GAME]),
+    "vae": ("tiny-vae", [f"model.kl.discriminator={{start: {GAME}, n_layers: 1, base_channels: 8}}"]),
     "tokenizer": ("tiny-phenaki-tokenizer", []),
     "phenaki": ("tiny-phenaki", ["data.path=builtin:moving-fashion", "data.held_out=0", "batch.micro=2"]),
     "prior": ("tiny-prior", ["batch.micro=2"]),

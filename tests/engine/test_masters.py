@@ -411,6 +411,6 @@ def test_a_scale_and_its_state(stage):
     bf16.masters["a"].scaler_state = kept
     assert bf16.masters["a"].scaler_state == {} and bf16.masters["a"].loss_scale is None
     # At the least scale an overflow is a step that is skipped, and no error.
-    for number in range(4):
+    for _ in range(4):
         step(other, "a", math.inf)
     assert other.masters["a"].loss_scale == 1 and other.skipped() == 4

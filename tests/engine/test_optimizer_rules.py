@@ -185,7 +185,7 @@ def test_muon(applied):
     for step in range(4):
         flat.grad, rest.grad = gradients(10 + step, flat.shape), gradients(20 + step, rest.shape)
         line.grad = rest.grad.clone()
-        for (name, weight), start in zip(plain.items(), (0, 24)):
+        for weight, start in zip(plain.values(), (0, 24)):
             weight.grad = flat.grad[start : start + weight.numel()].view(weight.shape).clone()
         if not applied and step == 2:
             optimizer.found_inf, kept = torch.tensor(1.0), [flat.detach().clone(), rest.detach().clone()]
@@ -197,7 +197,7 @@ def test_muon(applied):
         for each in (optimizer, muon, adamw):
             each.step()
         assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
-    for (name, weight), start in zip(plain.items(), (0, 24)):
+    for weight, start in zip(plain.values(), (0, 24)):
         assert torch.allclose(flat[start : start + weight.numel()].view(weight.shape), weight, rtol=0, atol=2e-2 * LR)
     assert torch.allclose(rest, line, atol=1e-6) and optimizer.state[flat]["step"] == optimizer.state[rest]["step"] == 4
     assert torch.allclose(flat[56:], before[56:] * (1 - LR * DECAY) ** 4)

@@ -1,5 +1,6 @@
 """Borders and defaults of the settings: where one value is taken, and the next one refused or remarked on."""
 
+import contextlib
 import json
 import os
 from types import SimpleNamespace
@@ -55,10 +56,8 @@ def test_the_other_name_of_bf16():
     config = resolved({"bfloat16": {"enabled": True}})
     assert settings.read_precision(config) == "bf16" and "bfloat16" not in config
     both = {"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}
-    try:
+    with contextlib.suppress(ConfigError):
         assert settings.read_precision(resolved(both)) == "fp32"
-    except ConfigError:
-        pass
 
 
 @pytest.mark.parametrize("total, world, fits", [(10, 4, "8 or 12"), (3, 4, "4"), (4, 3, "3 or 6"), (1, 2, "2")])
