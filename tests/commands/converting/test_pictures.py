@@ -121,7 +121,7 @@ def test_mnist(tmp_path, below, ending):
             converted("mnist", data, tmp_path / "none")
 
 
-def test_lsun(tmp_path, plain):  # noqa: F811
+def test_lsun(tmp_path, plain):
     """Oracle: the folder, of which each class became an environment by the lmdb package; LSUN's names of splits."""
     root = tmp_path / "lsun"
     root.mkdir()

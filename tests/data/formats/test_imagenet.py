@@ -32,7 +32,7 @@ OF_VAL = (2, 0, 3, 3, 1, 0)  # the class of each validation image
 
 def imagenet(root: Path, val_in_folders: bool) -> Path:
     """train/ and val/ of four classes, pictures by number."""
-    for label, synset in enumerate(SYNSETS):
+    for synset in SYNSETS:
         for number in range(3):
             flat(root / "train" / synset, (f"{synset}_{number}.JPEG",))
     for number, label in enumerate(OF_VAL, 1):
