@@ -146,7 +146,8 @@ class EvaluateOptions(Weights, Sampling):
 
     def _given(self, names: Iterable[str]) -> list[str]:
         """Returns the names whose options were typed."""
-        return [name for name in names if getattr(self, name) not in (None, False, ())]
+        found = ((name, getattr(self, name)) for name in names)
+        return [name for name, value in found if value is not None and value is not False and value != ()]
 
     def _refuse_unused(self) -> None:
         for present, unused in (
