@@ -31,7 +31,7 @@ from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks
 from dstrain.commands.encoding.plan import planned
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached import shards
-from dstrain.data.cached.rows import CAPTION_BYTES, packed
+from dstrain.data.cached.rows import CAPTION_BYTES, pack_caption
 from dstrain.data.source import Bad, Item, Source, read_items
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed
@@ -154,7 +154,7 @@ def _prepare(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any]
 
 def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
     """Why the files in the folder are not of this encoding, else None. `names` explain fingerprints to people."""
-    if (earlier := shards.earlier(out)) is not None:
+    if (earlier := shards.read_earlier(out)) is not None:
 
         def described(key: str, value: Any, names: dict[str, str]) -> Any:
             return f"{names[key]} ({value})" if key in names else value
@@ -166,9 +166,12 @@ def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str
             if old.get(key) != (value := encoding.get(key))
         ]
         return f"--out {out} holds another encoding: {'; '.join(changes)}. Name another folder" if changes else None
-    if strangers := shards.strangers(out):
+    if strangers := shards.list_strangers(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
-    if {shards.encoding_of(shard) for shard in out.glob("shard_*.safetensors")} - {None, shards.short(encoding)}:
+    if {shards.find_encoding(shard) for shard in out.glob("shard_*.safetensors")} - {
+        None,
+        shards.hash_encoding(encoding),
+    }:
         return f"--out {out} holds another encoding, and its {shards.ENCODING} is damaged or missing: name another"
     return None
 
@@ -190,10 +193,10 @@ def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dic
         path = out / shards.shard_name(number)
         if path.exists():
             try:
-                facts = shards.check(path)
-                if facts["encoding"] != shards.short(encoding) or facts["number"] != number:
+                facts = shards.check_shard(path)
+                if facts["encoding"] != shards.hash_encoding(encoding) or facts["number"] != number:
                     raise ConfigError(f"{path} is of another encoding")
-                records[number] = shards.record(path, facts)
+                records[number] = shards.record_shard(path, facts)
             except ConfigError as error:
                 print(f"{error}; it is made anew", flush=True)
                 path.unlink()
@@ -247,7 +250,7 @@ def _read(
             sample["image"] = torch.stack([crop["image"] for crop in items])
         if several:
             texts = source.captions(row)[:several]
-            sample["caption"] = torch.stack([packed(text) for text in (*texts, *[""] * (several - len(texts)))])
+            sample["caption"] = torch.stack([pack_caption(text) for text in (*texts, *[""] * (several - len(texts)))])
             sample["captions"] = torch.tensor(len(texts))
         if encoding.get("captions") and ("caption" not in sample or (encoding["text"] and not sample["caption"].any())):
             raise ConfigError(f"{source.name(row)} has no caption, and captions are encoded: write one")
@@ -290,12 +293,12 @@ def _write(
 ) -> dict[str, Any]:
     """Writes one shard, whole or not at all; its record."""
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
-    facts = {"encoding": shards.short(encoding), "number": number, "sums": shards.sums(codes), "bad": bad}
+    facts = {"encoding": shards.hash_encoding(encoding), "number": number, "sums": shards.sum_codes(codes), "bad": bad}
     path = out / shards.shard_name(number)
     with write_errors(path, SAME_COMMAND):
-        data = shards.pack(arrays, facts)
+        data = shards.pack_shard(arrays, facts)
         atomic.write_file(path, data)
-    return shards.record(path, shards.facts_of(data))
+    return shards.record_shard(path, shards.read_facts(data))
 
 
 def _require_readable(bad: Collection[Any], options: EncodeOptions, total: int) -> None:
@@ -318,7 +321,9 @@ def _finish(
                 )
             return None
     versions = {"dstrain": __version__, "torch": torch.__version__}
-    index = shards.body_of(encoding, list(source.classes), [records[number] for number in sorted(records)], versions)
+    index = shards.make_index_body(
+        encoding, list(source.classes), [records[number] for number in sorted(records)], versions
+    )
     _require_readable(index["bad_files"], options, encoding["number"])
     if group.rank() == 0:
         # Two parts that end at the same time write the same index.
@@ -334,9 +339,9 @@ def _others(
     others = {}
     for number in _own(encoding, None):
         path = options.out / shards.shard_name(number)
-        facts = None if number in records else shards.stated(path)
-        if facts is not None and facts["encoding"] == shards.short(encoding) and facts["number"] == number:
-            others[number] = shards.record(path, facts)
+        facts = None if number in records else shards.read_header_facts(path)
+        if facts is not None and facts["encoding"] == shards.hash_encoding(encoding) and facts["number"] == number:
+            others[number] = shards.record_shard(path, facts)
     return others
 
 

@@ -27,7 +27,7 @@ from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.decode.pixels import FORMATS, open_image
 from dstrain.data.open import BuiltinData, make_request, open_sources, open_split
 from dstrain.data.source import Source
-from dstrain.data.sources.images import Images, encoded, open_images
+from dstrain.data.sources.images import Images, open_images, read_encoded
 from dstrain.data.views import Spread
 from dstrain.disk import atomic
 from dstrain.distributed import group
@@ -261,7 +261,7 @@ def _require_fit(path: str, source: Images, run: Run) -> None:
     sides, grey = [], []
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
-            with open_image(encoded(source.layout, source.index.place(source.row(index))), FORMATS) as image:
+            with open_image(read_encoded(source.layout, source.index.place(source.row(index))), FORMATS) as image:
                 grey.append(
                     image.mode in ("1", "L", "LA", "I", "I;16", "F")
                     or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1

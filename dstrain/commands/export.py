@@ -22,7 +22,7 @@ from torch import nn
 from dstrain import recipe, systems
 from dstrain.commands.options.export import ExportOptions
 from dstrain.data.batches import held_out
-from dstrain.data.cached.shards import INDEX, read_index, statistics, sums
+from dstrain.data.cached.shards import INDEX, compute_statistics, read_index, sum_codes
 from dstrain.data.formats.imagenet import read_titles
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
@@ -203,9 +203,9 @@ def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) ->
     for example in _examples(num, run, system):
         codes = system.codes(nets, example)
         moments = torch.stack((codes["latent_mean"], codes["latent_std"]), dim=1)[:, None].cpu().numpy()
-        shards.append(sums(moments[example["valid"].cpu().numpy()]))
+        shards.append(sum_codes(moments[example["valid"].cpu().numpy()]))
         count += int(example["valid"].sum()) * moments[0, 0, 0, 0].size
-    return statistics(shards, count)
+    return compute_statistics(shards, count)
 
 
 def _examples(num: int, run: Run, system: System) -> Iterator[Example]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dstrain import rng, systems
 from dstrain.commands.options.generate import GenerateOptions
-from dstrain.data.cached.embeddings import encoder_of
+from dstrain.data.cached.embeddings import find_encoder
 from dstrain.data.cached.rows import read_embeddings
 from dstrain.data.decode.pixels import read_pictures
 from dstrain.distributed import group
@@ -240,7 +240,7 @@ def _require_chain(before: Opened, after: Opened) -> None:
         taker.conditions_from(
             torch.zeros(1, width) if width else torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8)
         )
-    encoders = [encoder_of(path) for path in (run.data.path, later.data.embeddings) if width and path is not None]
+    encoders = [find_encoder(path) for path in (run.data.path, later.data.embeddings) if width and path is not None]
     if None not in encoders and len({*encoders}) > 1:
         raise ConfigError(
             f"--then {folder}: it was trained on embeddings by {encoders[1]}, and {before[0]} draws "

@@ -17,7 +17,7 @@ from dstrain.data.index.verified import Verified
 from dstrain.data.open import open_section_index
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import Images
-from dstrain.data.sources.sizes import frame_counts, frames_of, pixel_sizes, size_of
+from dstrain.data.sources.sizes import count_sample_frames, measure_clips, measure_images, read_size
 from dstrain.data.sources.videos import Videos
 from dstrain.recipe import Data
 
@@ -67,13 +67,13 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
     }
     broken: Iterator[tuple[str, str]] | None = None
     if images:
-        sizes = pixel_sizes(layout, index)
+        sizes = measure_images(layout, index)
         result |= _sizes(sizes)
-        broken = _unmeasured(layout, index, sizes, size_of)
+        broken = _unmeasured(layout, index, sizes, read_size)
     elif data.buckets:
-        frames = frame_counts(layout, index)
+        frames = measure_clips(layout, index)
         result["frames"] = _frames(frames, data)
-        broken = _unmeasured(layout, index, frames, frames_of)
+        broken = _unmeasured(layout, index, frames, count_sample_frames)
     if check:
         broken = _checked(data, captions, layout, index)
     named = [list(entry) for _, entry in zip(range(_BROKEN), broken or ())]

@@ -26,12 +26,12 @@ from dstrain.data.files.storage import is_storage_fault, read_text, require_regu
 from dstrain.data.formats import packed
 from dstrain.data.formats.base import Layout
 from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, hash_file
-from dstrain.data.index.build import from_first
+from dstrain.data.index.build import run_on_first
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.open import BuiltinData, find_contents, open_section_index
 from dstrain.data.source import Item
-from dstrain.data.sources.captioned import texts_beside
+from dstrain.data.sources.captioned import hash_texts
 from dstrain.disk import atomic, sealed, small
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
@@ -60,7 +60,7 @@ class _Packable(Indexed):
         return (read_text((self.path / self.index.name(row)).with_suffix(".txt")),)
 
     def _texts(self, numbers: range) -> bytes:
-        return texts_beside(self.path, self._files(numbers)) if self.beside else super()._texts(numbers)
+        return hash_texts(self.path, self._files(numbers)) if self.beside else super()._texts(numbers)
 
     def __getitem__(self, index: int) -> Item:
         raise NotImplementedError("files are copied, and not decoded")
@@ -95,7 +95,7 @@ def pack(options: PackOptions) -> dict[str, Any]:
     layout, index = _opened(options, data)
     first = group.rank() == 0
     files = _Packable(layout, index)  # on all ranks together
-    plan = from_first(lambda: _plan(options, files))
+    plan = run_on_first(lambda: _plan(options, files))
     if first:
         words = f"{len(index.classes):,} classes" if index.classes else "no classes"
         words += ", captions" if plan["captions"] else ", no captions"
@@ -104,9 +104,9 @@ def pack(options: PackOptions) -> dict[str, Any]:
             flush=True,
         )
     with claimed(options.out, "packs", lambda: _prepare(options, plan)):
-        plan = from_first(lambda: _planned(options.out))  # an earlier command has counted, too
+        plan = run_on_first(lambda: _planned(options.out))  # an earlier command has counted, too
         count = -(-len(index) // plan["shard_samples"])
-        earlier = from_first(lambda: _earlier(options.out))
+        earlier = run_on_first(lambda: _earlier(options.out))
         mine = range(group.rank(), count, group.world())
         records = {
             number: record

@@ -16,7 +16,7 @@ from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 
 from dstrain import rng
-from dstrain.data.batches import Batches, placed
+from dstrain.data.batches import Batches, place_batch
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems import System
 
@@ -142,14 +142,14 @@ def _check(
             continue
         parts.update(turns)
         with torch.no_grad(), _explained(f"{run.system}: encode", _ids(batch), encoding):
-            example = system.encode(placed(batch, encoding))
+            example = system.encode(place_batch(batch, encoding))
         if live := [name for name, values in example.items() if values.requires_grad]:
             raise ConfigError(
                 f"{run.system}: encode returns {', '.join(live)} with a gradient: compute the example "
                 "from frozen networks alone, or detach it"
             )
         ids = _ids(example)
-        example = placed(example, learning)
+        example = place_batch(example, learning)
         rng.seed_torch(run.seed, step, 0)
         for part in turns:
             for name, network in networks.items():  # as in a turn: only this part learns

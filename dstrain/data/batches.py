@@ -135,8 +135,8 @@ class Batches(AbstractContextManager):
             options = {
                 "num_workers": self.num_workers,
                 "prefetch_factor": 2,
-                "worker_init_fn": workers.prepare,
-                "multiprocessing_context": workers.context(),
+                "worker_init_fn": workers.prepare_worker,
+                "multiprocessing_context": workers.make_context(),
             }
         loader = DataLoader(
             self._stream,
@@ -145,11 +145,11 @@ class Batches(AbstractContextManager):
             pin_memory=self.device.type == "cuda",
             **options,
         )
-        with workers.starting() as semaphores:
+        with workers.track_semaphores() as semaphores:
             reader = iter(loader)
         # The workers must end at exit before torch and multiprocessing wait for them, since they ignore SIGTERM. atexit
         # runs backwards, so this hook comes first; weakref's own hook may stand anywhere in that order.
-        self._release = weakref.finalize(self, workers.end, reader)
+        self._release = weakref.finalize(self, workers.end_workers, reader)
         self._release.atexit = False
         atexit.register(self._release)
         host = self._timed(reader, semaphores)
@@ -194,7 +194,7 @@ class Batches(AbstractContextManager):
                 )
                 return
             if count == self.num_workers:  # workers deliver in turn, so all of them run by now
-                workers.unlink(semaphores)
+                workers.unlink_semaphores(semaphores)
             self.wait_seconds += time.perf_counter() - start
             if batch is None:
                 return
@@ -232,7 +232,7 @@ def held_out(
         filled = torch.arange(batch).clamp(max=distinct - 1)
         full = {name: tensor[filled] for name, tensor in samples.items()}
         full |= {"key": rng.keys(seed, _HELD_OUT_STEP, position), "position": position, "valid": valid}
-        yield placed(full, device)
+        yield place_batch(full, device)
 
 
 def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -245,7 +245,7 @@ def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int
         first = end
 
 
-def placed(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
+def place_batch(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
     """Copies a batch to a device; packed texts stay on the host."""
     return {
         name: tensor if name in _ON_HOST else tensor.to(device, non_blocking=non_blocking)
@@ -303,7 +303,7 @@ def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     for host in itertools.chain(batches, [None]):  # None: the last copy is still to be handed over
         if host is not None:
             with torch.cuda.stream(side):
-                ahead.append((placed(host, device, non_blocking=True), side.record_event()))
+                ahead.append((place_batch(host, device, non_blocking=True), side.record_event()))
         if len(ahead) > 1 or (ahead and host is None):
             batch, copied = ahead.pop(0)
             current = torch.cuda.current_stream(device)

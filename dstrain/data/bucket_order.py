@@ -1,6 +1,6 @@
 """Buckets: samples of one shape each, such as 320 x 192, so that pictures keep their aspect and a batch has one shape.
 
-Every sample belongs to one bucket (`nearest`), and every optimizer step takes its global batch from one bucket, so that
+Every sample belongs to one bucket (`choose_buckets`), and every optimizer step takes its global batch from one bucket, so that
 all ranks meet the same shape. `BucketOrder` says which: a function of (seed, step) alone, at any number of ranks.
 """
 
@@ -73,7 +73,7 @@ class BucketOrder:
         return index
 
 
-def nearest(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_upscale: float = 1.0) -> np.ndarray:
+def choose_buckets(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_upscale: float = 1.0) -> np.ndarray:
     """Returns the bucket of each picture: sizes (N, 2) and shapes as (width, height) -> int64 (N,).
 
     It is the one nearest in log(width / height), the first of several. Where shapes have several resolutions, which are
@@ -88,11 +88,11 @@ def nearest(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_upscale:
         members = np.flatnonzero(resolution == level)
         distance = np.abs(aspects[:, None] - np.log(targets[members, 0] / targets[members, 1]))
         choice = members[np.round(distance, 9).argmin(1)]  # 9 digits: equally near is equal on every machine
-        fits = upscale(sides, targets[choice]) <= max_upscale
+        fits = compute_upscale(sides, targets[choice]) <= max_upscale
         bucket = np.where(fits | (bucket < 0), choice, bucket)
     return bucket
 
 
-def upscale(sizes: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def compute_upscale(sizes: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Returns how many times pictures (N, 2) are enlarged to cover targets (N, 2): float64 (N,), below 1 if reduced."""
     return (targets / np.maximum(sizes, 1)).max(1)

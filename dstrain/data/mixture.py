@@ -38,7 +38,7 @@ _MIXED_ALIKE = (*ENCODED_ALIKE, "dtype", "flips")  # of the encodings of caches 
 class MixtureOrder:
     """The infinite stream of a mixture: indices into its sources, which stand one after the other.
 
-    sizes: samples of each source. weights: of each, whole numbers as of `whole`. seed: any int.
+    sizes: samples of each source. weights: of each, whole numbers as of `to_whole_numbers`. seed: any int.
     """
 
     sizes: tuple[int, ...]
@@ -81,7 +81,7 @@ class MixtureOrder:
         return np.stack(counts)
 
 
-def whole(weights: Sequence[float]) -> tuple[int, ...]:
+def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
     """Returns positive weights as whole numbers in the same ratio, as they are written in decimals: 0.3 is 3 / 10.
 
     Where their sum would exceed 2^30 they are rounded to it, and none becomes 0.
@@ -104,7 +104,7 @@ class Mixture(Source):
     """The samples of several sources, one source after the other; the stream takes them by their weights.
 
     names: of the sources, each another one. weights: of each; None takes the numbers of their samples. classes: of the
-    mixture, by `common_classes`. Captions are in the items where all sources have them.
+    mixture, by `join_classes`. Captions are in the items where all sources have them.
     """
 
     batched = True
@@ -114,7 +114,7 @@ class Mixture(Source):
     ) -> None:
         self.sources, self.names, self.classes = tuple(sources), tuple(names), classes
         self.sizes = tuple(len(source) for source in sources)
-        self.weights = whole(weights or self.sizes)
+        self.weights = to_whole_numbers(weights or self.sizes)
         self._ends = torch.tensor(self.sizes).cumsum(0)
         places = {name: place for place, name in enumerate(classes)}
         # The label of each class of a source in the mixture, None where they are the same.
@@ -231,13 +231,13 @@ class Mixture(Source):
 def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | None]]) -> tuple[Mixture, Mixture | None]:
     """Opens the training and the held-out mixture of data.mixture; `opened` gives both sources of one source's section.
 
-    None: no source holds anything out. ConfigError as `opened` and `common_classes`.
+    None: no source holds anything out. ConfigError as `opened` and `join_classes`.
     """
     paths = [source.path for source in data.mixture]
     short = [os.path.basename(os.path.normpath(path)) for path in paths]
     names = short if len({*short}) == len(short) else paths
     sources, unseen = zip(*map(opened, data.parts()))
-    classes = common_classes(sources, names, data.mixture_classes)
+    classes = join_classes(sources, names, data.mixture_classes)
     weights = None if data.mixture[0].weight is None else [source.weight for source in data.mixture]
     held = [(source, name) for source, name in zip(unseen, names) if source is not None]
     if without := [name for source, name in held if classes and not source.classes]:
@@ -248,7 +248,7 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
     return Mixture(sources, names, weights, classes), Mixture(*zip(*held), None, classes) if held else None
 
 
-def with_codes_of(data: Data, parts: Sequence[Data]) -> Data:
+def add_codes(data: Data, parts: Sequence[Data]) -> Data:
     """Returns the section of a mixture with the `codes` of its parts, which are completed.
 
     The latents' scaling factor is 1 / the standard deviation of the mixture. ConfigError: they were not encoded alike.
@@ -279,7 +279,7 @@ def with_codes_of(data: Data, parts: Sequence[Data]) -> Data:
     return data.model_copy(update={"codes": codes})
 
 
-def common_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -> tuple[str, ...]:
+def join_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -> tuple[str, ...]:
     """Returns the classes of a mixture, () if no source has any.
 
     rule: "same": all sources have the same names; "first": those of the first source, and the others have none beside;

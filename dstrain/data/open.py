@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.bad_files import listed
+from dstrain.data.bad_files import count_listed
 from dstrain.data.builtin.emoji import EMOJI
 from dstrain.data.builtin.fashion import FASHION_PATH, Fashion
 from dstrain.data.builtin.moving import MOVING, MovingFashion
@@ -24,12 +24,12 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import list_class_folders, listing_errors
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.imagenet import split_root
-from dstrain.data.index.build import cache_folder, from_first, open_index
+from dstrain.data.index.build import find_cache_folder, open_index, run_on_first
 from dstrain.data.index.index import Index
-from dstrain.data.mixture import open_mixture, with_codes_of
+from dstrain.data.mixture import add_codes, open_mixture
 from dstrain.data.source import Source
-from dstrain.data.sources.buckets import Sized, by_duration
-from dstrain.data.sources.embedded import with_embeddings
+from dstrain.data.sources.buckets import Sized, sort_by_duration
+from dstrain.data.sources.embedded import add_embeddings
 from dstrain.data.sources.images import Images, open_images
 from dstrain.data.sources.videos import CLIPS, open_videos
 from dstrain.distributed import group
@@ -88,7 +88,7 @@ class Kind(ABC):
         if data.num_frames is not None:
             request = make_request(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
         path, _ = split_root(data.path, data.held_out, data.held_out_path, whole=True)
-        return open_index(path, request, data.index or cache_folder())
+        return open_index(path, request, data.index or find_cache_folder())
 
     def origin(self) -> str:
         """Returns the path of the data, or of what they were encoded from."""
@@ -129,7 +129,7 @@ class MixedData(Kind):
                     f"data.mixture: {part.path} holds {CONTENTS[own][0]}, {data.path} {CONTENTS[contents[0]][0]}: "
                     f"{remedy}"
                 )
-        return with_codes_of(data, parts)
+        return add_codes(data, parts)
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
         return open_mixture(self.data, lambda part: open_sources(part, verify, run, mixed=True))
@@ -265,7 +265,7 @@ class ClipsData(Kind):
             unseen = open_videos(data.path, cut, split="held_out", **common)
         if not data.buckets:
             return train, unseen
-        return by_duration(train, data.durations), unseen and by_duration(unseen, data.durations)
+        return sort_by_duration(train, data.durations), unseen and sort_by_duration(unseen, data.durations)
 
 
 class ImagesData(Kind):
@@ -393,7 +393,7 @@ def describe_data(data: Data, source: Source, held_out: Source | None, folder: P
 
     folder: of the run, whose list of unreadable files counts.
     """
-    bad = listed(folder) if folder is not None else 0
+    bad = count_listed(folder) if folder is not None else 0
     known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
     place = f"{data.held_out_path}: " if data.held_out_path else ""
     unseen = f"{place}{held_out.describe()}" if held_out is not None else "nothing"
@@ -430,7 +430,7 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
 def _wrap_images(data: Data, source: Source) -> Source:
     """Adds the embeddings, or the buckets, that the section asks for."""
     if data.embeddings is not None:
-        return with_embeddings(source, data.embeddings)
+        return add_embeddings(source, data.embeddings)
     if data.buckets is None:
         return source
     if not isinstance(source, Images):
@@ -442,7 +442,9 @@ def _wrap_images(data: Data, source: Source) -> Source:
 
 def _take_apart(data: Data) -> Data:
     """Returns the section with data.path and data.held_out_path of data that hold some out themselves."""
-    path, held_out_path = from_first(lambda: split_root(data.path, data.held_out, data.held_out_path, cache=data.cache))
+    path, held_out_path = run_on_first(
+        lambda: split_root(data.path, data.held_out, data.held_out_path, cache=data.cache)
+    )
     return data.model_copy(update={"path": path, "held_out_path": held_out_path})
 
 

@@ -3,7 +3,7 @@
 import itertools
 import os
 
-from dstrain.data.formats import is_elsewhere, strange_address
+from dstrain.data.formats import describe_address, is_elsewhere
 from dstrain.data.open import BUILTINS, BuiltinData
 from dstrain.recipe import Data
 
@@ -48,7 +48,7 @@ def _find_problem(key: str, path: str) -> str | None:
     if is_elsewhere(path):  # whether it is there shows when it is listed
         return None
     if not os.path.exists(path):
-        return strange_address(key, path) or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
+        return describe_address(key, path) or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
     if not os.path.isdir(path) and not os.path.isfile(path):
         return f"{key}={path} is a pipe or a device: give a folder of data, or builtin:fashion"
     try:

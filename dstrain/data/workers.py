@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 _GRACE = 1.0  # seconds
 
 
-def context() -> multiprocessing.context.BaseContext:
+def make_context() -> multiprocessing.context.BaseContext:
     """Returns the start method of the workers: a fork server."""
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(["torch", "torch.utils.data", "dstrain.data.batches"])
@@ -36,11 +36,11 @@ def context() -> multiprocessing.context.BaseContext:
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[list[Callable[[], None]]]:
-    """Encloses the start of workers; the list that it yields holds, afterwards, what `unlink` needs.
+def track_semaphores() -> Iterator[list[Callable[[], None]]]:
+    """Encloses the start of workers; the list that it yields holds, afterwards, what `unlink_semaphores` needs.
 
     Signals are blocked meanwhile: server and workers inherit the mask, and so ignore those that a launcher sends to
-    every process that it sees, even before `prepare` runs. Ours are delivered at the end. The main module is hidden: a
+    every process that it sees, even before `prepare_worker` runs. Ours are delivered at the end. The main module is hidden: a
     worker needs nothing of it, and would import the launch script again, and all of deepspeed with it.
     """
     multiprocessing.resource_tracker.ensure_running()  # its start would lift the mask again
@@ -63,7 +63,7 @@ def starting() -> Iterator[list[Callable[[], None]]]:
         ]
 
 
-def unlink(unlinkers: list[Callable[[], None]]) -> None:
+def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
     """Removes the workers' semaphores from /dev/shm, once every worker has opened them.
 
     multiprocessing does so at exit, or its tracker process does. But a rank is often killed together with all of its
@@ -73,7 +73,7 @@ def unlink(unlinkers: list[Callable[[], None]]) -> None:
         unlinkers.pop()()
 
 
-def prepare(_worker_id: int) -> None:
+def prepare_worker(_worker_id: int) -> None:
     """Makes a fresh worker ignore signals, use one thread, and end as soon as its rank does."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -85,7 +85,7 @@ def prepare(_worker_id: int) -> None:
         threading.Thread(target=_die_with_parent, args=(rank.sentinel,), daemon=True).start()
 
 
-def end(reader: object) -> None:
+def end_workers(reader: object) -> None:
     """Ends the workers of a DataLoader's iterator: asks them for a second, then kills them.
 
     torch alone would wait five seconds for each worker that is busy with a slow file, then send an ignored signal.

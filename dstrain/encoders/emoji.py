@@ -53,9 +53,9 @@ class EmojiTower:
 
 def text_embeds(captions: list[str]) -> Tensor | None:
     """float32 (N, 384) of captions of the built-in pairs, in lower case; None: one of them is another text."""
-    known = embeddings.builtin_captions()
+    known = embeddings.read_builtin_captions()
     rows = [known.get(" ".join(caption.lower().split())) for caption in captions]
     if None in rows:
         return None
-    table = embeddings.builtin_pairs().tables["text_embed"]
+    table = embeddings.open_builtin_pairs().tables["text_embed"]
     return torch.stack([torch.from_numpy(table[row].copy()) for row in rows])

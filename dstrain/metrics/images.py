@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.decode.pixels import FORMATS, SUFFIXES, open_image, samples_path, to_mode, to_tensor
+from dstrain.data.decode.pixels import FORMATS, SUFFIXES, convert_mode, find_samples, open_image, to_tensor
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.encoders.text import captions_of
@@ -75,7 +75,7 @@ def open_set(path: Path, option: str) -> Images:
 
     ConfigError with `option`: no images there, or a single one.
     """
-    path = samples_path(path.expanduser())
+    path = find_samples(path.expanduser())
     images = _opened(path, option)
     if len(images) < 2:
         raise ConfigError(
@@ -149,7 +149,7 @@ class Files(Images):
                 with _reading(self.path / name, self.option):
                     file = archive.open(name) if archive else self.path / name
                     with open_image(file, FORMATS) as image:
-                        images.append(to_tensor(to_mode(image, 3)))
+                        images.append(to_tensor(convert_mode(image, 3)))
             for shape in sorted({image.shape for image in images}):
                 chosen = [index for index, image in enumerate(images) if image.shape == shape]
                 yield Batch(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, read_clip
-from dstrain.data.decode.pixels import read_samples, samples_path
+from dstrain.data.decode.pixels import find_samples, read_samples
 from dstrain.recipe import ConfigError, Data, reworded
 from dstrain.systems.base import Request, System
 
@@ -101,7 +101,7 @@ def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) ->
     Clips and pictures are scaled and cropped to the run's size, as its data are. ConfigError names the file that cannot
     be read, is too short, or an .npz of another size.
     """
-    path = samples_path(path)
+    path = find_samples(path)
     if path.suffix == ".npz":
         clips = _of_npz(path, data)
     else:

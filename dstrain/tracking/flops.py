@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from dstrain.data.batches import placed
+from dstrain.data.batches import place_batch
 from dstrain.distributed import group
 from dstrain.systems.base import System
 from dstrain.tracking.hardware import find_rate
@@ -68,7 +68,7 @@ def step_flops(system: System, batch: int, step: int = 0) -> float:
     with torch.random.fork_rng(devices=[]), meta:
         networks = system.networks()
         with torch.no_grad():
-            example = placed(system.encode(placed(samples, meta)), meta)
+            example = place_batch(system.encode(place_batch(samples, meta)), meta)
         with _Useful() as useful:
             for part in system.turns(step):
                 for name, network in networks.items():  # as in a turn: only this part learns

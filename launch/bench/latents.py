@@ -155,10 +155,17 @@ def write(root: Path, options: argparse.Namespace) -> None:
             np.save(root / "files" / f"{i}.npy", code[0, 0].astype(np.float32))
             np.save(root / "files" / f"{i}_label.npy", np.array(i % 10))
         path = root / "shards" / shards.shard_name(number)
-        facts = {"encoding": shards.short(encoding), "number": number, "sums": shards.sums(codes), "bad": []}
-        path.write_bytes(shards.pack({"moments": codes, "label": index.numpy() % 10, "source": index.numpy()}, facts))
-        records.append(shards.record(path, shards.check(path)))
-    body = shards.body_of(encoding, [str(i) for i in range(10)], records, {})
+        facts = {
+            "encoding": shards.hash_encoding(encoding),
+            "number": number,
+            "sums": shards.sum_codes(codes),
+            "bad": [],
+        }
+        path.write_bytes(
+            shards.pack_shard({"moments": codes, "label": index.numpy() % 10, "source": index.numpy()}, facts)
+        )
+        records.append(shards.record_shard(path, shards.check_shard(path)))
+    body = shards.make_index_body(encoding, [str(i) for i in range(10)], records, {})
     (root / "shards" / shards.INDEX).write_bytes(render_sealed(body))
 
 

@@ -19,7 +19,7 @@ from dstrain.data.cached import rows
 from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
-from dstrain.data.formats import recognised
+from dstrain.data.formats import recognise_layout
 from dstrain.data.formats.base import Request
 from dstrain.data.formats.packed import PackedFiles, ShardWriter, list_packed, name_shard
 from dstrain.data.source import BadSample
@@ -247,7 +247,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not packed to the end: give the command"):
         open_images(out, 32)
     (out / "pack.json").write_bytes(listing)
-    layout = recognised(str(out), LocalFiles(out), Request((".mp4",), "clips"))
+    layout = recognise_layout(str(out), LocalFiles(out), Request((".mp4",), "clips"))
     with pytest.raises(ConfigError, match="holds images, not clips: leave data.num_frames out"):
         layout.parts()
 
@@ -265,7 +265,7 @@ def test_captions_beside_clips(tmp_path, kind):
     options = PackOptions(str(tmp_path / "d"), entries, tmp_path / "out", kind)
     pack(options)
     source = open_videos(tmp_path / "out", Cut(3, 16, 16))
-    assert all(torch.equal(source[n]["caption"], rows.packed(f"a thing, {n} times")) for n in range(3))
+    assert all(torch.equal(source[n]["caption"], rows.pack_caption(f"a thing, {n} times")) for n in range(3))
     (tmp_path / "d" / "1.txt").write_text("another thing")
     with pytest.raises(ConfigError, match="holds other shards: data"):
         pack(options)

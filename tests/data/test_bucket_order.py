@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.data.bucket_order import BucketOrder, nearest
+from dstrain.data.bucket_order import BucketOrder, choose_buckets
 from dstrain.data.order import Order
 from dstrain.recipe import ConfigError
 
@@ -83,7 +83,7 @@ def test_the_nearest_bucket():
     """Oracle: by hand. log(3/2) = 0.41 lies nearer to log(320/192) = 0.51 than to 0, and log(5/4) = 0.22 to 0."""
     shapes = ((256, 256), (320, 192), (192, 320))
     sizes = np.array([[600, 400], [500, 400], [400, 600], [2000, 200], [256, 256], [0, 0]])
-    assert nearest(sizes, shapes).tolist() == [1, 0, 2, 1, 0, 0]
+    assert choose_buckets(sizes, shapes).tolist() == [1, 0, 2, 1, 0, 0]
 
 
 def test_the_highest_resolution_that_does_not_enlarge():
@@ -91,8 +91,8 @@ def test_the_highest_resolution_that_does_not_enlarge():
     neither, and then the lowest is taken. A long picture takes the long shape of its resolution."""
     shapes = ((512, 512), (256, 256), (640, 384), (320, 192))
     sizes = np.array([[600, 600], [400, 400], [100, 100], [900, 540], [400, 240]])
-    assert nearest(sizes, shapes).tolist() == [0, 1, 1, 2, 3]
-    assert nearest(sizes, shapes, 1.28).tolist() == [0, 0, 1, 2, 3]
+    assert choose_buckets(sizes, shapes).tolist() == [0, 1, 1, 2, 3]
+    assert choose_buckets(sizes, shapes, 1.28).tolist() == [0, 0, 1, 2, 3]
 
 
 @given(shape=st.tuples(st.integers(8, 512), st.integers(8, 512)), size=st.tuples(*[st.integers(1, 4096)] * 2))
@@ -101,7 +101,7 @@ def test_of_one_resolution_none_is_nearer(shape, size):
     """Oracle: all distances, where every shape has as many pixels."""
     shapes = tuple((shape[0] * 2**power, shape[1] * 2 ** (6 - power)) for power in range(7))
     distances = [abs(np.log(size[0] / size[1] * high / wide)) for wide, high in shapes]
-    chosen = nearest(np.array([size]), shapes)[0]
+    chosen = choose_buckets(np.array([size]), shapes)[0]
     assert distances[chosen] <= min(distances) + 1e-8
 
 

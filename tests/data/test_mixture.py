@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dstrain.commands.job import JobOptions, prepare
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.cached.shards import read_index
-from dstrain.data.mixture import Mixture, MixtureOrder, common_classes, whole
+from dstrain.data.mixture import Mixture, MixtureOrder, join_classes, to_whole_numbers
 from dstrain.data.open import complete_data, describe_data, open_sources
 from dstrain.recipe import ConfigError, Data, load, refusals, refused
 from dstrain.systems import config_class
@@ -68,7 +68,7 @@ def test_each_source_passes_through_its_own_epochs():
         for epoch in own[: len(own) // size * size].reshape(-1, size):
             assert np.array_equal(np.sort(epoch), np.arange(size))
     # Ratios by samples: one pass over all is one pass over each, but for what the last block shuffles.
-    natural = MixtureOrder(sizes, whole(sizes), 11)
+    natural = MixtureOrder(sizes, to_whole_numbers(sizes), 11)
     assert natural.counts(256 * 147) == [256 * size for size in sizes]
 
 
@@ -105,12 +105,12 @@ def test_the_pattern_does_not_meet_the_ranks():
 )
 def test_weights_are_whole_in_their_ratio(weights, numbers):
     """Oracle: the ratio by hand."""
-    assert whole(weights) == numbers
+    assert to_whole_numbers(weights) == numbers
 
 
 def test_weights_of_any_size_keep_their_ratio():
     """Oracle: the ratio as floats, at sums beyond int64; the smallest does not vanish."""
-    numbers = whole((3e18, 1e18, 1))
+    numbers = to_whole_numbers((3e18, 1e18, 1))
     assert sum(numbers) <= 2**30 + 3 and numbers[2] == 1
     assert numbers[0] / numbers[1] == pytest.approx(3, rel=1e-8)
     order = MixtureOrder((4, 4, 4), numbers)
@@ -141,7 +141,7 @@ class Captioned(Named):
 
 def mixture(*sources, weights=None, rule="same"):
     names = [f"s{k}" for k in range(len(sources))]
-    return Mixture(sources, names, weights, common_classes(sources, names, rule))
+    return Mixture(sources, names, weights, join_classes(sources, names, rule))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
@@ -251,7 +251,7 @@ def test_folders_with_weights_and_held_out_shares(tmp_path):
     assert torch.equal(unseen[0]["image"], alone[0][1][0]["image"]) and reads[0].mixture is None
     # By the numbers of samples, and everything that makes other data is in the fingerprint.
     natural = opened(words[0].replace(", weight: 3", "").replace(", weight: 1", ""), *words[1:])[1]
-    assert natural.weights == whole([len(pair[0]) for pair in alone])
+    assert natural.weights == to_whole_numbers([len(pair[0]) for pair in alone])
     other = opened(words[0], words[1], words[3])[1]
     assert len({source.fingerprint() for source in (train, natural, other)}) == 3
 

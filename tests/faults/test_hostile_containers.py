@@ -19,7 +19,7 @@ import pytest
 from dstrain.commands.convert import ConvertOptions, convert
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
-from dstrain.data.formats import recognised
+from dstrain.data.formats import recognise_layout
 from dstrain.data.formats.base import Request
 from dstrain.data.formats.labels import ClassList
 from dstrain.data.formats.tars import MAX_BYTES
@@ -347,7 +347,7 @@ def all_of(path: Path) -> object:
     """Lists and reads whatever there is, by the layout or the converter alone."""
     if path.name == "data.mdb":
         return sum(len(content) for _, content, _ in read_lsun(path.parent, ClassList())["train"].samples)
-    layout = recognised(str(path.parent), LocalFiles(path.parent), Request(SUFFIXES))
+    layout = recognise_layout(str(path.parent), LocalFiles(path.parent), Request(SUFFIXES))
     return sum(len(layout.read(sample.place)) for part in layout.parts() for sample in layout.samples(part))
 
 

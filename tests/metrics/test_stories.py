@@ -10,7 +10,7 @@ from dstrain import recipe, systems
 from dstrain.commands.generate import GenerateOptions, generate
 from dstrain.commands.quality import QualityOptions, quality
 from dstrain.data.builtin.fashion import FASHION, Fashion
-from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _paste_item, caption_of
+from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _paste_item, make_caption
 from dstrain.metrics.clips import SCENES, make_stories, score_scenes, sum_scenes
 from dstrain.metrics.features import open_features
 from tests.support import checkpoints, gloo, tokenizer
@@ -139,7 +139,7 @@ def test_a_run_tells_stories(run, network, tmp_path):
     items, motions = make_stories(3 + torch.arange(5))
     videos = []
     for number, (item, asked) in enumerate(zip(items.tolist(), motions.tolist())):
-        texts = tuple(caption_of(FASHION[item], list(MOTIONS)[motion]) for motion in asked)
+        texts = tuple(make_caption(FASHION[item], list(MOTIONS)[motion]) for motion in asked)
         out = generate(
             GenerateOptions(
                 run, num=1, seed=3 + number, prime_frames=1, pngs=False, scenes=texts, out=tmp_path / f"{number}"

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dstrain.data.cached.embeddings import builtin_captions
-from dstrain.data.decode.pixels import center_crop, to_mode, to_tensor
+from dstrain.data.cached.embeddings import read_builtin_captions
+from dstrain.data.decode.pixels import convert_mode, crop_center, to_tensor
 from dstrain.data.order import Order
 from dstrain.data.source import Item, Source
 
@@ -48,12 +48,12 @@ class Emoji(Source):
         picture = self.pictures[index]
         if self.image_size == _SIDE and self.channels == 3:
             return {"image": torch.from_numpy(picture).permute(2, 0, 1), "label": 0}
-        image = to_mode(center_crop(Image.fromarray(picture), self.image_size), self.channels)
+        image = convert_mode(crop_center(Image.fromarray(picture), self.image_size), self.channels)
         return {"image": to_tensor(image), "label": 0}
 
     def captions(self) -> list[str]:
         """Returns the name of each picture."""
-        names = [*builtin_captions()]
+        names = [*read_builtin_captions()]
         return [names[row] for row in self.rows]
 
     def row(self, index: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from dstrain.data.decode.pixels import center_crop, to_tensor
+from dstrain.data.decode.pixels import crop_center, to_tensor
 from dstrain.data.source import Item, Source
 
 FASHION_PATH = "builtin:fashion"
@@ -53,7 +53,7 @@ class Fashion(Source):
     def __getitem__(self, index: int) -> Item:
         image = self.images[index]
         if image.shape[-1] != self.image_size:
-            image = to_tensor(center_crop(Image.fromarray(image.numpy()), self.image_size))[0]
+            image = to_tensor(crop_center(Image.fromarray(image.numpy()), self.image_size))[0]
         if self.channels == 4:
             image = torch.stack((image, image, image, torch.full_like(image, 255)))
         return {"image": image.expand(self.channels, -1, -1), "label": int(self.labels[index])}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dstrain import rng
 from dstrain.data.builtin.fashion import FASHION, Fashion
-from dstrain.data.cached.rows import packed
+from dstrain.data.cached.rows import pack_caption
 from dstrain.data.order import Order
 from dstrain.data.source import Item, Source
 from dstrain.recipe import ConfigError
@@ -65,14 +65,14 @@ class MovingFashion(Source):
         return {
             "video": video[:, None].expand(-1, self.channels, -1, -1),
             "frames": self.num_frames,
-            "caption": packed(self.caption(index)),
+            "caption": pack_caption(self.caption(index)),
             "label": item["label"],
         }
 
     def caption(self, index: int) -> str:
         """Returns a sentence on what the clip shows."""
         number, motion = self._parts(index)
-        return caption_of(FASHION[int(self.items.labels[number])], motion)
+        return make_caption(FASHION[int(self.items.labels[number])], motion)
 
     def _parts(self, index: int) -> tuple[int, str]:
         """Returns the number of the item, and the motion."""
@@ -114,14 +114,14 @@ class MovingFashion(Source):
         return f"{MOVING} {_VERSION} n={len(self)} of {self.items.fingerprint()}"
 
 
-def caption_of(name: str, motion: str) -> str:
+def make_caption(name: str, motion: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {motion}"
 
 
 def captions() -> dict[str, tuple[int, int]]:
     """Returns every caption of the built-in clips, the items in turn: (index into FASHION, index into MOTIONS)."""
     return {
-        caption_of(name, motion): (item, number)
+        make_caption(name, motion): (item, number)
         for number, motion in enumerate(MOTIONS)
         for item, name in enumerate(FASHION)
     }

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.cached.rows import FOLDERS, Captions, Table, as_float32, fault_of, packed
+from dstrain.data.cached.rows import FOLDERS, Captions, Table, convert_float32, find_fault, pack_caption
 from dstrain.data.order import Order
 from dstrain.data.source import BadSample, Source
 from dstrain.recipe import ConfigError
@@ -60,15 +60,15 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
 
 def open_stored(path: str | Path) -> "Stored":
     """Opens all pairs of a path. Raises ConfigError as `open_pairs`."""
-    return builtin_pairs() if str(path) == BUILTIN else _open_folder(Path(path))
+    return open_builtin_pairs() if str(path) == BUILTIN else _open_folder(Path(path))
 
 
-def encoder_of(path: str | Path) -> str | None:
+def find_encoder(path: str | Path) -> str | None:
     """Returns what made the image embeddings: the fingerprint of the encoder; None of folders that do not say so."""
     return BUILTIN if str(path) == BUILTIN else (_read_plan(Path(path) / PLAN) or {}).get("image_encoder")
 
 
-def made_of(path: str | Path) -> str | None:
+def find_made_of(path: str | Path) -> str | None:
     """Returns the fingerprint of the captioned images that `dstrain encode` has embedded; None as `find_encoder`."""
     return (_read_plan(Path(path) / PLAN) or {}).get("data")
 
@@ -134,14 +134,14 @@ class Stored:
             except BadSample:
                 if "text_embed" not in self.tables:
                     raise
-                item["caption"] = packed("")  # with a text embedding the pair is of use without a caption
+                item["caption"] = pack_caption("")  # with a text embedding the pair is of use without a caption
         return item
 
     def values(self, name: str, row: int) -> Tensor:
         """Returns what one table has in a row, float32, or bool of a mask. Raises BadSample as `read`."""
         table = self.tables[name]
-        values = as_float32(table[row])
-        if fault := fault_of(values[None], name):
+        values = convert_float32(table[row])
+        if fault := find_fault(values[None], name):
             raise BadSample(table.name(row), fault[1])
         return torch.from_numpy(values)
 
@@ -244,8 +244,8 @@ def _name_end(name: str) -> str:
     return str(int(word)) if word.isdigit() else word
 
 
-def builtin_pairs() -> Stored:
-    """Returns the built-in pairs, in the order of `builtin_captions`."""
+def open_builtin_pairs() -> Stored:
+    """Returns the built-in pairs, in the order of `read_builtin_captions`."""
     with np.load(_FILE) as file:
         tables = {}
         for key, name in (("image_embed", "image"), ("text_embed", "text")):
@@ -256,7 +256,7 @@ def builtin_pairs() -> Stored:
     return Stored(tables)
 
 
-def builtin_captions() -> dict[str, int]:
+def read_builtin_captions() -> dict[str, int]:
     """Returns the row of each built-in pair by its caption."""
     with np.load(_FILE) as file:
         captions = lzma.decompress(file["captions"].tobytes()).decode().split("\n")

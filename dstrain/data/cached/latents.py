@@ -26,7 +26,16 @@ import torch
 from torch import Tensor
 
 from dstrain.data.cached.rows import CAPTION_BYTES
-from dstrain.data.cached.shards import Arrays, Layout, check, is_cache, mapped, read_ahead, read_index, shard_name
+from dstrain.data.cached.shards import (
+    Arrays,
+    Layout,
+    check_shard,
+    is_cache,
+    map_shard,
+    read_ahead,
+    read_index,
+    shard_name,
+)
 from dstrain.data.index.held_out import Members
 from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
@@ -208,7 +217,7 @@ class Latents(Source):
     def _mapped(self, number: int) -> Arrays:
         path, encoding = self.path / shard_name(number), self.encoding
         rows = min(encoding["shard_size"], encoding["number"] - number * encoding["shard_size"])
-        arrays = mapped(path, int(self.sizes[number]), self._layouts, rows)
+        arrays = map_shard(path, int(self.sizes[number]), self._layouts, rows)
         codes = "tokens" if encoding["kind"] == "tokens" else "moments"
         shapes = {codes: (self.crops * encoding["flips"], *_shape_codes(encoding)), "label": (), **self.extras}
         for name, shape in shapes.items():
@@ -233,7 +242,7 @@ class Latents(Source):
             if left < 0:
                 return
             try:
-                check(self.path / shards[number]["name"], shards[number])
+                check_shard(self.path / shards[number]["name"], shards[number])
             except ConfigError as error:
                 raise ConfigError(f"{error}; {_REMEDY}") from None
 

@@ -46,7 +46,7 @@ class Table:
         self.arrays: dict[int, np.ndarray] = dict(enumerate(arrays))  # in the order of their last use
         axes, kinds = _AXES[key], (np.bool_,) if key == "text_mask" else (np.float16, np.float32, np.float64)
         for number, name in enumerate(names):
-            array = self.arrays[number] if root is None else mapped(root, name)
+            array = self.arrays[number] if root is None else map_array(root, name)
             if array.ndim != len(axes) or array.dtype not in kinds:
                 raise ConfigError(
                     f"data.path: {name} is {array.dtype} {array.shape}: {FOLDERS[key]} holds "
@@ -79,7 +79,7 @@ class Table:
             return self.arrays[number]
         array = self.arrays.pop(number, None)
         if array is None:
-            array = mapped(self.root, self.names[number])
+            array = map_array(self.root, self.names[number])
             while len(self.arrays) >= _MAPPED:
                 del self.arrays[next(iter(self.arrays))]
         self.arrays[number] = array
@@ -96,7 +96,7 @@ class Table:
     def scan(self) -> None:
         """Looks through all rows. Raises ConfigError, which names the first that cannot be used."""
         for number, name in enumerate(self.names):
-            fault = fault_of(as_float32(self._array(number)), self.key)
+            fault = find_fault(convert_float32(self._array(number)), self.key)
             if fault:
                 raise ConfigError(
                     f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or embed it again"
@@ -121,7 +121,7 @@ class Table:
                 digest.update(np.ascontiguousarray(self[row]))
 
 
-def mapped(root: Path, name: str) -> np.ndarray:
+def map_array(root: Path, name: str) -> np.ndarray:
     """Maps a .npy file into memory.
     Raises ConfigError, which names the file, or the limit of open files if that is reached.
     """
@@ -149,16 +149,16 @@ def read_embeddings(path: Path) -> Tensor:
     """Reads float32 (N, D) from a .npy file. Raises ConfigError if it holds others, no rows, or some that cannot be
     used.
     """
-    array = mapped(path.parent, path.name)
+    array = map_array(path.parent, path.name)
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
         raise ConfigError(f"{path} is {array.dtype} {array.shape}, and embeddings are float (N, D)")
-    values = as_float32(array)
-    if fault := fault_of(values, "image_embed"):
+    values = convert_float32(array)
+    if fault := find_fault(values, "image_embed"):
         raise ConfigError(f"{path}: row {fault[0]} {fault[1]}: leave it out, or embed it again")
     return torch.from_numpy(values)
 
 
-def as_float32(values: np.ndarray) -> np.ndarray:
+def convert_float32(values: np.ndarray) -> np.ndarray:
     """Masks as they are, numbers as float32; those that are too large for it become infinite."""
     with np.errstate(over="ignore"):
         return np.array(values, dtype=bool if values.dtype == bool else np.float32)
@@ -212,7 +212,7 @@ class Captions:
         text = self.cached[number][inner].as_py()
         if not text:
             raise BadSample(f"{self.names[number]}[{inner}]", "has no caption")
-        return packed(text)
+        return pack_caption(text)
 
     def add_to(self, digest: Any) -> None:
         """Adds to a hash names, rows, sizes, and the first and last bytes: the last hold the places of all pages."""
@@ -225,13 +225,13 @@ class Captions:
             digest.update(f"{name} {length} {size} {ends.hexdigest()}\n".encode())
 
 
-def packed(caption: str) -> Tensor:
+def pack_caption(caption: str) -> Tensor:
     """Returns a caption as it stands in batches: UTF-8 as uint8 (CAPTION_BYTES,), cut off between characters."""
     encoded = caption.encode("utf-8", "replace")[:CAPTION_BYTES].decode("utf-8", "ignore").encode("utf-8")
     return torch.from_numpy(np.frombuffer(encoded.ljust(CAPTION_BYTES, b"\0"), np.uint8).copy())
 
 
-def fault_of(rows: np.ndarray, key: str) -> tuple[int, str] | None:
+def find_fault(rows: np.ndarray, key: str) -> tuple[int, str] | None:
     """Returns the first of rows (n, ...) that cannot be used, and the reason; None if all can."""
     if rows.dtype == np.bool_:
         return None

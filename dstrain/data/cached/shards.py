@@ -68,7 +68,7 @@ def shard_name(number: int) -> str:
     return f"shard_{number:05d}.safetensors"
 
 
-def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
+def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
     """Returns the bytes of a shard; `facts` is JSON."""
     # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
     arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
@@ -80,14 +80,14 @@ def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
     return save(arrays, {"shard": json.dumps({**facts, "hash": digest.hexdigest()}, sort_keys=True)})
 
 
-def facts_of(data: bytes) -> dict[str, Any]:
+def read_facts(data: bytes) -> dict[str, Any]:
     """Returns the `facts` that a shard was packed with, its `hash`, and how often each of its `labels` occurs.
 
     ConfigError: its bytes are not whole.
     """
     try:
         facts, arrays = json.loads(_read_header(io.BytesIO(data))["__metadata__"]["shard"]), load(data)
-        whole = pack(arrays, {name: value for name, value in facts.items() if name != "hash"}) == data
+        whole = pack_shard(arrays, {name: value for name, value in facts.items() if name != "hash"}) == data
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         whole = False
     if not whole:  # packed again: not even a byte of padding may differ
@@ -95,7 +95,7 @@ def facts_of(data: bytes) -> dict[str, Any]:
     return facts | {"labels": _count_labels(arrays["label"])}
 
 
-def stated(path: Path) -> dict[str, Any] | None:
+def read_header_facts(path: Path) -> dict[str, Any] | None:
     """Reads the facts of a file from its header and labels alone, so the hash is not proved; returns None if
     unreadable.
     """
@@ -118,12 +118,12 @@ def _count_labels(labels: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(values.tolist(), counts.tolist()))
 
 
-def check(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
+def check_shard(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
     """Reads the facts of a file, whose hash must be that of an index's `entry`. Raises ConfigError, which names the
     file.
     """
     try:
-        facts = facts_of(path.read_bytes())
+        facts = read_facts(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
     except ConfigError as error:
@@ -133,12 +133,12 @@ def check(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
     return facts
 
 
-def encoding_of(path: Path) -> str | None:
-    """Returns the hash (`short`) of the encoding that a shard's header names; None if the header cannot be read."""
-    return (stated(path) or {}).get("encoding")
+def find_encoding(path: Path) -> str | None:
+    """Returns the hash (`hash_encoding`) of the encoding that a shard's header names; None if the header cannot be read."""
+    return (read_header_facts(path) or {}).get("encoding")
 
 
-def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+def record_shard(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Returns what an index, and the statistics in it, need to know of a shard."""
     return {
         "name": path.name,
@@ -150,7 +150,7 @@ def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 Layout = dict[str, tuple[slice, type, list[int]]]  # of each array: bytes after the header, dtype, shape
 
 
-def mapped(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arrays:
+def map_shard(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arrays:
     """Maps the arrays of a shard of `rows` samples and `size` bytes into memory, read-only.
 
     Arrays stand at the end of a shard, and shards of a folder that have as many rows hold them alike. So `layouts`
@@ -217,7 +217,7 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
     return json.loads(text)
 
 
-def sums(codes: np.ndarray) -> dict[str, Any]:
+def sum_codes(codes: np.ndarray) -> dict[str, Any]:
     """Sums one shard's means of the latents and their second moments by channel, or finds the largest token id."""
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
@@ -227,10 +227,10 @@ def sums(codes: np.ndarray) -> dict[str, Any]:
     return {"first": mean.sum(rest).tolist(), "second": (mean**2 + variance).sum(rest).tolist()}
 
 
-def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
+def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
     """Returns mean and standard deviation of posterior samples, over all and by channel, and scaling_factor = 1 / std.
 
-    shards: the `sums` of each. count: values of one channel in all shards. The sums are exact, so they do not depend on
+    shards: the `sum_codes` of each. count: values of one channel in all shards. The sums are exact, so they do not depend on
     the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G) scale latents.
     """
     first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
@@ -253,12 +253,12 @@ def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, An
     }
 
 
-def short(encoding: dict[str, Any]) -> str:
+def hash_encoding(encoding: dict[str, Any]) -> str:
     """Returns a hash of an encoding, which its shards carry."""
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def body_of(
+def make_index_body(
     encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]], versions: dict[str, str]
 ) -> dict[str, Any]:
     """Returns the body of an index, from the records of all shards in order. classes: None, where labels are numbers
@@ -269,7 +269,7 @@ def body_of(
         summary = {"largest": max(shard["largest"] for shard in summed)}
     else:
         views = encoding.get("crops", 1) * encoding["flips"]
-        summary = statistics(summed, encoding["number"] * views * math.prod(encoding["shape"][1:]))
+        summary = compute_statistics(summed, encoding["number"] * views * math.prod(encoding["shape"][1:]))
     counts = Counter()
     for record in records:
         counts.update(dict(record["labels"]))
@@ -300,10 +300,10 @@ def is_cache(folder: Path) -> bool:
                     return True
         except OSError:
             continue
-    return encoding_of(folder / shard_name(0)) is not None
+    return find_encoding(folder / shard_name(0)) is not None
 
 
-def earlier(folder: Path) -> dict[str, Any] | None:
+def read_earlier(folder: Path) -> dict[str, Any] | None:
     """Returns the content of encoding.json, or if that cannot be read the index's encoding; None if neither can be
     read.
     """
@@ -319,7 +319,7 @@ def earlier(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def strangers(folder: Path) -> list[str]:
+def list_strangers(folder: Path) -> list[str]:
     """Lists names in a folder that `dstrain encode` does not write; all but hidden files, where it has not written
     there.
     """

@@ -25,7 +25,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dstrain.data.decode.pixels import FORMATS, SUFFIXES, center_crop, open_image, require_below_cap, to_mode, to_tensor
+from dstrain.data.decode.pixels import (
+    FORMATS,
+    SUFFIXES,
+    convert_mode,
+    crop_center,
+    open_image,
+    require_below_cap,
+    to_tensor,
+)
 from dstrain.data.files.storage import require_regular, retry
 from dstrain.recipe import ConfigError
 
@@ -242,4 +250,4 @@ def _count_skipped(image: Image.Image) -> int:
 
 
 def _crop_frame(image: Image.Image, cut: Cut) -> Tensor:
-    return to_tensor(center_crop(to_mode(image, cut.channels), cut.width, cut.height))
+    return to_tensor(crop_center(convert_mode(image, cut.channels), cut.width, cut.height))

@@ -1,6 +1,6 @@
 """Crops of images, as data.crop names them. A random one is a function of numbers that belong to the sample's key.
 
-    center          ADM's, see `center_crop`
+    center          ADM's, see `crop_center`
     random          ADM's random crop (Dhariwal and Nichol 2021): the image is scaled so that the crop keeps a share of
                     its shorter side, `scale` = 0.8 to 1, and is cut out anywhere
     random_resized  torchvision's RandomResizedCrop (Szegedy et al. 2014): a part of `scale` = 0.08 to 1 of the area, of
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from dstrain.data.decode.pixels import center_crop, reduced
+from dstrain.data.decode.pixels import crop_center, halve_image
 from dstrain.recipe import Data
 
 _TRIES = 10  # of random_resized, then the largest part in the middle
@@ -73,7 +73,7 @@ class Crop:
         low, high = math.ceil(shorter / most), math.ceil(shorter / least)
         side = low + int(numbers[0] * (high - low + 1))
         cover = width * side / shorter, height * side / shorter
-        image = reduced(image, *cover)
+        image = halve_image(image, *cover)
         scale = max(cover[0] / image.width, cover[1] / image.height)
         image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
         return _place_anywhere(image, width, height, numbers[1:])
@@ -96,11 +96,11 @@ class Crop:
 
 def _crop_center(image: Image.Image, width: int, height: int) -> Cut:
     wide, high = image.size
-    while wide >= 2 * width and high >= 2 * height:  # as `center_crop` halves
+    while wide >= 2 * width and high >= 2 * height:  # as `crop_center` halves
         wide, high = wide // 2, high // 2
     scale = max(width / wide, height / high)
     x, y = round(wide * scale) - width, round(high * scale) - height
-    return Cut(center_crop(image, width, height), y // 2, x // 2, x - x // 2)
+    return Cut(crop_center(image, width, height), y // 2, x // 2, x - x // 2)
 
 
 def _crop_dalle(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:

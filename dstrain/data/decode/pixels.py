@@ -42,16 +42,18 @@ def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool
 
 def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
     """Decodes as `read_image` without retries; also an open file, such as a member of an archive."""
-    return to_tensor(center_crop(decoded(file, channels, (image_size, image_size) if draft else None), image_size))
+    return to_tensor(
+        crop_center(decode_sample(file, channels, (image_size, image_size) if draft else None), image_size)
+    )
 
 
-def decoded(file: str | Path | BinaryIO, channels: int, draft: tuple[int, int] | None = None) -> Image.Image:
+def decode_sample(file: str | Path | BinaryIO, channels: int, draft: tuple[int, int] | None = None) -> Image.Image:
     """Returns an encoded image as L, RGB or RGBA. draft: the size that a reduced one must cover."""
     with open_image(file, FORMATS) as image:
         if draft:
             image.draft(None, draft)
         image.load()
-        return to_mode(image, channels)
+        return convert_mode(image, channels)
 
 
 @contextmanager
@@ -91,7 +93,7 @@ def require_below_cap(width: int, height: int) -> None:
         raise ConfigError(f"{width} x {height} pixels exceed the cap of {PIXEL_CAP}")
 
 
-def to_mode(image: Image.Image, channels: int) -> Image.Image:
+def convert_mode(image: Image.Image, channels: int) -> Image.Image:
     """Converts any Pillow image to RGBA (channels 4), RGB (3) or L (1)."""
     mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
     if image.mode == mode and "transparency" not in image.info:
@@ -105,7 +107,7 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
     return image.convert(mode)
 
 
-def center_crop(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
+def crop_center(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
     """Makes the ADM centre crop, bit for bit, of an RGB or L image: to (width, height), or without a height to a
     square.
 
@@ -121,8 +123,8 @@ def center_crop(image: Image.Image, width: int, height: int | None = None) -> Im
     """
     height = height or width
     if image.mode == "RGBA":
-        return center_crop(image.convert("RGBa"), width, height).convert("RGBA")
-    image = reduced(image, width, height)
+        return crop_center(image.convert("RGBa"), width, height).convert("RGBA")
+    image = halve_image(image, width, height)
     scale = max(width / image.width, height / image.height)
     wide, high = round(image.width * scale), round(image.height * scale)
     x, y = (wide - width) // 2, (high - height) // 2
@@ -135,7 +137,7 @@ def center_crop(image: Image.Image, width: int, height: int | None = None) -> Im
     return image if high == height else image.crop((0, y, width, y + height))
 
 
-def reduced(image: Image.Image, width: float, height: float) -> Image.Image:
+def halve_image(image: Image.Image, width: float, height: float) -> Image.Image:
     """Halves the image while both sides are at least twice a target's."""
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -171,7 +173,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
 
     ConfigError: no such pictures, or of several sizes.
     """
-    path = samples_path(path)
+    path = find_samples(path)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
         if not files:
@@ -193,7 +195,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
     return pictures.expand(-1, channels, -1, -1)
 
 
-def samples_path(path: Path) -> Path:
+def find_samples(path: Path) -> Path:
     """Returns the .npz of samples in a folder that `dstrain generate` wrote (it holds a grid, too); else the path
     itself.
     """

@@ -1,4 +1,4 @@
-"""The forms in which people keep data, in the order in which they are tried; `recognised` chooses one."""
+"""The forms in which people keep data, in the order in which they are tried; `recognise_layout` chooses one."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def is_elsewhere(path: str) -> bool:
     return is_address(path) or path.startswith(HUB) or (find_base(path) is not None and not Path(path).exists())
 
 
-def strange_address(key: str, path: str) -> str | None:
+def describe_address(key: str, path: str) -> str | None:
     """Returns what is wrong with an address of a kind that is not read; None if it is none."""
     return (
         f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
@@ -56,11 +56,11 @@ def strange_address(key: str, path: str) -> str | None:
     )
 
 
-def files_of(path: str, request: Request) -> Files:
+def open_data_files(path: str, request: Request) -> Files:
     """Opens access to the files at a path. Raises ConfigError if nothing is there."""
     if not (is_elsewhere(path) or Path(path).exists()):
         raise ConfigError(
-            strange_address(request.key, path)
+            describe_address(request.key, path)
             or f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion"
         )
     if os.path.exists(path) and (kind := describe_kind(path)) not in (None, "a folder"):
@@ -68,7 +68,7 @@ def files_of(path: str, request: Request) -> Files:
     return open_files(path, request.cache)
 
 
-def recognised(path: str, files: Files, request: Request) -> Layout:
+def recognise_layout(path: str, files: Files, request: Request) -> Layout:
     """Returns the layout of the data at a path. Raises ConfigError if they have none of the forms above."""
     refuse_unconverted(path, files, request)
     for layout in LAYOUTS:

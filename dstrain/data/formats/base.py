@@ -134,7 +134,7 @@ class Layout(ABC):
         """Raises ConfigError: what shows only after all samples were listed, such as an empty class."""
 
 
-def peek(files: Files, folder: str = "") -> list[tuple[str, bool]]:
+def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
     """Lists as `files.names()`, but of a large folder some thousand names only, and of one that cannot be listed none.
 
     A folder that cannot be listed has none.
@@ -148,7 +148,7 @@ def peek(files: Files, folder: str = "") -> list[tuple[str, bool]]:
         return []
 
 
-def exists(files: Files, name: str) -> bool:
+def file_exists(files: Files, name: str) -> bool:
     """Returns whether a file or a folder is there."""
     try:
         files.stat(name)

@@ -19,7 +19,7 @@ from threading import Lock
 from typing import Any
 
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
+from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
 from dstrain.disk.small import parse_json
 from dstrain.recipe import ConfigError, NotRead
 
@@ -339,7 +339,7 @@ def find_files(
     pattern: files directly in the folder alone, that it fits. peeks: looks at some names of some folders only, files
     before folders, since the data may be anything, and large.
     """
-    names = peek(files, folder) if peeks else files.names(folder)
+    names = peek_names(files, folder) if peeks else files.names(folder)
     if peeks:
         names = [name for name in names if not name[1]] + [name for name in names if name[1]][:_TRIED]
     for name, is_folder in names:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from dstrain.data.files.listing import join_few
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import TABLES, Table, open_table, read_lines
-from dstrain.data.formats.base import Layout, Place, Request, Sample, exists
+from dstrain.data.formats.base import Layout, Place, Request, Sample, file_exists
 from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.recipe import ConfigError
 
@@ -181,7 +181,7 @@ class TableList(Layout):
         if paths[0].lower().endswith(_VIDEOS) and not paths[0].lower().endswith(self.request.suffixes):
             raise ConfigError(f"{table.where} lists videos: write data.num_frames=17, say, for clips")
         for base in self.bases:
-            if any(exists(self.files, os.path.join(base, path)) for path in paths):
+            if any(file_exists(self.files, os.path.join(base, path)) for path in paths):
                 return base
         raise ConfigError(
             f"{table.where}: none of its first {len(paths)} files is there, the first is "
@@ -260,7 +260,7 @@ class PathList(TableList):
 
     def _read_class_index(self) -> ClassList:
         """Returns the classes of classInd.txt in the order of their numbers; empty where there is no such file."""
-        if not exists(self.files, _CLASSES):
+        if not file_exists(self.files, _CLASSES):
             return ClassList()
         where = os.path.join(self.files.root, _CLASSES)
         rows = [line.split() for line in read_lines(self.files, _CLASSES, where) if line.strip()]
@@ -307,7 +307,7 @@ def _find_metadata(root: str, files: Files, request: Request) -> list[Table]:
     """Returns the tables beside the files that have a column file_name; others are someone else's."""
     tables = []
     for name in _METADATA:
-        if exists(files, name):
+        if file_exists(files, name):
             table = open_table(files, name, f"{request.key}={root}: {name}")
             with contextlib.suppress(ConfigError):  # A table that cannot be read is someone else's, too.
                 if "file_name" in table.columns():
@@ -334,7 +334,7 @@ def _read_captions(value: Any, at: str) -> Iterator[str]:
 def _is_list(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
     """Returns whether the data are a single file with one of the suffixes."""
     name = os.path.basename(root)
-    return name.lower().endswith(suffixes) and not os.path.isdir(root) and exists(files, name)
+    return name.lower().endswith(suffixes) and not os.path.isdir(root) and file_exists(files, name)
 
 
 def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:

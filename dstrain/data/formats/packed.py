@@ -33,7 +33,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from dstrain.data.files.local import Files
-from dstrain.data.formats.base import Layout, Place, Request, Sample, exists, peek
+from dstrain.data.formats.base import Layout, Place, Request, Sample, file_exists, peek_names
 from dstrain.disk import sealed, small
 from dstrain.recipe import ConfigError, NotRead
 
@@ -203,9 +203,9 @@ def read_index(files: Files) -> dict[str, Any]:
 
 def find_packed_splits(path: str, files: Files) -> tuple[str, str] | None:
     """Returns train/ and held_out/ of a folder that holds shards of both. Returns None for any other data."""
-    top = peek(files)
+    top = peek_names(files)
     for name in (TRAIN, HELD_OUT):
-        if (name, True) not in top or not exists(files, f"{name}/{PACKING}"):
+        if (name, True) not in top or not file_exists(files, f"{name}/{PACKING}"):
             return None
     return os.path.join(path, TRAIN), os.path.join(path, HELD_OUT)
 
@@ -217,7 +217,7 @@ class PackedFiles(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return exists(files, INDEX) or (exists(files, PACKING) and exists(files, name_shard(0)))
+        return file_exists(files, INDEX) or (file_exists(files, PACKING) and file_exists(files, name_shard(0)))
 
     def parts(self) -> list[str]:
         """Returns the names of the shards.

@@ -80,7 +80,7 @@ class Beside(Folders):
             try:
                 with reading(file, path):
                     text = retry(partial(small.read_text, path))
-                    captions = in_text(text) if file.endswith(".txt") else in_json(text)
+                    captions = split_captions(text) if file.endswith(".txt") else find_captions(text)
             except BadSample:
                 return _UNREADABLE
             if captions or file.endswith(".txt"):
@@ -94,12 +94,12 @@ class Beside(Folders):
         return super().__getstate__() | {"_texts": []}
 
 
-def in_text(text: str) -> tuple[str, ...]:
+def split_captions(text: str) -> tuple[str, ...]:
     """Returns the captions in a text, one a line."""
     return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
-def in_json(text: str | bytes) -> tuple[str, ...]:
+def find_captions(text: str | bytes) -> tuple[str, ...]:
     """Returns the captions in a JSON object; () if it has none. Raises ValueError if it is no JSON."""
     content = small.parse_json(text)
     value = (

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 from dstrain.data.files.listing import listing_errors
 from dstrain.data.files.local import Files
 from dstrain.data.files.remote import Missing
-from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
-from dstrain.data.formats.sidecars import in_json, in_text
+from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
+from dstrain.data.formats.sidecars import find_captions, split_captions
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, NotRead
 
@@ -56,7 +56,7 @@ class Tars(Layout):
         if request.captions:
             with listing_errors(root, request.key):
                 return any(not folder and _is_tar(name) for name, folder in files.names())
-        names = peek(files)
+        names = peek_names(files)
         beside = any(folder or name.lower().endswith(request.suffixes) for name, folder in names)
         return not beside and any(_is_tar(name) for name, _ in names)
 
@@ -175,7 +175,7 @@ class Tars(Layout):
         file.seek(member.offset_data)
         content = file.read(min(member.size, _MOST_TEXT))
         if kind == "txt":
-            sample[kind] = in_text(_decode_text(content)) or ("",)  # a caption that cannot be read: a bad sample
+            sample[kind] = split_captions(_decode_text(content)) or ("",)  # a caption that cannot be read: a bad sample
         elif kind == "cls":
             sample[kind] = _parse_label(_decode_text(content))
             if sample[kind] is None:
@@ -183,7 +183,7 @@ class Tars(Layout):
         else:
             sample[kind] = True
             try:
-                sample["captions"] = in_json(content) if wants_captions else ()
+                sample["captions"] = find_captions(content) if wants_captions else ()
                 section = small.parse_json(content)
             except ValueError:
                 sample["damaged"] = member.name

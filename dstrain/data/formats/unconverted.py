@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.formats.base import Request, exists, peek
+from dstrain.data.formats.base import Request, file_exists, peek_names
 from dstrain.recipe import ConfigError, NotRead
 
 # Files of a CIFAR: folder -> (those of training, that of the test, that of the names of the classes).
@@ -94,15 +94,15 @@ def _refuse_flat_validation(root: str, request: Request) -> None:
 def find_cifar(root: str, files: Files) -> Cifar | None:
     """Returns the CIFAR in a folder, in the folder of that name below it, or around a file. Returns None for others."""
     own = os.path.basename(root.rstrip("/"))
-    top = peek(files)
+    top = peek_names(files)
     is_file = top == [(own, False)]
     for form, (train, test, meta) in CIFAR.items():
         if is_file:
-            if own in (*train, test) and exists(files, meta):
+            if own in (*train, test) and file_exists(files, meta):
                 return Cifar(form, "")
             continue
         for folder, first in (("", (train[0], False)), (f"{form}/", (form, True))):
-            if first in top and all(exists(files, folder + name) for name in (train[0], test, meta)):
+            if first in top and all(file_exists(files, folder + name) for name in (train[0], test, meta)):
                 return Cifar(form, folder)
     return None
 
@@ -112,7 +112,7 @@ def find_idx(files: Files) -> list[str]:
 
     Where a file is there both packed and unpacked, the unpacked one counts.
     """
-    top = peek(files)
+    top = peek_names(files)
     for folder in _IDX_FOLDERS:
         if folder and (folder.partition("/")[0], True) not in top:
             continue
@@ -132,18 +132,18 @@ def find_idx(files: Files) -> list[str]:
 
 def find_lmdb(files: Files) -> list[str]:
     """Returns the data files of LMDB environments, in the order of their names: the folder's own, or of *_lmdb/."""
-    top = peek(files)
+    top = peek_names(files)
     if (LMDB_DATA, False) in top:
         return [LMDB_DATA]
     if top and all(name.endswith(_LMDB_FILES) and not is_folder for name, is_folder in top):
         return [name for name, _ in top]
     folders = [name for name, is_folder in top if is_folder and name.endswith(_LMDB_FOLDER)]
-    return [f"{name}/{LMDB_DATA}" for name in folders if exists(files, f"{name}/{LMDB_DATA}")]
+    return [f"{name}/{LMDB_DATA}" for name in folders if file_exists(files, f"{name}/{LMDB_DATA}")]
 
 
 def is_npz(files: Files) -> bool:
     """Returns whether the data are a single .npz file."""
-    names = peek(files)
+    names = peek_names(files)
     return len(names) == 1 and names[0][0].lower().endswith(".npz") and not names[0][1]
 
 

@@ -13,7 +13,7 @@ from dstrain.data.files.listing import join_few, listing_errors
 from dstrain.data.files.local import Files, is_hidden
 from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import Members, list_members, read_member
-from dstrain.data.formats.base import Layout, Place, Request, Sample, peek
+from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
 from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, is_split, parse_labels
 from dstrain.data.formats.tars import MAX_BYTES
 from dstrain.disk import small
@@ -27,11 +27,11 @@ class Zips(Layout):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self.name = peek(files)[0][0]
+        self.name = peek_names(files)[0][0]
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        names = peek(files)
+        names = peek_names(files)
         return len(names) == 1 and names[0][0].lower().endswith(".zip") and not names[0][1]
 
     def parts(self) -> list[str]:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from dstrain.data.files.listing import ask_each, join_few
 from dstrain.data.files.local import Files, require_there
-from dstrain.data.formats import files_of, recognised
+from dstrain.data.formats import open_data_files, recognise_layout
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.index.columns import ELSEWHERE, Columns
 from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed
@@ -53,7 +53,7 @@ def open_index(
     kept: data.index, where the index is written whatever its size. run: folder of the run that the command is about.
     ConfigError: there are no such data, or what the layout says of them.
     """
-    layout, index = from_first(lambda: _find_or_list(str(path), request, kept, run))
+    layout, index = run_on_first(lambda: _find_or_list(str(path), request, kept, run))
     missing = None
     try:
         len(index)
@@ -73,12 +73,12 @@ def write_splits(index: Index, held_out: float) -> None:
     ConfigError: they cannot be written there.
     """
     if not index.has_splits(held_out):
-        with locked(index.folder):
+        with lock_index(index.folder):
             if not index.has_splits(held_out):
                 index.write_splits(held_out)
 
 
-def from_first(make: Callable[[], _T]) -> _T:
+def run_on_first(make: Callable[[], _T]) -> _T:
     """Returns on every rank what `make` returns on rank 0, or raises its ConfigError or NotRead."""
     if group.world() == 1:
         return make()
@@ -95,7 +95,7 @@ def from_first(make: Callable[[], _T]) -> _T:
 
 
 def _find_or_list(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
-    files, key = files_of(path, request), _hash_request(path, request)
+    files, key = open_data_files(path, request), _hash_request(path, request)
     folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _list_usual_folders(run)]
     if kept is not None and not files.far and Path(path).resolve() in (place := Path(kept).resolve(), *place.parents):
         raise ConfigError(
@@ -106,12 +106,12 @@ def _find_or_list(path: str, request: Request, kept: str | Path | None, run: Pat
         if found is not None:
             return found
     require_there(f"{request.key}={path}", files)
-    layout, folder = recognised(path, files, request), folders[0]
+    layout, folder = recognise_layout(path, files, request), folders[0]
     if kept is None and not request.measured and not _name_building(folder).exists():
         index = _list_in_memory(layout)
         if index is not None:
             return layout, index
-    with locked(folder):
+    with lock_index(folder):
         return _find_index(folder, path, files, request, anew=True) or (layout, _list_on_disk(layout, folder))
 
 
@@ -121,7 +121,7 @@ def _hash_request(path: str, request: Request) -> str:
     return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def cache_folder() -> Path:
+def find_cache_folder() -> Path:
     """Returns where `dstrain index` keeps indexes, and commands without a run do."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "index"
 
@@ -129,9 +129,9 @@ def cache_folder() -> Path:
 def _list_usual_folders(run: Path | None) -> list[Path]:
     """Returns where an index is looked for; it is made in the first. A run of somebody else may not be written to."""
     if run is None:
-        return [cache_folder()]
+        return [find_cache_folder()]
     existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
-    folders = [run / "index", cache_folder()]
+    folders = [run / "index", find_cache_folder()]
     return folders if os.access(existing, os.W_OK) else folders[::-1]
 
 
@@ -140,7 +140,7 @@ def _name_building(folder: Path) -> Path:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_index(folder: Path) -> Iterator[None]:
     """Waits until no other command makes this index. Raises ConfigError if it cannot be written there."""
     with write_errors(folder.parent, ELSEWHERE):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def _find_index(
         if anew:
             phases().say(f"data: {path}: the index in {folder} was altered; listing the data anew")
         return None
-    layout = recognised(path, files, request)
+    layout = recognise_layout(path, files, request)
     if index.header["layout"] != type(layout).__name__:  # a list of labels or the like was put beside the data
         return None
     layout.classes, layout.notes = index.classes, index.header["notes"]

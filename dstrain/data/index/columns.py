@@ -12,7 +12,7 @@ import numpy as np
 from dstrain.data.files.listing import join_few
 from dstrain.data.formats.base import Layout, Sample
 from dstrain.data.formats.no_samples import explain_no_samples
-from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, digests, name_hash
+from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, hash_columns, hash_name
 from dstrain.data.index.verified import write_sums
 from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
@@ -61,7 +61,7 @@ class Columns:
         self._require_alike(sample, layout)
         encoded = os.fsencode(place.name)
         self._text("names", "name_ends", encoded)
-        self.buffers["name_hash"].append(name_hash(encoded))  # here, once: at the start of a run it takes a minute
+        self.buffers["name_hash"].append(hash_name(encoded))  # here, once: at the start of a run it takes a minute
         if isinstance(label, str):
             label = self.numbers.setdefault(label, len(self.numbers))
         for name, value in (("file", place.file), ("offset", place.offset), ("size", place.size), ("label", label)):
@@ -157,7 +157,7 @@ class Columns:
             else:
                 columns[name] = np.memmap(folder / f"{name}.bin", dtype or np.uint8, "r")
         classes, counts = self._labels(layout, columns)
-        names, rest = digests(columns, self.number)
+        names, rest = hash_columns(columns, self.number)
         header = {
             "version": VERSION,
             "layout": type(layout).__name__,

@@ -231,7 +231,7 @@ class Index:
         return getattr(self, name)
 
 
-def digests(columns: dict[str, Any], number: int) -> tuple[str, str]:
+def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
     """Returns a hash of all names, then all labels; and one of what the other columns hold."""
     names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
     for start in range(0, len(columns["names"]), 1 << 20):
@@ -247,7 +247,7 @@ def digests(columns: dict[str, Any], number: int) -> tuple[str, str]:
     return names.hexdigest(), rest.hexdigest() if more else ""
 
 
-def name_hash(name: bytes) -> int:
+def hash_name(name: bytes) -> int:
     """Returns what decides whether a sample is held out: below the share of 2 ** 64, it is."""
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dstrain.data.bucket_order import BucketOrder, nearest, upscale
-from dstrain.data.index.build import from_first
+from dstrain.data.bucket_order import BucketOrder, choose_buckets, compute_upscale
+from dstrain.data.index.build import run_on_first
 from dstrain.data.index.index import CHUNK, HEADER, read_sealed
 from dstrain.data.index.source import Indexed
 from dstrain.data.index.verified import Verified, open_shared, open_whole, write_sums
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.images import Images
-from dstrain.data.sources.sizes import frame_counts, pixel_sizes
+from dstrain.data.sources.sizes import measure_clips, measure_images
 from dstrain.data.sources.videos import Mixed, Videos
 from dstrain.data.views import Remade
 from dstrain.disk import atomic, sealed
@@ -51,7 +51,7 @@ class Bucketed(Remade):
         key = repr([shapes, rule, whole.split, whole.chosen.number, whole.chosen.names])
         folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
         self.dtype = "uint32" if len(whole) < 1 << 32 else "uint64"  # of places in the source
-        self.header = from_first(lambda: _sort_samples(self, table, folder))
+        self.header = run_on_first(lambda: _sort_samples(self, table, folder))
         self.members = open_shared(folder / _MEMBERS, self.dtype, _count_bytes(self.header, self.dtype))
         self.counts = tuple(self.header["counts"])
         self.ends = tuple(np.cumsum(self.counts).tolist())
@@ -112,7 +112,7 @@ class Sized(Bucketed):
     """
 
     def __init__(self, whole: Images, shapes: tuple[Shape, ...], max_upscale: float | None = None) -> None:
-        super().__init__(whole, shapes, pixel_sizes(whole.layout, whole.index), max_upscale)
+        super().__init__(whole, shapes, measure_images(whole.layout, whole.index), max_upscale)
         if not sum(self.counts):
             raise ConfigError(
                 f"data.max_upscale={max_upscale}: every bucket would enlarge every image of {whole.path} "
@@ -121,8 +121,8 @@ class Sized(Bucketed):
 
     def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         targets, max_upscale = np.array(self.shapes), self.rule
-        bucket = nearest(block, self.shapes, max_upscale or 1.0)
-        factor = np.where(block.min(1) > 0, upscale(block, targets[bucket]), 1.0)
+        bucket = choose_buckets(block, self.shapes, max_upscale or 1.0)
+        factor = np.where(block.min(1) > 0, compute_upscale(block, targets[bucket]), 1.0)
         out = factor > max_upscale if max_upscale else np.zeros(len(block), bool)
         header["left_out"] = header.get("left_out", 0) + int(out.sum())
         header["enlarged"] = header.get("enlarged", 0) + int((factor[~out] > 1).sum())
@@ -152,7 +152,7 @@ class Timed(Bucketed):
 
     def __init__(self, whole: Videos, durations: tuple[int, ...]) -> None:
         durations = tuple(sorted(durations, reverse=True))
-        super().__init__(whole, durations, frame_counts(whole.layout, whole.index), whole.cut.stride)
+        super().__init__(whole, durations, measure_clips(whole.layout, whole.index), whole.cut.stride)
         if not sum(self.counts):
             raise ConfigError(
                 f"{whole.where}: none of its {len(whole):,} clips is sound: `{whole.check}` lists what cannot be read"
@@ -177,7 +177,7 @@ class Timed(Bucketed):
         return words + ([f"{short:,} shorter than {least}: their last frame is repeated"] if short else [])
 
 
-def by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
+def sort_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
     """Sorts clips into buckets; images that are mixed into them are clips of one frame, in a bucket of their own."""
     if isinstance(source, Mixed):
         return source.apart(Timed(source.videos, durations))

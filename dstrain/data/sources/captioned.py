@@ -67,10 +67,10 @@ class Captioned(Images):
         """Covers, of captions beside images, their files as they are now."""
         if not isinstance(self.layout, Beside):
             return super()._texts(numbers)
-        return texts_beside(self.path, self._files(numbers))
+        return hash_texts(self.path, self._files(numbers))
 
 
-def texts_beside(root: Path, files: Iterable[list[str]]) -> bytes:
+def hash_texts(root: Path, files: Iterable[list[str]]) -> bytes:
     """Returns a hash of the texts beside files, whose names come some at a time."""
     texts = blake2b()
     for names in files:

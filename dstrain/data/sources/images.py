@@ -15,13 +15,13 @@ import torch
 
 from dstrain.data.builtin.emoji import EMOJI, Emoji
 from dstrain.data.builtin.fashion import FASHION, FASHION_PATH, SPLITS, Fashion
-from dstrain.data.cached.rows import packed
+from dstrain.data.cached.rows import pack_caption
 from dstrain.data.decode.crops import Crop
-from dstrain.data.decode.pixels import SUFFIXES, decoded, to_tensor
+from dstrain.data.decode.pixels import SUFFIXES, decode_sample, to_tensor
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place, Request
 from dstrain.data.formats.imagenet import split_root
-from dstrain.data.index.build import from_first, open_index
+from dstrain.data.index.build import open_index, run_on_first
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.source import Chance, Item, reading
@@ -69,7 +69,7 @@ def open_images(
         return (Emoji if path == EMOJI else Fashion)(image_size, channels, split)
     request = request or Request(SUFFIXES)
     if not builtin:
-        path, held_out_path = from_first(
+        path, held_out_path = run_on_first(
             lambda: split_root(path, held_out, held_out_path, split == "all", request.cache)
         )
     if held_out_path is None and split == "held_out" and held_out == 0:
@@ -131,7 +131,7 @@ class Images(Indexed):
                 text = captions[int(choice * len(captions))]
                 if not text:
                     raise ConfigError("its caption is empty, or cannot be read")
-                item["caption"] = packed(text)
+                item["caption"] = pack_caption(text)
         return item
 
     def captions(self, index: int) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ class Images(Indexed):
         return self.index.captions(self.row(index))
 
     def _cut(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
-        image = decoded(encoded(self.layout, place), self.channels, (width, height) if self.draft else None)
+        image = decode_sample(read_encoded(self.layout, place), self.channels, (width, height) if self.draft else None)
         cut = self.crop(image, width, height, numbers)
         if not self.sizes:
             return {"image": to_tensor(cut.image)}
@@ -150,7 +150,7 @@ class Images(Indexed):
         return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._names()}"
 
 
-def encoded(layout: Layout, place: Place) -> Path | BinaryIO:
+def read_encoded(layout: Layout, place: Place) -> Path | BinaryIO:
     """Returns a sample as its layout reads it, but bytes as an open file."""
     content = layout.read(place)
     return io.BytesIO(content) if isinstance(content, bytes) else content

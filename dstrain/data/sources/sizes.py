@@ -18,43 +18,43 @@ from dstrain.data.decode.pixels import FORMATS, open_image
 from dstrain.data.files.listing import ask_each
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place
-from dstrain.data.index.build import from_first, locked
+from dstrain.data.index.build import lock_index, run_on_first
 from dstrain.data.index.columns import ELSEWHERE
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import Verified, map_file, open_shared, open_whole, write_sums
 from dstrain.data.source import BadSample, reading
-from dstrain.data.sources.images import encoded
+from dstrain.data.sources.images import read_encoded
 from dstrain.distributed.progress import phases
 from dstrain.recipe import write_errors
 
 _CLIPS = 1024  # files between two writes, where each may take long
 
 
-def pixel_sizes(layout: Layout, index: Index) -> Verified:
+def measure_images(layout: Layout, index: Index) -> Verified:
     """Returns int32 (N, 2): width and height of each image of the index, 0 if it cannot be read; on all ranks together.
 
     The index stands on a disk. NotRead: the storage fails.
     """
-    return _open_measures(layout, index, "sizes", 2, lambda place: size_of(layout, place), CHUNK)
+    return _open_measures(layout, index, "sizes", 2, lambda place: read_size(layout, place), CHUNK)
 
 
-def frame_counts(layout: Layout, index: Index) -> Verified:
+def measure_clips(layout: Layout, index: Index) -> Verified:
     """Returns int32 (N, 1): how many frames each clip of the index has, 0 if it cannot be read; as `measure_images`."""
-    return _open_measures(layout, index, "frames", 1, lambda place: (frames_of(layout, place),), _CLIPS)
+    return _open_measures(layout, index, "frames", 1, lambda place: (count_sample_frames(layout, place),), _CLIPS)
 
 
-def size_of(layout: Layout, place: Place) -> tuple[int, int]:
+def read_size(layout: Layout, place: Place) -> tuple[int, int]:
     """Reads width and height of an image from its header. Raises BadSample if it has none."""
 
     def read() -> tuple[int, int]:
-        with open_image(encoded(layout, place), FORMATS) as image:
+        with open_image(read_encoded(layout, place), FORMATS) as image:
             return image.size
 
     with reading(place.name, Path(layout.root, place.name)):
         return retry(read)
 
 
-def frames_of(layout: Layout, place: Place) -> int:
+def count_sample_frames(layout: Layout, place: Place) -> int:
     """Counts the frames of a clip. Raises BadSample if it cannot be read."""
     with reading(place.name, Path(layout.root, place.name)):
         return count_frames(layout.read(place))
@@ -72,11 +72,11 @@ def _open_measures(
 
     def make() -> None:
         if found() is None:
-            with locked(index.folder), write_errors(index.folder, ELSEWHERE):
+            with lock_index(index.folder), write_errors(index.folder, ELSEWHERE):
                 if found() is None:
                     _write_measures(path, layout, index, dtype, measure, chunk)
 
-    from_first(make)
+    run_on_first(make)
     return open_shared(path, dtype, len(index) * dtype.itemsize)
 
 

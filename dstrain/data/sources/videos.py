@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dstrain.data.bucket_order import BucketOrder
-from dstrain.data.cached.rows import packed
+from dstrain.data.cached.rows import pack_caption
 from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, Listing, read_clip
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.storage import read_text, retry
@@ -125,7 +125,7 @@ class Videos(Indexed):
         while len(self._listings) >= _MAX_LISTINGS:
             del self._listings[next(iter(self._listings))]
         self._listings[index] = listing
-        item = {"video": video, "frames": real} | ({} if caption is None else {"caption": packed(caption)})
+        item = {"video": video, "frames": real} | ({} if caption is None else {"caption": pack_caption(caption)})
         return item | ({"label": self.label(row)} if self.labelled else {})
 
     def _caption(self, row: int, file: Path | bytes) -> str | None:

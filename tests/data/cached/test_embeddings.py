@@ -142,7 +142,9 @@ def test_other_texts_are_a_derangement(tmp_path):
 def test_captions_are_cut_between_characters():
     """Oracle: Python's own encoder and decoder."""
     text = "ab" + "\u20ac" * 400
-    assert captions_of(rows.packed(text)[None]) == [text[: 2 + 170]] and captions_of(rows.packed("x")[None]) == ["x"]
+    assert captions_of(rows.pack_caption(text)[None]) == [text[: 2 + 170]] and captions_of(
+        rows.pack_caption("x")[None]
+    ) == ["x"]
 
 
 def test_arrays_stay_on_the_disk(tmp_path):

@@ -87,14 +87,14 @@ def write(
         label = (np.arange(k * size, k * size + rows) % len(classes)).astype(np.int64)
         path = folder / shards.shard_name(k)
         path.write_bytes(
-            shards.pack(
+            shards.pack_shard(
                 {"moments" if kind == "latents" else "tokens": codes, "label": label, "source": np.arange(rows)},
-                {"encoding": shards.short(encoding), "number": k, "bad": [], "sums": shards.sums(codes)},
+                {"encoding": shards.hash_encoding(encoding), "number": k, "bad": [], "sums": shards.sum_codes(codes)},
             )
         )
-        records.append(shards.record(path, shards.check(path)))
+        records.append(shards.record_shard(path, shards.check_shard(path)))
         every.append(codes)
-    (folder / shards.INDEX).write_bytes(render_sealed(shards.body_of(encoding, list(classes), records, {})))
+    (folder / shards.INDEX).write_bytes(render_sealed(shards.make_index_body(encoding, list(classes), records, {})))
     return np.concatenate(every)
 
 

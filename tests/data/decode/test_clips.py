@@ -9,7 +9,7 @@ from PIL import Image
 
 from dstrain.data.decode import clips, pixels
 from dstrain.data.decode.clips import Cut, list_frames, read_clip
-from dstrain.data.decode.pixels import center_crop, to_tensor
+from dstrain.data.decode.pixels import crop_center, to_tensor
 from dstrain.recipe import ConfigError
 from tests.support.clips import LOSSLESS, LOSSY, moving, write, write_pictures
 from tests.support.pictures import picture
@@ -74,7 +74,9 @@ def test_a_window_is_a_slice_of_the_whole(tmp_path, kind, monkeypatch):
     full, _ = whole(path, height=32, width=48)
     begun = []
     frames = clips._decode_frames
-    monkeypatch.setattr(clips, "_decode_frames", lambda *given: (begun.append(pair[0]) or pair for pair in frames(*given)))
+    monkeypatch.setattr(
+        clips, "_decode_frames", lambda *given: (begun.append(pair[0]) or pair for pair in frames(*given))
+    )
     listing = list_frames(path)
     assert listing.count == COUNT
     late = 0
@@ -160,7 +162,7 @@ def test_a_picture_is_a_clip_of_one_frame(tmp_path, suffix):
     options = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}.get(suffix, {})
     image.save(tmp_path / f"a{suffix}", **options)
     video, real, _ = read_clip(tmp_path / f"a{suffix}", Cut(5, 32, 32))
-    expected = to_tensor(center_crop(image, 32))
+    expected = to_tensor(crop_center(image, 32))
     assert real == 1 and all(torch.equal(frame, video[0]) for frame in video)
     assert (video[0].int() - expected.int()).abs().max() <= (6 if suffix == ".jpg" else 0)
 
@@ -185,7 +187,7 @@ def test_the_crop_of_a_rectangle(size, width, height):
     expected = expected.resize((wide, high), Image.Resampling.BICUBIC)
     x, y = (expected.width - width) // 2, (expected.height - height) // 2
     expected = expected.crop((x, y, x + width, y + height))
-    cropped = center_crop(image, width, height)
+    cropped = crop_center(image, width, height)
     assert cropped.size == (width, height) and np.array_equal(cropped, expected)
 
 

@@ -12,7 +12,7 @@ from torchvision import transforms
 from dstrain import rng
 from dstrain.data.batches import Batches
 from dstrain.data.decode.crops import Crop
-from dstrain.data.decode.pixels import center_crop
+from dstrain.data.decode.pixels import crop_center
 from dstrain.data.open import open_sources
 from dstrain.recipe import ConfigError, Data
 from tests.support import pictures
@@ -94,7 +94,7 @@ def test_a_crop_lies_within(kind):
         cut = crop(picture, *size, numbers(crop.numbers, seed))
         assert cut.image.size == size and cut.image.mode == picture.mode and min(cut.top, cut.left, cut.right) >= 0
         plain = crop(picture, *size)
-        assert np.array_equal(plain.image, center_crop(picture, *size))
+        assert np.array_equal(plain.image, crop_center(picture, *size))
 
 
 def test_none():

@@ -18,7 +18,7 @@ from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files import zipped as zip_files
 from dstrain.data.files.local import LocalFiles, expand_braces
-from dstrain.data.formats import LAYOUTS, recognised
+from dstrain.data.formats import LAYOUTS, recognise_layout
 from dstrain.data.formats.base import Request
 from dstrain.data.open import open_sources
 from dstrain.data.source import BadSample
@@ -131,7 +131,7 @@ def test_tars_of_others(tmp_path):
             )
 
     def samples(suffixes, **more):
-        layout = recognised(str(tmp_path), LocalFiles(tmp_path), Request(suffixes, **more))
+        layout = recognise_layout(str(tmp_path), LocalFiles(tmp_path), Request(suffixes, **more))
         return [
             (sample.place.name, sample.label, sample.captions, layout.read(sample.place))
             for part in layout.parts()

@@ -15,7 +15,7 @@ from PIL import Image
 
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
-from dstrain.data.formats import recognised
+from dstrain.data.formats import recognise_layout
 from dstrain.data.formats.base import Request
 from dstrain.data.open import open_sources
 from dstrain.data.source import BadSample
@@ -138,7 +138,7 @@ def test_images_that_are_stored_as_they_are_are_read_by_their_bytes(tmp_path, pl
         ("parquet, delta", False),
     ):
         root = FORMS[form](tmp_path / form, content)
-        layout = recognised(str(root), LocalFiles(root), Request(SUFFIXES))
+        layout = recognise_layout(str(root), LocalFiles(root), Request(SUFFIXES))
         samples = [sample for part in layout.parts() for sample in layout.samples(part)]
         assert [sample.place.size >= 0 for sample in samples] == [by_bytes] * 21
         for sample, image in zip(samples, content["image"].to_pylist()):
@@ -156,7 +156,7 @@ def test_splits(tmp_path, plain):
         saved(root / name, rows)
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "validation"]}))
     same(open_images(root, 16), plain)
-    layout = recognised(str(root), LocalFiles(root), Request(SUFFIXES))
+    layout = recognise_layout(str(root), LocalFiles(root), Request(SUFFIXES))
     assert layout.unseen() == f"{root}/validation"
     train, unseen = open_sources(Data(path=str(root), image_size=16))
     same(train, plain)
@@ -164,7 +164,7 @@ def test_splits(tmp_path, plain):
     train, unseen = open_sources(Data(path=str(root), image_size=16, held_out=0.3))
     assert len(train) + len(unseen) == 21
     parquet = as_parquet()(tmp_path / "p", content)
-    layout = recognised(str(parquet), LocalFiles(parquet), Request(SUFFIXES))
+    layout = recognise_layout(str(parquet), LocalFiles(parquet), Request(SUFFIXES))
     assert layout.unseen() == f"{parquet}/test-00000-of-00001.parquet"
     assert len(open_sources(Data(path=str(parquet), image_size=16))[1]) == 2
     same(open_images(f"{parquet}/train-*.parquet", 16), plain)
@@ -269,7 +269,7 @@ _DAMAGE = """
 import random, sys
 from pathlib import Path
 from dstrain.data.files.local import LocalFiles
-from dstrain.data.formats import recognised
+from dstrain.data.formats import recognise_layout
 from dstrain.data.formats.base import Request
 files = sorted(path for root in sys.argv[2:] for path in Path(root).iterdir() if path.suffix in (".arrow", ".parquet"))
 draw, refused = random.Random(0), 0
@@ -282,7 +282,7 @@ for number in range(int(sys.argv[1])):
                             -1 - draw.randrange(min(4000, len(whole)))))] = draw.choice((0, 255, 127, 16))
     path.write_bytes(broken)
     try:
-        layout = recognised(str(root), LocalFiles(root), Request((".png",), captions=True))
+        layout = recognise_layout(str(root), LocalFiles(root), Request((".png",), captions=True))
         for part in layout.parts():
             for sample in layout.samples(part):
                 layout.read(sample.place)
@@ -295,11 +295,11 @@ print("refused", refused)
 _BOMB = """
 import resource, sys
 from dstrain.data.files.local import LocalFiles
-from dstrain.data.formats import recognised
+from dstrain.data.formats import recognise_layout
 from dstrain.data.formats.base import Request
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 for root in sys.argv[1:]:
-    layout = recognised(root, LocalFiles(root), Request((".png",)))
+    layout = recognise_layout(root, LocalFiles(root), Request((".png",)))
     before = peak()
     samples = [sample for part in layout.parts() for sample in layout.samples(part)]
     listed, error = peak(), ""

@@ -18,7 +18,7 @@ from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.files.tables import open_table
-from dstrain.data.formats import recognised
+from dstrain.data.formats import recognise_layout
 from dstrain.data.formats.base import Request
 from dstrain.data.open import open_sources
 from dstrain.data.source import Source
@@ -56,7 +56,7 @@ def rows_of(root: Path, path: str = "path", label: str = "label", caption: str =
 
 
 def listed(path: Path, request: Request = CAPTIONED) -> list:
-    layout = recognised(str(path), LocalFiles(path), request)
+    layout = recognise_layout(str(path), LocalFiles(path), request)
     return [sample for part in layout.parts() for sample in layout.samples(part)]
 
 

@@ -20,12 +20,12 @@ import torch
 
 from dstrain.data.batches import Batches, _Stream
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.formats import files_of
+from dstrain.data.formats import open_data_files
 from dstrain.data.formats.base import Request
 from dstrain.data.formats.folders import Folders
 from dstrain.data.index.build import _hash_request, _read_stats
 from dstrain.data.index.columns import Columns
-from dstrain.data.index.index import CHUNK, WATCHED, name_hash
+from dstrain.data.index.index import CHUNK, WATCHED, hash_name
 from dstrain.data.order import Order
 from dstrain.data.sources.images import Images, open_images
 from dstrain.disk import atomic, sealed
@@ -38,12 +38,12 @@ _KINDS = ((2, 0), (4, 0), (1, 1), (1, 3), (2, 1), (4, 3))  # ranks, workers of e
 def make_index(root: Path, number: int, kept: Path) -> None:
     """An index of `number` samples, kept where `open_images(root, index=kept)` looks for it."""
     request = Request(SUFFIXES)
-    files = files_of(str(root), request)
+    files = open_data_files(str(root), request)
     layout = Folders(str(root), files, request)
     names = [sample.place.name for part in layout.parts() for sample in layout.samples(part)]
     encoded = [name.encode() for name in names]
     length, labels = len(encoded[0]), np.array([int(name[1]) for name in names], np.int32)
-    hashes = np.array([name_hash(name) for name in encoded], np.uint64)
+    hashes = np.array([hash_name(name) for name in encoded], np.uint64)
     assert {len(name) for name in encoded} == {length} and len(names) == FILES
     building = kept / "building"
     building.mkdir(parents=True)
@@ -65,7 +65,9 @@ def make_index(root: Path, number: int, kept: Path) -> None:
     state = {"number": number, "sizes": sizes, "kinds": ["int", False], "classes": [], "most": 0}
     Columns(building, state=state).finished(layout)
     watched = layout.watched()
-    atomic.write_file(building / WATCHED, sealed.render_sealed({"names": watched, "stats": _read_stats(layout, watched)}))
+    atomic.write_file(
+        building / WATCHED, sealed.render_sealed({"names": watched, "stats": _read_stats(layout, watched)})
+    )
     building.rename(kept / _hash_request(str(root), request))
 
 

@@ -32,7 +32,7 @@ from dstrain.data.index.index import Index
 from dstrain.data.index.verified import Verified, write_sums
 from dstrain.data.sources import sizes
 from dstrain.data.sources.images import Images, open_images
-from dstrain.data.sources.sizes import pixel_sizes
+from dstrain.data.sources.sizes import measure_images
 from dstrain.encoders.text import captions_of
 from dstrain.recipe import ConfigError, Data, NotRead
 from tests.data.index import check_index_scale
@@ -260,10 +260,10 @@ def test_verified_columns(tmp_path, dtype):
 def test_two_commands_read_one_table(tmp_path, monkeypatch):
     """Oracle: the pixels of the images, each of which is read once: the second command waits for the first."""
     layout, index = open_index(folder(tmp_path / "d", 2, 20), Request(SUFFIXES), tmp_path / "i")
-    asked, size_of = [], sizes.size_of
-    monkeypatch.setattr(sizes, "size_of", lambda *place: (asked.append(place), time.sleep(0.01), size_of(*place))[-1])
+    asked, size_of = [], sizes.read_size
+    monkeypatch.setattr(sizes, "read_size", lambda *place: (asked.append(place), time.sleep(0.01), size_of(*place))[-1])
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(lambda _: sizes.pixel_sizes(layout, index), range(2))
+        first, second = threads.map(lambda _: sizes.measure_images(layout, index), range(2))
     assert len(asked) == 40 and np.array_equal(first[:], second[:])
     assert first[:].tolist() == [list(size_of(layout, index.place(row))) for row in range(40)]
 
@@ -450,18 +450,18 @@ def test_pixel_sizes(tmp_path):
     picture(1, 50, 20).save(root / "c0" / "x.png")
     (root / "c1" / "000.png").write_bytes(b"no picture")
     source = open_images(root, 16, index=tmp_path / "i")
-    sizes = pixel_sizes(source.layout, source.index)[:].copy()
+    sizes = measure_images(source.layout, source.index)[:].copy()
     assert sizes.dtype == np.int32 and sizes.tolist() == [
         [0, 0] if name == "c1/000.png" else list(Image.open(root / name).size)
         for name in map(source.name, range(len(source)))
     ]
     content = (root / "c0" / "x.png").read_bytes()
     (root / "c0" / "x.png").write_bytes(b"")
-    assert pixel_sizes(source.layout, source.index)[3].tolist() == [50, 20]
+    assert measure_images(source.layout, source.index)[3].tolist() == [50, 20]
     (root / "c0" / "x.png").write_bytes(content)
     table = source.index.folder / "sizes.bin"
     table.write_bytes(b"\1" + table.read_bytes()[1:])  # altered, it is made anew
-    assert np.array_equal(pixel_sizes(source.layout, source.index)[:], sizes)
+    assert np.array_equal(measure_images(source.layout, source.index)[:], sizes)
 
 
 def test_one_of_a_kind(tmp_path, monkeypatch, capsys):

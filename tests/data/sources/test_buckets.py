@@ -11,7 +11,7 @@ from PIL import Image
 from dstrain import systems
 from dstrain.commands.job import checked
 from dstrain.data.batches import Batches, held_out
-from dstrain.data.decode.pixels import center_crop, to_tensor
+from dstrain.data.decode.pixels import crop_center, to_tensor
 from dstrain.data.open import describe_data, open_sources
 from dstrain.data.views import Spread
 from dstrain.recipe import ConfigError, Data, load
@@ -56,7 +56,7 @@ def test_samples(folder):
         shape = SHAPES[by_aspect[image.size]]
         assert list(source.shape(index)) == shape
         item = source[index]
-        assert torch.equal(item["image"], to_tensor(center_crop(image, *shape)))
+        assert torch.equal(item["image"], to_tensor(crop_center(image, *shape)))
         assert item["label"] == "ab".index(source.name(index)[0])
         names.append(source.name(index))
     assert len(set(names)) == 40

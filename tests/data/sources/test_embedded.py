@@ -10,7 +10,7 @@ import torch
 from dstrain.commands.encoding import embeddings as caches
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.builtin.emoji import EMOJI, Emoji
-from dstrain.data.cached.embeddings import BUILTIN, builtin_pairs, open_pairs
+from dstrain.data.cached.embeddings import BUILTIN, open_builtin_pairs, open_pairs
 from dstrain.data.open import complete_data, open_sources
 from dstrain.encoders.image import ImageEncoder
 from dstrain.recipe import ConfigError, Data
@@ -27,7 +27,7 @@ def test_builtin_emoji():
     for index in (0, 77, 381):
         item = unseen[index]
         assert torch.equal(
-            item["image_embed"], torch.from_numpy(builtin_pairs().tables["image_embed"][unseen.whole.row(index)])
+            item["image_embed"], torch.from_numpy(open_builtin_pairs().tables["image_embed"][unseen.whole.row(index)])
         )
         assert item["image"].shape == (3, 32, 32) and item["image"].dtype == torch.uint8
     assert train.fingerprint() != unseen.fingerprint() and BUILTIN not in Emoji().fingerprint()

@@ -15,7 +15,7 @@ from PIL import Image
 from dstrain.data.builtin import fashion
 from dstrain.data.builtin.fashion import FASHION
 from dstrain.data.decode import pixels
-from dstrain.data.decode.pixels import center_crop, read_image, to_tensor
+from dstrain.data.decode.pixels import crop_center, read_image, to_tensor
 from dstrain.data.index import source as folder_module
 from dstrain.data.source import BadSample, read_items
 from dstrain.data.sources.images import open_images
@@ -117,7 +117,7 @@ def test_crop_is_bit_exact(mode):
         size = int(draw.integers(4, 140))
         image = Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8))
         image, shape = image.convert(mode), (width, height, size)
-        assert np.array_equal(center_crop(image, size), reference_crop(image, size)), shape
+        assert np.array_equal(crop_center(image, size), reference_crop(image, size)), shape
 
 
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (640, 427), (427, 640), (333, 500), (256, 256), (1300, 975)])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from dstrain import recipe, rng, systems
-from dstrain.data.cached.rows import packed
+from dstrain.data.cached.rows import pack_caption
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import Codes, ConfigError, Run
 from dstrain.systems.base import Request
@@ -96,7 +96,7 @@ def test_a_dropped_text_reaches_nothing():
     nets, batch = networks(system), system.synthetic(32)
     losses = []
     for text in ("a sneaker moving left", "a trouser that moves right"):
-        batch["caption"] = packed(text).expand(32, -1)
+        batch["caption"] = pack_caption(text).expand(32, -1)
         losses.append(system.loss("maskgit", nets, system.encode(batch))["cross_entropy"])
     dropped = rng.uniform(batch["key"], "drop") < 0.5
     assert torch.equal(losses[0] == losses[1], dropped) and 0 < int(dropped.sum()) < 32
@@ -228,7 +228,7 @@ def test_words():
     assert found.tolist() == [[*wanted, 0], [0] * 5, wanted[:1] * 5]
     system = build()
     texts = ["a bag moving up", "a bag moving up", "a coat"]
-    batch = system.synthetic(3) | {"caption": torch.stack([packed(text) for text in texts])}
+    batch = system.synthetic(3) | {"caption": torch.stack([pack_caption(text) for text in texts])}
     assert torch.equal(system.encode(batch)["words"], system.conditions_from_texts(texts)["words"])
     assert torch.equal(system.conditions(2)["words"], torch.zeros(2, 5, dtype=torch.int64))
 
@@ -243,7 +243,7 @@ def test_an_encoder_by_path(tmp_path):
     assert found.keys() == {"text_encodings", "text_mask"} and found["text_mask"].sum(1).tolist()[0] < 6
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name])
-    batch = system.synthetic(3) | {"caption": torch.stack([packed(text) for text in texts])}
+    batch = system.synthetic(3) | {"caption": torch.stack([pack_caption(text) for text in texts])}
     cached = {name: batch.pop(name) for name in ("text_encodings", "text_mask")}
     torch.testing.assert_close(system.encode(batch)["text_encodings"], wanted["text_encodings"])
     assert system.frozen() == (system.texts.encoder,) and not system.texts.encoder.training
@@ -513,7 +513,11 @@ def test_data_that_do_not_fit(tokenizer):
             build(text_encodings_dim=5),
             {"tokens": tokens, "text_encodings": torch.zeros(2, 3)},
         ),
-        ("none is named; give the folder", build(text_encodings_dim=5), {"tokens": tokens, "caption": packed("a")}),
+        (
+            "none is named; give the folder",
+            build(text_encodings_dim=5),
+            {"tokens": tokens, "caption": pack_caption("a")},
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             system.accepts(source(**item))

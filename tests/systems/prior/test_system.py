@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from dstrain import rng, systems
-from dstrain.data.cached.rows import packed
+from dstrain.data.cached.rows import pack_caption
 from dstrain.diffusion import samplers
 from dstrain.encoders.text import TextEncoder
 from dstrain.systems.base import Request
@@ -380,8 +380,8 @@ def test_captions_are_encoded_where_texts_are_missing():
     batch = {
         "key": torch.arange(2),
         "image_embed": torch.randn(2, 6),
-        "caption": torch.stack([packed("abc"), packed("de")]),
-        "other_caption": torch.stack([packed("de"), packed("abc")]),
+        "caption": torch.stack([pack_caption("abc"), pack_caption("de")]),
+        "other_caption": torch.stack([pack_caption("de"), pack_caption("abc")]),
     }
     example = system.encode(batch)
     expected = F.normalize(torch.tensor([[3.0, 1, 0, 0, 0, 0], [2.0, 1, 0, 0, 0, 0]]), dim=1)
@@ -409,7 +409,7 @@ def test_what_is_written_down_of_encoders(tmp_path):
     image = {"image_embed": torch.randn(12)}
     cached, live = (
         SimpleNamespace(first=lambda item=item: image | item, fingerprint=lambda: "pairs")
-        for item in ({"text_embed": torch.randn(12)}, {"caption": packed("a cat")})
+        for item in ({"text_embed": torch.randn(12)}, {"caption": pack_caption("a cat")})
     )
     found = {}
     for seed in (0, 1):
