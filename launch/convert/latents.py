@@ -357,7 +357,7 @@ def convert_latents(options: ConvertOptions) -> dict[str, Any]:
     with claimed(options.out, "converts", lambda: _prepare_folder(options, encoding)):
         records = [_write_shard(options, source, encoding, rows) for rows in _list_shards(options, source)]
         versions = {"dstrain": __version__, "torch": torch.__version__}
-        index = shards.body_of(encoding, None if source.labelled else [], records, versions)
+        index = shards.make_index_body(encoding, None if source.labelled else [], records, versions)
         require_readable(len(index["bad_files"]), len(source), options.max_bad_fraction, "files")
         atomic.write_file(options.out / shards.INDEX, render_sealed(index))
     return index
@@ -408,7 +408,7 @@ def _describe_encoding(options: ConvertOptions, source: Foreign) -> dict[str, An
 
 def _prepare_folder(options: ConvertOptions, encoding: dict[str, Any]) -> str | None:
     """Writes encoding.json; returns what is wrong with the folder, else None."""
-    out, earlier = options.out, shards.earlier(options.out)
+    out, earlier = options.out, shards.read_earlier(options.out)
     if earlier is not None:
         old = earlier["encoding"]
         changes = [
@@ -418,7 +418,7 @@ def _prepare_folder(options: ConvertOptions, encoding: dict[str, Any]) -> str | 
         ]
         if changes:
             return f"--out {out} holds another encoding: {'; '.join(changes)}. Name another folder"
-    elif strangers := shards.strangers(out):
+    elif strangers := shards.list_strangers(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
     names = {"first_stage": options.first_stage, "data": str(options.path)}
     text = json.dumps({"encoding": encoding, "of": names}, sort_keys=True, indent=1)
@@ -437,9 +437,9 @@ def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, A
     number = rows.start // options.shard_size
     path = options.out / shards.shard_name(number)
     try:
-        facts = shards.check(path)
-        if facts["encoding"] == shards.short(encoding) and facts["number"] == number:
-            return shards.record(path, facts)
+        facts = shards.check_shard(path)
+        if facts["encoding"] == shards.hash_encoding(encoding) and facts["number"] == number:
+            return shards.record_shard(path, facts)
     except ConfigError:
         pass  # it is missing, or damaged
 
@@ -460,12 +460,12 @@ def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, A
     arrays = {"moments": moments}
     arrays |= {name: np.array([item[name] for item in items], np.int64) for name in ("label", "source")}
     facts = {
-        "encoding": shards.short(encoding),
+        "encoding": shards.hash_encoding(encoding),
         "number": number,
-        "sums": shards.sums(moments),
+        "sums": shards.sum_codes(moments),
         "bad": sorted(set(bad)),
     }
-    data = shards.pack(arrays, facts)
+    data = shards.pack_shard(arrays, facts)
     with write_errors(path, SAME_COMMAND):
         atomic.write_file(path, data)
-    return shards.record(path, shards.facts_of(data))
+    return shards.record_shard(path, shards.read_facts(data))
