@@ -1,7 +1,8 @@
 """Buckets: samples of one shape each, such as 320 x 192, so that pictures keep their aspect and a batch has one shape.
 
-Every sample belongs to one bucket (`choose_buckets`), and every optimizer step takes its global batch from one bucket, so that
-all ranks meet the same shape. `BucketOrder` says which: a function of (seed, step) alone, at any number of ranks.
+Every sample belongs to one bucket (`choose_buckets`), and every optimizer step takes its global batch from one bucket,
+so that all ranks meet the same shape. `BucketOrder` says which: a function of (seed, step) alone, at any number of
+ranks.
 """
 
 from dataclasses import dataclass

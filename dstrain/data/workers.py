@@ -40,8 +40,8 @@ def track_semaphores() -> Iterator[list[Callable[[], None]]]:
     """Encloses the start of workers; the list that it yields holds, afterwards, what `unlink_semaphores` needs.
 
     Signals are blocked meanwhile: server and workers inherit the mask, and so ignore those that a launcher sends to
-    every process that it sees, even before `prepare_worker` runs. Ours are delivered at the end. The main module is hidden: a
-    worker needs nothing of it, and would import the launch script again, and all of deepspeed with it.
+    every process that it sees, even before `prepare_worker` runs. Ours are delivered at the end. The main module is
+    hidden: a worker needs nothing of it, and would import the launch script again, and all of deepspeed with it.
     """
     multiprocessing.resource_tracker.ensure_running()  # its start would lift the mask again
     main = sys.modules["__main__"]

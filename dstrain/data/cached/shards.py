@@ -134,7 +134,7 @@ def check_shard(path: Path, entry: dict[str, Any] | None = None) -> dict[str, An
 
 
 def find_encoding(path: Path) -> str | None:
-    """Returns the hash (`hash_encoding`) of the encoding that a shard's header names; None if the header cannot be read."""
+    """Returns the `hash_encoding` that a shard's header names; None if the header cannot be read."""
     return (read_header_facts(path) or {}).get("encoding")
 
 
@@ -230,8 +230,9 @@ def sum_codes(codes: np.ndarray) -> dict[str, Any]:
 def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
     """Returns mean and standard deviation of posterior samples, over all and by channel, and scaling_factor = 1 / std.
 
-    shards: the `sum_codes` of each. count: values of one channel in all shards. The sums are exact, so they do not depend on
-    the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G) scale latents.
+    shards: the `sum_codes` of each. count: values of one channel in all shards. The sums are exact, so they do not
+    depend on the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G) scale
+    latents.
     """
     first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
     second = [math.fsum(values) for values in zip(*(shard["second"] for shard in shards))]
