@@ -95,9 +95,9 @@ def start_verb(name: str) -> None:
 
 
 def _run_verb(verb: Verb) -> None:
-    from dstrain.commands.options.command import parse
+    from dstrain.commands.options.command import Command, parse
 
-    options = parse(options_of(verb), sys.argv[1:])
+    options: Command = parse(options_of(verb), sys.argv[1:])
     if not verb.light:
         phases().at("importing torch")
     module = importlib.import_module(f"dstrain.commands.{verb.module}")

@@ -93,7 +93,7 @@ class Entry(NamedTuple):
 def specs_of(command: type[Command]) -> list[tuple[Field, Spec]]:
     """Returns the fields that are options, those of one heading together, keyword-only ones last."""
     found = [(entry, entry.metadata[_SPEC]) for entry in fields(command) if _SPEC in entry.metadata]
-    found.sort(key=lambda pair: pair[0].kw_only)
+    found.sort(key=lambda pair: bool(pair[0].kw_only))
     headings = list(dict.fromkeys(spec.heading for _, spec in found))
     return sorted(found, key=lambda pair: headings.index(pair[1].heading))
 
