@@ -16,7 +16,7 @@ from dstrain.recipe import ConfigError, Run
 from dstrain.runs.folders import describe_end
 from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request, System
-from dstrain.tracking.videos import film_grid
+from dstrain.tracking.videos import make_film_grid
 from dstrain.train import draw_samples
 from tests.support import counting
 from tests.support.tracking import track_run
@@ -68,7 +68,7 @@ def test_videos_are_shown(tmp_path, prompts):
     conditions = {"words": torch.tensor([[len(text)] for text in texts])} if texts else {}
     clips = draw_all(system, system.networks(), Request(3 + torch.arange(5), conditions, num_frames=3), 5)
     found = frames_of(tmp_path / "samples" / "step_00000010.gif")
-    assert len(found) == 3 and np.array_equal(found, film_grid(clips, None, texts))
+    assert len(found) == 3 and np.array_equal(found, make_film_grid(clips, None, texts))
 
 
 def test_pictures_of_videos_are_shown(tmp_path):
@@ -80,7 +80,7 @@ def test_pictures_of_videos_are_shown(tmp_path):
     assert shown(tmp_path, Stage(counting.Config())) == ["step_00000010_inverted.gif", "step_00000010_inverted.png"]
     found = frames_of(tmp_path / "samples" / "step_00000010_inverted.gif")
     clips = torch.stack([255 - Clips()[index]["video"] for index in range(5)])
-    assert np.array_equal(found, film_grid(clips))
+    assert np.array_equal(found, make_film_grid(clips))
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     path = out / f"{_name(options, result)}.json"
     if group.rank() == 0:
         atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-        figures.plot(path.with_suffix(".png"), result)
+        figures.plot_evaluation(path.with_suffix(".png"), result)
     group.barrier()
     return path, result
 
@@ -278,7 +278,7 @@ def _require_fit(path: str, source: Images, run: Run) -> None:
 
 def _name(options: EvaluateOptions, result: dict[str, Any]) -> str:
     """One name for one question: other options write another file, the same ones replace their own."""
-    words = [f"step_{result['step']:08d}", figures.weights(result)]
+    words = [f"step_{result['step']:08d}", figures.name_weights(result)]
     if options.data is not None:
         digest = hashlib.blake2b(os.path.abspath(options.data).encode(), digest_size=3).hexdigest()
         words.append(f"{Path(options.data).name or 'data'}-{digest}")
@@ -293,4 +293,4 @@ def _name(options: EvaluateOptions, result: dict[str, Any]) -> str:
 
 def report(path: Path, result: dict[str, Any]) -> str:
     """The lines that are printed in the end."""
-    return f"{figures.table(result)}\n{path} and {path.with_suffix('.png').name}"
+    return f"{figures.format_table(result)}\n{path} and {path.with_suffix('.png').name}"

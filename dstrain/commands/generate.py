@@ -24,7 +24,7 @@ from dstrain.encoders.precision import computing, dtype_of, require
 from dstrain.recipe import ConfigError, Run, reworded, write_errors
 from dstrain.runs import trained
 from dstrain.runs.trained import load_guide
-from dstrain.sampling.draw import class_columns, draw, draw_all
+from dstrain.sampling.draw import class_columns, draw_all, draw_rounds
 from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, folder_for
 from dstrain.sampling.requests import OPTIONS, make_request
 from dstrain.sampling.scenes import Length, frames_of_scenes, go_on, length, read_prime
@@ -318,7 +318,7 @@ def _rounds(
     chunk = min(options.batch, options.num)
     first, *then = runs
     shared = [_shared_labels(request, later, options) for later in then]
-    for numbers, samples in draw(first.system, first.networks, request, chunk):
+    for numbers, samples in draw_rounds(first.system, first.networks, request, chunk):
         seeds = request.seeds[numbers]
         if scenes:
             samples = go_on(

@@ -19,7 +19,7 @@ from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Run, as_text
 from dstrain.runs import folders
 from dstrain.systems.base import System
-from dstrain.tracking.machine import free
+from dstrain.tracking.machine import describe_free
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _check_data_and_folder(
 
         return [*remarks, describe_costs(run, system, resolved, world)], ""
     try:
-        return remarks, f"{describe_states(run, system, resolved, world)}; {free()}"
+        return remarks, f"{describe_states(run, system, resolved, world)}; {describe_free()}"
     except (RuntimeError, TypeError, ValueError):  # as probe.py meets them on the meta device
         return remarks, ""
 

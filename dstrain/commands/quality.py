@@ -296,13 +296,13 @@ def _name(options: QualityOptions, result: dict[str, Any]) -> str:
     """One name for one question: other options write another file, the same ones replace their own."""
     question = asdict(options) | {"ema": None, "raw": None, "step": None, "batch": None, "out": None}
     digest = hashlib.blake2b(json.dumps(question, sort_keys=True, default=str).encode(), digest_size=3).hexdigest()
-    words = [f"step_{result['step']:08d}", figures.weights(result)] if options.folder else [options.images.name]
+    words = [f"step_{result['step']:08d}", figures.name_weights(result)] if options.folder else [options.images.name]
     return "_".join([*words, *options.metrics, f"n{result['samples']}", digest])
 
 
 def report(path: Path | None, result: dict[str, Any]) -> str:
     """The lines that are printed in the end."""
-    lines = [figures.table(result)] if path is None else [figures.table(result), f"{path}"]
+    lines = [figures.format_table(result)] if path is None else [figures.format_table(result), f"{path}"]
     against = [f"  against {result['reference']}"] if result["reference"] else []
     kept = {count for counts in result["kept"].values() for count in counts}
     few = [f"  kid, pr and dc compare {min(kept):,} to {max(kept):,} images of each set"] if kept else []

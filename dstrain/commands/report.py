@@ -12,6 +12,6 @@ def run_verb(options: ReportOptions) -> None:
     phases().at("reading runs and drawing the page")
     out = options.page
     folder, known = out.parent, out.parent.exists()
-    print(page.write(options.runs, out))
+    print(page.write_report(options.runs, out))
     if not known:
         print(f"{folder} is a new folder", file=sys.stderr)

@@ -95,7 +95,7 @@ def _written(
     path = folder / RECONSTRUCTED / f"sweep{metric}_step_{facts['step']:08d}.json"
     if group.rank() == 0:
         atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-        figures.sweep(path.with_suffix(".png"), result)
+        figures.plot_sweep(path.with_suffix(".png"), result)
     group.barrier()
     return path, result
 

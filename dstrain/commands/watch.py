@@ -14,11 +14,11 @@ _CLEAR = "\033[H\033[2J"  # a terminal's screen
 def run_verb(options: WatchOptions) -> None:
     """Prints the state of each run; with --follow until it is interrupted."""
     while True:
-        states = [state.state(folder) for folder in state.runs(list(options.folders) or [Path("runs")])]
+        states = [state.read_state(folder) for folder in state.find_runs(list(options.folders) or [Path("runs")])]
         if options.json:
-            text = json.dumps([state.as_json(one) for one in states], indent=None if options.follow else 1)
+            text = json.dumps([state.make_json(one) for one in states], indent=None if options.follow else 1)
         else:
-            text = state.table(states) if states else "no run here: a run's folder holds run.yaml"
+            text = state.format_states(states) if states else "no run here: a run's folder holds run.yaml"
             if options.follow and sys.stdout.isatty():
                 text = _CLEAR + text
         print(text, flush=True)

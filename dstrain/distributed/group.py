@@ -159,7 +159,8 @@ def quit_among_others(code: int | str | None) -> None:
 
 def new_group() -> dist.ProcessGroup | None:
     """A gloo group, for exchanges on the host that do not wait for the GPU's queue. All ranks make it together."""
-    return dist.new_group(backend="gloo") if world() > 1 else None
+    made = dist.new_group(backend="gloo") if world() > 1 else None
+    return made if isinstance(made, dist.ProcessGroup) else None
 
 
 @contextmanager
@@ -189,8 +190,9 @@ def agree(flag: bool) -> bool:
 class Ballot:
     """A vote that is counted while the ranks work on: every rank casts it, and later asks how it ended."""
 
-    def __init__(self, wish: Callable[[], bool]):
-        self._wish, self._count = wish, None
+    def __init__(self, wish: Callable[[], bool]) -> None:
+        self._wish = wish
+        self._count: dist.Work | None = None
 
     def cast(self) -> None:
         """Votes as this rank wishes now; waits for nobody."""

@@ -126,7 +126,8 @@ class Watchdog(AbstractContextManager):
         return min(self._most, max(self._least, self._factor * statistics.median(list(self._steps))))
 
     def _watch(self) -> None:
-        began, last, before = 0.0, time.monotonic(), set()
+        began, last = 0.0, time.monotonic()
+        before: set[int] = set()
         while not self._closed.wait(_TICK):
             now = time.monotonic()
             if now - last > _TICK + _SUSPENDED or debugged(self._main):

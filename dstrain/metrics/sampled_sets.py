@@ -21,7 +21,7 @@ from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs.trained import Guide
-from dstrain.sampling.draw import draw_own, resting
+from dstrain.sampling.draw import draw_own, set_eval_mode
 from dstrain.sampling.requests import make_request, of_all
 from dstrain.sampling.scenes import frames_of_scenes, go_on, length
 from dstrain.systems.base import CHOICES, Request, System
@@ -179,6 +179,6 @@ class Stories(Drawn):
             for numbers in texts.T
         ]
         draw = partial(self.system.sample, self.networks)
-        with resting(self.networks):
+        with set_eval_mode(self.networks):
             clips = draw(replace(request, seeds=seeds, conditions=first))
             return go_on(self.system, clips, seeds, later, self.length.primed, request, draw)

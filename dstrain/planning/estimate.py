@@ -15,7 +15,7 @@ from dstrain.planning.states import count_weights, describe_states
 from dstrain.planning.step import choose_step
 from dstrain.recipe import Run
 from dstrain.systems.base import System
-from dstrain.tracking.flops import step_flops
+from dstrain.tracking.flops import count_step_flops
 from dstrain.tracking.hardware import GIB, Chip
 
 # A GPU's memory also holds the driver and the CUDA context with its libraries, the buffers of NCCL's channels, and what
@@ -163,7 +163,7 @@ def describe_costs(run: Run, system: System, settings: dict[str, Any], world: in
     numbers, _ = count_weights(run, system)
     try:
         largest = " of the largest bucket" if run.data.buckets else ""
-        work = step_flops(system, run.batch.global_, choose_step(run, system)) / world / 1e12
+        work = count_step_flops(system, run.batch.global_, choose_step(run, system)) / world / 1e12
         work = f"; a step{largest} is {work:.3g} TFLOP a rank"
     except (RuntimeError, TypeError, ValueError):  # Code on the meta device asks for values.
         work = ""

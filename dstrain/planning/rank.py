@@ -14,7 +14,7 @@ from dstrain.planning.states import count_states, count_weights
 from dstrain.planning.step import Measured, choose_step, measure_states, measure_step
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
-from dstrain.tracking.flops import step_flops
+from dstrain.tracking.flops import count_step_flops
 
 # At stage 3 DeepSpeed cuts each weight into as many tensors as there are ranks, in Python: a step of 1,024 ranks would
 # take minutes. With more ranks than this, so many take a step, and what a rank keeps is counted at the true number.
@@ -27,7 +27,7 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
     _require_countable(settings)
     run = run.model_copy(update={"compile": "off"})
     system = systems.build(run.system, run.model)
-    flops = step_flops(system, run.batch.global_, choose_step(run, system)) / layout.world
+    flops = count_step_flops(system, run.batch.global_, choose_step(run, system)) / layout.world
     weights, checkpoint = count_weights(run, system)
     measured, own = measure_as_rank_0(run, settings, system, layout.world, device)
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))

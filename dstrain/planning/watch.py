@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dstrain.planning.counts import Collective
-from dstrain.tracking.flops import operations
+from dstrain.tracking.flops import count_operations
 
 _NAMES = {
     "allreduce": "all_reduce",
@@ -62,7 +62,7 @@ class Watch(TorchDispatchMode):
         if func.namespace == "c10d":
             self._count(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
         elif self.kind == "working" and _computes_again():
-            self.recomputed += operations(func, args, kwargs or {}, out)
+            self.recomputed += count_operations(func, args, kwargs or {}, out)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if (
                 isinstance(tensor, Tensor) and tensor.device.type != "meta"

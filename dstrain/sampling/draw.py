@@ -17,7 +17,7 @@ from dstrain.systems.base import Batch, Nets, Request, System, Terms
 
 
 @contextmanager
-def resting(nets: Nets) -> Iterator[None]:
+def set_eval_mode(nets: Nets) -> Iterator[None]:
     """Inside, the networks are in evaluation mode, without dropout; afterwards in the mode they had."""
     modes = [
         (module, module.training) for net in nets.values() if isinstance(net, nn.Module) for module in net.modules()
@@ -31,7 +31,7 @@ def resting(nets: Nets) -> Iterator[None]:
             module.training = mode
 
 
-def draw(
+def draw_rounds(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and what System.sample makes
@@ -60,14 +60,14 @@ def draw_own(
         index = numbers % total
         conditions = {name: value[index].to(device) for name, value in request.conditions.items()}
         own = replace(request, seeds=request.seeds[index].to(device), conditions=conditions)
-        with resting(nets):
+        with set_eval_mode(nets):
             images = system.sample(nets, own)
         yield numbers, images
 
 
 def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None) -> Tensor:
     """All samples of a request at once, (N, ...) on the CPU."""
-    return torch.cat([images for _, images in draw(system, nets, request, chunk, device)])
+    return torch.cat([images for _, images in draw_rounds(system, nets, request, chunk, device)])
 
 
 def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
@@ -95,7 +95,7 @@ def picture_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> di
     for round, begin in enumerate(range(0, total, chunk * world)):
         index = (begin + group.rank() * chunk + torch.arange(chunk)) % total
         rows = {name: values[index].to(group.device()) for name, values in batch.items() if name != "valid"}
-        with resting(nets):
+        with set_eval_mode(nets):
             for name, images in system.pictures(nets, system.encode(rows)).items():
                 pictures.setdefault(name, []).append(group.rows_to_first(images, shares(total, round, chunk)))
     return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
@@ -180,7 +180,7 @@ def score(
     means = Means()
     for batch in batches:
         valid = batch.pop("valid")
-        with resting(nets):
+        with set_eval_mode(nets):
             terms = system.evaluate(nets, system.encode(batch))
         means.add(
             {

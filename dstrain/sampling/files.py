@@ -24,8 +24,8 @@ from dstrain.data.files.listing import SAMPLES
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError
 from dstrain.sampling.scenes import Scene
-from dstrain.tracking.pictures import Album, grid, on_white, save_png
-from dstrain.tracking.videos import FPS, film, film_grid, safe_name, save_gif, save_mp4, strip
+from dstrain.tracking.pictures import Album, lay_on_white, make_grid, save_png
+from dstrain.tracking.videos import FPS, make_film, make_film_grid, make_safe_name, make_strip, save_gif, save_mp4
 
 FORMATS = ("gif", "mp4")
 _IN_GRID = 256  # pictures
@@ -48,7 +48,7 @@ class About:
 
     def stem(self, number: int) -> str:
         """The name of a sample's files."""
-        caption = safe_name(self.captions[number]) if self.captions else ""
+        caption = make_safe_name(self.captions[number]) if self.captions else ""
         return f"{self.seed + number:06d}" + (f"-{caption}" if caption else "")
 
 
@@ -73,7 +73,7 @@ class Pictures:
             if sum(map(len, self.first)) < (_CLIPS_IN_GRID if self.videos else _IN_GRID):
                 self.first.append(samples)
             # The layout of ADM's evaluator: channels last, grey repeated.
-            samples = on_white(samples)
+            samples = lay_on_white(samples)
             array = samples.expand(*samples.shape[:-3], 3, *samples.shape[-2:]).movedim(-3, -1).contiguous().numpy()
             self.album = self.album or Album(self.out, (self.about.num, *array.shape[1:]))
             self.album.add(array)
@@ -82,7 +82,7 @@ class Pictures:
         if not self.videos:
             save_png(f"{stem}.png", sample.permute(1, 2, 0).numpy())
             return
-        frames = film(sample)
+        frames = make_film(sample)
         for kind in self.about.formats:
             {"gif": save_gif, "mp4": save_mp4}[kind](f"{stem}.{kind}", frames, self.about.fps)
 
@@ -93,8 +93,11 @@ class Pictures:
         about, first = self.about, torch.cat(self.first)[: _CLIPS_IN_GRID if self.videos else _IN_GRID]
         captions = about.captions and about.captions[: len(first)]
         if self.videos:
-            save_gif(self.out / "grid.gif", film_grid(first, about.columns, captions), about.fps)
-        save_png(self.out / "grid.png", strip(first, captions) if self.videos else grid(first, about.columns, captions))
+            save_gif(self.out / "grid.gif", make_film_grid(first, about.columns, captions), about.fps)
+        save_png(
+            self.out / "grid.png",
+            make_strip(first, captions) if self.videos else make_grid(first, about.columns, captions),
+        )
         arrays = {} if about.labels is None else {"arr_1": about.labels.cpu().numpy().astype(np.int64)}
         if about.captions:
             _write_prompts(self.out, [scene.caption for scene in about.scenes] if about.scenes else about.captions)

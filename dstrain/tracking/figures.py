@@ -15,7 +15,7 @@ from dstrain.disk.atomic import replace_file
 _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
 
-def title(result: dict[str, Any]) -> str:
+def make_title(result: dict[str, Any]) -> str:
     """One line that says what was measured."""
     if "system" in result and result["system"] is None:  # a set of images, and no run
         return f"{result['run']}: {result['samples']} images"
@@ -25,16 +25,16 @@ def title(result: dict[str, Any]) -> str:
         number = f"{result['samples']} of {result['samples_of_split']} {data} samples"
     chain = f", {len(result['timesteps'])} timesteps" if result["timesteps"] else ""
     precision = "" if result["precision"] == "fp32" else f", {result['precision']}"
-    return f"{result['run']} at step {result['step']}, {weights(result)}: {number}{chain}{precision}"
+    return f"{result['run']} at step {result['step']}, {name_weights(result)}: {number}{chain}{precision}"
 
 
-def weights(result: dict[str, Any]) -> str:
+def name_weights(result: dict[str, Any]) -> str:
     """Which weights were measured, in one word: ema0.995, or raw."""
     kinds = [kind for kind in result["weights"].values() if kind != "master"]
     return kinds[0].replace(".", "", 1) if kinds else "raw"
 
 
-def table(result: dict[str, Any]) -> str:
+def format_table(result: dict[str, Any]) -> str:
     """All figures, one a line."""
 
     def row(name: str, value: float | None, error: float | None = None, unit: str = "") -> str:
@@ -42,7 +42,7 @@ def table(result: dict[str, Any]) -> str:
         return f"  {name:<26}{number:>11}" + (f" +- {error:<9.2g}" if error is not None else "") + unit
 
     bits = "  bits/dim" if "vb" in result["curves"] else ""
-    lines = [title(result)]
+    lines = [make_title(result)]
     lines += [row(name, value, result["standard_errors"][name], bits) for name, value in result["figures"].items()]
     for name, curve in result["curves"].items():
         total = None if None in curve else sum(curve)
@@ -62,27 +62,29 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(path: str | os.PathLike, result: dict[str, Any]) -> None:
+def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
     """Draws curves and similarities by steps, or without any of these the quarters, as a PNG, whole or not at all."""
-    panels = [_bound, _cumulative] if "vb" in result["curves"] else []
+    panels = [_draw_bound, _draw_cumulative] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
-    panels += [_errors if result["timesteps"] else _columns] if others else []
-    panels += [_similarities] if _steps(result) else []
-    _plot(path, title(result), panels or [_quarters], result)
+    panels += [_draw_errors if result["timesteps"] else _draw_columns] if others else []
+    panels += [_draw_similarities] if _list_steps(result) else []
+    _draw_panels(path, make_title(result), panels or [_draw_quarters], result)
 
 
 def plot_columns(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:
     """Draws curves that are not by timestep, such as the use of each token, as a PNG, whole or not at all."""
-    _plot(path, headline, [_columns], {"curves": curves})
+    _draw_panels(path, headline, [_draw_columns], {"curves": curves})
 
 
-def sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
+def plot_sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
     """Draws the loss or the metric by the width of an average, as commands/sweep.py has measured it, as a PNG."""
     split = result["split"].replace("_", "-")
-    _plot(path, f"{result['run']} at step {result['step']}: {result['samples']} {split} samples", [_widths], result)
+    _draw_panels(
+        path, f"{result['run']} at step {result['step']}: {result['samples']} {split} samples", [_draw_widths], result
+    )
 
 
-def _plot(path: str | os.PathLike, headline: str, panels: list[Any], result: dict[str, Any]) -> None:
+def _draw_panels(path: str | os.PathLike, headline: str, panels: list[Any], result: dict[str, Any]) -> None:
     from matplotlib.figure import Figure  # slow to import, and only plots need it
 
     figure = Figure(figsize=(max(4.6 * len(panels), 7.0), 4.0), layout="constrained")
@@ -99,16 +101,16 @@ def _plot(path: str | os.PathLike, headline: str, panels: list[Any], result: dic
         figure.savefig(file, format="png", dpi=130)
 
 
-def _bound(axes: Any, result: dict[str, Any]) -> None:
-    values = _numbers(result["curves"]["vb"])
-    _curve(axes, result, values, color=_INK)
-    _log(axes, [values])
+def _draw_bound(axes: Any, result: dict[str, Any]) -> None:
+    values = _fill_nan(result["curves"]["vb"])
+    _draw_curve(axes, result, values, color=_INK)
+    _set_log_scale(axes, [values])
     axes.set(title="the bound by timestep", ylabel="vb of one timestep, bits/dim")
 
 
-def _cumulative(axes: Any, result: dict[str, Any]) -> None:
-    values = list(accumulate(_numbers(result["curves"]["vb"])))
-    _curve(axes, result, values, color=_INK)
+def _draw_cumulative(axes: Any, result: dict[str, Any]) -> None:
+    values = list(accumulate(_fill_nan(result["curves"]["vb"])))
+    _draw_curve(axes, result, values, color=_INK)
     total, prior = result["figures"].get("total"), result["figures"].get("prior")
     if total is not None and prior is not None:
         axes.axhline(total, color=_FAINT, linestyle="--", linewidth=1)
@@ -125,30 +127,30 @@ def _cumulative(axes: Any, result: dict[str, Any]) -> None:
     axes.set(title="summed up to a timestep", ylabel="bits/dim")
 
 
-def _errors(axes: Any, result: dict[str, Any]) -> None:
+def _draw_errors(axes: Any, result: dict[str, Any]) -> None:
     known = {"mse": "mse of eps", "x_start_mse": "mse of x_start"}
-    curves = {name: _numbers(values) for name, values in result["curves"].items() if name != "vb"}
+    curves = {name: _fill_nan(values) for name, values in result["curves"].items() if name != "vb"}
     for (name, values), color in zip(curves.items(), (_INK, _SECOND, "#3a7d44", "#7b4aa0", _FAINT)):
-        _curve(axes, result, values, color=color, label=known.get(name, name))
-    _log(axes, list(curves.values()))
+        _draw_curve(axes, result, values, color=color, label=known.get(name, name))
+    _set_log_scale(axes, list(curves.values()))
     largest = max((value for values in curves.values() for value in values if value == value), default=0.0)
     if axes.get_yscale() == "log" and axes.get_ylim()[0] < 1e-6 * largest:
         axes.set_ylim(bottom=1e-6 * largest)  # errors of eps may be tiny at the timesteps of most noise
     axes.set(title="errors by timestep", ylabel="mean squared error")
 
 
-def _columns(axes: Any, result: dict[str, Any]) -> None:
+def _draw_columns(axes: Any, result: dict[str, Any]) -> None:
     """Curves that are not by timestep, such as the use of each token, from the largest value down."""
     for index, (name, values) in enumerate(result["curves"].items()):
-        values = sorted(_numbers(values), reverse=True)
-        axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_marks(values))
+        values = sorted(_fill_nan(values), reverse=True)
+        axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_choose_style(values))
     axes.set(title="by column", xlabel="rank of the column")
 
 
-def _widths(axes: Any, result: dict[str, Any]) -> None:
+def _draw_widths(axes: Any, result: dict[str, Any]) -> None:
     judge = result["judge"]
-    pairs = sorted(zip(result["widths"], _numbers(result["scores"][judge])))
-    axes.plot(*zip(*pairs), color=_INK, **_marks([value for _, value in pairs]))
+    pairs = sorted(zip(result["widths"], _fill_nan(result["scores"][judge])))
+    axes.plot(*zip(*pairs), color=_INK, **_choose_style([value for _, value in pairs]))
     axes.set(
         title="averages chosen afterwards",
         xlabel="relative width of the average",
@@ -156,7 +158,7 @@ def _widths(axes: Any, result: dict[str, Any]) -> None:
     )
 
 
-def _steps(result: dict[str, Any]) -> list[int]:
+def _list_steps(result: dict[str, Any]) -> list[int]:
     """Numbers of steps n after which similarity/n/... was measured."""
     return sorted(
         {
@@ -167,12 +169,12 @@ def _steps(result: dict[str, Any]) -> list[int]:
     )
 
 
-def _similarities(axes: Any, result: dict[str, Any]) -> None:
+def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
     """Cosines of the embeddings that a prior samples, by its number of steps, and the baseline of text and image."""
-    figures, steps = result["figures"], _steps(result)
+    figures, steps = result["figures"], _list_steps(result)
     colors = {"image": _INK, "text": _SECOND, "other_text": "#3a7d44"}
     for kind, color in colors.items():
-        values = _numbers([figures.get(f"similarity/{count}/{kind}") for count in steps])
+        values = _fill_nan([figures.get(f"similarity/{count}/{kind}") for count in steps])
         if any(value == value for value in values):
             axes.plot(range(len(steps)), values, marker="o", markersize=5, color=color, label=kind.replace("_", " "))
     baseline = figures.get("similarity/text_image")
@@ -187,13 +189,15 @@ def _similarities(axes: Any, result: dict[str, Any]) -> None:
     )
 
 
-def _quarters(axes: Any, result: dict[str, Any]) -> None:
+def _draw_quarters(axes: Any, result: dict[str, Any]) -> None:
     for index, (name, values) in enumerate(result["quarters"].items()):
-        axes.plot(range(4), _numbers(values), marker="o", label=name, color=(_INK, _SECOND, _FAINT)[index % 3])
-    axes.set(title="by quarter of the timesteps", xticks=range(4), xticklabels=["first", "second", "third", "last"])
+        axes.plot(range(4), _fill_nan(values), marker="o", label=name, color=(_INK, _SECOND, _FAINT)[index % 3])
+    axes.set(
+        title="by quarter of the timesteps", xticks=range(4), xticklabels=["first", "second", "third", "last"]
+    )
 
 
-def _curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any) -> None:
+def _draw_curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any) -> None:
     """Draws values by timestep, on a scale that spreads the first timesteps, which hold most bits, and includes 0."""
     timesteps = result["timesteps"] or list(range(len(values)))
     last = timesteps[-1]
@@ -204,24 +208,24 @@ def _curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any)
         axes.minorticks_off()
     axes.set_xlim(-0.08 if last >= 20 else -0.02 * max(last, 1), 1.1 * max(last, 1))
     axes.set_xlabel("timestep t (0 is the least noise)")
-    axes.plot(timesteps, values, **_marks(values), **style)
+    axes.plot(timesteps, values, **_choose_style(values), **style)
 
 
-def _marks(values: list[float]) -> dict[str, Any]:
+def _choose_style(values: list[float]) -> dict[str, Any]:
     """Style of a curve; its points are marked where they are few enough."""
     return {"linewidth": 1.6, "marker": "o" if len(values) <= 60 else None, "markersize": 3}
 
 
-def _log(axes: Any, curves: list[list[float]]) -> None:
+def _set_log_scale(axes: Any, curves: list[list[float]]) -> None:
     if all(value > 0 for values in curves for value in values if value == value):
         axes.set_yscale("log")
 
 
-def _numbers(values: list[float | None]) -> list[float]:
+def _fill_nan(values: list[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in values]
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days; - for None."""
     if seconds is None or not abs(seconds) < float("inf"):
         return "-"

@@ -35,7 +35,7 @@ class Utilization:
     def __init__(self, system: System, batch: int, precision: str) -> None:
         self._system, self._batch, self._flops = system, batch, {}
         counts = group.device().type == "cuda" and group.rank() == 0
-        self._rate = chip_rate(group.device(), _DTYPES[precision]) if counts else None
+        self._rate = find_chip_rate(group.device(), _DTYPES[precision]) if counts else None
 
     def figures(self, first: int, done: int, seconds: float) -> dict[str, float]:
         """tflops, of one rank, and mfu, its share of the chip's rate: `seconds` of steps `first` + 1 to `done`."""
@@ -52,18 +52,18 @@ class Utilization:
     def _of_step(self, step: int) -> float:
         kind = self._system.turns(step), self._system.workload(step)
         if kind not in self._flops:
-            self._flops[kind] = step_flops(self._system, self._batch, step)
+            self._flops[kind] = count_step_flops(self._system, self._batch, step)
         return self._flops[kind]
 
 
-def step_flops(system: System, batch: int, step: int = 0) -> float:
+def count_step_flops(system: System, batch: int, step: int = 0) -> float:
     """Useful operations of one step over `batch` samples, on all ranks together. The system stays as it is.
 
     RuntimeError, TypeError, ValueError: the system's code asks for values, which tensors of the meta device lack.
     """
     with torch.random.fork_rng(devices=[]):
         samples = system.synthetic(_SAMPLES)
-    system, meta = _on_meta(system), torch.device("meta")
+    system, meta = _move_to_meta(system), torch.device("meta")
     samples |= {"position": torch.arange(_SAMPLES), "step": torch.full((_SAMPLES,), step)}
     with torch.random.fork_rng(devices=[]), meta:
         networks = system.networks()
@@ -93,17 +93,17 @@ class _Useful(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not (self.backward and torch.is_grad_enabled()):
-            self.flops += operations(func, args, kwargs or {}, out)
+            self.flops += count_operations(func, args, kwargs or {}, out)
         return out
 
 
-def operations(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+def count_operations(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
     """Floating-point operations of a call of aten, by torch's formulas; 0 of all but products and attention."""
     formula = flop_registry.get(_SAME.get(func._overloadpacket, func._overloadpacket))
     return formula(*args, **kwargs, out_val=out) if formula is not None else 0
 
 
-def _on_meta(system: System) -> System:
+def _move_to_meta(system: System) -> System:
     """A copy of a system whose frozen networks have shapes and no values."""
     tensors = [tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())]
     memo = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
@@ -115,15 +115,17 @@ def _on_meta(system: System) -> System:
     return copy.deepcopy(system, memo)
 
 
-def chip_rate(device: torch.device, dtype: torch.dtype) -> float:
+def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Dense operations a second of a device in a precision: the maker's figure, or what a product of matrices reaches
     where the device is not listed. float32 is that of TF32 where torch is allowed to use it.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return find_rate(name, dtype, torch.get_float32_matmul_precision() != "highest") or matmul_rate(device, dtype)
+    return find_rate(name, dtype, torch.get_float32_matmul_precision() != "highest") or measure_matmul_rate(
+        device, dtype
+    )
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
+def measure_matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
     """Operations a second of the best of several square products of random data; some tens of milliseconds."""
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

@@ -17,23 +17,23 @@ from dstrain.distributed import group
 _LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "numpy")
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Ranks, device, host, versions and git commit of this command; of rank 0 where machines differ."""
     versions = {"dstrain": __version__, "python": platform.python_version(), "cuda": torch.version.cuda}
     for library in _LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[library] = importlib.metadata.version(library)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _name_processor()
     return {
         "world": group.world(),
         "device": device,
         "host": socket.gethostname(),
         "cores": os.cpu_count(),
         "versions": {library: version for library, version in versions.items() if version},
-    } | commit()
+    } | read_commit()
 
 
-def commit(package: Path = Path(__file__).parents[1]) -> dict[str, Any]:
+def read_commit(package: Path = Path(__file__).parents[1]) -> dict[str, Any]:
     """`commit` that is checked out of the code that runs, and whether it is `dirty`: changed since, or joined by files
     that git neither has nor ignores. Empty where git does not know the package.
     """
@@ -58,23 +58,23 @@ def commit(package: Path = Path(__file__).parents[1]) -> dict[str, Any]:
         return {}
 
 
-def memory() -> str:
+def describe_memory() -> str:
     """What this process holds, and what is free: a line for a person."""
     own = torch.cuda.is_available()
-    held = torch.cuda.memory_allocated() if own else _kilobytes().get("VmRSS", 0) * 1000
-    return f"memory: rank {group.rank()} holds {held / 1e9:.2f} GB{' of its GPU' if own else ''}; {free()}"
+    held = torch.cuda.memory_allocated() if own else _read_kilobytes().get("VmRSS", 0) * 1000
+    return f"memory: rank {group.rank()} holds {held / 1e9:.2f} GB{' of its GPU' if own else ''}; {describe_free()}"
 
 
-def free() -> str:
+def describe_free() -> str:
     """What is free for this process: of its GPU, or of the machine."""
     if torch.cuda.is_available():
         left, total = torch.cuda.mem_get_info(group.device())
         return f"{left / 1e9:.2f} of the GPU's {total / 1e9:.2f} GB are free"
-    left, total = (_kilobytes().get(name, 0) / 1e6 for name in ("MemAvailable", "MemTotal"))
+    left, total = (_read_kilobytes().get(name, 0) / 1e6 for name in ("MemAvailable", "MemTotal"))
     return f"{left:.2f} of {total:.2f} GB of this machine are free"
 
 
-def _kilobytes() -> dict[str, int]:
+def _read_kilobytes() -> dict[str, int]:
     """What Linux tells of the machine's memory and of this process's, by its names."""
     sizes = {}
     with suppress(OSError):
@@ -85,7 +85,7 @@ def _kilobytes() -> dict[str, int]:
     return sizes
 
 
-def _processor() -> str:
+def _name_processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))

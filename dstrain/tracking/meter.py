@@ -39,11 +39,11 @@ class Meter:
         quartile = terms.get("quartile")
         each = tuple(name for name in shapes if name != "quartile")
         if each:
-            values = torch.stack([_double(terms[name]) for name in each])  # (names, B)
+            values = torch.stack([_widen_values(terms[name]) for name in each])  # (names, B)
             self._accumulate((part, each, (), quartile is not None), values, quartile)
         scalars = tuple(name for name in terms if name not in shapes)
         if scalars:
-            values = torch.stack([_double(terms[name]) for name in scalars])[:, None]  # (names, 1)
+            values = torch.stack([_widen_values(terms[name]) for name in scalars])[:, None]  # (names, 1)
             size = next(iter(shapes.values()), (1,))[0]
             self._accumulate((part, (), scalars, False), values, None, size)
 
@@ -78,7 +78,7 @@ class Meter:
                 for quarter in range(1 + QUARTERS * by_quarter):
                     total, count, bad = next(cell)
                     nonfinite += 0 if quarter else bad
-                    if (label := _label(name, quarter)) is not None:
+                    if (label := _name_mean(name, quarter)) is not None:
                         entry = table.setdefault(self._prefixes[part] + label, [0.0, 0.0])
                         entry[0] += total
                         entry[1] += count
@@ -87,12 +87,12 @@ class Meter:
         return means | ({"nonfinite": nonfinite} if nonfinite else {})
 
 
-def _label(name: str, quarter: int) -> str | None:
+def _name_mean(name: str, quarter: int) -> str | None:
     """The name of a reported mean, None for none; quarter 0 is all samples, 1 to 4 are the quarters."""
     if quarter == 0:
         return None if name == "loss_each" else name
     return f"{'loss' if name == 'loss_each' else name}_q{quarter - 1}"
 
 
-def _double(values: Tensor) -> Tensor:
+def _widen_values(values: Tensor) -> Tensor:
     return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)

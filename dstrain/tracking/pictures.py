@@ -22,7 +22,7 @@ _FONT_SIZE = 10  # pixels
 _MAX_LINES = 4  # of a caption that are shown
 
 
-def grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
+def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
     """Many pictures in one: uint8 (N, C, H, W) -> (H', W', C), row by row; columns None is near-square.
 
     RGBA is laid on white, captions stand below. ConfigError: not uint8, not four axes, no picture, or other channels.
@@ -30,23 +30,23 @@ def grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | N
     shape = tuple(images.shape)
     if images.dtype != torch.uint8 or len(shape) != 4 or shape[1] not in (1, 3, 4) or 0 in shape:
         raise ConfigError(f"a grid needs uint8 (N, 1, 3 or 4, H, W), got {images.dtype} {shape}")
-    pictures = enlarged(images, _CAPTIONED_SIDE if captions else _SIDE)
+    pictures = enlarge_pictures(images, _CAPTIONED_SIDE if captions else _SIDE)
     if captions:
-        pictures = np.concatenate((pictures, lettering(captions, *pictures.shape[2:])), axis=1)
-    return tiled(pictures, columns)
+        pictures = np.concatenate((pictures, draw_captions(captions, *pictures.shape[2:])), axis=1)
+    return tile_pictures(pictures, columns)
 
 
-def enlarged(images: Tensor, side: int = _SIDE) -> np.ndarray:
+def enlarge_pictures(images: Tensor, side: int = _SIDE) -> np.ndarray:
     """Enlarged by a whole factor to about `side` pixels, RGBA laid on white: (N, C, H, W) -> (N, H', W', 1 or 3)."""
-    pictures = on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
+    pictures = lay_on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
     factor = max(1, round(side / min(pictures.shape[1:3])))
     return pictures.repeat(factor, 1).repeat(factor, 2)
 
 
-def tiled(pictures: np.ndarray, columns: int | None = None) -> np.ndarray:
+def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarray:
     """uint8 (N, H, W, C) side by side, row by row: (H', W', C); columns None is near-square."""
     num, height, width, channels = pictures.shape
-    columns = columns or near_square(num)
+    columns = columns or choose_columns(num)
     rows = math.ceil(num / columns)
     down, right = height + _PADDING, width + _PADDING
     whole = np.zeros((rows * down + _PADDING, columns * right + _PADDING, channels), np.uint8)
@@ -56,10 +56,10 @@ def tiled(pictures: np.ndarray, columns: int | None = None) -> np.ndarray:
     return whole
 
 
-def lettering(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
+def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
     """Captions as white letters on black, in as many lines as the longest needs, at most 4: uint8 (N, H, width, C)."""
     font = ImageFont.load_default(_FONT_SIZE)
-    wrapped = [_lines(text, font, width) for text in captions]
+    wrapped = [_wrap_text(text, font, width) for text in captions]
     bars = []
     for lines in wrapped:
         bar = Image.new("L", (width, max(map(len, wrapped)) * (_FONT_SIZE + 2) + 2))
@@ -68,7 +68,7 @@ def lettering(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
     return np.stack(bars)[..., None].repeat(channels, 3)
 
 
-def _lines(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+def _wrap_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
     """A text wrapped at blanks, and within words that are too long; what 4 lines do not hold is cut off."""
     letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     words = "".join(letter if letter.isascii() else "?" for letter in letters).split()  # Pillow's font is ASCII only
@@ -90,7 +90,7 @@ def _lines(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
     return lines
 
 
-def on_white(images: Tensor) -> Tensor:
+def lay_on_white(images: Tensor) -> Tensor:
     """RGBA laid on white, uint8 (..., 4, H, W) -> (..., 3, H, W); other images as they are."""
     if images.shape[-3] != 4:
         return images
@@ -98,7 +98,7 @@ def on_white(images: Tensor) -> Tensor:
     return (colours * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
 
 
-def near_square(num: int) -> int:
+def choose_columns(num: int) -> int:
     """Columns of a grid of `num`, at least as many as rows; all rows are full where the grid stays within 2 : 1."""
     least = math.isqrt(num - 1) + 1
     full = (columns for columns in range(least, num + 1) if num % columns == 0)

@@ -55,14 +55,14 @@ class Throughput:
 
     def _start(self, done: int) -> None:
         self._done, self._begun, self._paused, self._waited_before = done, time.perf_counter(), 0.0, self._waited()
-        self._compiled = _compiled()
+        self._compiled = _read_compile_seconds()
 
     def at(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
         """Call after each step, with the losses of its micro-batches by network: the first ones become a line."""
         self._profile.at(done)
         if losses and done == self._first + 1:
             means = (f"{part} {torch.stack(of_part).mean().item():.4g}" for part, of_part in losses.items())
-            compiled = _compiled() - self._compiled
+            compiled = _read_compile_seconds() - self._compiled
             blocks = f", blocks compiled in {compiled:.1f} s of it" if compiled else ""
             self._note(f"first step: {time.perf_counter() - self._begun:.1f} s{blocks}, loss of {', '.join(means)}")
 
@@ -93,7 +93,7 @@ class Throughput:
             "samples_per_second": steps * self._batch / seconds,
             "step_seconds": seconds / max(steps, 1),
             "data_wait": (self._waited() - self._waited_before) / seconds,
-            "peak_memory_gb": _peak_memory(),
+            "peak_memory_gb": _read_peak_memory(),
         }
         if self._utilization is not None:
             figures |= self._utilization.figures(self._done, done, seconds)
@@ -108,7 +108,7 @@ class Throughput:
         return pace * (self._steps - done)
 
 
-def _peak_memory() -> float:
+def _read_peak_memory() -> float:
     """Peak memory of this rank in GB: allocated on the GPU, or resident on the CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
@@ -117,7 +117,7 @@ def _peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def _compiled() -> float:
+def _read_compile_seconds() -> float:
     """Seconds that torch.compile has taken so far in this process; asked for without its import, which takes long."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0

@@ -30,12 +30,12 @@ from dstrain.disk import atomic, lines
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, Track, write_errors
-from dstrain.tracking.figures import duration, plot_columns
-from dstrain.tracking.machine import machine, memory
+from dstrain.tracking.figures import format_duration, plot_columns
+from dstrain.tracking.machine import describe_machine, describe_memory
 from dstrain.tracking.meter import Meter
 from dstrain.tracking.page import Page
-from dstrain.tracking.pictures import grid, save_png
-from dstrain.tracking.videos import film_grid, save_gif, strip
+from dstrain.tracking.pictures import make_grid, save_png
+from dstrain.tracking.videos import make_film_grid, make_strip, save_gif
 from dstrain.tracking.wandb_sink import WandbSink
 
 _PATIENCE = 5.0  # seconds that a run which was stopped early waits for its report.html
@@ -95,7 +95,7 @@ class Tracker:
             phases().through(self._print)
         for line in phases().logged():
             self._write("log.txt", line + "\n")
-        facts = machine() | ({"weights": weights} if weights else {})
+        facts = describe_machine() | ({"weights": weights} if weights else {})
         sharding = {"deepspeed": settings or {}}
         if track.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -107,7 +107,7 @@ class Tracker:
             self.folder, track, name=name, config=config | sharding | {"machine": facts}, note=self.note
         )
         if weights:
-            self.note(memory())
+            self.note(describe_memory())
         if damaged or torn:
             self.note(f"half-written lines were dropped: {damaged} of metrics.jsonl, {int(torn > 0)} of log.txt")
         self._page = Page(self.folder, report_page, resumed_step, self.note)
@@ -130,7 +130,7 @@ class Tracker:
             return
         timing = {name: value for name, value in values.items() if name.rpartition("/")[2].startswith(TIMING)}
         steady = {name: value for name, value in values.items() if name not in timing}
-        self._write("metrics.jsonl", _line({"step": done, **steady, "timing": timing | {"time": time.time()}}))
+        self._write("metrics.jsonl", _format_line({"step": done, **steady, "timing": timing | {"time": time.time()}}))
         self.note(self._readable(done, values))
         phases().settle()
         self._send(
@@ -147,7 +147,7 @@ class Tracker:
         if not self._first:
             return
         named = {f"{kind}/{name}": value for name, value in scores.items()}
-        self._write("metrics.jsonl", _line({"step": done, **named}))
+        self._write("metrics.jsonl", _format_line({"step": done, **named}))
         self.note(self._readable(done, named))
         self._send(named, done)
         for name, values in (curves or {}).items():
@@ -181,14 +181,14 @@ class Tracker:
         if images.ndim == 5 and images.shape[1] == 1:
             images = images[:, 0]
         videos = images.ndim == 5
-        pixels = strip(images, captions) if videos else grid(images, columns, captions)
+        pixels = make_strip(images, captions) if videos else make_grid(images, columns, captions)
         suffix = "" if name == "samples" else f"_{name}"
         path = self.folder / "samples" / f"step_{done:08d}{suffix}.png"
         try:
             path.parent.mkdir(exist_ok=True)
             save_png(path, pixels)
             if videos:
-                save_gif(path.with_suffix(".gif"), film_grid(images, columns, captions))
+                save_gif(path.with_suffix(".gif"), make_film_grid(images, columns, captions))
         except OSError as error:
             self._fault(path.parent.name, error)
             return
@@ -271,7 +271,7 @@ class Tracker:
             for name, value in values.items()
             if name[-3:-1] != "_q" and name != "seconds_left"
         ]
-        left = [f"left {duration(values['seconds_left'])}"] if "seconds_left" in values else []
+        left = [f"left {format_duration(values['seconds_left'])}"] if "seconds_left" in values else []
         return f"step {done}/{self._steps}  " + "  ".join(shown + left)
 
     def _send(self, values: dict[str, float], done: int) -> None:
@@ -290,7 +290,7 @@ class Tracker:
                 print(text, flush=True)
 
     def _event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
-        self._write("events.jsonl", _line({"event": kind, "time": time.time(), "step": step, **facts}))
+        self._write("events.jsonl", _format_line({"event": kind, "time": time.time(), "step": step, **facts}))
 
     def _write(self, name: str, text: str) -> None:
         try:
@@ -306,25 +306,25 @@ class Tracker:
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl. What is half-written, as kill -9 may leave it, is skipped."""
-    return _entries(path)[0]
+    return _read_entries(path)[0]
 
 
-def _entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
+def _read_entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
     """The entries of a metrics.jsonl, and the number of half-written ones."""
     entries, damaged = [], 0
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            entry = _entry(line)
+            entry = _parse_entry(line)
         except (ValueError, KeyError, TypeError, RecursionError):
             damaged += 1
             with suppress(ValueError, KeyError, TypeError, RecursionError):  # a whole one glued to half of one
-                entries.append(_entry(line[line.rindex('{"step"') :]))
+                entries.append(_parse_entry(line[line.rindex('{"step"') :]))
         else:
             entries.append(entry)
     return entries, damaged
 
 
-def _entry(line: str) -> dict[str, Any]:
+def _parse_entry(line: str) -> dict[str, Any]:
     if type((entry := json.loads(line))["step"]) is not int:
         raise TypeError("no number of steps")
     return entry
@@ -334,12 +334,12 @@ def _drop_after(path: Path, step: int) -> int:
     """Rewrites the file without the lines of later steps, whole or not at all; returns how many were half-written."""
     if not path.is_file():
         return 0
-    entries, damaged = _entries(path)
-    atomic.write_file(path, "".join(_line(entry) for entry in entries if entry["step"] <= step))
+    entries, damaged = _read_entries(path)
+    atomic.write_file(path, "".join(_format_line(entry) for entry in entries if entry["step"] <= step))
     return damaged
 
 
-def _line(entry: dict[str, Any]) -> str:
+def _format_line(entry: dict[str, Any]) -> str:
     """One line of strict JSON: numbers that are not finite become null."""
 
     def strict(value: Any) -> Any:

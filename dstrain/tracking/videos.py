@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dstrain.disk import atomic
 from dstrain.recipe import ConfigError
-from dstrain.tracking.pictures import enlarged, grid, lettering, on_white, tiled
+from dstrain.tracking.pictures import draw_captions, enlarge_pictures, lay_on_white, make_grid, tile_pictures
 
 FPS = 10  # frames a second: a whole number of a GIF's hundredths of a second, too
 _STRIP_FRAMES = 9  # of a clip in a strip
@@ -24,29 +24,29 @@ _STRIP_CLIPS = 16  # in a strip
 _PALETTE_PIXELS = 1 << 16  # from which a palette is made
 
 
-def film(clip: Tensor) -> np.ndarray:
+def make_film(clip: Tensor) -> np.ndarray:
     """One clip uint8 (T, 1, 3 or 4, H, W) -> a film of its own size, RGBA laid on white."""
-    return on_white(clip).detach().cpu().permute(0, 2, 3, 1).numpy()
+    return lay_on_white(clip).detach().cpu().permute(0, 2, 3, 1).numpy()
 
 
-def film_grid(clips: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Many clips side by side as one film: uint8 (N, T, C, H, W) -> (T, H', W', C). See pictures.grid."""
-    _require(clips)
-    return np.stack([grid(frames, columns, captions) for frames in clips.unbind(1)])
+def make_film_grid(clips: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
+    """Many clips side by side as one film: uint8 (N, T, C, H, W) -> (T, H', W', C). See pictures.make_grid."""
+    _require_clips(clips)
+    return np.stack([make_grid(frames, columns, captions) for frames in clips.unbind(1)])
 
 
-def strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
+def make_strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
     """Up to 9 frames a clip side by side, up to 16 clips below each other: uint8 (N, T, C, H, W) -> (H', W', C)."""
-    _require(clips)
+    _require_clips(clips)
     clips = clips[:_STRIP_CLIPS]
     shown = torch.linspace(0, clips.shape[1] - 1, min(_STRIP_FRAMES, clips.shape[1])).round().long()
-    rows = np.stack([tiled(enlarged(clip), len(shown)) for clip in clips[:, shown]])
+    rows = np.stack([tile_pictures(enlarge_pictures(clip), len(shown)) for clip in clips[:, shown]])
     if captions:
-        rows = np.concatenate((rows, lettering(captions[:_STRIP_CLIPS], *rows.shape[2:])), axis=1)
-    return tiled(rows, 1)
+        rows = np.concatenate((rows, draw_captions(captions[:_STRIP_CLIPS], *rows.shape[2:])), axis=1)
+    return tile_pictures(rows, 1)
 
 
-def _require(clips: Tensor) -> None:
+def _require_clips(clips: Tensor) -> None:
     shape = tuple(clips.shape)
     if clips.dtype != torch.uint8 or len(shape) != 5 or shape[2] not in (1, 3, 4) or 0 in shape:
         raise ConfigError(f"clips are uint8 (N, T, 1, 3 or 4, H, W), got {clips.dtype} {shape}")
@@ -60,7 +60,7 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
     """
     duration = max(2, round(100 / fps)) * 10  # ms; browsers slow frames down that are shorter than 20 ms
     grey = frames.shape[3] == 1 or bool((frames == frames[..., :1]).all())
-    pictures = [Image.fromarray(frame[..., 0]) for frame in frames] if grey else _in_one_palette(frames)
+    pictures = [Image.fromarray(frame[..., 0]) for frame in frames] if grey else _share_palette(frames)
     # Pillow drops frames that equal the one before. So each frame is written as a file, and the files are joined: each
     # has the same header, of 13 bytes and 256 colours, and ends with one byte.
     files = []
@@ -73,12 +73,12 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
     atomic.write_file(path, b"".join([files[0][:-1], *(file[head:-1] for file in files[1:]), b";"]))
 
 
-def _in_one_palette(frames: np.ndarray) -> list[Image.Image]:
+def _share_palette(frames: np.ndarray) -> list[Image.Image]:
     """Frames (T, H, W, 3) in 256 colours: exactly where they have no more, else by a median cut and error diffusion."""
     pixels = frames.reshape(-1, 3)
     sample = pixels[:: -(-len(pixels) // _PALETTE_PIXELS)]
-    if len(np.unique(_codes(sample))) <= 256:  # spares most large films the sorting of all pixels
-        codes, places = np.unique(_codes(pixels), return_inverse=True)
+    if len(np.unique(_encode_colours(sample))) <= 256:  # spares most large films the sorting of all pixels
+        codes, places = np.unique(_encode_colours(pixels), return_inverse=True)
         if len(codes) <= 256:
             colours = np.zeros((256, 3), np.uint8)
             colours[: len(codes)] = np.stack((codes >> 16, codes >> 8 & 255, codes & 255), 1)
@@ -91,7 +91,7 @@ def _in_one_palette(frames: np.ndarray) -> list[Image.Image]:
     return [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG) for frame in frames]
 
 
-def _codes(pixels: np.ndarray) -> np.ndarray:
+def _encode_colours(pixels: np.ndarray) -> np.ndarray:
     """A number for each colour: uint8 (n, 3) -> uint32 (n,)."""
     red, green, blue = pixels.astype(np.uint32).T
     return red << 16 | green << 8 | blue
@@ -117,7 +117,7 @@ def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> Non
         file.mux(stream.encode(None))
 
 
-def safe_name(text: str) -> str:
+def make_safe_name(text: str) -> str:
     """A text as part of a file's name: lower-case ASCII letters, digits and single dashes, 0 to 60 of them."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub("[^a-z0-9]+", "-", plain.lower()).strip("-")[:60].strip("-")

@@ -56,7 +56,7 @@ class WandbSink:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._sync = f"wandb sync {folder / 'wandb' / 'offline-run-*'}"  # all of a run's files, oldest first
-        mode = resolved_mode(track.wandb)
+        mode = resolve_mode(track.wandb)
         if mode == "disabled":
             return
         if mode == "online" and not has_key():
@@ -67,7 +67,7 @@ class WandbSink:
             # Not in the thread: workers that are forked while it holds an import lock would hang.
             self._wandb = importlib.import_module("wandb")
             _set_empty_aside(folder / "wandb")
-            self._id, self._entries = _known(folder)
+            self._id, self._entries = _read_id(folder)
             self._path, self._reserved = folder / "wandb_id", self._entries
             self._arguments = {
                 "id": self._id,
@@ -82,7 +82,7 @@ class WandbSink:
                 "resume": "allow",
             }
         except Exception as error:
-            note(f"wandb: not used: {_brief(error)}")
+            note(f"wandb: not used: {_shorten_error(error)}")
             return
         self._thread = threading.Thread(target=self._work, args=(mode,), name="wandb", daemon=True)
         self._thread.start()
@@ -144,7 +144,7 @@ class WandbSink:
             run = self._start(mode)
             self._entries = max(self._entries, run.step)  # of an online run that earlier versions began
         except BaseException as error:  # wandb also raises its own kinds
-            self._note(f"wandb: could not start: {_brief(error)}")
+            self._note(f"wandb: could not start: {_shorten_error(error)}")
             run = None
         while True:
             try:
@@ -157,7 +157,7 @@ class WandbSink:
                 send(run)
             except BaseException as error:
                 if run is not None and not self.dropped:
-                    self._note(f"wandb: an entry was refused, and training goes on: {_brief(error)}")
+                    self._note(f"wandb: an entry was refused, and training goes on: {_shorten_error(error)}")
                 self.dropped += 1
         try:
             if run is not None:
@@ -165,17 +165,17 @@ class WandbSink:
                 atomic.write_file(self._path, f"{self._id}\n{self._entries}\n")
                 self._wandb.teardown()  # waits until wandb's own process has closed the run's file
         except BaseException as error:
-            self._note(f"wandb: could not finish: {_brief(error)}")
+            self._note(f"wandb: could not finish: {_shorten_error(error)}")
             with suppress(BaseException):
                 self._wandb.teardown()  # or wandb tries it again at the exit, with a traceback
 
     def _start(self, mode: str) -> Any:
         if mode == "online":
             try:
-                _probe(base_url())
+                _probe_server(find_base_url())
                 return self._init("online")
             except BaseException as error:
-                self._note(f"wandb: offline, since online failed: {_brief(error)}")
+                self._note(f"wandb: offline, since online failed: {_shorten_error(error)}")
                 self._wandb.teardown()  # or the id would still be in use
         return self._init("offline")
 
@@ -195,7 +195,7 @@ class WandbSink:
         return run
 
 
-def resolved_mode(setting: str) -> str:
+def resolve_mode(setting: str) -> str:
     """online, offline or disabled: the quieter one of the recipe's setting and WANDB_MODE."""
     if setting == "auto":
         setting = "online" if has_key() else "offline"
@@ -204,7 +204,7 @@ def resolved_mode(setting: str) -> str:
     return max(setting, variable, key=modes.index) if variable in modes else setting
 
 
-def base_url() -> str:
+def find_base_url() -> str:
     """wandb's server: WANDB_BASE_URL, the one that `wandb login --host` has saved, or the public one."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url
@@ -224,14 +224,14 @@ def has_key() -> bool:
     variable = os.environ.get("NETRC")
     for path in [Path(variable)] if variable else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         try:
-            if netrc.netrc(path).authenticators(urlparse(base_url()).hostname or ""):
+            if netrc.netrc(path).authenticators(urlparse(find_base_url()).hostname or ""):
                 return True
         except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
             continue
     return False
 
 
-def _probe(url: str) -> None:
+def _probe_server(url: str) -> None:
     """Raises where the server does not answer: wandb would wait for it long at its exit. Any answer will do."""
     with suppress(urllib.error.HTTPError):
         urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()
@@ -244,7 +244,7 @@ def _set_empty_aside(folder: Path) -> None:
             path.parent.rename(folder / path.parent.name.replace("offline-run-", "empty-run-", 1))
 
 
-def _known(folder: Path) -> tuple[str, int]:
+def _read_id(folder: Path) -> tuple[str, int]:
     """The run's id and the number of its next entry; a fresh id is written down."""
     path = folder / "wandb_id"
     if path.is_file() and (words := path.read_text().split()):
@@ -254,6 +254,6 @@ def _known(folder: Path) -> tuple[str, int]:
     return fresh, 0
 
 
-def _brief(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -8,7 +8,7 @@ import torch
 from dstrain import recipe, systems
 from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
-from dstrain.tracking.flops import step_flops
+from dstrain.tracking.flops import count_step_flops
 from kit.rivals import rivals
 from kit.sides import Dstrain, Plain, apart
 from tests.support.engines import resolve
@@ -42,7 +42,7 @@ def main() -> None:
             ours.step(step)
             rival.step(step)
         off[name] = furthest(ours.engines.modules["denoiser"].parameters(), rival.network.parameters())
-    print(json.dumps({"apart": off, "flops": step_flops(system, run.batch.global_), "size": size}))
+    print(json.dumps({"apart": off, "flops": count_step_flops(system, run.batch.global_), "size": size}))
 
 
 def furthest(ours, theirs) -> float:

@@ -19,7 +19,7 @@ from dstrain.metrics.features import open_features
 from dstrain.metrics.images import open_set
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
-from dstrain.tracking.report.record import _evaluations
+from dstrain.tracking.report.record import _read_evaluations
 from tests.commands.test_export import begun
 from tests.metrics.oracles import VideoDetector, arrays, detector, noise, seeded_inception
 from tests.support import checkpoints, counting, gloo, towers
@@ -71,7 +71,7 @@ def test_a_run(run, words, tmp_path):
     assert other["figures"]["fid"] < 0.5 * result["figures"]["fid"]  # random weights draw little but noise
     assert json.loads(path.read_text())["figures"] == result["figures"]
     assert f"{result['figures']['fid']:.5g}" in report(path, result)
-    ((_name, text, plot),) = _evaluations(tmp_path / "out", remarks := [])
+    ((_name, text, plot),) = _read_evaluations(tmp_path / "out", remarks := [])
     assert not remarks and "21 drawn samples" in text and "fid" in text and not plot.exists()
 
 

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from dstrain.commands import consolidate
 from dstrain.commands.exits import run_main
 from dstrain.distributed import progress
 from dstrain.distributed.progress import Bar, Phases
-from launch import consolidate
 
 
 @pytest.fixture

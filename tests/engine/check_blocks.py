@@ -18,7 +18,7 @@ from dstrain.distributed import group
 from dstrain.engine.blocks import Graphs
 from dstrain.engine.engines import Engines
 from dstrain.engine.start import start_group
-from dstrain.sampling.draw import resting
+from dstrain.sampling.draw import set_eval_mode
 from dstrain.systems.base import System
 from tests.engine.check_engines import gathered
 from tests.support.cases import CASES, modules, request
@@ -59,7 +59,7 @@ def train(system: System, engines: Engines) -> list[float]:
 def rest(name: str, system: System, engines: Engines, counts: list[int]) -> None:
     """Evaluates and, where the system can, draws for batches of these sizes."""
     nets = engines.modules
-    with torch.no_grad(), resting(nets):
+    with torch.no_grad(), set_eval_mode(nets):
         for count in counts:
             system.evaluate(nets, system.encode(take(system, count)))
             if type(system).sample is not System.sample:

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dstrain.data.batches import held_out
-from dstrain.sampling.draw import class_columns, draw, draw_all, draw_on_first, picture_on_first, resting, score
+from dstrain.sampling.draw import (
+    class_columns,
+    draw_all,
+    draw_on_first,
+    draw_rounds,
+    picture_on_first,
+    score,
+    set_eval_mode,
+)
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
 from tests.support import gloo
 from tests.support.sources import Numbers
@@ -97,7 +105,7 @@ def together(rank: int) -> dict:
     }
     for num, chunk in REQUESTS:
         system.calls = 0
-        rounds = list(draw(system, nets, request(num), chunk))
+        rounds = list(draw_rounds(system, nets, request(num), chunk))
         result["draws"][num, chunk] = (
             [numbers.tolist() for numbers, _ in rounds],
             torch.cat([im for _, im in rounds]),
@@ -224,7 +232,7 @@ def test_draws_of_two_ranks(two, num, chunk):
 def test_draws_in_chunks(num, chunk, seed):
     """Oracle: numpy, sample by sample: numbers are complete and in order, the filling of the last chunk is dropped."""
     system, nets = Sums(), Sums().networks()
-    rounds = list(draw(system, nets, request(num, seed), chunk))
+    rounds = list(draw_rounds(system, nets, request(num, seed), chunk))
     assert torch.cat([numbers for numbers, _ in rounds]).tolist() == list(range(num))
     assert all(len(numbers) == len(images) <= chunk for numbers, images in rounds) and system.calls == len(rounds)
     assert torch.equal(draw_all(system, nets, request(num, seed), chunk), pictures(num, seed))
@@ -299,7 +307,7 @@ def test_nothing_drops_out_in_evaluation():
     """Oracle: the input itself, which a dropout of one half would hit; afterwards each module is as it was."""
     net = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5)).eval())
     x = torch.ones(100)
-    with resting({"net": net, "engine": lambda x: x}):
+    with set_eval_mode({"net": net, "engine": lambda x: x}):
         assert torch.equal(net(x), x)
     assert [module.training for module in net.modules()] == [True, True, False, False]
     assert not torch.equal(net(x), x)

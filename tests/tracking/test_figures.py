@@ -60,7 +60,7 @@ CASES = {
 def test_plot(tmp_path, case):
     """Oracle: Pillow reads one picture, as wide as its panels, with ink in each; nothing else is left in the folder."""
     changes, panels = CASES[case]
-    figures.plot(tmp_path / "plot.png", result(**changes))
+    figures.plot_evaluation(tmp_path / "plot.png", result(**changes))
     pixels = np.asarray(Image.open(tmp_path / "plot.png").convert("L"))
     assert pixels.shape[1] == pytest.approx(130 * max(4.6 * panels, 7.0), abs=2)
     assert all((part < 100).any() for part in np.array_split(pixels, panels, axis=1))
@@ -71,7 +71,7 @@ def test_a_curve_is_drawn_where_its_values_lie(tmp_path):
     """Oracle: the bytes of the same picture for the same values, of another one for other values of either curve."""
 
     def drawn(name: str, **curves) -> bytes:
-        figures.plot(tmp_path / name, result(curves=result()["curves"] | curves))
+        figures.plot_evaluation(tmp_path / name, result(curves=result()["curves"] | curves))
         return (tmp_path / name).read_bytes()
 
     assert drawn("a.png") == drawn("b.png")
@@ -91,7 +91,7 @@ def test_similarities_are_drawn(tmp_path, monkeypatch):
         }
     seen = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (seen.append(figure), Path(path).touch()))
-    figures.plot(tmp_path / "plot.png", result(curves={}, timesteps=None, figures=measured))
+    figures.plot_evaluation(tmp_path / "plot.png", result(curves={}, timesteps=None, figures=measured))
     (axes,) = seen[0].axes
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
     assert lines == {
@@ -105,7 +105,7 @@ def test_similarities_are_drawn(tmp_path, monkeypatch):
 
 def test_table():
     """Oracle: the lines by hand: errors beside the figures, the sum of vb, the mean of other curves."""
-    lines = figures.table(result()).splitlines()
+    lines = figures.format_table(result()).splitlines()
     assert lines[0] == "tiny at step 60, ema0.99: 20 of 500 held-out samples, 5 timesteps"
     assert [line.split() for line in lines[1:]] == [
         ["total", "3.25", "+-", "0.12", "bits/dim"],
@@ -113,7 +113,7 @@ def test_table():
         ["vb,", "sum", "over", "t", "3", "bits/dim"],
         ["mse,", "mean", "over", "t", "0.4"],
     ]
-    lines = figures.table(
+    lines = figures.format_table(
         result(
             **QUARTERS,
             weights={"denoiser": "master"},

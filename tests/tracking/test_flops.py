@@ -14,7 +14,7 @@ from dstrain import recipe, rng, systems
 from dstrain.distributed import group
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.phenaki.masking import MEAN_RATIO
-from dstrain.tracking.flops import Utilization, chip_rate, step_flops
+from dstrain.tracking.flops import Utilization, count_step_flops, find_chip_rate
 from dstrain.tracking.hardware import find_rate
 from tests.support import first_stage
 from tests.support.launch import ROOT
@@ -27,7 +27,7 @@ TINY = {"patch_size": 2, "hidden_size": 16, "depth": 2, "num_heads": 2, "num_cla
 def test_the_published_size():
     """Oracle: Peebles & Xie's table 4, 118.64 G multiply-adds forward; six operations each, of which four backward."""
     system = systems.build("dit", {"size": "DiT-XL/2", "image_size": 32, "in_channels": 4})
-    assert step_flops(system, 256) == pytest.approx(256 * 6 * 118.64e9, rel=2e-3)
+    assert count_step_flops(system, 256) == pytest.approx(256 * 6 * 118.64e9, rel=2e-3)
 
 
 def test_recomputation_is_not_useful():
@@ -41,13 +41,13 @@ def test_recomputation_is_not_useful():
             return networks
 
     plain = systems.build("dit", {**TINY, "image_size": 8})
-    assert step_flops(Again(plain.config), 6) == step_flops(plain, 6)
+    assert count_step_flops(Again(plain.config), 6) == count_step_flops(plain, 6)
 
 
 def test_tokens_that_are_masked_by_chance():
     """Oracle: twice the vocabulary adds six operations for each channel, new id and token that is masked on average."""
     small, large = (
-        step_flops(systems.build("phenaki", TOKEN_CLIPS | {"codebook_size": size}), 1) for size in (6400, 12800)
+        count_step_flops(systems.build("phenaki", TOKEN_CLIPS | {"codebook_size": size}), 1) for size in (6400, 12800)
     )
     tokens, width = math.prod(TOKEN_CLIPS["token_shape"]), TOKEN_CLIPS["dim"]
     assert large - small == pytest.approx(6 * width * 6400 * MEAN_RATIO * tokens, rel=0.03)
@@ -64,10 +64,10 @@ def test_parts_and_micro_batches():
     # Not the fused kernel, whose backward pass computes the scores again.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         system.loss("autoencoder", system.networks(), example)["loss"].backward()
-    assert step_flops(system, 4, 0) == counter.get_total_flops() == step_flops(system, 8, 0) / 2
+    assert count_step_flops(system, 4, 0) == counter.get_total_flops() == count_step_flops(system, 8, 0) / 2
     kl = run.model["kl"] | {"discriminator": {"start": 2, "n_layers": 1, "base_channels": 4}}
     playing = systems.build(run.system, {"kl": kl, **shape})
-    assert step_flops(playing, 4, 5) > step_flops(playing, 4, 0) >= step_flops(system, 4)
+    assert count_step_flops(playing, 4, 5) > count_step_flops(playing, 4, 0) >= count_step_flops(system, 4)
 
 
 def test_frozen_networks_count_for_nothing_and_stay(tmp_path):
@@ -77,7 +77,7 @@ def test_frozen_networks_count_for_nothing_and_stay(tmp_path):
     before = {name: value.clone() for name, value in system.first_stage.state_dict().items()}
     alone = systems.build("dit", {**TINY, "image_size": 8})
     state = torch.get_rng_state()
-    assert step_flops(system, 6) == step_flops(alone, 6) > 0
+    assert count_step_flops(system, 6) == count_step_flops(alone, 6) > 0
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in system.first_stage.state_dict().items())
     assert system.encode(system.synthetic(2))["x_start"].isfinite().all()
@@ -102,7 +102,7 @@ def test_rates_of_chips():
         assert find_rate(name, torch.bfloat16) == (peak and peak * 1e12), name
     assert find_rate("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
     assert find_rate("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
-    assert chip_rate(torch.device("cpu"), torch.float32) > 0
+    assert find_chip_rate(torch.device("cpu"), torch.float32) > 0
 
 
 def test_reports(monkeypatch):
@@ -116,7 +116,7 @@ def test_reports(monkeypatch):
     monkeypatch.setattr("dstrain.tracking.throughput.time.perf_counter", lambda: clock[0])
     made = time_run(run, 20, system=system, precision="bf16")
     clock[0] += 4
-    figures, work = made.figures(30), 10 * step_flops(system, 8)
+    figures, work = made.figures(30), 10 * count_step_flops(system, 8)
     assert figures["mfu"] == pytest.approx(work / 4 / 989.4e12) and figures["tflops"] == pytest.approx(work / 4e12)
     assert figures["step_seconds"] == pytest.approx(0.4)
 
@@ -144,7 +144,7 @@ def test_steps_of_different_cost(monkeypatch):
     model = TOKEN_CLIPS | {"critic": "token", "critic_depth": 1, "beginnings": [0.4, 0.3]}
     cut = systems.build("phenaki", model)
     for system in (cut, InTurn(cut.config)):
-        each = [step_flops(system, 8, step) for step in range(6)]
+        each = [count_step_flops(system, 8, step) for step in range(6)]
         assert len(set(each)) > 2
         figures = Utilization(system, 8, "bf16").figures(0, 6, 2.0)
         assert figures["tflops"] == pytest.approx(sum(each) / 2e12, rel=1e-6)

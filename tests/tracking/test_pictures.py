@@ -5,13 +5,13 @@ import pytest
 import torch
 from PIL import Image
 
-from dstrain.tracking.pictures import grid, near_square, save_png
+from dstrain.tracking.pictures import choose_columns, make_grid, save_png
 
 
 def test_every_pixel_of_a_grid():
     """Oracle: all pixels written out by hand, three pictures in two columns with a place left empty."""
     images = torch.tensor([[[[10]]], [[[20]]], [[[30]]]], dtype=torch.uint8).repeat(1, 3, 64, 64)
-    pixels = grid(images, columns=2)
+    pixels = make_grid(images, columns=2)
     expected = np.zeros((134, 134, 3), np.uint8)
     expected[2:66, 2:66], expected[2:66, 68:132], expected[68:132, 2:66] = 10, 20, 30
     assert pixels.dtype == np.uint8 and np.array_equal(pixels, expected)
@@ -20,7 +20,7 @@ def test_every_pixel_of_a_grid():
 def test_channels_and_places_within_a_picture():
     """Oracle: the picture handed in, permuted by torch to channels last."""
     image = torch.randint(0, 256, (1, 3, 70, 50), dtype=torch.uint8)
-    assert np.array_equal(grid(image)[2:-2, 2:-2], image[0].permute(1, 2, 0).numpy())
+    assert np.array_equal(make_grid(image)[2:-2, 2:-2], image[0].permute(1, 2, 0).numpy())
 
 
 @pytest.mark.parametrize("size, factor", [(8, 8), (28, 2), (32, 2), (48, 1), (64, 1), (256, 1)])
@@ -28,13 +28,13 @@ def test_small_pictures_are_enlarged(size, factor):
     """Oracle: numpy's kron with a block of ones, factors by hand."""
     image = torch.randint(0, 256, (1, 1, size, size), dtype=torch.uint8)
     expected = np.kron(image[0, 0].numpy(), np.ones((factor, factor), np.uint8))
-    assert np.array_equal(grid(image)[2:-2, 2:-2, 0], expected)
+    assert np.array_equal(make_grid(image)[2:-2, 2:-2, 0], expected)
 
 
 @pytest.mark.parametrize("num, columns", [(1, 1), (2, 2), (3, 2), (4, 2), (7, 3), (12, 4), (16, 4), (40, 8), (64, 8)])
 def test_near_square(num, columns):
     """Oracle: numbers of columns written out by hand."""
-    assert near_square(num) == columns
+    assert choose_columns(num) == columns
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_near_square(num, columns):
 def test_what_is_no_picture_is_refused(images):
     """Oracle: the contract, uint8 (N, 1, 3 or 4, H, W) with N > 0."""
     with pytest.raises(ValueError, match="a grid needs uint8"):
-        grid(images)
+        make_grid(images)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -11,9 +11,9 @@ from PIL import Image, ImageSequence
 
 from dstrain import recipe
 from dstrain.recipe import Run, Track
-from dstrain.tracking.pictures import grid
+from dstrain.tracking.pictures import make_grid
 from dstrain.tracking.tracker import Tracker, read_metrics
-from dstrain.tracking.videos import film_grid, strip
+from dstrain.tracking.videos import make_film_grid, make_strip
 from tests.support.tracking import track_run
 
 RUN = Run(steps=20, track=Track(wandb="disabled"))
@@ -108,7 +108,7 @@ def test_samples_are_a_grid_in_the_folder(tmp_path):
     track.samples(500, images)
     track.samples(500, images, "reconstructions", columns=5)
     for name, columns in (("step_00000500.png", None), ("step_00000500_reconstructions.png", 5)):
-        assert np.array_equal(np.asarray(Image.open(tmp_path / "samples" / name)), grid(images, columns))
+        assert np.array_equal(np.asarray(Image.open(tmp_path / "samples" / name)), make_grid(images, columns))
 
 
 @pytest.mark.parametrize("captions", [None, ["a hat moving up", "", "a shoe", "a bag", "a coat"]])
@@ -126,11 +126,11 @@ def test_videos_are_a_film_in_the_folder(tmp_path, captions):
     ]
     with Image.open(folder / "step_00000500.gif") as image:
         frames = [np.asarray(frame.convert("L")) for frame in ImageSequence.Iterator(image)]
-    assert np.array_equal(np.stack(frames)[..., None], film_grid(clips, 5, captions))
+    assert np.array_equal(np.stack(frames)[..., None], make_film_grid(clips, 5, captions))
     pixels = np.asarray(Image.open(folder / "step_00000500.png"))
-    assert np.array_equal(pixels[..., None], strip(clips, captions))
+    assert np.array_equal(pixels[..., None], make_strip(clips, captions))
     pixels = np.asarray(Image.open(folder / "step_00000500_first.png"))
-    assert np.array_equal(pixels[..., None], grid(clips[:, 0], None, captions))
+    assert np.array_equal(pixels[..., None], make_grid(clips[:, 0], None, captions))
 
 
 def test_curves_are_drawn(tmp_path):

@@ -17,7 +17,7 @@ import torch
 from dstrain.recipe import Run, Track
 from dstrain.tracking import machine, wandb_sink
 from dstrain.tracking.tracker import Tracker, read_metrics
-from dstrain.tracking.wandb_sink import WandbSink, base_url, has_key, resolved_mode
+from dstrain.tracking.wandb_sink import WandbSink, find_base_url, has_key, resolve_mode
 from tests.support.launch import ROOT
 from tests.support.tracking import track_run
 from tests.support.wandb_server import served
@@ -183,7 +183,9 @@ def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
     tags, group, notes, config = described(folder)
     assert (tags, group, notes) == (["a", "b"], "sweep", "a first try")
     assert config["steps"] == 20 and config["deepspeed"] == {"zero_optimization": {"stage": 2}}
-    assert {name: config["machine"].get(name) for name in machine.commit()} == machine.commit()  # git's, where it is
+    assert {
+        name: config["machine"].get(name) for name in machine.read_commit()
+    } == machine.read_commit()  # git's, where it is
     assert config["machine"]["world"] == 1 and config["machine"]["weights"] == {"denoiser": 7}
     assert config["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0] and config["machine"]["device"]
     train = next(entry for entry in entries if "train/loss" in entry)
@@ -377,7 +379,7 @@ def test_online_that_fails_goes_offline_under_the_same_id(tmp_path, monkeypatch)
             raise RuntimeError("401")
 
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setattr(wandb_sink, "_probe", lambda url: None)
+    monkeypatch.setattr(wandb_sink, "_probe_server", lambda url: None)
     fake = Fake(init=fail)
     sent, notes = sink(tmp_path, monkeypatch, fake, "online")
     sent.close()
@@ -433,19 +435,19 @@ def test_which_mode(monkeypatch, setting, spoken, key, mode):
     monkeypatch.setenv("WANDB_MODE", spoken)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert resolved_mode(setting) == mode
+    assert resolve_mode(setting) == mode
 
 
 def test_a_key_is_found_where_wandb_writes_it(tmp_path, monkeypatch):
     """Oracle: files and variables set by hand, as wandb's login writes them."""
     home = tmp_path / "home"
     (home / ".config" / "wandb").mkdir(parents=True)
-    assert not has_key() and base_url() == "https://api.wandb.ai"
+    assert not has_key() and find_base_url() == "https://api.wandb.ai"
     (home / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
     (home / ".netrc").chmod(0o600)
     assert has_key()
     (home / ".config" / "wandb" / "settings").write_text("[default]\nbase_url = https://wandb.example.org\n")
-    assert base_url() == "https://wandb.example.org" and not has_key()
+    assert find_base_url() == "https://wandb.example.org" and not has_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
     assert has_key()
     (home / ".netrc").write_text("machine\x00 broken {")

@@ -19,7 +19,7 @@ def main(folder: Path, niceness: int) -> None:
     from dstrain.tracking.report import page
 
     try:
-        page.write([folder], folder / "report.html")
+        page.write_report([folder], folder / "report.html")
     except ConfigError as error:
         raise SystemExit(str(error)) from None
     sys.stdout.write("written")

@@ -39,16 +39,16 @@ class Metrics:
         return float(values[-1]) if len(values) else None
 
 
-def read(path: Path) -> Metrics:
+def read_columns(path: Path) -> Metrics:
     """The columns of a file; none where it is not there. OSError: no regular file, or not to be read."""
     steps, times, rows, values = array("q"), array("d"), {}, {}
     foreign, dropped = 0, set()
-    for entry in _entries(path):
+    for entry in _read_entries(path):
         if entry is None:
             foreign += 1
             continue
         row, step = len(steps), entry.pop("step")
-        flat = dict(_numbers(entry))
+        flat = dict(_flatten_numbers(entry))
         steps.append(step)
         times.append(flat.pop("time", np.nan))
         for name, value in flat.items():
@@ -71,15 +71,15 @@ def read(path: Path) -> Metrics:
     return Metrics(steps[order], times[order], columns, foreign, dropped)
 
 
-def newest(path: Path) -> tuple[dict[str, float], float | None]:
+def read_newest(path: Path) -> tuple[dict[str, float], float | None]:
     """The newest value of each name among the last lines, and the time of the last line. OSError as `read`."""
     latest: dict[str, float] = {}
-    for entry in _entries(path, _TAIL):
-        latest |= dict(_numbers(entry or {}))
+    for entry in _read_entries(path, _TAIL):
+        latest |= dict(_flatten_numbers(entry or {}))
     return latest, latest.pop("time", None)
 
 
-def _entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
+def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
     """The lines as dictionaries with a number of steps, None for others; of the last `tail` bytes alone."""
     if not path.exists():
         return
@@ -97,11 +97,11 @@ def _entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | N
             yield entry if whole else None
 
 
-def _numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Numbers of an entry by name, NaN for null; those of inner sections, such as timing, under their own names."""
     for name, value in entry.items():
         if isinstance(value, dict):
-            yield from _numbers(value)
+            yield from _flatten_numbers(value)
         elif value is None or type(value) in (int, float):
             try:
                 yield name, np.nan if value is None else float(value)
@@ -109,7 +109,7 @@ def _numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield name, np.nan
 
 
-def thinned(values: np.ndarray, most: int) -> np.ndarray:
+def thin_curve(values: np.ndarray, most: int) -> np.ndarray:
     """Indices of at most about `most` values that draw the same curve: the least and the largest of each stretch."""
     count = len(values)
     if count <= most:
@@ -125,7 +125,7 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
+def count_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
     """Hours of running after each row, (rows,), without the pauses before `starts`, seconds since 1970 of each start.
 
     Where lines have no time, as those of earlier versions, the samples and their rate tell it. None: nothing does.

@@ -15,9 +15,9 @@ import numpy as np
 from dstrain import __version__
 from dstrain.disk import atomic
 from dstrain.recipe import ConfigError, as_text, write_errors
-from dstrain.tracking.figures import duration
+from dstrain.tracking.figures import format_duration
 from dstrain.tracking.report import metrics, pictures
-from dstrain.tracking.report.record import Record, read
+from dstrain.tracking.report.record import Record, read_record
 
 _POINTS = 300_000  # of all curves together: some 5 MB of text
 _PER_CURVE = 2000  # two for each pixel of a wide chart
@@ -30,20 +30,20 @@ _FIRST = ("loss", "held_out/loss", "lr", "grad_norm", "samples_per_second")  # t
 _COLORS = ("#1f4e9c", "#c2571a", "#3a7d44", "#7b4aa0", "#b0343c", "#2b8a9e", "#8a6d1f", "#d16ba5", "#5b6470", "#82a01f")
 
 
-def write(folders: Sequence[Path], out: Path) -> Path:
+def write_report(folders: Sequence[Path], out: Path) -> Path:
     """Writes the report of one run, or of several side by side; `out`, whole or not at all.
 
     ConfigError: a folder is no run's, plotly is not installed, or `out` cannot be written.
     """
-    _plotly()
+    _read_plotly()
     folders = [folder.resolve() for folder in dict.fromkeys(folders)]
     names = [folder.name for folder in folders]
     if len(set(names)) < len(names):  # runs of one name are told apart by their folders
         above = Path(os.path.commonpath([folder.parent for folder in folders]))
         names = [str(folder.relative_to(above)) for folder in folders]
     make = out.parent.resolve() not in folders  # a run's folder that is taken away meanwhile stays so
-    records = [read(folder, None if len(folders) == 1 else name) for folder, name in zip(folders, names)]
-    text = html(records)
+    records = [read_record(folder, None if len(folders) == 1 else name) for folder, name in zip(folders, names)]
+    text = render_page(records)
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
     with write_errors(f"--out {out}", "name a file in a folder that can be written"):
@@ -51,7 +51,7 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     return out
 
 
-def html(records: Sequence[Record]) -> str:
+def render_page(records: Sequence[Record]) -> str:
     """The page of one or several runs."""
     from jinja2 import Environment, PackageLoader, select_autoescape
 
@@ -61,31 +61,31 @@ def html(records: Sequence[Record]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    grids, plots = _pictures(records)  # before remarks are shown: it may add some
+    grids, plots = _collect_pictures(records)  # before remarks are shown: it may add some
     drawn = {
-        "runs": [_run(record, place) for place, record in enumerate(records)],
-        "charts": _charts(records),
+        "runs": [_describe_run(record, place) for place, record in enumerate(records)],
+        "charts": _make_charts(records),
         "grids": grids,
     }
     return environment.get_template("page.html").render(
         records=records,
         drawn=drawn,
         plots=plots,
-        plotly=_plotly(),
+        plotly=_read_plotly(),
         version=__version__,
-        duration=duration,
+        duration=format_duration,
         now=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        facts=[_facts(record) for record in records],
-        differences=_differences(records),
+        facts=[_list_facts(record) for record in records],
+        differences=_list_differences(records),
         show=as_text,
-        when=_when,
+        when=_format_time,
         as_json=partial(json.dumps, indent=2),
         shown=_SHOWN,
         colors=_COLORS,
     )
 
 
-def _plotly() -> str:
+def _read_plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -93,11 +93,11 @@ def _plotly() -> str:
     return get_plotlyjs()
 
 
-def _run(record: Record, place: int) -> dict[str, Any]:
+def _describe_run(record: Record, place: int) -> dict[str, Any]:
     """What the page's script knows of a run: samples of a step, hours by step, and marks on the axis of time."""
     clock = None
     if record.hours is not None:
-        rows = pictures.spaced(range(len(record.hours)), _PER_CURVE)
+        rows = pictures.space_steps(range(len(record.hours)), _PER_CURVE)
         clock = {"steps": record.metrics.steps[rows].tolist(), "hours": [round(record.hours[row], 5) for row in rows]}
     marks = [("resume", start["step"]) for start in record.starts if start["step"] > 0]
     marks += [("rollback", event["step"]) for event in record.rollbacks]
@@ -112,7 +112,7 @@ def _run(record: Record, place: int) -> dict[str, Any]:
     }
 
 
-def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
+def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Curves by chart. Quarters of the timesteps share one, and so do the EMA and the training weights, held out."""
     charts: dict[str, list[tuple[int, str, str]]] = {}  # title: run, column, name within the chart
     for place, record in enumerate(records):
@@ -135,24 +135,24 @@ def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     return [
         {
             "title": title,
-            "traces": [_trace(records[place], place, column, name, most) for place, column, name in charts[title]],
+            "traces": [_make_trace(records[place], place, column, name, most) for place, column, name in charts[title]],
         }
         for title in sorted(charts, key=rank)
     ]
 
 
-def _trace(record: Record, place: int, column: str, name: str, most: int) -> dict[str, Any]:
+def _make_trace(record: Record, place: int, column: str, name: str, most: int) -> dict[str, Any]:
     steps, values = record.metrics.series(column)
-    kept = metrics.thinned(values, most)
+    kept = metrics.thin_curve(values, most)
     numbers = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[kept]]
     return {"run": place, "name": name, "steps": steps[kept].tolist(), "values": numbers}
 
 
-def _pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
+def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
     """Grids by kind: of each run the steps and their pictures; and the plots of evaluations, by path."""
     most = max(4, _GRIDS // max(1, sum(len(record.pictures) for record in records)))
     chosen = [
-        (kind, place, pictures.spaced(list(steps), most))
+        (kind, place, pictures.space_steps(list(steps), most))
         for place, record in enumerate(records)
         for kind, steps in record.pictures.items()
     ]
@@ -161,7 +161,7 @@ def _pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Pat
 
     def picture(record: Record, path: Path) -> str | None:
         try:
-            return pictures.embedded(path, share)
+            return pictures.embed_picture(path, share)
         except (OSError, ValueError) as error:
             record.remarks.append(f"{path.relative_to(record.folder)} is no picture that can be read: {error}")
             return None
@@ -181,7 +181,7 @@ def _pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Pat
     return [{"title": kind, "runs": runs} for kind, runs in grids.items()], embedded
 
 
-def _facts(record: Record) -> dict[str, str]:
+def _list_facts(record: Record) -> dict[str, str]:
     """A run in a few figures: what the table on top shows."""
     state, columns = record.state, record.metrics
     step = "none" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
@@ -200,7 +200,7 @@ def _facts(record: Record) -> dict[str, str]:
     put("MFU", "mfu", "{:.1%}")
     put("peak memory, GB", "peak_memory_gb", "{:.3g}")
     if record.hours is not None and len(record.hours):
-        facts["running time"] = duration(3600 * record.hours[-1])
+        facts["running time"] = format_duration(3600 * record.hours[-1])
     put("skipped steps", "skipped", "{:,.0f}")
     put("rollbacks", "rollbacks", "{:,.0f}")
     facts["starts"] = f"{len(record.starts):,}" if record.starts else "unknown"
@@ -216,7 +216,7 @@ def _facts(record: Record) -> dict[str, str]:
     return facts
 
 
-def _differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
+def _list_differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
     """Entries of recipe and DeepSpeed settings in which runs differ: key, and the value of each run. Those that a run
     does not have, as runs of two systems have other models, stand last.
     """
@@ -227,5 +227,5 @@ def _differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
     return sorted(differing, key=lambda row: "absent" in row[1])
 
 
-def _when(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

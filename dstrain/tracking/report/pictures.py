@@ -18,7 +18,7 @@ _NAME = re.compile(r"step_(\d{1,18})(?:_(\w+))?\.(png|gif)")
 _KINDS = {"PNG": "image/png", "GIF": "image/gif", "WEBP": "image/webp"}
 
 
-def series(samples: Path) -> dict[str, dict[int, Path]]:
+def list_series(samples: Path) -> dict[str, dict[int, Path]]:
     """Pictures of a run's samples/ by kind and step: {"samples": {500: PATH, ...}, "reconstruction": ...}.
 
     A film stands for the strip of its frames.
@@ -33,14 +33,14 @@ def series(samples: Path) -> dict[str, dict[int, Path]]:
     }
 
 
-def spaced(steps: Sequence[int], most: int) -> list[int]:
+def space_steps(steps: Sequence[int], most: int) -> list[int]:
     """At most `most` of the steps, evenly spaced, the first and the last among them."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(place * (len(steps) - 1) / max(most - 1, 1))] for place in range(most)]
 
 
-def embedded(path: Path, most: int) -> str:
+def embed_picture(path: Path, most: int) -> str:
     """A picture or a film as a data: URL of about `most` bytes, before base64.
 
     OSError, ValueError: it is no PNG, GIF or WebP that can be read.
@@ -51,24 +51,24 @@ def embedded(path: Path, most: int) -> str:
             image.load()
             kind = _KINDS[image.format]
             if len(content) > most:
-                content, kind = _shrunk(image, most), _KINDS["WEBP"]
+                content, kind = _shrink_picture(image, most), _KINDS["WEBP"]
     except (SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise ValueError(error) from None
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _shrunk(image: Image.Image, most: int) -> bytes:
+def _shrink_picture(image: Image.Image, most: int) -> bytes:
     """As WebP, in the first of the widths in which it has at most `most` bytes, else in the last; films stay films."""
     count = getattr(image, "n_frames", 1)
     widths = [min(width, image.width) for width in (_WIDTHS if count == 1 else _FILM_WIDTHS)]
     duration = image.info.get("duration", 100) * count // min(count, _FRAMES)
     frames = []
-    for number in spaced(range(count), _FRAMES):
+    for number in space_steps(range(count), _FRAMES):
         image.seek(number)
-        frames.append(_as_wide(image.convert("RGB"), widths[0]))  # as small as may be: a film has many frames
+        frames.append(_resize_width(image.convert("RGB"), widths[0]))  # as small as may be: a film has many frames
     for width in dict.fromkeys(widths):
         file = io.BytesIO()
-        first, *others = (_as_wide(frame, width) for frame in frames)
+        first, *others = (_resize_width(frame, width) for frame in frames)
         film = {"save_all": True, "append_images": others, "duration": duration, "loop": 0} if others else {}
         first.save(file, "WEBP", quality=80, method=2, **film)
         if file.tell() <= most:
@@ -76,7 +76,7 @@ def _shrunk(image: Image.Image, most: int) -> bytes:
     return file.getvalue()
 
 
-def _as_wide(image: Image.Image, width: int) -> Image.Image:
+def _resize_width(image: Image.Image, width: int) -> Image.Image:
     return (
         image
         if width == image.width

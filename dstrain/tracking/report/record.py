@@ -14,9 +14,9 @@ import numpy as np
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, Run, dump, load
 from dstrain.recipe.files import plain
-from dstrain.tracking.figures import table
+from dstrain.tracking.figures import format_table
 from dstrain.tracking.report import metrics, pictures
-from dstrain.tracking.report.state import State, state
+from dstrain.tracking.report.state import State, read_state
 
 _MOST = 100  # evaluations, bad files, marks and lines of the log that are shown
 _Read = TypeVar("_Read")
@@ -46,13 +46,15 @@ class Record:
 
     def flat(self) -> dict[str, Any]:
         """Every entry of the recipe, and of the DeepSpeed settings below `deepspeed`, by dotted key."""
-        return dict(flat(plain(self.run) if self.run else {})) | dict(flat({"deepspeed": self.settings}))
+        return dict(flatten_entries(plain(self.run) if self.run else {})) | dict(
+            flatten_entries({"deepspeed": self.settings})
+        )
 
 
-def read(folder: Path, label: str | None = None) -> Record:
+def read_record(folder: Path, label: str | None = None) -> Record:
     """All that a run's folder holds. ConfigError: it is no run's."""
     if not (folder / "run.yaml").exists():
-        if state(folder).state == "beginning":
+        if read_state(folder).state == "beginning":
             raise ConfigError(f"{folder}: the training that holds it has not begun yet: wait for its first report")
         raise ConfigError(
             f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
@@ -70,21 +72,23 @@ def read(folder: Path, label: str | None = None) -> Record:
             return otherwise
 
     run = attempt("run.yaml", load, None)
-    columns = attempt("metrics.jsonl", metrics.read, metrics.Metrics(np.empty(0, np.int64), np.empty(0), {}))
-    record = Record(folder, label or (run.name if run else folder.name), state(folder), columns, run, remarks=remarks)
+    columns = attempt("metrics.jsonl", metrics.read_columns, metrics.Metrics(np.empty(0, np.int64), np.empty(0), {}))
+    record = Record(
+        folder, label or (run.name if run else folder.name), read_state(folder), columns, run, remarks=remarks
+    )
     if run is not None:
-        record.differing, record.recipe = _differing(run, remarks), dump(run)
+        record.differing, record.recipe = _list_changed(run, remarks), dump(run)
     settings = attempt("ds_config.json", small.read_json, {})
     record.settings = settings if isinstance(settings, dict) else {}
-    events = attempt("events.jsonl", _events, [])
+    events = attempt("events.jsonl", _read_events, [])
     record.starts = [event for event in events if event["event"] == "start"]
     record.rollbacks = [event for event in events if event["event"] == "rollback"]
-    record.hours = metrics.hours(columns, [event["time"] for event in record.starts])
-    record.pictures = pictures.series(folder / "samples")
-    record.evaluations = _evaluations(folder / "evaluation", remarks)
-    record.bad_files = attempt("bad_files.txt", _lines, [])
-    record.log = [line for line in attempt("log.txt", _lines, []) if not _is_metrics(line)]
-    record.data = "\n".join(attempt("data.txt", _lines, []))
+    record.hours = metrics.count_hours(columns, [event["time"] for event in record.starts])
+    record.pictures = pictures.list_series(folder / "samples")
+    record.evaluations = _read_evaluations(folder / "evaluation", remarks)
+    record.bad_files = attempt("bad_files.txt", _read_lines, [])
+    record.log = [line for line in attempt("log.txt", _read_lines, []) if not _is_metrics(line)]
+    record.data = "\n".join(attempt("data.txt", _read_lines, []))
     if columns.foreign:
         remarks.append(f"half-written or foreign lines of metrics.jsonl, which are left out: {columns.foreign:,}")
     if columns.dropped:
@@ -100,16 +104,16 @@ def read(folder: Path, label: str | None = None) -> Record:
     return record
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_entries(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of all entries of nested sections; an empty section is a value."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flatten_entries(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _differing(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
+def _list_changed(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
     """Entries of a recipe that are not their schema's defaults: key, value, default."""
     from dstrain import systems  # loads torch, which nothing else here needs
 
@@ -123,8 +127,8 @@ def _differing(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
         }
     except Exception as error:  # a system from outside may raise anything
         remarks.append(f"the system {run.system} is not here, so that the defaults of its model are unknown: {error}")
-    values = dict(flat(plain(run)))
-    defaults = dict(flat(plain(Run()) | {"system": None, "model": plain(model)}))
+    values = dict(flatten_entries(plain(run)))
+    defaults = dict(flatten_entries(plain(Run()) | {"system": None, "model": plain(model)}))
     return [
         (key, value, defaults.get(key))
         for key, value in values.items()
@@ -132,10 +136,10 @@ def _differing(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def _read_events(path: Path) -> list[dict[str, Any]]:
     """Lines of events.jsonl, see tracking/tracker.py; others are passed over."""
     events = []
-    for line in _lines(path):
+    for line in _read_lines(path):
         try:
             event = small.parse_json(line)
             if event["event"] in ("start", "rollback") and math.isfinite(event["time"]) and type(event["step"]) is int:
@@ -145,21 +149,21 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def _evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, Path]]:
-    """What dstrain evaluate has written, the newest step first: name, table and plot of each."""
+def _read_evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, Path]]:
+    """Reads what `dstrain evaluate` has written, the newest step first: name, table and plot of each."""
     files = sorted(folder.glob("*.json"), key=lambda path: path.name, reverse=True)
     if len(files) > _MOST:
         remarks.append(f"evaluation/ holds {len(files)} files: the newest {_MOST} are shown")
     found = []
     for path in files[:_MOST]:
         try:
-            found.append((path.stem, table(small.read_json(path)), path.with_suffix(".png")))
+            found.append((path.stem, format_table(small.read_json(path)), path.with_suffix(".png")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             remarks.append(f"evaluation/{path.name} is no evaluation that can be read: {error}")
     return found
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     """The lines of a text file, the last 16 MB of it. OSError: no regular file, or not to be read."""
     small.require_file(path)
     with open(path, "rb") as file:

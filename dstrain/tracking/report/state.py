@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, load
-from dstrain.tracking.figures import duration
+from dstrain.tracking.figures import format_duration
 from dstrain.tracking.report import metrics
 
 _BESIDE = ("wandb: ", "report.html ")  # lines that may follow the one of a run's end
@@ -35,18 +35,18 @@ class State:
     note: str | None  # the last line of log.txt
 
 
-def runs(folders: Iterable[Path]) -> list[Path]:
+def find_runs(folders: Iterable[Path]) -> list[Path]:
     """The runs among folders and in them, but not in a run. ConfigError: a folder is not there."""
     found: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder: name a run, or a folder of runs, for example runs")
-        found += _within(folder, _DEPTH)
+        found += _find_within(folder, _DEPTH)
     return list(dict.fromkeys(found))
 
 
-def _within(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / "run.yaml").is_file() or _held(folder / ".lock"):  # a start writes run.yaml after its checks
+def _find_within(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "run.yaml").is_file() or _is_locked(folder / ".lock"):  # a start writes run.yaml after its checks
         yield folder
     elif depth:
         try:
@@ -54,30 +54,30 @@ def _within(folder: Path, depth: int) -> Iterator[Path]:
         except OSError:
             return
         for path in inner:
-            yield from _within(path, depth - 1)
+            yield from _find_within(path, depth - 1)
 
 
-def state(folder: Path) -> State:
+def read_state(folder: Path) -> State:
     """Where the run in a folder stands. A file that cannot be read leaves its entries None."""
     try:
         run = load(folder / "run.yaml")
     except ConfigError:
         run = None
     try:
-        latest, when = metrics.newest(folder / "metrics.jsonl")
+        latest, when = metrics.read_newest(folder / "metrics.jsonl")
     except OSError:
         latest, when = {}, None
-    step, note = latest.get("step"), last_line(folder / "log.txt")
-    steps, rate, saved = run.steps if run else None, latest.get("samples_per_second"), checkpoints(folder)
+    step, note = latest.get("step"), read_last_line(folder / "log.txt")
+    steps, rate, saved = run.steps if run else None, latest.get("samples_per_second"), list_checkpoints(folder)
     left = None
     if run and step is not None and rate and rate > 0 and step < steps:  # 0 seconds: the run was to end there
         left = latest.get("seconds_left") or (steps - step) * run.batch.global_ / rate
     if steps is not None and step is not None and step >= steps:
         word = "complete"  # though it may be held until the last files are written
-    elif (held := _held(folder / ".lock")) is not False and not _ends(folder, note):
+    elif (held := _is_locked(folder / ".lock")) is not False and not _has_stopped(folder, note):
         word = "unknown" if not held else "beginning" if step is None else "running"
     else:
-        word = _ended(note) or ("imported" if saved == [0] and step is None else "dead")
+        word = _find_ending(note) or ("imported" if saved == [0] and step is None else "dead")
     return State(
         folder.name if folder.name else str(folder),
         word,
@@ -88,12 +88,12 @@ def state(folder: Path) -> State:
         left,
         max(saved, default=None),
         None if when is None else time.time() - when,
-        _newest_picture(folder / "samples"),
+        _find_newest_picture(folder / "samples"),
         note,
     )
 
 
-def table(states: list[State]) -> str:
+def format_states(states: list[State]) -> str:
     """States as lines of text, with the last line of its log for each dead run, and damaged recipes."""
     rows = [("run", "state", "step", "loss", "samples/s", "left", "checkpoint", "last line", "last picture")]
     for one in states:
@@ -105,9 +105,9 @@ def table(states: list[State]) -> str:
                 one.state,
                 step,
                 *("-" if value is None else f"{value:.4g}" for value in (one.loss, one.samples_per_second)),
-                duration(one.seconds_left if running else None),
+                format_duration(one.seconds_left if running else None),
                 "-" if one.checkpoint is None else f"{one.checkpoint:,}",
-                "-" if one.seconds_since is None else f"{duration(one.seconds_since)} ago",
+                "-" if one.seconds_since is None else f"{format_duration(one.seconds_since)} ago",
                 one.picture or "-",
             )
         )
@@ -124,7 +124,7 @@ def table(states: list[State]) -> str:
     )
 
 
-def as_json(one: State) -> dict[str, Any]:
+def make_json(one: State) -> dict[str, Any]:
     """A state as JSON has it: numbers that are not finite become null."""
     return {
         name: None if isinstance(value, float) and not abs(value) < float("inf") else value
@@ -132,7 +132,7 @@ def as_json(one: State) -> dict[str, Any]:
     }
 
 
-def last_line(path: Path, tail: int = 1 << 14) -> str | None:
+def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
     """The last line of a log that says something of the run itself. None: there is none, or it cannot be read."""
     try:
         small.require_file(path)
@@ -144,28 +144,28 @@ def last_line(path: Path, tail: int = 1 << 14) -> str | None:
     return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(_BESIDE)), None)
 
 
-def checkpoints(folder: Path) -> list[int]:
+def list_checkpoints(folder: Path) -> list[int]:
     """Steps of the checkpoints in a run's folder, ascending, whole or not."""
     names = [path.name[5:] for path in (folder / "checkpoints").glob("step_*")]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
-def _ended(note: str | None) -> str | None:
+def _find_ending(note: str | None) -> str | None:
     """How a run ended by the last line of its log, see runs/folders.py (farewell); None: it does not say."""
     words = {"complete:": "complete", "stopped at step": "stopped"}
     return next((word for begins, word in words.items() if (note or "").startswith(begins)), None)
 
 
-def _ends(folder: Path, note: str | None) -> bool:
+def _has_stopped(folder: Path, note: str | None) -> bool:
     """Whether a run has said that it was stopped, and no command has taken its folder since, see runs/folders.py."""
     try:
         written, taken = ((folder / name).stat().st_mtime_ns for name in ("log.txt", ".lock"))
-        return _ended(note) == "stopped" and written > taken
+        return _find_ending(note) == "stopped" and written > taken
     except OSError:
         return False
 
 
-def _held(lock: Path) -> bool | None:
+def _is_locked(lock: Path) -> bool | None:
     """Whether a training holds the lock of its folder, see runs/folders.py (claim); None: locks cannot be asked."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -184,6 +184,6 @@ def _held(lock: Path) -> bool | None:
         os.close(descriptor)
 
 
-def _newest_picture(samples: Path) -> str | None:
+def _find_newest_picture(samples: Path) -> str | None:
     names = (path for path in samples.glob("step_*") if path.suffix in (".png", ".gif"))
     return max(map(str, names), default=None)

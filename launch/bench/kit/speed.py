@@ -16,7 +16,7 @@ from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
-from dstrain.tracking.flops import matmul_rate, step_flops
+from dstrain.tracking.flops import count_step_flops, measure_matmul_rate
 from kit import jobs
 from kit.report import Record
 from kit.rivals import available, rivals
@@ -67,7 +67,7 @@ def beside(
     start_group()
     system, first = system_of(run), run.steps // 2  # by then an adversary has joined
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
-    flops = step_flops(system, run.batch.global_, first)
+    flops = count_step_flops(system, run.batch.global_, first)
     built: dict[str, Step] = {}
     held: dict[str, int] = {}  # bytes of weights, moments and averages
     for side in sides:
@@ -76,7 +76,7 @@ def beside(
             built[side] = step
         held[side] = _allocated() - before
     times = alternate(built, device, first, rounds=rounds, steps=steps, warm_up=1 if record.dry else 3)
-    peak = matmul_rate(device, DTYPES[precision], 256 if record.dry else 0)
+    peak = measure_matmul_rate(device, DTYPES[precision], 256 if record.dry else 0)
     least = {side: side_times.least("wall") for side, side_times in times.items()}
 
     def row(what: str, value: float, unit: str = "") -> None:

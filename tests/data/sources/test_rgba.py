@@ -7,7 +7,7 @@ from PIL import Image
 
 from dstrain.data.decode.pixels import read_image
 from dstrain.data.sources.images import open_images
-from dstrain.tracking.pictures import grid
+from dstrain.tracking.pictures import make_grid
 
 
 def save(path, array, mode="RGBA"):
@@ -85,5 +85,5 @@ def test_folders_and_the_built_in_set(tmp_path, noise):
 def test_a_grid_lies_on_white():
     """Oracle: by hand: opaque colours as they are, invisible ones white, half-visible ones between."""
     image = torch.tensor([[200, 100, 0], [200, 100, 0], [0, 100, 0], [255, 0, 51]], dtype=torch.uint8)
-    shown = grid(image.view(1, 4, 1, 3).repeat_interleave(64, 2).repeat_interleave(64, 3))[2:-2, 2:-2]
+    shown = make_grid(image.view(1, 4, 1, 3).repeat_interleave(64, 2).repeat_interleave(64, 3))[2:-2, 2:-2]
     assert shown[0, ::64].tolist() == [[200, 200, 0], [255, 255, 255], [204, 204, 204]]

@@ -49,5 +49,5 @@ def made(folder: Path, *, steps: int = 40, lr: float = 1e-3, clips: bool = False
     tracker.close()
     (folder / "evaluation").mkdir()
     (folder / "evaluation" / "step_00000040_ema0.99.json").write_text(json.dumps(result()))
-    figures.plot(folder / "evaluation" / "step_00000040_ema0.99.png", result())
+    figures.plot_evaluation(folder / "evaluation" / "step_00000040_ema0.99.png", result())
     return run

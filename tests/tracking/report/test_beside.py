@@ -32,7 +32,7 @@ def test_it_is_written_when_it_is_due(tmp_path):
     report.unlink()
     page.finish(9, seconds=300)
     assert notes == [] and "</html>" in report.read_text() and states() == before
-    assert machine.commit().get("commit", "")[:12] in report.read_text()
+    assert machine.read_commit().get("commit", "")[:12] in report.read_text()
     written = report.stat().st_mtime_ns
     page.finish(9, 300)  # nothing new: a run that was complete already
     Page(tmp_path / "run", 0, 0, notes.append).finish(9, 300)  # never

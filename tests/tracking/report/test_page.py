@@ -121,8 +121,8 @@ def two(tmp_path_factory):
 
 def test_one_run_in_a_browser(two, tmp_path):
     """Oracle: the run's own values; no error, no foreign text taken for markup, nothing wider than 400 pixels."""
-    read = record.read(two / "two")
-    seen = looked_at(page.write([two / "two"], tmp_path / "out" / "report.html"), tmp_path, 400)
+    read = record.read_record(two / "two")
+    seen = looked_at(page.write_report([two / "two"], tmp_path / "out" / "report.html"), tmp_path, 400)
     assert seen["errors"] == [] and seen.get("evil") is None and seen["width"] <= 400 and seen["inside"]
     assert seen["titles"][:4] == ["loss", "loss by quarter of the timesteps", "held_out/loss", "lr"]
     assert EVIL in seen["titles"] and EVIL in seen["text"] and seen["scale"] == "log"
@@ -138,7 +138,7 @@ def test_one_run_in_a_browser(two, tmp_path):
 
 def test_two_runs_in_a_browser(two, tmp_path):
     """Oracle: both runs' values and their differences; the same step of both is shown side by side."""
-    seen = looked_at(page.write([two / "one", two / "two"], tmp_path / "report.html"), tmp_path, 1200)
+    seen = looked_at(page.write_report([two / "one", two / "two"], tmp_path / "report.html"), tmp_path, 1200)
     assert seen["errors"] == [] and seen.get("evil") is None and seen["width"] <= 1200
     assert seen["xs"]["steps"] == [[8, 16, 24, 32, 40], [8, 16, 24, 32]]
     assert seen["captions"] == ["one, step 8", "two, step 8"] and len(seen["images"]) == 4 and min(seen["images"]) > 0
@@ -153,7 +153,7 @@ def test_runs_of_one_name(two, tmp_path):
     for place in ("first", "second/deep"):
         shutil.copytree(two / "one", tmp_path / place / "one")
     runs = [tmp_path / "first" / "one", tmp_path / "second" / "deep" / "one"]
-    text = page.write(runs, tmp_path / "report.html").read_text()
+    text = page.write_report(runs, tmp_path / "report.html").read_text()
     assert "<title>first/one, second/deep/one</title>" in text
     assert str(tmp_path) not in text.partition("<h2>first/one")[0]
 
@@ -163,7 +163,7 @@ def test_a_loss_that_is_no_number(tmp_path):
     made(tmp_path / "run", steps=32)
     with open(tmp_path / "run" / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 40, "loss": NaN}\n')
-    assert ">nan<" in page.write([tmp_path / "run"], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert ">nan<" in page.write_report([tmp_path / "run"], tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_folder_of_rubbish(two, tmp_path):
@@ -173,8 +173,8 @@ def test_a_folder_of_rubbish(two, tmp_path):
         if path.is_file():
             path.write_bytes(b"\xff{[\0")
     os.mkfifo(folder / "bad_files.txt")
-    found = record.read(folder)
-    text = page.html([found])
+    found = record.read_record(folder)
+    text = page.render_page([found])
     assert "</html>" in text
     for name in (
         "run.yaml",
@@ -228,7 +228,7 @@ def test_many_steps_fit(tmp_path):
     large = tmp_path / "run" / "samples" / "step_00000100.png"
     for step in range(200, 24_000, 100):
         os.link(large, large.with_name(f"step_{step:08d}.png"))
-    text = page.write([tmp_path / "run"], tmp_path / "report.html").read_text()
+    text = page.write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
     drawn = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
     curve = next(chart for chart in drawn["charts"] if chart["title"] == "loss")["traces"][0]["values"]
     assert len(curve) <= 2002 and max(curve) == pytest.approx(values.max(), abs=1e-5)
@@ -245,8 +245,8 @@ def test_a_large_picture_becomes_smaller(tmp_path):
     frames[0].save(tmp_path / "still.png")
     for name, count, most in (("film.gif", 8, 250_000), ("still.png", 1, 60_000)):
         path = tmp_path / name
-        assert pictures.embedded(path, 10**7).startswith(f"data:image/{path.suffix[1:]};base64,")
-        small = pictures.embedded(path, most)
+        assert pictures.embed_picture(path, 10**7).startswith(f"data:image/{path.suffix[1:]};base64,")
+        small = pictures.embed_picture(path, most)
         assert small.startswith("data:image/webp;base64,") and len(small) < 1.35 * most
         content = base64.b64decode(small.partition(",")[2])
         (tmp_path / "small").write_bytes(content)
@@ -254,14 +254,14 @@ def test_a_large_picture_becomes_smaller(tmp_path):
             assert getattr(image, "n_frames", 1) == count
     with pytest.raises((OSError, ValueError)):
         (tmp_path / "torn.png").write_bytes((tmp_path / "still.png").read_bytes()[:5000])
-        pictures.embedded(tmp_path / "torn.png", 10**7)
+        pictures.embed_picture(tmp_path / "torn.png", 10**7)
 
 
 def test_without_plotly(two, tmp_path, monkeypatch):
     """Oracle: the line that names what to install."""
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ConfigError, match="pip install plotly"):
-        page.write([two / "one"], tmp_path / "report.html")
+        page.write_report([two / "one"], tmp_path / "report.html")
 
 
 @pytest.mark.parametrize("linked", [False, True])
@@ -270,14 +270,14 @@ def test_a_folder_that_is_taken_away(tmp_path, monkeypatch, linked):
     made(tmp_path / ("real" if linked else "run"), steps=8)
     if linked:
         (tmp_path / "run").symlink_to("real")
-    whole = page.html
+    whole = page.render_page
 
     def slow(records):
         (tmp_path / "run").rename(tmp_path / "away")
         return whole(records)
 
-    monkeypatch.setattr(page, "html", slow)
+    monkeypatch.setattr(page, "render_page", slow)
     with pytest.raises(ConfigError, match=r"report.html cannot be written \(No such file"):
-        page.write([tmp_path / "run"], tmp_path / "run" / "report.html")
+        page.write_report([tmp_path / "run"], tmp_path / "run" / "report.html")
     assert {path.name for path in tmp_path.iterdir()} == ({"away", "real"} if linked else {"away"})
     assert not (tmp_path / "away" / "report.html").exists()

@@ -51,8 +51,8 @@ def test_the_table(tmp_path, monkeypatch, capsys):
         folders.lock_folder(runs / "checked"),
     ):
         with pytest.raises(ConfigError, match="has not begun yet"):
-            record.read(runs / "checked")
-        assert not any("events.jsonl" in remark for remark in record.read(begun).remarks)
+            record.read_record(runs / "checked")
+        assert not any("events.jsonl" in remark for remark in record.read_record(begun).remarks)
         code, out, _ = here("watch.py", [runs, "--json"], monkeypatch, capsys)
         _, shown, _ = here("watch.py", [runs], monkeypatch, capsys)
     states = {one["run"]: one for one in json.loads(out)}
@@ -62,7 +62,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
         with folders.lock_folder(stopped):
             when = (stopped / ".lock").stat().st_mtime + later
             os.utime(stopped / "log.txt", (when, when))
-            assert state.state(stopped).state == word
+            assert state.read_state(stopped).state == word
     assert code == 0 and {name: one["state"] for name, one in states.items()} == {
         "complete": "complete",
         "imported": "imported",
