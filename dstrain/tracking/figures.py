@@ -192,9 +192,7 @@ def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
 def _draw_quarters(axes: Any, result: dict[str, Any]) -> None:
     for index, (name, values) in enumerate(result["quarters"].items()):
         axes.plot(range(4), _fill_nan(values), marker="o", label=name, color=(_INK, _SECOND, _FAINT)[index % 3])
-    axes.set(
-        title="by quarter of the timesteps", xticks=range(4), xticklabels=["first", "second", "third", "last"]
-    )
+    axes.set(title="by quarter of the timesteps", xticks=range(4), xticklabels=["first", "second", "third", "last"])
 
 
 def _draw_curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any) -> None:

@@ -44,7 +44,9 @@ class Utilization:
         try:
             work = sum(self._of_step(step) for step in range(first, done)) / group.world()
         except (RuntimeError, TypeError, ValueError) as error:  # as commands/probe.py meets them on the meta device
-            warnings.warn(f"mfu is not reported, since the operations of a step cannot be counted: {error}")
+            warnings.warn(
+                f"mfu is not reported, since the operations of a step cannot be counted: {error}", stacklevel=2
+            )
             self._rate = None
             return {}
         return {"tflops": work / seconds / 1e12, "mfu": work / seconds / self._rate}

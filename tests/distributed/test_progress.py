@@ -4,11 +4,9 @@ import io
 import os
 import threading
 import time
-from contextlib import ExitStack
 
 import pytest
 
-from dstrain.commands import consolidate
 from dstrain.commands.exits import run_main
 from dstrain.distributed import progress
 from dstrain.distributed.progress import Bar, Phases
@@ -117,13 +115,6 @@ def test_a_bar_on_a_terminal_is_a_phase():
         assert not bar.disable
         bar.update(3)
         assert bar.n == 3 and progress.phases()._phase[0] == "drawing: 3 of 10"
-
-
-def test_consolidate_names_its_bytes():
-    """Oracle: by hand: 40 of 100 bytes, where stderr is no terminal, too."""
-    with ExitStack() as stack:
-        consolidate._bar(stack)(100)(40)
-        assert progress.phases()._phase[0] == "verifying and writing bytes: 40 of 100"
 
 
 def test_a_hidden_bar_is_a_phase():
