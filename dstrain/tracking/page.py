@@ -48,7 +48,7 @@ class Page:
     def _start(self, done: int, niceness: int) -> None:
         self._written = done
         try:
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115: it is closed in _forget
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in _forget)
             root = str(Path(__file__).resolve().parents[2])  # a script may find dstrain by itself
             path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
             # In a session of its own: Ctrl-C in the terminal is for the training.
