@@ -95,8 +95,7 @@ def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, F
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
         raise ConfigError(
-            f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; dstrain evaluate "
-            "takes scenes, too, alone"
+            f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; dstrain evaluate takes scenes, too, alone"
         )
     chosen = {}
     for name in metrics:

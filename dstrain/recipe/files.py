@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -168,7 +168,7 @@ class _Loader(yaml.SafeLoader):
     An alias counts as often as it is used: a few lines of aliases of aliases would unfold to more than memory holds.
     """
 
-    yaml_implicit_resolvers: dict[str, Any] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -232,7 +232,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes what _Loader would read as something else than text."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
 
 for _tag, _pattern, _first in (

@@ -102,10 +102,7 @@ def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) ->
     be read, is too short, or an .npz of another size.
     """
     path = find_samples(path)
-    if path.suffix == ".npz":
-        clips = _of_npz(path, data)
-    else:
-        clips = [_read(file, data, primed) for file in _files(path)]
+    clips = _of_npz(path, data) if path.suffix == ".npz" else [_read(file, data, primed) for file in _files(path)]
     shortest = min(map(len, clips))
     if exactly and shortest < primed:
         raise ConfigError(

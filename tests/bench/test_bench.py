@@ -36,7 +36,7 @@ def test_all_sides_train_alike():
 
 
 def test_the_script():
-    """Oracle: the names that docs/results.md and the docstrings give to what is printed, in each of four comparisons."""
+    """Oracle: the names that docs/results.md and the docstrings give to what is printed, in four comparisons."""
     text = printed(
         ROOT / "launch/bench/step.py",
         "--recipe",

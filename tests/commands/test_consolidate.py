@@ -347,7 +347,8 @@ def test_looks_before_it_reads(made, tmp_path, monkeypatch):
 def test_control_c(made, tmp_path):
     """Oracle: a real SIGINT while it writes: one line, exit code 130, nothing left."""
     program = (
-        "import os, runpy, signal, sys\nfrom dstrain.checkpoint import safetensors_io as streams\nput = streams._write_all\n"
+        "import os, runpy, signal, sys\n"
+        "from dstrain.checkpoint import safetensors_io as streams\nput = streams._write_all\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         "streams._write_all = lambda *words: (put(*words), os.kill(os.getpid(), signal.SIGINT))\n"
         "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"

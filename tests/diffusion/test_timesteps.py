@@ -201,8 +201,8 @@ def test_an_accelerator_is_never_waited_for(make):
     """Oracle: the meta device, whose tensors hold no values: what reads one, or takes a shape from one, raises."""
     sampler = make()
     sampler.observe(torch.empty(20, dtype=torch.int64, device="meta"), torch.empty(20, device="meta"))
-    for sampler in (sampler, make()):
-        t, weights = sampler.sample(torch.empty(7, device="meta"))
+    for each in (sampler, make()):
+        t, weights = each.sample(torch.empty(7, device="meta"))
         assert t.device.type == weights.device.type == "meta" and t.dtype == torch.int64 and weights.shape == (7,)
 
 

@@ -61,7 +61,7 @@ def header(text: bytes | str, data: bytes = bytes(64), length: int | None = None
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def entry(offsets: list, shape: list = [4], dtype: str = "F32") -> dict:
+def entry(offsets: list, shape: list | tuple = (4,), dtype: str = "F32") -> dict:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 

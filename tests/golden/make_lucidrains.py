@@ -38,7 +38,7 @@ for absent in (
     sys.modules[absent] = MagicMock()
 sys.modules["x_clip"].CLIP = sys.modules["coca_pytorch"].CoCa = type("Absent", (), {})
 
-from dalle2_pytorch import dalle2_pytorch  # noqa: E402
+from dalle2_pytorch import dalle2_pytorch  # noqa: E402 (after its stand-ins)
 from dalle2_pytorch.version import __version__  # noqa: E402
 
 NETWORK = {"dim": 16, "depth": 2, "heads": 3, "dim_head": 8, "max_text_len": 5}

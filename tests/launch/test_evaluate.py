@@ -160,7 +160,7 @@ def test_what_is_asked_is_what_is_written(run, tmp_path, evaluate):
 def test_the_run_keeps_its_own_folder(run, tmp_path, evaluate, monkeypatch):
     """Oracle: the documented folder, RUN/evaluation; the progress bar appears only on a terminal."""
     copy = shutil.copytree(run, tmp_path / "copy")
-    code, out, err = evaluate(copy, "--num-samples", 3, "--steps", 2)
+    code, _, err = evaluate(copy, "--num-samples", 3, "--steps", 2)
     assert code == 0 and only(copy / "evaluation")["samples"] == 3 and "%" not in err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     code, _out, err = evaluate(copy, "--num-samples", 3, "--steps", 2, "--out", tmp_path / "again")

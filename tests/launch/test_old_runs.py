@@ -1,8 +1,7 @@
 """Runs of an older dstrain go on: small folders of every system that commit fe4c14d made, and what it made of them.
 
-golden/old_runs/runs.tar.xz holds each run after two steps at ZeRO stage 2 in fp32. Their values are rounded to powers of
-two, and sealed again by that commit, so that the archive is small. expected.json holds the figures of golden/old_runs/
-commands.py as that commit found them.
+golden/old_runs/README.md says how they were made. expected.json holds the figures of commands.py as that commit found
+them.
 """
 
 import json

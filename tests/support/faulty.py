@@ -1,5 +1,6 @@
 """Training runs that tests disturb: what their output says, how they end, and what their folders then hold."""
 
+import contextlib
 import json
 import os
 import re
@@ -101,20 +102,16 @@ class Life:
 
     def kill(self) -> None:
         """kill -9 to the whole session."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         wait_for_end(self.process.pid, PATIENCE)
 
     def signal(self, number: int) -> None:
         """To every process of the session."""
         for pid in members(self.process.pid):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                pass
 
 
 def kill_all() -> None:

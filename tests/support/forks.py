@@ -109,13 +109,6 @@ class Server:
 
 def load() -> None:
     """Imports what most commands need, besides what engines do."""
-    import diffusers  # noqa: F401
-    import matplotlib.figure  # noqa: F401
-    import transformers  # noqa: F401
-    from diffusers import AutoencoderKL  # noqa: F401
-
-    from dstrain import train  # noqa: F401
-    from dstrain.commands import train as _train  # noqa: F401
 
     preload()
 
@@ -210,7 +203,7 @@ def child(words: list[str], environment: dict[str, str], log: Path) -> "Child | 
         with open(log, "ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None  # is read from the environment again

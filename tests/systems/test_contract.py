@@ -98,7 +98,7 @@ def test_every_owner_resets_all_it_owns(system):
                 before = {key: tensor.clone() for key, tensor in owned.items()}
                 found = []
                 for junk in (7.0, float("nan")):
-                    for key, tensor in owned.items():
+                    for tensor in owned.values():
                         tensor.fill_(junk)
                     torch.manual_seed(0)
                     module.reset_parameters()

@@ -23,7 +23,7 @@ class ClassPipeline(DiffusionPipeline):
     id2label: names of the labels. guidance_channels: leading channels that are guided; None: all that are drawn.
     """
 
-    _optional_components = ["vae"]
+    _optional_components = ["vae"]  # noqa: RUF012 (diffusers' own attribute)
     model_cpu_offload_seq = "transformer->vae"
 
     def __init__(self, transformer, scheduler, vae=None, id2label=None, guidance_channels=None):

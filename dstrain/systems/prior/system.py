@@ -316,9 +316,9 @@ class PriorSystem(System):
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
         """The frozen encoder's outputs, on the CPU; the package has the built-in captions'. ConfigError: no encoder."""
-        if self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len:
-            if (embeds := emoji.text_embeds(texts)) is not None:
-                return self._texts({"text_embed": embeds})
+        built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
+        if built_in and (embeds := emoji.text_embeds(texts)) is not None:
+            return self._texts({"text_embed": embeds})
         encoder, row_of = self.text_encoder(torch.device("cpu")), {}
         rows = torch.tensor([row_of.setdefault(text, len(row_of)) for text in texts])
         distinct = list(row_of)

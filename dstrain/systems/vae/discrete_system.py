@@ -19,7 +19,7 @@ from dstrain.systems.vae.system import AutoencoderSystem
 
 
 class DiscreteSystem(AutoencoderSystem):
-    remedies = {
+    remedies = {  # noqa: RUF012 (a table)
         "discriminator": (
             (r"main\.0\.", "channels and discrete.discriminator.base_channels"),
             (r"", "discrete.discriminator.base_channels and n_layers"),

@@ -88,8 +88,10 @@ def test_proposals_are_accepted(size):
 def test_completed_and_conflicts():
     """Oracle: what the other sections of a recipe say; one line for each thing that does not fit."""
 
-    def conflicts(model, samples={}):
-        run = Run(system="iddpm", data=Data(image_size=8, channels=1), samples=Samples(**{"num_steps": 10} | samples))
+    def conflicts(model, samples=None):
+        run = Run(
+            system="iddpm", data=Data(image_size=8, channels=1), samples=Samples(**{"num_steps": 10} | (samples or {}))
+        )
         return Config(**Config.completed(TINY | model, run)).conflicts(run)
 
     silent = {name: value for name, value in TINY.items() if name not in ("image_size", "in_channels")}
