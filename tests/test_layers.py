@@ -49,7 +49,7 @@ RULES = {
     "metrics.sampled_sets": (*GROUND, "metrics", "encoders", "data", "sampling", "runs", "systems.base"),
     "__main__": ("commands.main",),
     "commands.main": (*GROUND, "commands", "engine.start", "__version__"),
-    "commands.options": (*GROUND, "commands.arguments", "commands.shipped", "runs.resume"),
+    "commands.options": (*GROUND, "runs.resume"),
     "commands.encoding": (*GROUND, "commands.options", "runs", "data", "encoders", "engine", "checkpoint"),
     "commands": (
         *GROUND,
@@ -76,7 +76,7 @@ RULES = {
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base", "systems.codec")
 A_VERB = (*(room for room in RULES if room != "commands"), "train", "__version__")
-OF_COMMANDS = ("commands.options", "commands.arguments", "commands.job", "commands.shipped")  # beside its own
+OF_COMMANDS = ("commands.options", "commands.job")  # beside its own
 VERBS = (
     "train",
     "notebook",
@@ -85,12 +85,12 @@ VERBS = (
         for verb in (
             "generate",
             "evaluate",
-            "quality",
+            "evaluating.quality",
             "encode",
             "consolidate",
             "export",
             "reconstruct",
-            "sweep",
+            "evaluating.sweep",
             "import_weights",
             "train",
             "plan",
@@ -104,9 +104,9 @@ VERBS = (
     ),
 )
 A_VERB_OF_VERBS = {
-    "commands.sweep": ("commands.quality",),
-    "commands.evaluate": ("commands.quality",),
-    "commands.reconstruct": ("commands.sweep",),
+    "commands.evaluating.sweep": ("commands.evaluating.quality",),
+    "commands.evaluate": ("commands.evaluating.quality",),
+    "commands.reconstruct": ("commands.evaluating.sweep",),
 }
 A_SCRIPT = ("commands", "distributed", "recipe", "engine.start", "tracking.report", "train")
 A_BENCH = (

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from dstrain.commands.options.convert import ConvertOptions
-from dstrain.commands.shipped import shipped_folder
+from dstrain.commands.options.shipped import shipped_folder
 from dstrain.data.formats.labels import read_class_list
 from dstrain.data.formats.packed import FORMAT, HELD_OUT, INDEX, PACKING, TRAIN, ShardWriter, hash_file, name_shard
 from dstrain.disk import atomic, sealed

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dstrain import __version__, systems
 from dstrain.checkpoint.manifest import read_manifest
-from dstrain.commands import quality
+from dstrain.commands.evaluating import quality
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import held_out
 from dstrain.data.cached.embeddings import open_pairs

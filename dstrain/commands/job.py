@@ -11,8 +11,8 @@ from typing import Any
 
 from dstrain import recipe, systems
 from dstrain.checkpoint.store import Store
+from dstrain.commands.options.shipped import find_ds_config, find_recipe
 from dstrain.commands.options.train import JobOptions
-from dstrain.commands.shipped import find_ds_config, find_recipe
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine import settings

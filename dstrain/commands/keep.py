@@ -13,7 +13,7 @@ from datetime import datetime
 from types import FrameType
 
 from dstrain.commands.options.keep import KeepOptions
-from dstrain.commands.shipped import find_recipe
+from dstrain.commands.options.shipped import find_recipe
 from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import descendants
 from dstrain.recipe import ConfigError, Run, load

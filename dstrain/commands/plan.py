@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.commands.job import load_recipe
 from dstrain.commands.options.plan import PlanOptions
-from dstrain.commands.shipped import find_ds_config
+from dstrain.commands.options.shipped import find_ds_config
 from dstrain.disk import small
 from dstrain.distributed.progress import phases
 from dstrain.engine.settings import read_precision, read_stage, resolve_settings

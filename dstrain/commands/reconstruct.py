@@ -17,7 +17,7 @@ from dstrain.checkpoint import validate
 from dstrain.checkpoint.layout import COMMON, RECONSTRUCTED, shard_name
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.store import Store
-from dstrain.commands import sweep
+from dstrain.commands.evaluating import sweep
 from dstrain.commands.options.reconstruct import ReconstructOptions
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases

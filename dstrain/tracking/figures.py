@@ -77,7 +77,7 @@ def plot_columns(path: str | os.PathLike, headline: str, curves: dict[str, list[
 
 
 def plot_sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Draws the loss or the metric by the width of an average, as commands/sweep.py has measured it, as a PNG."""
+    """Draws the loss or the metric by the width of an average, as sweep.py has measured it, as a PNG."""
     split = result["split"].replace("_", "-")
     _draw_panels(
         path, f"{result['run']} at step {result['step']}: {result['samples']} {split} samples", [_draw_widths], result

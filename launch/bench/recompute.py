@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from dstrain import recipe, systems
-from dstrain.commands.arguments import Parser, positive
 from dstrain.commands.exits import run_main
+from dstrain.commands.options.arguments import Parser, positive
 from dstrain.engine.blocks import prepare
 from dstrain.engine.planning.activations import count_flops, count_kept_bytes
 

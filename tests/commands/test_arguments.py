@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from dstrain.commands import arguments
+from dstrain.commands.options import arguments
 
 
 def test_runs_that_guide(tmp_path):

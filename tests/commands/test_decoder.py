@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dstrain import notebook, recipe, rng, systems
+from dstrain.commands.evaluating.quality import QualityOptions, quality
 from dstrain.commands.generate import GenerateOptions, generate
 from dstrain.commands.job import checked
-from dstrain.commands.quality import QualityOptions, quality
 from dstrain.data.builtin.emoji import Emoji
 from dstrain.data.cached.embeddings import open_builtin_pairs, read_builtin_captions
 from dstrain.encoders.emoji import text_embeds

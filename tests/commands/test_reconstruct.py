@@ -21,11 +21,11 @@ from dstrain.checkpoint.fragments import Fragment, shard_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.commands.consolidate import Order, consolidate
 from dstrain.commands.evaluate import EvaluateOptions, evaluate
+from dstrain.commands.evaluating.quality import QualityOptions, quality
+from dstrain.commands.evaluating.sweep import report, sweep, sweep_metric
 from dstrain.commands.export import ExportOptions, export
 from dstrain.commands.generate import GenerateOptions, generate
-from dstrain.commands.quality import QualityOptions, quality
 from dstrain.commands.reconstruct import USUAL, ReconstructOptions, reconstruct, usable
-from dstrain.commands.sweep import report, sweep, sweep_metric
 from dstrain.disk.sealed import render_sealed
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import hash_snapshots

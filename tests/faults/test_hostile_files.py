@@ -28,7 +28,8 @@ from safetensors.numpy import save as packed
 
 from dstrain.checkpoint import safetensors_io, torch_files
 from dstrain.checkpoint.store import Store
-from dstrain.commands import arguments, consolidate
+from dstrain.commands import consolidate
+from dstrain.commands.options import arguments
 from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.cached.latents import Latents
 from dstrain.data.decode.clips import Cut

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers import VideoMAEConfig, VideoMAEModel
 
-from dstrain.commands.quality import QualityOptions, quality
+from dstrain.commands.evaluating.quality import QualityOptions, quality
 from tests.metrics.oracles import VideoDetector, arrays, detector, noise
 from tests.metrics.test_sfid import distance
 from tests.support import gloo

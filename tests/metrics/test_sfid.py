@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain.commands.quality import QualityOptions, quality
+from dstrain.commands.evaluating.quality import QualityOptions, quality
 from tests.metrics.oracles import arrays, noise, seeded_inception
 
 

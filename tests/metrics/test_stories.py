@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dstrain import recipe, systems
+from dstrain.commands.evaluating.quality import QualityOptions, quality
 from dstrain.commands.generate import GenerateOptions, generate
-from dstrain.commands.quality import QualityOptions, quality
 from dstrain.data.builtin.fashion import FASHION, Fashion
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _paste_item, make_caption
 from dstrain.metrics.clips import SCENES, make_stories, score_scenes, sum_scenes

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from dstrain.commands.arguments import Parser
+from dstrain.commands.options.arguments import Parser
 from dstrain.recipe import ConfigError
 
 _WIDTH = 100  # columns of --help

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.arguments import file_size
+from dstrain.commands.options.arguments import file_size
 from dstrain.commands.options.command import Command, argument, option
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.arguments import positive, share
+from dstrain.commands.options.arguments import positive, share
 from dstrain.commands.options.command import Command, argument, option
 from dstrain.recipe import ConfigError
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.arguments import parse_part, positive, share
+from dstrain.commands.options.arguments import parse_part, positive, share
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import PRECISIONS, Precision, Weights
 from dstrain.recipe import ConfigError

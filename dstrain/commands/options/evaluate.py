@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dstrain.commands.arguments import count, parse_labels, positive, read_lines, split_words
+from dstrain.commands.options.arguments import count, parse_labels, positive, read_lines, split_words
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import PRECISIONS, Precision, Sampling, Weights
 from dstrain.recipe import ConfigError

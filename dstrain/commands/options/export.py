@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.arguments import positive
+from dstrain.commands.options.arguments import positive
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import Weights
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.arguments import choose_from, count, parse_labels, parse_size, positive, read_lines
+from dstrain.commands.options.arguments import choose_from, count, parse_labels, parse_size, positive, read_lines
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import GUIDANCE, PRECISIONS, Precision, Sampling, Weights
 

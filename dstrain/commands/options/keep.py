@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.arguments import count, scale
+from dstrain.commands.options.arguments import count, scale
 from dstrain.commands.options.command import Command, behind, option, parse
 from dstrain.commands.options.train import TrainOptions
 from dstrain.recipe import ConfigError

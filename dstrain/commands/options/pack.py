@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.arguments import binary_size, share
+from dstrain.commands.options.arguments import binary_size, share
 from dstrain.commands.options.command import Command, argument, option, words
 from dstrain.recipe import ConfigError, Data, load
 

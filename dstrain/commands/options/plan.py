@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dstrain.commands.arguments import positive
+from dstrain.commands.options.arguments import positive
 from dstrain.commands.options.command import option
 from dstrain.commands.options.train import RecipeOptions
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.arguments import count, parse_widths, positive
+from dstrain.commands.options.arguments import count, parse_widths, positive
 from dstrain.commands.options.command import Command, argument, option
 from dstrain.recipe import ConfigError
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dstrain.commands.arguments import count, parse_guide, parse_interval, portion, scale
+from dstrain.commands.options.arguments import count, parse_guide, parse_interval, portion, scale
 from dstrain.commands.options.command import Command, option
 
 Precision = Literal["fp32", "tf32", "bf16"]

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.arguments import parse_window, positive
+from dstrain.commands.options.arguments import parse_window, positive
 from dstrain.commands.options.command import Command, option, words
-from dstrain.commands.shipped import DS_CONFIG, RECIPE
+from dstrain.commands.options.shipped import DS_CONFIG, RECIPE
 from dstrain.recipe import ConfigError
 from dstrain.runs.resume import Resume
 

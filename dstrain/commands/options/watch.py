@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.arguments import scale
+from dstrain.commands.options.arguments import scale
 from dstrain.commands.options.command import Command, option, words
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from dstrain.recipe import ConfigError, as_text, nearby
 
 RECIPE, DS_CONFIG = "dit-small.yaml", "zero2.json"  # what is taken where none is named
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _ROOT = _PACKAGE.parent  # of a clone
 # Where a clone keeps what a wheel has in dstrain/shipped/; setup.py copies it.
 _SOURCES = {".yaml": Path("launch", "recipes"), ".json": Path("ds_configs"), ".py": Path("launch", "convert")}

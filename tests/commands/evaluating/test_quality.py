@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from dstrain import recipe, systems
-from dstrain.commands import quality as module
+from dstrain.commands.evaluating import quality as module
+from dstrain.commands.evaluating.quality import Drawn, QualityOptions, quality, report, write_reference
 from dstrain.commands.generate import GenerateOptions, generate
-from dstrain.commands.quality import Drawn, QualityOptions, quality, report, write_reference
 from dstrain.data.open import open_sources
 from dstrain.data.views import Spread
 from dstrain.metrics import sampled_sets

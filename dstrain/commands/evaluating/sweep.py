@@ -15,7 +15,7 @@ import torch
 
 from dstrain import systems
 from dstrain.checkpoint.layout import RECONSTRUCTED
-from dstrain.commands.quality import QualityOptions, quality, require_measurable
+from dstrain.commands.evaluating.quality import QualityOptions, quality, require_measurable
 from dstrain.data.batches import held_out
 from dstrain.data.open import open_sources
 from dstrain.data.source import Source
