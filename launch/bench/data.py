@@ -40,7 +40,6 @@ from dstrain.commands.pack import PackOptions, pack
 from dstrain.data.batches import Batches
 from dstrain.data.decode.pixels import read_image
 from dstrain.data.sources.images import open_images
-from dstrain.recipe import Data
 
 _BATCH = 32
 
@@ -93,7 +92,7 @@ def loaders(folder: Path, size: int, rounds: int, workers: int) -> None:
     """Prints images a second of each loader, by CPU time or with workers by the clock, and the ratio to others."""
     packed = {"tar": folder / "tar", "shards": folder / "shards"}
     for name, path in packed.items():
-        pack(PackOptions(Data(path=str(folder / "data")), path, format=name))
+        pack(PackOptions(str(folder / "data"), out=path, format=name))
     rival = official_loader(folder / "data", size, workers)
     sources = {name: open_images(path, size) for name, path in (("folder", folder / "data"), *packed.items())}
     whole = torch.stack([sources["folder"][i]["image"] for i in range(4)])
