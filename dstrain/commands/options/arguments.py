@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dstrain.disk.small import read_text
 from dstrain.recipe import WIDEST, ConfigError
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="store_true")
         self.add_argument("--local_rank", "--local-rank", type=int)  # the environment says it, too
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help shows what there is")
 
     def words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
