@@ -395,6 +395,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
 
 def main(folder: Path) -> None:
     prepare_environment()
+    import deepspeed.checkpoint.ds_to_universal  # noqa: F401  once, for all the forks
 
     kl.blocks()
     preload()

@@ -1,1 +1,3 @@
 """Ranks that are forked, as for tests of the engine."""
+
+from tests.engine.conftest import in_fork, on_ranks  # noqa: F401

@@ -14,6 +14,7 @@ ALL = [f"{world} {case} {stage}" for world in SOME for case, stage in configurat
 
 def both(on_ranks, in_fork, folder, stages):
     """Of each configuration what is real and what is counted."""
+    from diffusers import AutoencoderKL  # noqa: F401  the forks need it: once for all of them
 
     for world in stages:
         on_ranks(world, check_costs.real, folder, world, stages[world])

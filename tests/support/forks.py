@@ -109,6 +109,13 @@ class Server:
 
 def load() -> None:
     """Imports what most commands need, besides what engines do."""
+    import diffusers  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+    import transformers  # noqa: F401
+    from diffusers import AutoencoderKL  # noqa: F401
+
+    from dstrain import train  # noqa: F401
+    from dstrain.commands import train as _train  # noqa: F401
 
     preload()
 

@@ -26,7 +26,7 @@ from dstrain.data.formats.base import Request
 from dstrain.data.open import open_sources
 from dstrain.data.sources.images import open_images
 from dstrain.recipe import Cache, ConfigError, Data, NotRead
-from tests.data.formats.test_hugging_face import as_parquet, plain, same, saved, table
+from tests.data.formats.test_hugging_face import as_parquet, same, saved, table
 from tests.support.launch import ROOT, environment
 from tests.support.pictures import folder
 from tests.support.ranges import serving
