@@ -9,7 +9,7 @@ when a run goes on is marked on the field, see section.py.
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -118,6 +118,61 @@ class Data(Mixture, Shaping):
             ),
         )
         return self
+
+    def parts(self) -> tuple[Self, ...]:
+        """The section of each source by itself; () without a mixture."""
+        return tuple(
+            self.model_copy(
+                update={
+                    "mixture": None,
+                    "path": source.path,
+                    "held_out_path": source.held_out_path,
+                    "captions": source.captions,
+                    "held_out": (
+                        source.held_out
+                        if source.held_out is not None
+                        else 0.0
+                        if source.held_out_path or source.path.startswith("builtin:")
+                        else self.held_out
+                    ),
+                }
+            )
+            for source in self.mixture or ()
+        )
+
+    def mixture_problems(self) -> list[tuple[Any, str]]:
+        """Checks of the sources, and of entries that belong into them: (whether it is wrong, message)."""
+        if self.mixture is None:
+            return []
+        if not self.mixture:
+            return [
+                (
+                    True,
+                    "data.mixture=[]: name its sources, [{path: A, weight: 3}, {path: B, weight: 1}], or leave it out",
+                )
+            ]
+        paths = [os.path.normpath(source.path) for source in self.mixture]
+        weighted = [source.path for source in self.mixture if source.weight is not None]
+        both = [source.path for source in self.mixture if source.held_out and source.held_out_path]
+        return [
+            (len({*paths}) < len(paths), f"data.mixture names {max(paths, key=paths.count)} twice: name it once"),
+            (
+                0 < len(weighted) < len(paths),
+                f"data.mixture: {', '.join(weighted[:1])} has a weight, and others have "
+                "none: give all of them weights, or none, and they are drawn by the numbers of their samples",
+            ),
+            (both, f"data.mixture: {', '.join(both[:1])} has held_out and held_out_path: give one of the two"),
+            (
+                self.held_out_path,
+                f"data.held_out_path={self.held_out_path}: with data.mixture, write held_out_path "
+                "into the source that it belongs to",
+            ),
+            (
+                self.captions or self.images,
+                "data.captions and data.images: with data.mixture, write captions into the "
+                "source, and a folder of images as one more source",
+            ),
+        ]
 
 
 class BatchSize(Section):

@@ -80,7 +80,7 @@ class Section(BaseModel):
     def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
         for part in value if isinstance(value, (list, tuple)) else (value,):
             # Python's True is an int: without this `steps: true` would be one step.
-            if isinstance(part, bool) and bool not in plain_types(cls.model_fields[info.field_name].annotation):
+            if isinstance(part, bool) and bool not in plain_types(cls.model_fields[str(info.field_name)].annotation):
                 raise PydanticCustomError(
                     "no_bool", "is {value}, which has no meaning here", {"value": str(part).lower()}
                 )
@@ -112,7 +112,7 @@ def fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
             yield from fields(inner, key)
 
 
-def resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel]) -> Resume:
+def resume_rule(key: str, schema: type[BaseModel] | None, system: type[BaseModel]) -> Resume:
     """What is written on the field of a dotted key, or on the section around it; `system`: the schema of `model`."""
     rule = MAY_CHANGE
     for depth, name in enumerate(key.split(".")):
