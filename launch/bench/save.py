@@ -136,7 +136,7 @@ def beside_training(checkpoints: Any, step: Callable[[int], object]) -> dict[str
             wait()
             steps.append(time.perf_counter() - step_begun)
             under_way = group.agree(checkpoints.saver.under_way)
-        checkpoints.saver.settle()
+        checkpoints.saver.wait()
         wholes.append(time.perf_counter() - begun)
     return {"first stall": stalls[0], "stall": min(stalls[1:]), "beside": min(wholes), "step beside": min(steps)}
 

@@ -187,7 +187,7 @@ def test_what_cannot_be_encoded(tmp_path, vae, images):
         ({"data": "nowhere"}, "--data nowhere: does not exist"),
         ({"first_stage": str(tmp_path / "no")}, "there is no folder"),
         ({"split": "held_out"}, "--held-out"),
-        ({"first_stage": "runs/none"}, "--first-stage runs/none: there is no folder.*export.py"),
+        ({"first_stage": "runs/none"}, "--first-stage runs/none: there is no folder.*dstrain export"),
         ({"data": "builtin:fashion", "held_out": 0.1}, "--held-out 0.1: builtin:fashion holds out"),
         ({"out": tmp_path / "full"}, "holds thesis.tex and no encoding"),
     ):

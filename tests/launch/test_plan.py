@@ -28,7 +28,7 @@ TINY = "--recipe", ROOT / "tests/launch/tiny.yaml"
             ["model.first_stage={{path: nowhere}}", "data.image_size=128", "model.image_size=128"],
             ["nowhere", "without it: model.first_stage=null model.image_size=16 data.image_size=16"],
         ),
-        (["launch/recipes/dit-small.yaml"], ["or --recipe before the name of a recipe"]),
+        (["launch/recipes/dit-small.yaml"], ["write --recipe launch/recipes/dit-small.yaml"]),
     ],
 )
 def test_wrong_input(words, names, tmp_path, monkeypatch, capsys):

@@ -170,7 +170,9 @@ def _unknown_option(word: str, parser: argparse.ArgumentParser, overrides: bool)
     name, equals, value = word.lstrip("-").partition("=")
     if overrides and equals and f"--{name}" not in known:
         return f"{word}: overrides are written without dashes: {name}={value}"
-    close = difflib.get_close_matches(word.partition("=")[0], known, 1)
+    option = word.partition("=")[0]
+    spelled = known if "_" in option else [name for name in known if "_" not in name]
+    close = difflib.get_close_matches(option, spelled, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""
     return f"{word}: there is no such option{meant}; --help shows what there is"
 

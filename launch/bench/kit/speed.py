@@ -162,7 +162,7 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float:
     """The share of the time from the first start to the last end in which no span runs; NaN without spans."""
     if not spans:
         return float("nan")
-    covered, reached = 0.0, min(start_group for start, _ in spans)
+    covered, reached = 0.0, min(start for start, _ in spans)
     begun = reached
     for begin, end in sorted(spans):
         covered += max(end - max(begin, reached), 0.0)
