@@ -170,9 +170,10 @@ def _unknown_option(word: str, parser: argparse.ArgumentParser, overrides: bool)
     name, equals, value = word.lstrip("-").partition("=")
     if overrides and equals and f"--{name}" not in known:
         return f"{word}: overrides are written without dashes: {name}={value}"
-    option = word.partition("=")[0]
-    spelled = known if "_" in option else [name for name in known if "_" not in name]
-    close = difflib.get_close_matches(option, spelled, 1)
+    typed = word.partition("=")[0]
+    # Each option is known by both spellings; the one with dashes is the documented one.
+    spelled = known if "_" in typed else [name for name in known if "_" not in name]
+    close = difflib.get_close_matches(typed, spelled, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""
     return f"{word}: there is no such option{meant}; --help shows what there is"
 
