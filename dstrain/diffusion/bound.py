@@ -20,7 +20,8 @@ def measured_bits(
     num_steps: int | None = None,
     progress: Progress = iter,
 ) -> dict[str, Tensor]:
-    """The terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1]; the noise is drawn from `key` int64 (B,).
+    """Returns the terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1]; the noise is drawn from `key`
+    int64 (B,).
 
     total, prior      (B,) in bits per dimension; total = prior + the sum of vb.
     vb                (B, K) in bits per dimension, the bound's term of each timestep.

@@ -39,7 +39,7 @@ class FlowMatching:
         self.shift, self.time_scale = shift, time_scale
 
     def times(self, uniforms: Tensor) -> Tensor:
-        """Training times by the inverse of their distribution: (B,) in [0, 1) -> (B,) in [0, 1]."""
+        """Returns training times by the inverse of their distribution: (B,) in [0, 1) -> (B,) in [0, 1]."""
         if self.logit_std is None:
             return self._shifted(uniforms)
         return self._shifted(torch.sigmoid(self.logit_mean + self.logit_std * torch.special.ndtri(uniforms)))
@@ -48,21 +48,23 @@ class FlowMatching:
         return self.shift * t / (1 + (self.shift - 1) * t)
 
     def velocity(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
-        """The network's velocity; channels beyond those of x_t (variances of a diffusion network) are left unused."""
+        """Returns the network's velocity; channels beyond those of x_t (variances of a diffusion network) are left
+        unused.
+        """
         return at_boundary(network(x_t, t * self.time_scale))[:, : x_t.shape[1]]
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Per-sample terms (B,): loss (with gradient) and mse, its detached value."""
+        """Returns per-sample terms (B,): loss (with gradient) and mse, its detached value."""
         x_t = torch.lerp(x_start, noise, t.to(x_start.dtype).view(-1, *(1,) * (x_start.ndim - 1)))
         mse = mean_flat((self.velocity(network, x_t, t) - (noise - x_start)).square())
         return {"loss": mse, "mse": mse.detach()}
 
     def noise_of(self, x_t: Tensor, scaled: Tensor) -> Tensor:
-        """sigma / alpha of x_t at the network's times (B,): (B, 1, ...)."""
+        """Returns sigma / alpha of x_t at the network's times (B,): (B, 1, ...)."""
         return (scaled / (self.time_scale - scaled)).view(-1, *(1,) * (x_t.ndim - 1))
 
     def grid(self, num_steps: int, like: Tensor, spacing: str | None = None) -> Tensor:
-        """Sampling times from 1 to 0: (num_steps + 1,), evenly (None, linspace) and shifted, or by karras."""
+        """Returns sampling times from 1 to 0: (num_steps + 1,), evenly (None, linspace) and shifted, or by karras."""
         if spacing == "karras":  # pure noise, then ever denser in t / (1 - t)
             inner = [1 / (1 + 1 / s) for s in below_the_top(num_steps, _LOWEST, LARGEST_NOISE)]
             return torch.tensor([1.0, *inner, 0.0], dtype=like.dtype, device=like.device)
@@ -79,7 +81,9 @@ class FlowMatching:
         eta: float | None = None,
         progress: Progress = iter,
     ) -> Tensor:
-        """x_start from noise x by the sampler of that name, with at most `num_calls` calls of the network (heun: 2)."""
+        """Returns x_start from noise x by the sampler of that name, with at most `num_calls` calls of the network
+        (heun: 2).
+        """
         eta = eta_of(sampler, eta)
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else steps_of(sampler, num_calls)
         grid = self.grid(num_steps, x, spacing)
@@ -94,8 +98,8 @@ class FlowMatching:
     def invert(
         self, network: Network, x_start: Tensor, sampler: str, num_calls: int, spacing: str | None = None
     ) -> Tensor:
-        """The noise that `sample` with these arguments maps to about x_start. ConfigError: no
-        method of the plain ODE.
+        """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError for no method
+        of the plain ODE.
         """
         if sampler not in ("euler", "heun"):
             raise ConfigError(f"sampler={sampler} cannot be inverted: take --sampler euler or heun")
@@ -104,7 +108,7 @@ class FlowMatching:
 
     @torch.no_grad()
     def integrate(self, network: Network, x: Tensor, grid: Tensor, method: str, progress: Progress = iter) -> Tensor:
-        """x carried along times `grid` (n + 1,), from noise or from data, by euler (n calls) or heun (2 n calls)."""
+        """Carries x along times `grid` (n + 1,), from noise or from data, by euler (n calls) or heun (2 n calls)."""
         for step in progress(range(len(grid) - 1)):
             length = grid[step + 1] - grid[step]
             first = self.velocity(network, x, grid[step].expand(len(x)))
@@ -116,14 +120,14 @@ class FlowMatching:
         return x
 
     def euler(self, network: Network, x: Tensor, num_steps: int, progress: Progress = iter) -> Tensor:
-        """x_start from noise x by Euler's method: num_steps calls of the network."""
+        """Returns x_start from noise x by Euler's method: num_steps calls of the network."""
         return self.integrate(network, x, self.grid(num_steps, x), "euler", progress)
 
     @torch.no_grad()
     def stochastic(
         self, network: Network, x: Tensor, grid: Tensor, noise: Noise, eta: float = 1.0, progress: Progress = iter
     ) -> Tensor:
-        """x_start from noise x by Euler-Maruyama, one call a step; eta 0 is Euler's method.
+        """Returns x_start from noise x by Euler-Maruyama, one call a step; eta 0 is Euler's method.
 
         dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with SiT's coefficient w = eta sigma = eta t, so
         that w score = -eta eps. The last step adds no noise.
@@ -140,7 +144,7 @@ class FlowMatching:
 
 
 def check_spacing(spacing: str | None) -> None:
-    """ConfigError: no spacing of a flow's times."""
+    """Raises ConfigError for no spacing of a flow's times."""
     if spacing not in (None, *SPACINGS):
         raise ConfigError(
             f"spacing={spacing}: a flow's times are spaced by {' or '.join(SPACINGS)}, which begin with "

@@ -33,7 +33,7 @@ def measured_bits(
     num_calls: int | None = None,
     progress: Progress = iter,
 ) -> dict[str, Tensor]:
-    """The terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1], in bits per dimension.
+    """Returns the terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1], in bits per dimension.
 
     bits_per_dim, prior_bits   (B,): bits_per_dim = prior_bits - the integral of divergence over t.
     divergence, timestep       (B, K): div v in each of the K steps from data to noise, and 1000 t in its middle, int64.
@@ -68,7 +68,7 @@ def measured_bits(
 
 
 def _field(flow: FlowMatching, network: Network, x: Tensor, t: Tensor, probe: Tensor) -> tuple[Tensor, Tensor]:
-    """The velocity (B, ...) and its estimated divergence (B,)."""
+    """Returns the velocity (B, ...) and its estimated divergence (B,)."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         velocity = flow.velocity(network, x, t.expand(len(x)))

@@ -82,11 +82,11 @@ class GaussianDiffusion:
         self._times: dict[torch.device, Tensor] = {}
 
     def respaced(self, spec: str | Sequence[int]) -> "GaussianDiffusion":
-        """The chain over the subset `spec` of this one's timesteps (schedule.space_timesteps)."""
+        """Returns the chain over the subset `spec` of this one's timesteps (schedule.space_timesteps)."""
         return self.over(schedule.space_timesteps(self.num_timesteps, spec))
 
     def over(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
-        """The chain over these timesteps of this one, ascending."""
+        """Returns the chain over these timesteps of this one, ascending."""
         return GaussianDiffusion(
             schedule.respace(self.tables["betas"], timesteps),
             prediction=self.prediction,
@@ -98,7 +98,7 @@ class GaussianDiffusion:
         )
 
     def call(self, network: Network, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(prediction, variance values or None), float32, each of x_t's shape."""
+        """Returns (prediction, variance values or None), float32, each of x_t's shape."""
         out = at_boundary(network(x_t, self.times(t)))
         if not self.learns_variance:
             return out, None
@@ -111,7 +111,9 @@ class GaussianDiffusion:
         return prediction, values
 
     def times(self, t: Tensor) -> Tensor:
-        """The network's second argument: timesteps of the original chain, (B,) int64, or float32 where rescaled."""
+        """Returns the network's second argument: timesteps of the original chain, (B,) int64, or float32 where
+        rescaled.
+        """
         if t.device not in self._times:
             with torch.inference_mode(False):
                 times = torch.tensor(self.timestep_map)
@@ -121,19 +123,19 @@ class GaussianDiffusion:
         return self._times[t.device].index_select(0, t)
 
     def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """x_t given x_start and eps. Equation 4 of DDPM."""
+        """Returns x_t given x_start and eps. Equation 4 of DDPM."""
         signal, sigma = self._at(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return (signal * x_start).addcmul_(sigma, noise)
 
     def q_posterior(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log variance (clipped at t = 0) of q(x_{t-1} | x_t, x_start). Equation 7 of DDPM."""
+        """Returns mean and log variance (clipped at t = 0) of q(x_{t-1} | x_t, x_start). Equation 7 of DDPM."""
         first, second, log_variance = self._at(
             t, x_t, "posterior_mean_coef1", "posterior_mean_coef2", "posterior_log_variance_clipped"
         )
         return torch.addcmul(first * x_start, second, x_t), log_variance
 
     def target(self, x_start: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """What the network should predict."""
+        """Returns what the network should predict."""
         if self.prediction == "eps":
             return noise
         if self.prediction == "x_start":
@@ -146,7 +148,7 @@ class GaussianDiffusion:
     def p_mean_variance(
         self, network: Network, x_t: Tensor, t: Tensor, clip_denoised: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean, log variance (broadcastable), predicted x_start) of p(x_{t-1} | x_t).
+        """Returns (mean, log variance (broadcastable), predicted x_start) of p(x_{t-1} | x_t).
 
         clip_denoised keeps the predicted x_start in [-1, 1]: for pixels, not for latents.
         """
@@ -158,7 +160,7 @@ class GaussianDiffusion:
         return mean, self._log_variance(values, x_t, t), x_start
 
     def x_start_of(self, prediction: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """The x_start that follows from a prediction at x_t."""
+        """Returns the x_start that follows from a prediction at x_t."""
         if self.prediction == "x_start":
             return prediction
         if self.prediction == "eps":
@@ -171,12 +173,14 @@ class GaussianDiffusion:
         return of_x_t * x_t - of_prediction * prediction
 
     def eps_of(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """The eps that leads from x_start to x_t; also defined where x_t is noise alone."""
+        """Returns the eps that leads from x_start to x_t; also defined where x_t is noise alone."""
         signal, sigma = self._at(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return (x_t - signal * x_start) / sigma
 
     def noise_of(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """sigma / alpha of x_t, (B, 1, ...), at times (B,) as the network sees them; of whole chains, not respaced."""
+        """Returns sigma / alpha of x_t, (B, 1, ...), at times (B,) as the network sees them; of whole chains, not
+        respaced.
+        """
         if self.rescale_timesteps:
             t = (t * (self.original_steps / 1000)).round().long()
         return self._at(t, x_t, "sqrt_recipm1_alphas_cumprod")[0]
@@ -190,7 +194,7 @@ class GaussianDiffusion:
         return self._at(t, x_t, "fixed_log_variance")[0]
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Per-sample terms (B,): loss (with gradient), mse, and vb in bits where the bound is computed.
+        """Returns per-sample terms (B,): loss (with gradient), mse, and vb in bits where the bound is computed.
 
         In every convention the error of the predicted mean is gain_t (prediction - target). So one squared error
         serves mse and bound alike. The predicted x_start is not formed: in float32 its difference would cancel.
@@ -215,7 +219,7 @@ class GaussianDiffusion:
     def _bound(
         self, error: Tensor, squares: Tensor, mse: Tensor, values: Tensor | None, x_start: Tensor, t: Tensor
     ) -> Tensor:
-        """One term of the variational bound, in bits per dimension (B,): the KL, at t = 0 the decoder's NLL.
+        """Returns one term of the variational bound, in bits per dimension (B,): the KL, at t = 0 the decoder's NLL.
 
         With u = log variance - log posterior variance and G = gain^2 / posterior variance,
 
@@ -237,19 +241,19 @@ class GaussianDiffusion:
         return kl * (1 / math.log(2.0))
 
     def _decoder_bound(self, error: Tensor, ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
-        """The decoder's NLL in nats (B,). It is for t = 0, where the posterior's mean is x_start."""
+        """Returns the decoder's NLL in nats (B,). It is for t = 0, where the posterior's mean is x_start."""
         gain, log_variance = self._at(t, x_start, "mean_gain", "posterior_log_variance_clipped")
         log_variance = log_variance - ratio
         return mean_flat(-discretized_log_likelihood(x_start, x_start + gain * error, 0.5 * log_variance))
 
     def _log_ratio(self, values: Tensor | None, x: Tensor, t: Tensor) -> Tensor:
-        """Log of (posterior variance / p's), broadcastable to x."""
+        """Returns the log of (posterior variance / p's), broadcastable to x."""
         if self.variance == "learned_range":
             return (values + 1) * -self._at(t, x, "range_half")[0]
         return self._at(t, x, "posterior_log_variance_clipped")[0] - self._log_variance(values, x, t)
 
     def prior_bits(self, x_start: Tensor) -> Tensor:
-        """KL of q(x_T | x_start) from N(0, I), bits per dimension (B,)."""
+        """Returns the KL of q(x_T | x_start) from N(0, I), bits per dimension (B,)."""
         last = torch.full((len(x_start),), self.num_timesteps - 1, device=x_start.device)
         signal, log_variance = self._at(last, x_start, "sqrt_alphas_cumprod", "log_one_minus_alphas_cumprod")
         return mean_flat(normal_kl(signal * x_start, log_variance, 0.0, 0.0)) / math.log(2.0)
@@ -258,7 +262,7 @@ class GaussianDiffusion:
     def bits_per_dim(
         self, network: Network, x_start: Tensor, noise: Noise, clip_denoised: bool = True, progress: Progress = iter
     ) -> dict[str, Tensor]:
-        """The whole variational bound: total, prior (B,) in bits/dim; vb (bits), mse, x_start_mse (B, T).
+        """Returns the whole variational bound: total, prior (B,) in bits/dim; vb (bits), mse, x_start_mse (B, T).
 
         The chain is walked from its last timestep down: column 0 and noise(0) belong to the last timestep. The network
         is called T times.
@@ -292,7 +296,7 @@ class GaussianDiffusion:
 
 
 def _tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
-    """All coefficients by name, float64 (T,)."""
+    """Returns all coefficients by name, float64 (T,)."""
     one = torch.ones(1, dtype=torch.float64)
     alphas_cumprod = torch.cumprod(1 - betas, dim=0)
     previous = torch.cat((one, alphas_cumprod[:-1]))
@@ -330,5 +334,5 @@ def _tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
 
 
 def at_boundary(out: Tensor) -> Tensor:
-    """A network's output in the precision of losses and samplers: float32; float64 stays."""
+    """Brings a network's output to the precision of losses and samplers: float32; float64 stays."""
     return out if out.dtype == torch.float64 else out.float()

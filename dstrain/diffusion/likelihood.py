@@ -12,19 +12,20 @@ from torch import Tensor
 
 
 def mean_flat(x: Tensor) -> Tensor:
-    """Mean over all but the batch: (B, ...) -> (B,)."""
+    """Averages over all but the batch: (B, ...) -> (B,)."""
     return x.flatten(1).mean(dim=1)
 
 
 def normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor | float, log_variance2: Tensor | float) -> Tensor:
-    """KL(N(mean1, e^log_variance1) || N(mean2, e^log_variance2)) in nats, elementwise."""
+    """Returns KL(N(mean1, e^log_variance1) || N(mean2, e^log_variance2)) in nats, elementwise."""
     log_variance2 = torch.as_tensor(log_variance2, dtype=mean1.dtype, device=mean1.device)
     difference = log_variance1 - log_variance2
     return 0.5 * (-1.0 - difference + difference.exp() + (mean1 - mean2).square() * torch.exp(-log_variance2))
 
 
 def discretized_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Log probability (nats) of x in [-1, 1] as one of 256 levels under a Gaussian; the end levels take the tails.
+    """Returns the log probability (nats) of x in [-1, 1] as one of 256 levels under a Gaussian; the end levels take the
+    tails.
 
     DDPM, Equation 13, with the tanh approximation of the normal CDF that published bits/dim were computed with.
     """
@@ -40,12 +41,12 @@ def _normal_cdf(x: Tensor) -> Tensor:
 
 
 def expm1(x: Tensor) -> Tensor:
-    """e^x - 1 without cancellation, elementwise."""
+    """Returns e^x - 1 without cancellation, elementwise."""
     return _HostExpm1.apply(x) if readable(x) else torch.expm1(x)
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the host can read values now: they lie on the CPU, and no graph is being compiled."""
+    """Returns whether the host can read values now: they lie on the CPU, and no graph is being compiled."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

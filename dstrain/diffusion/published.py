@@ -17,9 +17,10 @@ PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}  # ds
 
 
 def scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool) -> dict[str, Any]:
-    """What DDIMScheduler and DDPMScheduler both take; `schedule` names the betas, `clip` keeps x_start in [-1, 1].
+    """Returns what DDIMScheduler and DDPMScheduler both take; `schedule` names the betas, `clip` keeps x_start in [-1,
+    1].
 
-    ConfigError: a prediction that these schedulers do not know.
+    Raises ConfigError for a prediction that these schedulers do not know.
     """
     if diffusion.prediction not in PREDICTIONS:
         raise ConfigError(
@@ -52,5 +53,7 @@ def add_to_index(folder: Path, **entries: Any) -> None:
 
 
 def even_steps(count: int, most: int = 20) -> int:
-    """The largest divisor of `count` up to `most`: with so many steps DDIM visits the same timesteps in diffusers."""
+    """Returns the largest divisor of `count` up to `most`: with so many steps DDIM visits the same timesteps in
+    diffusers.
+    """
     return max(steps for steps in range(1, most + 1) if count % steps == 0)

@@ -29,7 +29,7 @@ def ancestral(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """x_start drawn from noise x (B, C, ...) by the chain's own conditionals. DDPM, Algorithm 2."""
+    """Draws x_start from noise x (B, C, ...) by the chain's own conditionals. DDPM, Algorithm 2."""
     for draw, (step, t) in enumerate(_descending(diffusion, x, progress)):
         mean, log_variance, _ = diffusion.p_mean_variance(network, x, t, clip_denoised)
         eps = noise(draw)
@@ -47,7 +47,9 @@ def ddim(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """x_start from noise x (B, C, ...): eta 0 is a deterministic map that needs no noise, eta 1 is as noisy as DDPM."""
+    """Returns x_start from noise x (B, C, ...): eta 0 is a deterministic map that needs no noise, eta 1 is as noisy as
+    DDPM.
+    """
     if eta and noise is None:
         raise ConfigError("eta: above 0 DDIM draws noise at each step; pass `noise`, or eta 0")
     for draw, (step, t) in enumerate(_descending(diffusion, x, progress)):
@@ -67,11 +69,11 @@ SAMPLERS = (*SOLVERS, *CHAINS)  # names, the usual one last
 
 
 def timesteps_of(diffusion: GaussianDiffusion, sampler: str, num_calls: int, spacing: str | None = None) -> list[int]:
-    """The timesteps that a sampler visits with `num_calls` calls of the network, ascending.
+    """Returns the timesteps that a sampler visits with `num_calls` calls of the network, ascending.
 
     spacing is one of schedule.SPACINGS. None: for ddim strides from 0 on, where a stride exists, and else evenly, as
     for ddpm; karras for solvers, which it suits best, but trailing for fewer than schedule.FEW steps. A single step is
-    at the last timestep. ConfigError: the chain has fewer.
+    at the last timestep. Raises ConfigError if the chain has fewer.
     """
     total, count = diffusion.num_timesteps, steps_of(sampler, num_calls)
     if spacing is None and (sampler in SOLVERS or count == 1):
@@ -92,7 +94,9 @@ def sample(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """x_start from noise x (B, C, ...) by the sampler of that name over these timesteps of the chain, ascending."""
+    """Returns x_start from noise x (B, C, ...) by the sampler of that name over these timesteps of the chain,
+    ascending.
+    """
     eta = eta_of(sampler, eta)
     if sampler in CHAINS:
         arguments = {"eta": eta} if sampler == "ddim" else {}
@@ -112,7 +116,9 @@ def invert(
     timesteps: Sequence[int],
     eta: float | None = None,
 ) -> Tensor:
-    """The noise that `sample` with these arguments maps to about x_start. ConfigError: a sampler that draws noise."""
+    """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError for a sampler that
+    draws noise.
+    """
     if sampler != "ddim" or eta:
         raise ConfigError(
             f"sampler={sampler}{f', eta={eta:g}' if eta else ''} cannot be inverted: take --sampler ddim with eta 0"
@@ -150,7 +156,7 @@ def encode_ddim(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """The noise that `ddim` with eta 0 maps to about x_start: the same ODE run from data to noise."""
+    """Returns the noise that `ddim` with eta 0 maps to about x_start: the same ODE run from data to noise."""
     x = x_start
     for step in progress(range(diffusion.num_timesteps)):
         t = torch.full((len(x),), step, device=x.device)
@@ -178,7 +184,7 @@ def guided(
     guide: Callable[..., Tensor] | None = None,
     active: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Network:
-    """The network guided away from something weaker: weaker + scale * (conditional - weaker).
+    """Guides the network away from something weaker: weaker + scale * (conditional - weaker).
 
     Classifier-free guidance, where weaker is the network without conditions, is one call of twice the batch.
 
@@ -223,7 +229,7 @@ def guided(
 def within(
     interval: tuple[float, float] | None, noise_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """`active` of `guided`, for an interval (low, high) of noise levels sigma / alpha; None is everywhere.
+    """Returns `active` of `guided`, for an interval (low, high) of noise levels sigma / alpha; None is everywhere.
 
     noise_of  (x_t, t) -> sigma / alpha (B, 1, ...), t as the network sees it.
     """

@@ -37,7 +37,7 @@ BETA_START, BETA_END = 1e-4, 0.02  # DDPM, for 1000 steps
 
 
 def betas(name: str, num_timesteps: int) -> Tensor:
-    """The schedule `name` over `num_timesteps` steps: float64 (T,).
+    """Returns the schedule `name` over `num_timesteps` steps: float64 (T,).
 
     `linear`, `quadratic` and `sigmoid` are scaled by 1000 / T, so that any T ends at about the same noise; other
     schedules keep their end points, as published. ConfigError: an unknown name, or scaled betas outside (0, 1].
@@ -79,18 +79,18 @@ def _warmup(num_timesteps: int, fraction: float) -> Tensor:
 
 
 def _cosine(num_timesteps: int, offset: float = 0.008, largest: float = 0.999) -> Tensor:
-    """alphas_cumprod follows a squared cosine; the cap avoids a singularity at the end. Equation 17."""
+    """Lets alphas_cumprod follow a squared cosine; the cap avoids a singularity at the end. Equation 17."""
     time = torch.arange(num_timesteps + 1, dtype=torch.float64) / num_timesteps
     remaining = torch.cos((time + offset) / (1 + offset) * (math.pi / 2)) ** 2
     return (1 - remaining[1:] / remaining[:-1]).clamp(max=largest)
 
 
 def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
-    """The timesteps that a shorter chain visits, ascending.
+    """Returns the timesteps that a shorter chain visits, ascending.
 
     spec  "" for all; "250" for 250 of the whole chain, its first and last among them; "10,15,20" (or a list) for as
           many of each of three equal sections; "ddim50" for every (T / 50)-th timestep from 0 on.
-    ConfigError: an unreadable spec, a section with fewer timesteps than are asked of it, no integer stride.
+    Raises ConfigError for an unreadable spec, a section with fewer timesteps than are asked of it, no integer stride.
     """
     if isinstance(spec, str):
         if not re.fullmatch(r"(ddim\d+|\d+(,\d+)*)?", spec.replace(" ", "")):
@@ -119,27 +119,30 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
 
 
 def _strided(num_timesteps: int, count: int) -> list[int]:
-    """Every k-th timestep from 0 on, `count` of them; [] where there is no such k."""
+    """Returns every k-th timestep from 0 on, `count` of them; [] where there is no such k."""
     chains = (range(0, num_timesteps, stride) for stride in range(1, num_timesteps + 1))
     return next((list(chain) for chain in chains if len(chain) == count), [])
 
 
 def even_spec(num_timesteps: int, count: int, strided: bool = False) -> str:
-    """The spec of `count` evenly spaced timesteps; `strided`: ddimN where it exists. ConfigError: there are fewer."""
+    """Returns the spec of `count` evenly spaced timesteps; `strided`: ddimN where it exists. Raises ConfigError if
+    there are fewer.
+    """
     if not 1 <= count <= num_timesteps:
         raise ConfigError(f"num_steps: {count} is not between 1 and the {num_timesteps} timesteps of the chain")
     return f"ddim{count}" if strided and _strided(num_timesteps, count) else str(count)
 
 
 def spaced(noise: Sequence[float], count: int, spacing: str) -> list[int]:
-    """`count` timesteps of a chain, ascending, by one of SPACINGS; `noise` (T,) is sigma / alpha of each timestep.
+    """Returns `count` timesteps of a chain, ascending, by one of SPACINGS; `noise` (T,) is sigma / alpha of each
+    timestep.
 
     leading   multiples of T // count, from 0 on          linspace  evenly, the first and the last among them
     trailing  evenly, the last among them                 karras    the last one, then `below_the_top` of
                                                                     LARGEST_NOISE and the noise of t = 0
 
     A single one is the last, where the noise that samples begin from belongs.
-    Sources: Lin et al. 2023, Table 2; Karras et al. 2022 (EDM), Equation 5. ConfigError: there are fewer.
+    Sources: Lin et al. 2023, Table 2; Karras et al. 2022 (EDM), Equation 5. Raises ConfigError if there are fewer.
     """
     if spacing not in SPACINGS:
         raise ConfigError(f"spacing={spacing} is none of {', '.join(SPACINGS)}: name one of them")
@@ -161,14 +164,14 @@ def spaced(noise: Sequence[float], count: int, spacing: str) -> list[int]:
 
 
 def karras(count: int, lowest: float, highest: float, rho: float = 7.0) -> list[float]:
-    """`count` noise levels from `highest` to `lowest`, ever denser. EDM, Equation 5."""
+    """Returns `count` noise levels from `highest` to `lowest`, ever denser. EDM, Equation 5."""
     first, last = highest ** (1 / rho), lowest ** (1 / rho)
     return [(first + i / max(count - 1, 1) * (last - first)) ** rho for i in range(count)]
 
 
 def below_the_top(count: int, lowest: float, highest: float) -> list[float]:
-    """The noise levels of `count` steps but the first, which begins with noise alone: `karras`. Few steps have none to
-    spare for its ends, which are almost noise alone and almost data; those leave them out.
+    """Returns the noise levels of `count` steps but the first, which begins with noise alone: `karras`. Few steps have
+    none to spare for its ends, which are almost noise alone and almost data; those leave them out.
     """
     return karras(count + 1, lowest, highest)[1:-1] if count < FEW else karras(count - 1, lowest, highest)
 

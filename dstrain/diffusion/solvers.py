@@ -46,7 +46,7 @@ class Level:
 
     @classmethod
     def data(cls) -> "Level":
-        """Where every solver ends."""
+        """Returns the level where every solver ends."""
         return cls(1.0, 0.0, 0.0)
 
 
@@ -54,16 +54,16 @@ class Denoiser(Protocol):
     """A network with its noise levels."""
 
     def __call__(self, x: Tensor, level: Level) -> Tensor:
-        """The predicted x_start."""
+        """Returns the predicted x_start."""
 
     def nearest(self, s: float) -> Level:
-        """The level nearest to s that the network knows."""
+        """Returns the level nearest to s that the network knows."""
 
 
 def dpmpp(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """DPM-Solver++(2M), of second order; eta 1 is its SDE (the midpoint form). One call a step."""
+    """Solves by DPM-Solver++(2M), of second order; eta 1 is its SDE (the midpoint form). One call a step."""
     earlier, h_earlier = None, math.inf
     for i in progress(range(len(levels) - 1)):
         here, there = levels[i], levels[i + 1]
@@ -82,8 +82,8 @@ def dpmpp(
 def unipc(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """UniPC-2: a predictor of second order, 2M, corrected to third order by the call of the next
-    step. One call a step.
+    """Solves by UniPC-2: a predictor of second order, 2M, corrected to third order by the call of the next step. One
+    call a step.
     """
     known: list[tuple[float, Tensor]] = []  # lambda and x_start of the last two levels, the newer one last
     x_before = x
@@ -103,7 +103,7 @@ def unipc(
 
 
 def _corrected(here: Level, there: Level, x: Tensor, known: list[tuple[float, Tensor]], following: Tensor) -> Tensor:
-    """x at `here` brought to `there` with the prediction `following` that was made there. UniPC, Algorithm 1 (UniC)."""
+    """Brings x at `here` to `there` with the prediction `following` that was made there. UniPC, Algorithm 1 (UniC)."""
     newest, x_start = known[-1]
     h = there.half_log_snr - newest
     change = (following - x_start) / 2
@@ -118,7 +118,7 @@ def _corrected(here: Level, there: Level, x: Tensor, known: list[tuple[float, Te
 
 
 def _gain(here: Level, there: Level) -> float:
-    """1 - e^-h."""
+    """Returns 1 - e^-h."""
     return 1 - there.s * here.alpha / here.sigma
 
 
@@ -162,7 +162,9 @@ ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0}
 
 
 def eta_of(sampler: str, eta: float | None) -> float:
-    """The amount of noise: `eta`, None for the sampler's usual. ConfigError: its noise cannot be chosen."""
+    """Returns the amount of noise: `eta`, None for the sampler's usual. Raises ConfigError if its noise cannot be
+    chosen.
+    """
     if eta is not None and sampler not in ETAS:
         raise ConfigError(
             f"eta={eta:g}: the noise of sampler {sampler} cannot be chosen; leave it out, or take one of "
@@ -172,7 +174,7 @@ def eta_of(sampler: str, eta: float | None) -> float:
 
 
 def steps_of(sampler: str, num_calls: int) -> int:
-    """How many steps a solver may take for so many calls of the network."""
+    """Returns how many steps a solver may take for so many calls of the network."""
     return (num_calls + 1) // 2 if SOLVERS.get(sampler) is heun else num_calls
 
 
@@ -186,5 +188,5 @@ def solve(
     eta: float,
     progress: Progress = iter,
 ) -> Tensor:
-    """x_start from noise x (B, ...), which belongs to levels[0], by the solver of that name."""
+    """Returns x_start from noise x (B, ...), which belongs to levels[0], by the solver of that name."""
     return SOLVERS[sampler](denoise, levels, x, noise, eta, progress)

@@ -22,8 +22,8 @@ class TimestepSampler(ABC):
 
     @abstractmethod
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Uniform numbers float32 (B,) in [0, 1), one of each sample's key -> timesteps int64 (B,), weights float32
-        (B,). The mean of weight * loss is the mean loss over all timesteps.
+        """Draws timesteps from uniform numbers float32 (B,) in [0, 1), one of each sample's key: timesteps int64 (B,),
+        weights float32 (B,). The mean of weight * loss is the mean loss over all timesteps.
 
         A timestep is the inverse of the cumulative distribution at its uniform number: a function of it and of the
         state alone, never of batch, rank or device. The host never waits for the device.
@@ -76,7 +76,7 @@ class LossSecondMomentSampler(TimestepSampler):
         self._refresh()
 
     def probabilities(self) -> Tensor:
-        """p(t), float64 (T,)."""
+        """Returns p(t), float64 (T,)."""
         return torch.as_tensor(self._p).clone()
 
     def _refresh(self) -> None:
@@ -108,7 +108,9 @@ class LossSecondMomentSampler(TimestepSampler):
         return t, (self.num_timesteps * p.index_select(0, t)).reciprocal().float()
 
     def _search(self, uniforms: np.ndarray) -> np.ndarray:
-        """searchsorted with a guide table (Chen & Asau 1974): bucket j of [0, 1) begins in timestep guide[j]."""
+        """Searches as searchsorted with a guide table (Chen & Asau 1974): bucket j of [0, 1) begins in timestep
+        guide[j].
+        """
         if 8 * len(uniforms) < self.num_timesteps:  # the table would cost more than it saves
             return self._cumulative.searchsorted(uniforms, side="right")
         buckets = 1 << (4 * self.num_timesteps - 1).bit_length()  # a power of two: products with it are exact
@@ -149,7 +151,7 @@ class LossSecondMomentSampler(TimestepSampler):
         seen += counts
 
     def _append_on_device(self, t: Tensor, losses: Tensor) -> None:
-        """`_append` without reading a value, which would wait for the device."""
+        """Appends as `_append` without reading a value, which would wait for the device."""
         length, unused = self.history_per_term, self.num_timesteps
         t = torch.where((t >= 0) & losses.isfinite(), t, unused)
         order = torch.argsort(t, stable=True)

@@ -41,12 +41,13 @@ class PatchDiscriminator(nn.Module):
         self.main = nn.Sequential(*layers, Judge(after, 1, stride=1))
 
     def forward(self, x: Tensor, sloped: int = 0) -> Tensor | tuple[Tensor, Tensor]:
-        """The logits; where `sloped` is above 0 also the squared slope at the first `sloped` pictures, (sloped,).
+        """Returns the logits; where `sloped` is above 0 also the squared slope at the first `sloped` pictures,
+        (sloped,).
 
         The slope is the gradient of a picture's summed logits with respect to the picture; its square is divided by the
         number of patches. The result has a gradient itself: the graph is run backward twice. The first time must lie
         within this call, since an engine hooks a network's outputs and takes a backward pass from there for the loss's.
-        ConfigError: weights are scattered (ZeRO-3), and would be gone at the second time.
+        Raises ConfigError if weights are scattered (ZeRO-3), and would be gone at the second time.
         """
         if not sloped:
             return self._logits(x)
@@ -86,12 +87,12 @@ class Judge(Filter):
 
 
 def least_size(n_layers: int) -> int:
-    """The smallest side of a picture in pixels for which there is a patch to judge."""
+    """Returns the smallest side of a picture in pixels for which there is a patch to judge."""
     return 3 * 2**n_layers
 
 
 def hinge(real: Tensor, fake: Tensor) -> Tensor:
-    """The discriminator's loss, (relu(1 - real) + relu(1 + fake)) / 2, by sample: two (B, ...) -> (B,)."""
+    """Returns the discriminator's loss, (relu(1 - real) + relu(1 + fake)) / 2, by sample: two (B, ...) -> (B,)."""
     return (F.relu(1 - real) + F.relu(1 + fake)).flatten(1).mean(1) / 2
 
 
@@ -103,7 +104,8 @@ def slope_between(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
 
 
 def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float | None = None) -> tuple[Tensor, Tensor]:
-    """A factor that makes the critique's gradient as long as the other, and how long it then is, as a share of that.
+    """Returns a factor that makes the critique's gradient as long as the other, and how long it then is, as a share of
+    that.
 
     Two gradients of means, (B, ...) -> (B,) each. The share is 1 except where the critique is too flat to be told from
     rounding: where it rises by less than 0.001 along a step of length 1 in each value (root mean square), the factor
@@ -122,15 +124,15 @@ def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float | None =
 
 @contextmanager
 def inputs_of(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """A list of what enters a layer within this block, without its graph."""
+    """Yields a list of what enters a layer within this block, without its graph."""
     entered: list[Tensor] = []
     with layer.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].detach())):
         yield entered
 
 
 def of_filters(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
-    """The gradient with respect to a convolution's filters of side x side, by sample: what entered it (B, c, H, W) and
-    the gradient with respect to its output (B, C, H, W) -> float32 (B, C, c, side, side).
+    """Returns the gradient with respect to a convolution's filters of side x side, by sample: what entered it (B, c, H,
+    W) and the gradient with respect to its output (B, C, H, W) -> float32 (B, C, c, side, side).
 
     It needs no weight, so it is the same where weights are scattered (ZeRO-3).
     """
@@ -146,5 +148,5 @@ def of_filters(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
 
 
 def gradient(values: Tensor, picture: Tensor) -> Tensor:
-    """The gradient of each sample's value with respect to its picture: (B,), (B, C, H, W) -> (B, C, H, W)."""
+    """Returns the gradient of each sample's value with respect to its picture: (B,), (B, C, H, W) -> (B, C, H, W)."""
     return torch.autograd.grad(values.sum(), picture)[0]

@@ -16,7 +16,7 @@ def attend(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(query key^T scale + added) value: (B, heads, N, d), twice (B, heads, M, d) -> (B, heads, N, d).
+    """Returns softmax(query key^T scale + added) value: (B, heads, N, d), twice (B, heads, M, d) -> (B, heads, N, d).
 
     added      float, broadcast to (B, heads, N, M); or bool, True where a token is seen.
     dropout    the share of weights that are dropped; 0 but in training.

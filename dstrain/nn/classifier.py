@@ -33,8 +33,8 @@ class Classifier(nn.Module):
         return features, self.logits(F.relu(features))
 
     def stages(self, images: Tensor) -> list[Tensor]:
-        """What each convolution makes of images of any size from 8 pixels on; after three of them the side is halved,
-        so that the last has 3 x 3 places of 28 pixels: (N, 1, H, W) -> (N, c, h, w) each.
+        """Returns what each convolution makes of images of any size from 8 pixels on; after three of them the side is
+        halved, so that the last has 3 x 3 places of 28 pixels: (N, 1, H, W) -> (N, c, h, w) each.
         """
         x, outputs = images, []
         for number, convolution in enumerate(self.convolutions):
@@ -44,7 +44,7 @@ class Classifier(nn.Module):
 
     @classmethod
     def load(cls, path: Path) -> "Classifier":
-        """The trained network, in evaluation mode and float32."""
+        """Loads the trained network, in evaluation mode and float32."""
         network = cls()
         network.load_state_dict(load_file(path))
         return network.eval()

@@ -33,7 +33,7 @@ class FiniteScalar(nn.Module):
         self.project_in, self.project_out = Linear(dim, len(levels)), Linear(len(levels), dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
-        """(B, ..., dim); `weight` is unused, as there are no terms: (B, ...)."""
+        """Quantizes (B, ..., dim); `weight` is unused, as there are no terms: (B, ...)."""
         z = bounded(wide(self.project_in(x)), self.levels)  # (B, ..., d)
         rounded = z + (z.round() - z).detach()
         nothing = z.new_zeros(len(x))
@@ -47,17 +47,17 @@ class FiniteScalar(nn.Module):
         )
 
     def encode(self, x: Tensor) -> Tensor:
-        """(B, ..., dim) -> int64 (B, ...)."""
+        """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
         return tokens_of(bounded(wide(self.project_in(x)), self.levels), self.levels)
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """int64 (B, ...) -> (B, ..., dim)."""
+        """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
         code = code_of(levels_of(tokens, self.levels), self.levels)
         return self.project_out(code.to(self.project_out.weight.dtype))
 
 
 def bounded(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """z within half a level of the integers -(L // 2) to (L - 1) // 2, and 0 at 0: (..., d) -> (..., d)."""
+    """Bounds z within half a level of the integers -(L // 2) to (L - 1) // 2, and 0 at 0: (..., d) -> (..., d)."""
     half = [(size - 1) * (1 + _MARGIN) / 2 for size in levels]
     offset = [0.0 if size % 2 else 0.5 for size in levels]
     shift = [math.atanh(by / most) for by, most in zip(offset, half)]
@@ -66,7 +66,7 @@ def bounded(z: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 
 def tokens_of(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """The number of the levels nearest to bounded z, the first level changing fastest: (..., d) -> int64 (...).
+    """Returns the number of the levels nearest to bounded z, the first level changing fastest: (..., d) -> int64 (...).
 
     NaN counts as 0, so that a pass that fails yields a token, which a histogram of tokens can count.
     """
@@ -75,7 +75,7 @@ def tokens_of(z: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 
 def levels_of(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """The integers that bounded z was rounded to, float32: int64 (...) -> (..., d)."""
+    """Returns the integers that bounded z was rounded to, float32: int64 (...) -> (..., d)."""
     sizes = to_device(torch.tensor(levels), tokens.device)
     return ((tokens[..., None] // _strides(levels, tokens.device)) % sizes - sizes // 2).float()
 
@@ -86,7 +86,8 @@ def code_of(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 
 def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> None:
-    """ConfigError: too few or too many levels of a number, or their product is not the codebook's size, field `key`.
+    """Raises ConfigError for too few or too many levels of a number, or if their product is not the codebook's size,
+    field `key`.
 
     At two levels the bound has a slope of 0.001 at 0, and nothing is learned; beyond 1000 its margin is a whole level.
     """

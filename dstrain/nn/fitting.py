@@ -22,7 +22,7 @@ def shapes_of(network: nn.Module) -> Shapes:
 
 
 def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], remedies: Remedies) -> None:
-    """ConfigError: the first of the names in `order` (those of both sides) whose shape or presence differs.
+    """Raises ConfigError at the first of the names in `order` (those of both sides) whose shape or presence differs.
 
     The message gives both shapes and the fields of the first remedy whose pattern matches the name.
     """
@@ -38,7 +38,7 @@ def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], 
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
+    """Returns a key that sorts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
@@ -64,7 +64,7 @@ def refill(state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep
 
 
 def unused(names: Iterable[str]) -> list[str]:
-    """A note on weights of a folder that the network has no place for, [] where there are none."""
+    """Returns a note on weights of a folder that the network has no place for, [] where there are none."""
     names = sorted(names)
     if not names:
         return []
@@ -78,8 +78,8 @@ def require_config(
     expected: dict[str, Any],
     fields: Mapping[str, str],
 ) -> None:
-    """ConfigError: a config.json of diffusers is of none of the classes, or the first of its fields that differs from
-    `expected`. `fields` are those of the recipe that decide a field of config.json.
+    """Raises ConfigError if a config.json of diffusers is of none of the classes, or at the first of its fields that
+    differs from `expected`. `fields` are those of the recipe that decide a field of config.json.
     """
     kind = diffusers_config.get("_class_name")
     if kind not in classes:

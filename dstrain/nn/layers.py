@@ -69,7 +69,7 @@ def dropout_of(share: float) -> nn.Module:
 
 
 def named(**layers: nn.Module) -> nn.Sequential:
-    """The layers one after the other, under the names that they have in published files."""
+    """Chains the layers under the names that they have in published files."""
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -122,7 +122,7 @@ def timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: i
 
 
 def sincos_positions(dim: int, height: int, width: int, base: int | None = None) -> Tensor:
-    """Fixed 2-D positions, computed in float64: float32 (height * width, dim), row-major.
+    """Returns fixed 2-D positions, computed in float64: float32 (height * width, dim), row-major.
 
     The first half of a vector encodes the column, the second the row; each half is sines, then cosines (Vaswani et al.
     2017, per axis as in He et al. 2021, MAE). By numpy, since zero.Init rounds tensors that torch creates to bfloat16.

@@ -47,7 +47,7 @@ class Quantized(NamedTuple):
 class LookupFree(nn.Module):
     """Signs of log2(codebook_size) projections. inv_temperature is lambda.
 
-    ConfigError: codebook_size is no power of two.
+    Raises ConfigError if codebook_size is no power of two.
     """
 
     def __init__(self, dim: int, codebook_size: int, inv_temperature: float = 1.0) -> None:
@@ -56,7 +56,7 @@ class LookupFree(nn.Module):
         self.project_in, self.project_out = Linear(dim, self.bits), Linear(self.bits, dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
-        """(B, ..., dim), and the weight of each token in the terms, (B, ...)."""
+        """Quantizes (B, ..., dim), with the weight of each token in the terms, (B, ...)."""
         z = wide(self.project_in(x))  # (B, ..., d)
         code = torch.where(z > 0, 1.0, -1.0).to(z.dtype)  # the sign of 0 is -1
         through = z + (code - z).detach()
@@ -74,11 +74,11 @@ class LookupFree(nn.Module):
         )
 
     def encode(self, x: Tensor) -> Tensor:
-        """(B, ..., dim) -> int64 (B, ...)."""
+        """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
         return tokens_of(wide(self.project_in(x)))
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """int64 (B, ...) -> (B, ..., dim)."""
+        """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
         return self.project_out(code_of(tokens, self.bits).to(self.project_out.weight.dtype))
 
 
@@ -91,7 +91,7 @@ class CosineQuantizer(nn.Module):
         self.codebook = UnitCodebook(codebook_size, codebook_dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
-        """(B, ..., dim), and the weight of each token in the terms, (B, ...)."""
+        """Quantizes (B, ..., dim), with the weight of each token in the terms, (B, ...)."""
         z = F.normalize(wide(self.project_in(x)), dim=-1)  # (B, ..., D)
         tokens, code = self.codebook(z)
         through = z + (code - z).detach()
@@ -108,11 +108,11 @@ class CosineQuantizer(nn.Module):
         )
 
     def encode(self, x: Tensor) -> Tensor:
-        """(B, ..., dim) -> int64 (B, ...)."""
+        """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
         return self.codebook(F.normalize(wide(self.project_in(x)), dim=-1))[0]
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """int64 (B, ...) -> (B, ..., dim)."""
+        """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
         return self.project_out(self.codebook(tokens)[1].to(self.project_out.weight.dtype))
 
 
@@ -147,14 +147,14 @@ class Usage:
         )
 
     def diversity(self, shares: Tensor, bits: int) -> Tensor:
-        """-sum_c p(c) log q(c) in nats, whose gradient at q = E p is that of the entropy of the mean: (B,)."""
+        """Returns -sum_c p(c) log q(c) in nats, whose gradient at q = E p is that of the entropy of the mean: (B,)."""
         self.q = self.q.to(shares.device)
         uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in groups(bits)])
         return -(shares * ((1 - _UNIFORM) * self.q + _UNIFORM * uniform).log()).sum(1)
 
 
 def bits_of(codebook_size: int) -> int:
-    """log2 of a power of two. ConfigError: another number; the message names the powers next to it."""
+    """Returns log2 of a power of two. Raises ConfigError for another number, with the powers next to it."""
     bits = codebook_size.bit_length() - 1
     if codebook_size < 2 or codebook_size != 1 << bits:
         raise ConfigError(
@@ -171,7 +171,7 @@ def groups(bits: int) -> list[int]:
 
 
 def tokens_of(z: Tensor) -> Tensor:
-    """The binary code of the signs of z, highest bit first: (..., d) -> int64 (...)."""
+    """Returns the binary code of the signs of z, highest bit first: (..., d) -> int64 (...)."""
     powers = 1 << torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
     return ((z > 0) * powers).sum(-1)
 
@@ -183,7 +183,7 @@ def code_of(tokens: Tensor, bits: int) -> Tensor:
 
 
 def shares_of(logits: Tensor, weight: Tensor) -> Tensor:
-    """Mean p(c|z) over a sample's tokens by group: logits of each bit being +1 (B, N, d), (B, N) -> (B, codes)."""
+    """Averages p(c|z) over a sample's tokens by group: logits of a bit being +1 (B, N, d), (B, N) -> (B, codes)."""
     shares = []
     for part in logits.split(groups(logits.shape[-1]), dim=-1):
         size = part.shape[-1]
@@ -194,5 +194,5 @@ def shares_of(logits: Tensor, weight: Tensor) -> Tensor:
 
 
 def weighted(values: Tensor, weight: Tensor) -> Tensor:
-    """Weighted means by sample: two (B, ...) -> (B,)."""
+    """Returns weighted means by sample: two (B, ...) -> (B,)."""
     return (values * weight).flatten(1).sum(1) / weight.flatten(1).sum(1)

@@ -14,18 +14,22 @@ _LEAST_ERROR = 1e-10  # mean square: equal pictures have 100 dB
 
 
 def relative_error(values: Tensor, truth: Tensor) -> float:
-    """The largest difference / the largest magnitude of truth. Between zeros, as of an untrained network, it is 0."""
+    """Returns the largest difference / the largest magnitude of truth. Between zeros, as of an untrained network, it is
+    0.
+    """
     return float((values - truth).abs().max() / truth.abs().max().clamp(min=torch.finfo(truth.dtype).tiny))
 
 
 def psnr(picture: Tensor, truth: Tensor) -> Tensor:
-    """10 log10(1 / mean square error), at most 100 dB: two (B, C, H, W) -> (B,)."""
+    """Returns 10 log10(1 / mean square error), at most 100 dB: two (B, C, H, W) -> (B,)."""
     error = (picture - truth).square().flatten(1).mean(1)
     return -10 * error.clamp(min=_LEAST_ERROR).log10()
 
 
 def ssim(picture: Tensor, truth: Tensor) -> Tensor:
-    """Structural similarity, 1 where equal: two (B, C, H, W) -> (B,). The window is no larger than the picture."""
+    """Returns the structural similarity, 1 where equal: two (B, C, H, W) -> (B,). The window is no larger than the
+    picture.
+    """
     channels, height, width = truth.shape[1:]
     down, across = (_gaussian(min(_WINDOW, side), truth) for side in (height, width))
 
@@ -48,13 +52,13 @@ def _gaussian(size: int, like: Tensor) -> Tensor:
 
 
 def likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
-    """psnr and ssim by sample, of pictures in [-1, 1], clamped to it: two (B, C, H, W) -> (B,) each."""
+    """Returns psnr and ssim by sample, of pictures in [-1, 1], clamped to it: two (B, C, H, W) -> (B,) each."""
     picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
     return {"psnr": psnr(picture, truth), "ssim": ssim(picture, truth)}
 
 
 def histogram(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
-    """The share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
+    """Returns the share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
 
     The mean of rows over samples is the histogram of all samples, however they were batched. `counted`: not padding.
     """
@@ -65,7 +69,9 @@ def histogram(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) ->
 
 
 def codebook_usage(shares: Tensor) -> tuple[float, float]:
-    """Of a histogram (K,): perplexity, 1 to K (exp of the entropy in nats), and the fraction of tokens never used."""
+    """Returns, of a histogram (K,), the perplexity, 1 to K (exp of the entropy in nats), and the fraction of tokens
+    never used.
+    """
     shares = shares.double() / shares.double().sum()
     perplexity = torch.special.entr(shares).sum().exp().item()
     return perplexity, (shares == 0).double().mean().item()

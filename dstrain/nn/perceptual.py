@@ -40,7 +40,7 @@ class Distance(nn.Module):
         return super().train(False)
 
     def forward(self, picture: Tensor, truth: Tensor) -> Tensor:
-        """The distance by sample, of pictures in [-1, 1]: two (B, 1 or 3, H, W) -> float32 (B,)."""
+        """Returns the distance by sample, of pictures in [-1, 1]: two (B, 1 or 3, H, W) -> float32 (B,)."""
         distance = picture.new_zeros(len(picture), dtype=torch.float32)
         for features, true_features, head in zip(self._stages(picture), self._stages(truth), self.heads):
             difference = (_unit(features) - _unit(true_features)).square()  # (B, c, h, w)
@@ -69,7 +69,7 @@ class OfGarments(Distance):
 
 
 class Perceptual(Distance):
-    """LPIPS 0.1 with VGG-16. ConfigError: no weights at `path`, or not all of them, with the remedy."""
+    """LPIPS 0.1 with VGG-16. Raises ConfigError for no weights at `path`, or not all of them, with the remedy."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Perceptual(Distance):
 
 
 def load(path: str) -> Distance:
-    """The distance whose weights are at `path`, or the package's own. ConfigError: see Perceptual."""
+    """Loads the distance whose weights are at `path`, or the package's own. Raises ConfigError as Perceptual."""
     return OfGarments() if path == BUILTIN else Perceptual(path)
 
 
@@ -138,7 +138,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def _named(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our names for torchvision's (features.N), and those of the LPIPS package (net.sliceM.N, linM.model.1)."""
+    """Returns our names for torchvision's (features.N), and those of the LPIPS package (net.sliceM.N, linM.model.1)."""
     weights = {}
     for name, tensor in state.items():
         if match := re.fullmatch(r"(?:net\.slice\d|features)\.(\d+)\.(weight|bias)", name):

@@ -59,7 +59,7 @@ class Penalty(Section):
 def require_pictures(
     judge: Perceptual | None, discriminator: Discriminator | None, shape: tuple[int, int, int], prefix: str = ""
 ) -> None:
-    """ConfigError: pictures (C, H, W) do not suit one of the sections, whose keys begin with `prefix`."""
+    """Raises ConfigError if pictures (C, H, W) do not suit one of the sections, whose keys begin with `prefix`."""
     channels, height, width = shape
     if judge and channels == 4:
         raise ConfigError(f"{prefix}perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
@@ -73,7 +73,9 @@ def require_pictures(
 
 
 def missing_weights(judge: Perceptual | None, key: str) -> list[str]:
-    """A line for `conflicts` where the perceptual distance of the section `key` counts and its weights are absent."""
+    """Returns a line for `conflicts` where the perceptual distance of the section `key` counts and its weights are
+    absent.
+    """
     if judge is None or not judge.weight or judge.path == perceptual.BUILTIN or Path(judge.path).expanduser().exists():
         return []
     return [f"{key}.path={judge.path}: no weights are there: {perceptual.REMEDY}"]
@@ -101,11 +103,11 @@ class PictureLoss:
         self.network: Distance | None = None  # loaded where it is first needed
 
     def parts(self, part: str, learn: Loss) -> dict[str, Loss]:
-        """The parts of a first stage: its own with its loss, and `discriminator` where there is one."""
+        """Returns the parts of a first stage: its own with its loss, and `discriminator` where there is one."""
         return {part: learn} | ({"discriminator": self.discriminate} if self.discriminator else {})
 
     def networks(self, channels: int) -> dict[str, nn.Module]:
-        """The discriminator of pictures with that many channels; {} without one."""
+        """Returns the discriminator of pictures with that many channels; {} without one."""
         if self.discriminator is None:
             return {}
         return {
@@ -115,14 +117,16 @@ class PictureLoss:
         }
 
     def turns(self, part: str, step: int) -> tuple[str, ...]:
-        """The first stage's part, and the discriminator from its start on. Before that no critique is learned from."""
+        """Returns the first stage's part, and the discriminator from its start on. Before that no critique is learned
+        from.
+        """
         # Remembered here, where the host knows the step: reading example["step"] would wait for the device.
         self.adversarial = self.discriminator is not None and step >= self.discriminator.start
         self._penalized = self.adversarial and self.penalty is not None and step % self.penalty.every == 0
         return (part, "discriminator") if self.adversarial else (part,)
 
     def perceptual(self, picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
-        """The term perceptual, LPIPS (B,) of pictures (B, C, H, W); {} where it has no weight."""
+        """Returns the term perceptual, LPIPS (B,) of pictures (B, C, H, W); {} where it has no weight."""
         if not self.perceives:
             return {}
         network = self._network()
@@ -131,7 +135,7 @@ class PictureLoss:
         return {"perceptual": network(picture, truth)}
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        """The perceptual distance; () also where its weights are absent: a finished run encodes and exports without."""
+        """Returns the perceptual distance; () if its weights are absent: a finished run encodes and exports without."""
         return (self._network(),) if self.perceives and not missing_weights(self.judge, "") else ()
 
     def _network(self) -> Distance:
@@ -140,7 +144,7 @@ class PictureLoss:
         return self.network
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """The terms recon and perceptual, weighted: (B,)."""
+        """Returns the terms recon and perceptual, weighted: (B,)."""
         return terms["recon"] + self.judge.weight * terms["perceptual"] if self.perceives else terms["recon"]
 
     def critique(
@@ -153,8 +157,8 @@ class PictureLoss:
         out: Tensor | None = None,
         last: LastLayer | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The terms critique, critique_weight and critique_share, (B,), and the gradient of the product of the first
-        two with respect to `out`, the leaf that `picture` was made of; None: the picture itself.
+        """Returns the terms critique, critique_weight and critique_share, (B,), and the gradient of the product of the
+        first two with respect to `out`, the leaf that `picture` was made of; None: the picture itself.
 
         of_mean   the gradient with respect to `out` that it is balanced with, of a mean over the values of a picture.
         last      balances with respect to this layer, the one that made `out`; None: with respect to `out`.
@@ -180,8 +184,8 @@ class PictureLoss:
         return terms, weight.view(-1, 1, 1, 1) * of_critique
 
     def discriminate(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The hinge loss on originals and on what the first stage made of them in its turn; mean logits of both, (B,);
-        where a penalty is due the squared slope at the originals, `slope`.
+        """Computes the hinge loss on originals and on what the first stage made of them in its turn; mean logits of
+        both, (B,); where a penalty is due the squared slope at the originals, `slope`.
         """
         assert "reconstruction" in example, "the first stage's turn comes before the discriminator's"
         truth, network, penalty = example["original"], nets["discriminator"], self.penalty
@@ -204,5 +208,5 @@ class PictureLoss:
 
 
 def descending(value: Tensor, pull: Tensor) -> Tensor:
-    """A loss that has the mean of `value` and the gradient of the mean of `pull`: (B,) each -> a scalar."""
+    """Returns a loss that has the mean of `value` and the gradient of the mean of `pull`: (B,) each -> a scalar."""
     return (value.detach() + (pull - pull.detach())).mean()

@@ -7,12 +7,14 @@ from dstrain.recipe import ConfigError
 
 
 def to_uint8(pixels: Tensor) -> Tensor:
-    """[-1, 1] to 0, 1, ..., 255, of any shape; values beyond are clamped."""
+    """Maps [-1, 1] to 0, 1, ..., 255, of any shape; values beyond are clamped."""
     return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def require_shape(x: Tensor, shape: tuple[int, int, int], channels: str) -> None:
-    """ConfigError: x (..., C, H, W) is not of the `shape` (C, H, W) by the model's fields image_size and `channels`."""
+    """Raises ConfigError if x (..., C, H, W) is not of the `shape` (C, H, W) by the model's fields image_size and
+    `channels`.
+    """
     if tuple(x.shape[-3:]) != shape:
         raise ConfigError(
             f"data: the model takes {shape} (channels, height, width) by {channels} and image_size, the "

@@ -19,17 +19,17 @@ _LEAST = 2.0**-25  # below every uniform number but 0, and with a finite logarit
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in float32 at least: bfloat16 is too coarse for softmax and logarithms over many tokens."""
+    """Widens x to float32 at least: bfloat16 is too coarse for softmax and logarithms over many tokens."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Standard Gumbel noise float32, a stream for each key: (B,) -> (B, *shape); between -2.9 and 16.7."""
+    """Draws standard Gumbel noise float32, a stream for each key: (B,) -> (B, *shape); between -2.9 and 16.7."""
     return -torch.log(-torch.log(rng.uniform(key, name, shape).clamp(min=_LEAST)))
 
 
 def relax(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:
-    """A sample of each categorical over axis 1, as weights of its K tokens: two (B, K, ...), (B,) -> (B, K, ...).
+    """Draws from each categorical over axis 1, as weights of its K tokens: two (B, K, ...), (B,) -> (B, K, ...).
 
     soft              softmax((theta + g) / temperature): a mixture of tokens; the relaxed loss has its exact gradient.
     straight_through  one token, with the gradient of soft.
@@ -50,7 +50,7 @@ def relax(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> 
 
 
 def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
-    """A tensor whose Jacobian with respect to the logits is 2 J((pi_temperature + D) / 2) - J(pi) / 2.
+    """Returns a tensor whose Jacobian with respect to the logits is 2 J((pi_temperature + D) / 2) - J(pi) / 2.
 
     Liu et al. 2023 ("Bridging discrete and backpropagation", arXiv:2304.08612): differences of the loss between tokens
     by the trapezoid rule (Heun) instead of one gradient (Euler), which at temperature 1 is exact for quadratic losses.
@@ -66,7 +66,7 @@ def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
 
 
 def kl_to_uniform(logits: Tensor) -> Tensor:
-    """KL(softmax(logits) || uniform) in nats, summed over positions: (B, K, ...) -> (B,)."""
+    """Returns KL(softmax(logits) || uniform) in nats, summed over positions: (B, K, ...) -> (B,)."""
     log_q = logits.log_softmax(1)
     return (log_q.exp() * (log_q + math.log(logits.shape[1]))).flatten(1).sum(1)
 

@@ -18,7 +18,7 @@ from dstrain.systems.base import Batch, Nets, Request, System, Terms
 
 @contextmanager
 def set_eval_mode(nets: Nets) -> Iterator[None]:
-    """Inside, the networks are in evaluation mode, without dropout; afterwards in the mode they had."""
+    """Sets the networks to evaluation mode, without dropout, and afterwards to the mode they had."""
     modes = [
         (module, module.training) for net in nets.values() if isinstance(net, nn.Module) for module in net.modules()
     ]
@@ -50,7 +50,7 @@ def draw_rounds(
 def draw_own(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """As `draw`, but each rank has the `chunk` samples of its own turn, on its device.
+    """Draws as `draw_rounds`, but each rank has the `chunk` samples of its own turn, on its device.
 
     The last ones may be numbered beyond the request's: they repeat others, so that all ranks call the networks alike.
     """
@@ -66,12 +66,14 @@ def draw_own(
 
 
 def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None) -> Tensor:
-    """All samples of a request at once, (N, ...) on the CPU."""
+    """Draws all samples of a request at once, (N, ...) on the CPU."""
     return torch.cat([images for _, images in draw_rounds(system, nets, request, chunk, device)])
 
 
 def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
-    """As `draw_all`, on the host of rank 0 alone; None on the others. No rank's GPU holds more than its own samples."""
+    """Draws as `draw_all`, on the host of rank 0 alone; None on the others. No rank's GPU holds more than its own
+    samples.
+    """
     rounds = [
         group.rows_to_first(images, shares(len(request.seeds), number, chunk))
         for number, (_, images) in enumerate(draw_own(system, nets, request, chunk))
@@ -80,15 +82,15 @@ def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> T
 
 
 def shares(total: int, round: int, chunk: int) -> list[int]:
-    """How many of a round's samples are each rank's; what its chunk holds beyond repeats others."""
+    """Counts each rank's samples of a round; what its chunk holds beyond repeats others."""
     first = round * chunk * group.world()
     return [min(max(total - first - rank * chunk, 0), chunk) for rank in range(group.world())]
 
 
 @torch.no_grad()
 def picture_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
-    """The system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the host of
-    rank 0; None elsewhere.
+    """Returns the system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the host of rank 0; None
+    elsewhere.
     """
     pictures: dict[str, list[Tensor | None]] = {}
     total, world = len(batch["key"]), group.world()
@@ -102,7 +104,8 @@ def picture_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> di
 
 
 def class_columns(request: Request, most: int = 20) -> int | None:
-    """The number of classes, as columns of a grid, where the labels repeat in turn: then each class has a column.
+    """Returns the number of classes, as columns of a grid, where the labels repeat in turn: then each class has a
+    column.
 
     None where they do not repeat so, or there is one class, or more than `most`.
     """
@@ -143,7 +146,7 @@ class Means:
         self.sums[kind, name] = self.sums.get((kind, name), 0) + sums
 
     def result(self) -> dict[str, Any]:
-        """Over all ranks, which have all added the same names: figures and standard_errors {name: float}, curves
+        """Sums over all ranks, which have all added the same names: figures and standard_errors {name: float}, curves
         {name: (K,)} and quarters {name: (4,)} float64, timesteps and nonfinite_samples.
         """
         names = list(self.sums)

@@ -47,7 +47,7 @@ class About:
     fps: int = FPS
 
     def stem(self, number: int) -> str:
-        """The name of a sample's files."""
+        """Returns the name of a sample's files."""
         caption = make_safe_name(self.captions[number]) if self.captions else ""
         return f"{self.seed + number:06d}" + (f"-{caption}" if caption else "")
 
@@ -136,9 +136,9 @@ def _write_prompts(out: Path, texts: Sequence[str]) -> None:
 
 
 def folder_for(out: Path | None, parent: Path) -> Path:
-    """The folder to write into: `out`, or the first of PARENT/generated, generated_2, ... that is unused.
+    """Returns the folder to write into: `out`, or the first of PARENT/generated, generated_2, ... that is unused.
 
-    ConfigError: `out` cannot be written, or holds samples already.
+    Raises ConfigError if `out` cannot be written, or holds samples already.
     """
 
     def used(path: Path) -> bool:

@@ -28,11 +28,11 @@ def make_request(
     images: Tensor | None = None,
     **choices: Any,
 ) -> tuple[Request, list[str] | None]:
-    """A request for `num` samples, sample i a function of seed + i, and the texts that they are of, one a sample.
+    """Makes a request for `num` samples, sample i a function of seed + i, and the texts that they are of, one a sample.
 
     labels and prompts are repeated to `num`. images: uint8 (N, C, H, W), or frames (N, K, C, H, W), that samples begin
     from, repeated, too. choices: other fields of `samples`, such as sampler and num_steps. None takes the choice of the
-    recipe. ConfigError: the system does not take what is chosen.
+    recipe. Raises ConfigError if the system does not take what is chosen.
     """
     choices = {name: value for name, value in choices.items() if value is not None}
     samples = samples.model_copy(update=choices)
@@ -70,8 +70,9 @@ def make_request(
 
 
 def of_all(samples: Samples, data: Data, system: System) -> Samples:
-    """The section for a set that metrics compare with the data: every class in turn, whatever labels the grids show,
-    and every caption of the built-in clips; of other texts the recipe's prompts. Pictures are squares, as the data's.
+    """Returns the section for a set that metrics compare with the data: every class in turn, whatever labels the grids
+    show, and every caption of the built-in clips; of other texts the recipe's prompts. Pictures are squares, as the
+    data's.
     """
     prompts = tuple(built_in_captions()) if system.takes_texts and find_origin(data) == MOVING else samples.prompts
     return samples.model_copy(update={"labels": None, "prompts": prompts, "size": None})

@@ -44,7 +44,7 @@ def length(system: System, frames: int | None, primed: int | None, scenes: bool)
     Of scenes None stands for 1 given frame: with more, the earlier motion goes on against the text.
     See docs/guides/scenes.md.
 
-    ConfigError: frames that the system's clips cannot have.
+    Raises ConfigError for frames that the system's clips cannot have.
     """
     unit, frames = system.temporal_patch_size, frames or system.num_frames
     if (frames - 1) % unit:
@@ -65,7 +65,7 @@ def length(system: System, frames: int | None, primed: int | None, scenes: bool)
 
 
 def frames_of_scenes(captions: tuple[str, ...], length: Length) -> list[Scene]:
-    """Which frames of the long clip belong to which scene: a frame belongs to the scene that drew it."""
+    """Tells which frames of the long clip belong to which scene: a frame belongs to the scene that drew it."""
     ends = [length.frames + number * (length.frames - length.primed) for number in range(len(captions))]
     return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
 
@@ -95,7 +95,7 @@ def go_on(
 
 
 def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) -> Tensor:
-    """The last frames of a clip or picture, of all in a folder, or of an .npz of samples: uint8 (N, K, C, H, W).
+    """Reads the last frames of a clip or picture, of all in a folder, or of an .npz of samples: uint8 (N, K, C, H, W).
 
     K is `primed`; where clips are shorter and not `exactly` so many are needed, the most 1 + m * unit that all have.
     Clips and pictures are scaled and cropped to the run's size, as its data are. ConfigError names the file that cannot

@@ -68,7 +68,8 @@ class SystemConfig(Section):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """The section as written, with what the rest of the recipe says where it is silent, such as the image size.
+        """Returns the section as written, with what the rest of the recipe says where it is silent, such as the image
+        size.
 
         `run.data.codes` holds what the index of a cache says. What is added is written into the run's folder.
         """
@@ -76,21 +77,21 @@ class SystemConfig(Section):
 
     @classmethod
     def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
-        """The section of a run's own run.yaml, with what an older dstrain did where it names no choice."""
+        """Fills defaults of older versions into the section of a run's own run.yaml."""
         return model
 
     def conflicts(self, run: Run) -> list[str]:
-        """What in the rest of the recipe does not fit this section: one line each, with the keys and the remedy."""
+        """Lists what in the rest of the recipe does not fit this section, a line each, with keys and remedy."""
         return []
 
     def conflicts_at(self, stage: int) -> list[str]:
-        """What does not go with a ZeRO stage, 0 to 3: lines as of `conflicts`."""
+        """Lists what does not go with a ZeRO stage, 0 to 3, as `conflicts` does."""
         return []
 
     @property
     def num_labels(self) -> int | None:
-        """Number of classes that samples are conditioned on; None where labels say nothing. Training is refused where
-        the data have another number; 1 needs no classes.
+        """Returns the number of classes that samples are conditioned on; None where labels say nothing. Training is
+        refused where the data have another number; 1 needs no classes.
         """
         return None
 
@@ -98,9 +99,10 @@ class SystemConfig(Section):
     def with_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
-        """The section with another folder or hub name of its frozen networks, as generate --text-encoder, --tokenizer.
+        """Returns the section with another folder or hub name of its frozen networks, as generate --text-encoder,
+        --tokenizer.
 
-        ConfigError: the model has no use for it.
+        Raises ConfigError if the model has no use for it.
         """
         if text_encoder is not None:
             raise ConfigError("--text-encoder: the model takes no texts; leave it out")
@@ -109,7 +111,7 @@ class SystemConfig(Section):
         return model
 
     def unequal(self, run: Run, **fields: str) -> list[str]:
-        """A line for each pair KEY=FIELD of a data.KEY and a field of this section that differ, for `conflicts`."""
+        """Lists each pair KEY=FIELD of a data.KEY and a field of this section that differ, for `conflicts`."""
         pairs = ((key, getattr(run.data, key), field, getattr(self, field)) for key, field in fields.items())
         return [
             f"data.{key}={of_data} and model.{field}={of_model} differ: make both equal"
@@ -128,18 +130,20 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:
-        """Fresh modules, keys as `parts`; may run with all tensors, or the parameters alone, on the meta device."""
+        """Returns fresh modules, keys as `parts`; may run with all tensors, or the parameters alone, on the meta
+        device.
+        """
 
     @abstractmethod
     def synthetic(self, batch_size: int) -> Batch:
-        """A batch of the right shapes and random content, for bench, export and tests."""
+        """Returns a batch of the right shapes and random content, for bench, export and tests."""
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """Draws uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32 embeddings (N, D), from the seeds."""
         raise ConfigError(f"a {type(self).__name__} draws no samples")
 
     def encode(self, batch: Batch) -> Example:
-        """What a loss reads of a batch: images to [-1, 1]. No gradient."""
+        """Prepares what a loss reads of a batch: images to [-1, 1]. No gradient."""
         example = {name: tensor for name, tensor in batch.items() if name != "image"}
         example["x_start"] = batch["image"].float() / 127.5 - 1
         return example
@@ -160,11 +164,13 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return {name: term for name, term in terms.items() if term.ndim} | {"loss": terms["loss_each"]}
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """The parts that learn at `step`, in order."""
+        """Returns the parts that learn at `step`, in order."""
         return tuple(self.parts)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        """How much is to do at `step`, the larger the more; steps of equal workload and turns take equal operations."""
+        """Returns how much is to do at `step`, the larger the more; steps of equal workload and turns take equal
+        operations.
+        """
         return (len(self.turns(step)),)
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
@@ -174,20 +180,20 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return {}
 
     def accepts(self, source: Any) -> None:
-        """Meets a data source before anything is trained. ConfigError: its samples do not fit, with the remedy."""
+        """Meets a data source before anything is trained. Raises ConfigError if its samples do not fit."""
 
     def fingerprint(self, source: Any) -> str:
-        """What is learned from, as a run writes it down to notice a change: the source's own fingerprint, then those of
-        what the recipe names without fixing it, such as the encoder of captions that are not cached.
+        """Returns what is learned from, as a run writes it down to notice a change: the source's own fingerprint, then
+        those of what the recipe names without fixing it, such as the encoder of captions that are not cached.
         """
         return source.fingerprint()
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Whether weight decay applies to a parameter: matrices and filters, not biases and gains."""
+        """Returns whether weight decay applies to a parameter: matrices and filters, not biases and gains."""
         return weight.ndim >= 2
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        """The repeated unit of the networks: what is compiled and recomputed by."""
+        """Returns the repeated units of the networks, which are compiled and recomputed one by one."""
         return ()
 
     def frozen(self) -> tuple[nn.Module, ...]:
@@ -195,11 +201,13 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return ()
 
     def cannot_draw(self) -> str | None:
-        """Why `sample` cannot be called, with the remedy; None where it can."""
+        """Returns why `sample` cannot be called, with the remedy; None where it can."""
         return None if type(self).sample is not System.sample else f"a {type(self).__name__} draws no samples"
 
     def sampler(self, name: str | None, key: str = "sampler") -> str:
-        """The sampler of that name, None for the usual one. ConfigError, which names the `key`: there is none such."""
+        """Returns the sampler of that name, None for the usual one. Raises ConfigError, which names the `key`, if there
+        is none.
+        """
         if name is None:
             return self.samplers[-1] if self.samplers else ""
         if not self.samplers:

@@ -57,9 +57,9 @@ class Codec(Frozen):
 
     @classmethod
     def load(cls, path: str | Path, key: str = "first_stage.path") -> "Codec":
-        """From a folder that dstrain export RUN --format safetensors or dstrain consolidate has written.
+        """Loads a folder that dstrain export RUN --format safetensors or dstrain consolidate has written.
 
-        ConfigError: the folder is absent, holds something else or damaged weights, or its system encodes nothing.
+        Raises ConfigError if the folder is absent, holds something else or damaged weights, or encodes nothing.
         """
         folder = Path(path)
         _require_export(folder, key)
@@ -84,7 +84,7 @@ class Codec(Frozen):
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, frames: Tensor | None = None) -> dict[str, Tensor]:
-        """What System.codes gives: tokens int64, or latent_mean and latent_std float32, (B, *codes_shape) each.
+        """Encodes as System.codes: tokens int64, or latent_mean and latent_std float32, (B, *codes_shape) each.
 
         pixels: images (B, C, H, W) or videos (B, T, C, H, W), float in [-1, 1]. frames: how many frames of each video
         are real, int64 (B,), None for all; tokens of the others mean nothing. ConfigError: pixels of another shape.
@@ -134,7 +134,7 @@ class Codec(Frozen):
         return self._system.decode(self._nets, codes)
 
     def require_shape(self, shape: tuple[int, ...]) -> None:
-        """ConfigError: images or frames are not (channels, height, width) as this first stage's are."""
+        """Raises ConfigError if images or frames are not (channels, height, width) as this first stage's are."""
         if shape != self.shape:
             raise ConfigError(
                 f"data: images or frames are {shape} (channels, height, width), the first stage at "
@@ -144,7 +144,7 @@ class Codec(Frozen):
 
 
 def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
-    """ConfigError: the system of a run has no codes."""
+    """Raises ConfigError if the system of a run has no codes."""
     if not system.encodes:
         raise ConfigError(
             f"{key}: {path} is of the system {run.system}, which encodes nothing that others learn from; "
@@ -153,7 +153,7 @@ def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
 
 
 def _require_export(folder: Path, key: str) -> None:
-    """ConfigError: the folder does not exist, or has no recipe beside its weights."""
+    """Raises ConfigError if the folder does not exist, or has no recipe beside its weights."""
     if (folder / "recipe.yaml").is_file():
         return
     problem = f"{folder} holds no recipe.yaml"
@@ -167,8 +167,8 @@ def _require_export(folder: Path, key: str) -> None:
 
 
 def _weights(folder: Path, part: str) -> dict[str, Tensor]:
-    """The part's state dict: PART.safetensors of an export; of a consolidated run the files in PART/, or in the folder
-    itself where it has one part. OSError: there are none.
+    """Reads the part's state dict: PART.safetensors of an export; of a consolidated run the files in PART/, or in the
+    folder itself where it has one part. Raises OSError if there are none.
     """
     files = [folder / f"{part}.safetensors"]
     if not files[0].is_file():

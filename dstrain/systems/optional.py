@@ -16,7 +16,8 @@ class Figures:
     """Figures beyond the held-out loss, and pictures beside the samples."""
 
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """What dstrain evaluate averages over held-out samples: values (B,), curves (B, K) such as bits by timestep.
+        """Measures what dstrain evaluate averages over held-out samples: values (B,), curves (B, K) such as bits by
+        timestep.
 
         `num_steps` shortens a chain, None takes the whole. By default the terms of `evaluate`.
         """
@@ -27,7 +28,7 @@ class Figures:
         return {}
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Pictures beside the samples, such as reconstructions: uint8 (B, C, H, W) or (B, T, C, H, W) each."""
+        """Returns pictures beside the samples, such as reconstructions: uint8 (B, C, H, W) or (B, T, C, H, W) each."""
         return {}
 
 
@@ -57,16 +58,16 @@ class Prompted:
 
     @property
     def takes_texts(self) -> bool:
-        """Whether samples can begin from texts."""
+        """Returns whether samples can begin from texts."""
         return type(self).conditions_from_texts is not Prompted.conditions_from_texts
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Conditions for one sample for each text, (N, ...) each. ConfigError: the system takes none."""
+        """Conditions for one sample for each text, (N, ...) each. Raises ConfigError if the system takes none."""
         raise ConfigError(f"a {type(self).__name__} takes no texts")
 
     @property
     def takes_pictures(self) -> bool:
-        """Whether samples can begin from pictures or frames."""
+        """Returns whether samples can begin from pictures or frames."""
         return type(self).conditions_from is not Prompted.conditions_from
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
@@ -74,7 +75,7 @@ class Prompted:
         their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size; where it takes embeddings, of those,
         float32 (N, takes_embeddings).
 
-        ConfigError: the system begins from noise, or the pictures do not fit.
+        Raises ConfigError if the system begins from noise, or the pictures do not fit.
         """
         raise ConfigError(f"a {type(self).__name__} begins from noise and takes no pictures")
 
@@ -90,7 +91,7 @@ class Sampling:
     # that are carried to noise, and drawn again from it
 
     def check_sampling(self, samples: Samples) -> None:
-        """ConfigError: a choice that this system does not read, or that does not go with its sampler."""
+        """Raises ConfigError for a choice that this system does not read, or that does not go with its sampler."""
         usual = Samples()
         if samples.size is not None and not self.takes_sizes:
             raise ConfigError(
@@ -106,7 +107,9 @@ class Sampling:
                 )
 
     def require_guide(self, other: Any) -> None:
-        """ConfigError: the networks of the system `other`, as `guide` in `nets`, cannot guide this one's samples."""
+        """Raises ConfigError if the networks of the system `other`, as `guide` in `nets`, cannot guide this one's
+        samples.
+        """
         raise ConfigError(f"a {type(self).__name__} is guided by no other run; leave it out")
 
 
@@ -136,7 +139,9 @@ class FirstStage:
         raise ConfigError(f"a {type(self).__name__} decodes nothing that others draw")
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What decides the `codes`: a config, as JSON, and weights by name. Their hash tells first stages apart."""
+        """Returns what decides the `codes`: a config, as JSON, and weights by name. Their hash tells first stages
+        apart.
+        """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
 
@@ -146,14 +151,14 @@ class Imports:
     in_pipeline: str = ""  # where a pipeline of diffusers keeps what `from_diffusers` takes
 
     def on_meta(self, part: str) -> nn.Module:
-        """A part's network without values, for its names and shapes."""
+        """Returns a part's network without values, for its names and shapes."""
         with torch.device("meta"):
             return self.networks()[part]
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """A state dict from elsewhere as the part's network takes it, and what was changed, in words.
+        """Fits a state dict from elsewhere to the part's network, and says what was changed.
 
-        ConfigError: the first difference that cannot be bridged, both shapes, and the remedy.
+        Raises ConfigError for the first difference that cannot be bridged, both shapes, and the remedy.
         """
         expected = self.on_meta(part).state_dict()
         for name in [*expected, *state]:
@@ -172,7 +177,7 @@ class Imports:
     ) -> tuple[dict[str, Tensor], list[str]]:
         """Weights of the first part under diffusers' names as `adapt` takes them, and what to know of them.
 
-        ConfigError: another class, or a field that differs from the recipe's.
+        Raises ConfigError for another class, or a field that differs from the recipe's.
         """
         raise ConfigError(
             f"weights: config.json is of class {diffusers_config.get('_class_name')} of diffusers, which "
@@ -180,5 +185,5 @@ class Imports:
         )
 
     def require_expressible(self) -> None:
-        """ConfigError: dstrain export cannot write such a model for diffusers, whatever its weights are."""
+        """Raises ConfigError if dstrain export cannot write such a model for diffusers, whatever its weights are."""
         raise ConfigError(f"a {type(self).__name__} has no form in diffusers: take --format safetensors")

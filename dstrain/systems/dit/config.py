@@ -141,7 +141,7 @@ class Config(SystemConfig):
         return self
 
     def _check_codes(self, patch: int) -> None:
-        """Whether the network's input is what the data hold."""
+        """Checks that the network's input is what the data hold."""
         channels, *sides = self.codes.shape
         if self.in_channels != channels:
             raise ConfigError(
@@ -159,7 +159,9 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """The section with what the data say where it is silent: size, channels, and the latents that they hold."""
+        """Returns the section with what the data say where it is silent: size, channels, and the latents that they
+        hold.
+        """
         from_data: dict[str, Any] = {"image_size": run.data.image_size}
         first_stage, index, codes = model.get("first_stage"), run.data.codes, None
         if not first_stage:
@@ -216,20 +218,21 @@ class Config(SystemConfig):
         return self.num_classes
 
     def network_shape(self) -> dict[str, int]:
-        """patch_size, hidden_size, depth and num_heads, whichever way they are given."""
+        """Returns patch_size, hidden_size, depth and num_heads, whichever way they are given."""
         return self.model_dump(include=set(_SHAPE)) if self.size is None else SIZES[self.size]
 
     @property
     def input_size(self) -> int:
-        """Side of the network's input."""
+        """Returns the side of the network's input."""
         if self.first_stage is None:
             return self.image_size if self.codes is None else self.codes.shape[1]
         return self.image_size // self.first_stage.factor
 
     def shape(self, size: Shape | None = None) -> tuple[int, int, int]:
-        """Of the network's input, (C, h, w), for images of a width and height; None: squares of image_size.
+        """Returns the shape of the network's input, (C, h, w), for images of a width and height; None: squares of
+        image_size.
 
-        ConfigError: the patches do not fill it.
+        Raises ConfigError if the patches do not fill it.
         """
         if size is None:
             return self.in_channels, self.input_size, self.input_size
@@ -240,7 +243,7 @@ class Config(SystemConfig):
         return self.in_channels, high // factor, wide // factor
 
     def network_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of DiT."""
+        """Returns the keyword arguments of DiT."""
         fields = {
             "in_channels",
             "mlp_ratio",

@@ -82,7 +82,7 @@ class DiT(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, y: Tensor, size: Tensor | None = None, embed: Tensor | None = None
     ) -> Tensor:
-        """size: int64 (B, 6), see SizeEmbedder; embed: (B, E), see ImageEmbedder; None: no such conditions."""
+        """Takes size int64 (B, 6), see SizeEmbedder, and embed (B, E), see ImageEmbedder; None: no such conditions."""
         high, wide = (side // self.patch_size for side in x.shape[2:])
         x = self.x_embedder(x)  # (B, N, D)
         x = x + self.positions(high, wide).to(x)
@@ -96,7 +96,7 @@ class DiT(nn.Module):
         return self.unpatchify(self.final_layer(x, c), high, wide)  # (B, C or 2C, H, W)
 
     def positions(self, high: int, wide: int) -> Tensor:
-        """Those of the square grid, or float32 (1, N, D) of another one over the same range."""
+        """Returns the positions of the square grid, or float32 (1, N, D) of another one over the same range."""
         if high == wide == self.grid:
             return self.pos_embed
         if (high, wide) not in self._positions:

@@ -42,7 +42,7 @@ class ClassPipeline(DiffusionPipeline):
         output_type="pil",
         guidance_interval=None,
     ):
-        """A picture for each label. latents: the noise to begin from, (B, C, H, W), instead of the generator's.
+        """Draws a picture for each label. latents: the noise to begin from, (B, C, H, W), instead of the generator's.
 
         output_type: pil, np, pt, or latent: what the chain ends with, undecoded. guidance_interval: (LOW, HIGH), the
         noise levels sigma / alpha between which predictions are guided; None: all. ValueError: no such label.
@@ -76,7 +76,7 @@ class ClassPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images)
 
     def _noise(self, t):
-        """sigma / alpha at a timestep."""
+        """Returns sigma / alpha at a timestep."""
         if hasattr(self.scheduler, "alphas_cumprod"):
             kept = float(self.scheduler.alphas_cumprod[int(t)])
             return (1 / kept - 1) ** 0.5 if kept else float("inf")
@@ -84,7 +84,7 @@ class ClassPipeline(DiffusionPipeline):
         return share / (1 - share) if share < 1 else float("inf")
 
     def _guided(self, x, t, y, scale):
-        """The prediction and, behind its channels, the variances of the half with labels."""
+        """Returns the prediction and, behind its channels, the variances of the half with labels."""
         if scale == 1:
             return self.transformer(x, t.expand(len(x)), y).sample
         null = torch.full_like(y, self.transformer.config.num_embeds_ada_norm)

@@ -64,7 +64,7 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """x_start: latents drawn from the cached moments or by the first stage; without either pixels in [-1, 1]."""
+        """Sets x_start: latents drawn from cached moments or by the first stage; without either pixels in [-1, 1]."""
         inputs = ("image", "latent_mean", "latent_std")
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
         self._require_embedding(batch)
@@ -85,7 +85,7 @@ class DiTSystem(System):
         return example
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
-        """The training loss: a timestep and a noise for each sample, its label and embedding dropped now and then."""
+        """Computes the training loss: a timestep and a noise for each sample, its conditions dropped at times."""
         dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
         y = torch.where(dropped, self.config.num_classes, self._labels(example, example["x_start"]))
         if self.config.embedding_dim:
@@ -95,13 +95,13 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """The training loss with every label in place, one value a sample (B,)."""
+        """Computes the training loss with every label in place, one value a sample (B,)."""
         return self._losses(nets, example, self._labels(example, example["x_start"]))
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Bits/dim with every label in place: of diffusion over 8-bit pixels the whole bound, of a flow over them by
-        its ODE; else the terms of `evaluate`. ConfigError: num_steps of a model of latents.
+        """Measures bits/dim with every label in place: of diffusion over 8-bit pixels the whole bound, of a flow over
+        them by its ODE; else the terms of `evaluate`. Raises ConfigError for num_steps of a model of latents.
         """
         if self.models_pixels():
             y, flows = self._labels(example, example["x_start"]), self.config.objective == "flow"
@@ -135,7 +135,7 @@ class DiTSystem(System):
         return self.diffusion.training_losses(network, x_start, t, noise) | {"quartile": quartile}
 
     def _conditions(self, example: Example) -> dict[str, Tensor]:
-        """What the network is told beside labels: sizes, int64 (B, 6), and image embeddings (B, E)."""
+        """Returns what the network is told beside labels: sizes, int64 (B, 6), and image embeddings (B, E)."""
         conditions = {"embed": example["image_embed"]} if self.config.embedding_dim else {}
         if not self.config.size_conditions:
             return conditions
@@ -144,7 +144,7 @@ class DiTSystem(System):
         return conditions | {"size": example["size"]}
 
     def _require_embedding(self, batch: dict[str, Tensor]) -> None:
-        """ConfigError: the model is conditioned on an image embedding, and there is none of its width."""
+        """Raises ConfigError if the model is conditioned on an image embedding, and there is none of its width."""
         width, actual = self.config.embedding_dim, batch["image_embed"].shape[1] if "image_embed" in batch else 0
         if width and not actual:
             raise ConfigError(
@@ -159,9 +159,7 @@ class DiTSystem(System):
             )
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """image_embed float32 (N, E): of a model that is conditioned on them, embeddings are what
-        samples begin from.
-        """
+        """Returns image_embed float32 (N, E), the embeddings that samples of a model with embedding_dim begin from."""
         if not self.config.embedding_dim:
             return super().conditions_from(images)
         if images.ndim != 2:
@@ -171,14 +169,14 @@ class DiTSystem(System):
         return conditions
 
     def accepts(self, source: Any) -> None:
-        """ConfigError: embeddings of another width, or none."""
+        """Raises ConfigError for embeddings of another width, or none."""
         if self.config.embedding_dim:
             self._require_embedding(
                 {name: values[None] for name, values in source.first().items() if name == "image_embed"}
             )
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Beside samples that are drawn from embeddings, `data`: the images that these are of."""
+        """Returns `data`, the images of the embeddings that samples are drawn from."""
         if not self.config.embedding_dim or self.cannot_draw():
             return {}
         x_start = example["x_start"]
@@ -196,7 +194,7 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
+        """Draws uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
         A model with embedding_dim needs image_embed (N, E) in the request's conditions, see conditions_from.
         Samplers: those of diffusion/samplers.py, for flow matching of flow.py. ConfigError: another sampler, more steps
@@ -235,7 +233,7 @@ class DiTSystem(System):
             flow.check_spacing(samples.spacing)
 
     def require_guide(self, other: System) -> None:
-        """Width and depth may differ, and so may what the network learns beside its prediction."""
+        """Refuses a guide of other data or noise; its width, depth and variances may differ."""
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
         same = {
@@ -291,11 +289,11 @@ class DiTSystem(System):
         return None
 
     def models_pixels(self) -> bool:
-        """Whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
+        """Returns whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
         return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """label int64 (num,): `labels` in turn, or every class. ConfigError: a label that is no class."""
+        """Returns label int64 (num,): `labels` in turn, or every class. Raises ConfigError for others."""
         classes = labels or tuple(range(self.config.num_classes))
         unknown = [label for label in classes if not 0 <= label < self.config.num_classes]
         if unknown:

@@ -59,7 +59,9 @@ images[0].save("0.png")
 
 
 def about(system: DiTSystem) -> tuple[str, str, str]:
-    """The class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn` draws."""
+    """Returns the class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn`
+    draws.
+    """
     config, notes = system.config, []
     if config.learn_sigma:
         notes.append(
@@ -95,7 +97,7 @@ def save(
 ) -> None:
     """Writes the folder. `classes`: the names of the labels in order, if known; `statistics` is for autoencoders.
 
-    ConfigError: a field of the model that diffusers' classes cannot express.
+    Raises ConfigError for a field of the model that diffusers' classes cannot express.
     """
     from diffusers import DiTPipeline, DiTTransformer2DModel
 
@@ -121,8 +123,8 @@ def save(
 
 @torch.no_grad()
 def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Relative errors of diffusers' network: of predictions with and (if trained) without label at timesteps over the
-    whole chain.
+    """Measures relative errors of diffusers' network: of predictions with and (if trained) without label at timesteps
+    over the whole chain.
     """
     from diffusers import DiTTransformer2DModel
 
@@ -143,7 +145,7 @@ def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, examp
 
 @torch.no_grad()
 def drawn(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """What the code of `about` draws, by the trained network and our samplers: uint8 (B, C, H, W), or latents."""
+    """Draws what the code of `about` draws, by the trained network and our samplers: uint8 (B, C, H, W), or latents."""
     config, y = system.config, torch.tensor(_labels(system), device=group.device())
     noise = torch.randn(len(y), *system.shape, generator=torch.Generator().manual_seed(0)).to(y.device)
     channels = None if _is_stock(system) else config.guidance_channels
@@ -172,7 +174,7 @@ def _scale(system: DiTSystem) -> float:
 
 
 def _is_stock(system: DiTSystem) -> bool:
-    """Whether diffusers' own DiTPipeline draws from it."""
+    """Returns whether diffusers' own DiTPipeline draws from it."""
     config = system.config
     return (
         config.objective == "diffusion"
@@ -204,7 +206,7 @@ def _scheduler(system: DiTSystem) -> Any:
 
 
 def _first_stage(config: Config) -> nn.Module | None:
-    """The first stage with the scale of the run, read again, since the system may have dropped its encoder."""
+    """Reads the first stage again, with the scale of the run, since the system may have dropped its encoder."""
     if config.first_stage is None:
         return None
     stage = Autoencoder(config.first_stage.path, config.first_stage.scaling_factor, config.first_stage.shift)

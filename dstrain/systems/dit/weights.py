@@ -58,12 +58,12 @@ _REMEDIES = (
 
 
 def adapt(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
-    """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
+    """Fits a state dict to `network` (only its names and shapes are read: meta tensors do), and says what was changed.
 
     Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
     rows is replaced by new rows, normal(0.02); its last row, "no label", is the file's. An embedder of sizes or of
     image embeddings that the file lacks is a new one, whose last layer is zero: the network computes what it did.
-    ConfigError: the first difference beyond these, with both shapes and the remedy.
+    Raises ConfigError for the first difference beyond these, with both shapes and the remedy.
     """
     shapes = fitting.shapes_of(network)
     state, notes = dict(state), []
@@ -94,7 +94,7 @@ def _interpolated(positions: Tensor, count: int, notes: list[str]) -> Tensor:
 
 
 def to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: bool) -> dict[str, Tensor]:
-    """The state dict of a DiTTransformer2DModel whose label table has `rows` + 1 rows; the last is "no label".
+    """Returns the state dict of a DiTTransformer2DModel whose label table has `rows` + 1 rows; the last is "no label".
 
     Rows without a class repeat the last one. Where the network has no "no label", they are 0.
     """
@@ -110,10 +110,11 @@ def to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: b
 
 
 def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config) -> fitting.Fitted:
-    """A DiTTransformer2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its config.json.
+    """Returns a DiTTransformer2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its
+    config.json.
 
-    ConfigError: another class, a field that differs from the recipe's, missing weights, or blocks whose embedders
-    differ, since this network has one embedder for all blocks.
+    Raises ConfigError for another class, a field that differs from the recipe's, missing weights, or blocks whose
+    embedders differ, since this network has one embedder for all blocks.
     """
     _require_same(diffusers_config, config)
     depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
@@ -136,7 +137,7 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
 
 
 def _names(depth: int) -> Iterator[tuple[str, list[str]]]:
-    """Our name of each weight, and diffusers': three for qkv, and one in each block for an embedder's."""
+    """Yields our name of each weight, and diffusers': three for qkv, and one in each block for an embedder's."""
     for kind in ("weight", "bias"):
         for name, other in _ENDS.items():
             yield f"{name}.{kind}", [f"{other}.{kind}"]
@@ -154,7 +155,7 @@ def _names(depth: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def _shared(copies: dict[str, Tensor]) -> Tensor:
-    """The weight that all blocks hold a copy of."""
+    """Returns the weight that all blocks hold a copy of. Raises ConfigError if the copies differ."""
     first = next(iter(copies.values()))
     for name, copy in copies.items():
         if not torch.equal(first, copy):
@@ -166,7 +167,7 @@ def _shared(copies: dict[str, Tensor]) -> Tensor:
 
 
 def _unpadded(table: Tensor, config: Config, notes: list[str]) -> Tensor:
-    """The table without the rows that only fill up diffusers' table: all repeat its last row."""
+    """Returns the table without the rows that only fill up diffusers' table: all repeat its last row."""
     count = config.num_classes
     if len(table) <= count or not torch.equal(table[count:], table[-1:].expand_as(table[count:])):
         return table
@@ -189,7 +190,7 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
 
 
 def require_expressible(config: Config) -> None:
-    """ConfigError: a field that diffusers' DiTTransformer2DModel or its schedulers cannot express."""
+    """Raises ConfigError for a field that diffusers' DiTTransformer2DModel or its schedulers cannot express."""
     if config.embedding_dim:
         raise ConfigError(
             "embedding_dim: diffusers' DiTTransformer2DModel takes no image embeddings; take --format safetensors"
@@ -217,7 +218,7 @@ def require_expressible(config: Config) -> None:
 
 
 def arguments(config: Config) -> dict[str, Any]:
-    """The keyword arguments of the same network in diffusers, but for the size of its label table."""
+    """Returns the keyword arguments of the same network in diffusers, but for the size of its label table."""
     shape = config.network_shape()
     return {
         "num_attention_heads": shape["num_heads"],

@@ -85,7 +85,7 @@ class Config(SystemConfig):
     @field_validator("attention_resolutions", "channel_mult", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        """The original's flags are "16,8"; one number is a list of one."""
+        """Splits the original's flags, "16,8"; one number is a list of one."""
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return (value,) if isinstance(value, int) else value
@@ -166,7 +166,7 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """The section with what the data say where it is silent: size and channels."""
+        """Returns the section with what the data say where it is silent: size and channels."""
         return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model, "sizes": run.data.buckets}
 
     def conflicts(self, run: Run) -> list[str]:
@@ -191,8 +191,8 @@ class Config(SystemConfig):
         return problems
 
     def shape(self, size: Shape | None = None) -> tuple[int, int, int]:
-        """Of images (C, H, W) of a width and height; None: squares of image_size. ConfigError:
-        levels do not divide it.
+        """Returns the shape of images (C, H, W) of a width and height; None: squares of image_size. Raises ConfigError
+        if levels do not divide it.
         """
         wide, high = size or (self.image_size, self.image_size)
         unit = 2 ** (len(self.mults) - 1)
@@ -206,7 +206,7 @@ class Config(SystemConfig):
 
     @property
     def has_null(self) -> bool:
-        """Whether the label table has a null row, number num_classes, that guidance leads away from."""
+        """Returns whether the label table has a null row, number num_classes, that guidance leads away from."""
         return self.class_cond and self.class_dropout_prob > 0
 
     @property
@@ -215,7 +215,7 @@ class Config(SystemConfig):
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Side of each level."""
+        """Returns the side of each level."""
         return tuple(self.image_size // 2**level for level in range(len(self.mults)))
 
     @property
@@ -227,7 +227,7 @@ class Config(SystemConfig):
         return len(schedule.space_timesteps(self.diffusion_steps, self.timestep_respacing))
 
     def network_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of UNet and SuperResUNet."""
+        """Returns the keyword arguments of UNet and SuperResUNet."""
         fields = {
             "in_channels",
             "num_channels",
@@ -246,7 +246,7 @@ class Config(SystemConfig):
         }
 
     def diffusion_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of GaussianDiffusion, but for the betas."""
+        """Returns the keyword arguments of GaussianDiffusion, but for the betas."""
         loss = "rescaled_kl" if self.use_kl else "rescaled_mse" if self.rescale_learned_sigmas else "mse"
         variance = "learned_range" if self.learn_sigma else "fixed_small" if self.sigma_small else "fixed_large"
         return {
@@ -258,7 +258,7 @@ class Config(SystemConfig):
 
 
 def _proposal(image_size: int) -> list[int]:
-    """A channel_mult for any size: halved while even and above 8, at most as often as 256 is."""
+    """Proposes a channel_mult for any size: halved while even and above 8, at most as often as 256 is."""
     levels = 1
     while levels < 6 and image_size % 2**levels == 0 and image_size // 2 ** (levels - 1) > 8:
         levels += 1

@@ -40,7 +40,8 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         guidance_scale=1.0,
         guidance_interval=None,
     ):
-        """A picture for each label and each small picture, low_res (B, C, h, w) in [-1, 1], where the unet takes them.
+        """Draws a picture for each label and each small picture, low_res (B, C, h, w) in [-1, 1], where the unet takes
+        them.
 
         latents: the noise to begin from, (B, C, H, W), instead of the generator's. output_type: pil, np or pt.
         guidance_interval: (LOW, HIGH), the noise levels sigma / alpha between which predictions are guided; None: all.
@@ -80,12 +81,12 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images)
 
     def _noise(self, t):
-        """sigma / alpha at a timestep."""
+        """Returns sigma / alpha at a timestep."""
         kept = float(self.scheduler.alphas_cumprod[int(t)])
         return (1 / kept - 1) ** 0.5 if kept else float("inf")
 
     def _guided(self, x, t, y, stretched, scale):
-        """The prediction and, behind its channels, the variances of the half with labels."""
+        """Returns the prediction and, behind its channels, the variances of the half with labels."""
         seen = x if stretched is None else torch.cat((x, stretched), dim=1)
         if scale == 1:
             return self.unet(seen, t, class_labels=y).sample

@@ -62,7 +62,7 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """x_start in [-1, 1], and for super-resolution low_res (B, C, small, small), its means over squares."""
+        """Sets x_start in [-1, 1], and for super-resolution low_res (B, C, small, small), its means over squares."""
         example = super().encode(batch)
         if tuple(example["x_start"].shape[1:]) not in self.shapes:
             require_shape(example["x_start"], self.shape, "in_channels")
@@ -73,8 +73,8 @@ class IDDPMSystem(System):
         return example
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
-        """The training loss: one timestep and one noise for each sample, its label dropped now and then; terms have the
-        weight of the drawn t.
+        """Computes the training loss: one timestep and one noise for each sample, its label dropped now and then; terms
+        have the weight of the drawn t.
         """
         if self.config.has_null:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
@@ -89,14 +89,14 @@ class IDDPMSystem(System):
         return weighted
 
     def observe(self, terms: Terms) -> None:
-        """The timestep sampler learns from unweighted losses. Those that are not finite are marked as padding, -1."""
+        """Learns from unweighted losses. Those that are not finite are marked as padding, -1."""
         losses = terms["loss_seen"]
         self.timesteps.observe(torch.where(losses.isfinite(), terms["timestep"], -1), losses)
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """The unweighted loss at uniform timesteps with every label in place, one value a sample (B,): independent of
-        the sampler's history.
+        """Computes the unweighted loss at uniform timesteps with every label in place, one value a sample (B,):
+        independent of the sampler's history.
         """
         t, _ = self.uniform.sample(rng.uniform(example["key"], "timestep"))
         return self._losses(nets, example, t)
@@ -107,17 +107,17 @@ class IDDPMSystem(System):
         return terms | {"quartile": 4 * t // self.config.diffusion_steps}
 
     def network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
-        """The denoiser with its conditions filled in; conditions that it does not take are ignored."""
+        """Returns the denoiser with its conditions filled in; conditions that it does not take are ignored."""
         arguments = self._arguments(conditions)
         return lambda x_t, t: nets["denoiser"](x_t, t, **arguments)
 
     def _arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the network is told beside x_t and t, under its names."""
+        """Returns what the network is told beside x_t and t, under its names."""
         arguments = {"low_res": conditions["low_res"]} if self.starts_from_data else {}
         return arguments | ({"y": _label(conditions)} if self.config.class_cond else {})
 
     def guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """The denoiser with its conditions filled in, guided away from the null label as the request asks."""
+        """Returns the denoiser with its conditions filled in, guided away from the null label as the request asks."""
         if request.guidance_scale != 1 and not self.config.has_null:
             raise ConfigError(
                 "guidance_scale: this model has no null label; sample with guidance_scale 1, or train "
@@ -136,7 +136,8 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Bits/dim over `num_steps` timesteps, see measured_bits; None: those of timestep_respacing, by default all.
+        """Measures bits/dim over `num_steps` timesteps, see measured_bits; None: those of timestep_respacing, by
+        default all.
 
         For super-resolution they are conditioned on the small picture.
         """
@@ -151,11 +152,11 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
+        """Draws uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
         Samplers: those of diffusion/samplers.py. Super-resolution needs conditions["low_res"] (see conditions_from).
-        ConfigError: it is missing, another sampler, more steps than the chain has, labels that are no class, guidance
-        of a model without a null label.
+        Raises ConfigError if it is missing, for another sampler, more steps than the chain has, labels that are no
+        class, or guidance of a model without a null label.
         """
         sampler = self.sampler(request.sampler)
         timesteps = self._timesteps(sampler, request)
@@ -177,7 +178,9 @@ class IDDPMSystem(System):
         return to_uint8(samplers.sample(self.diffusion, network, x, noise, sampler, timesteps, request.eta, True))
 
     def _timesteps(self, sampler: str, request: Request) -> list[int]:
-        """Those of timestep_respacing where it keeps as many, else by the request's spacing or evenly, as published."""
+        """Returns the timesteps of timestep_respacing where it keeps as many, else by the request's spacing or evenly,
+        as published.
+        """
         respaced = schedule.space_timesteps(self.config.diffusion_steps, self.config.timestep_respacing)
         if (
             self.config.timestep_respacing
@@ -229,9 +232,9 @@ class IDDPMSystem(System):
             raise ConfigError(f"low_res: {shape} where the request's seeds and small_size need {expected}")
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """label int64 (num,): `labels` in turn, or every class; nothing where class_cond is not set.
+        """Returns label int64 (num,): `labels` in turn, or every class; nothing where class_cond is not set.
 
-        ConfigError: a label that is no class, or labels for an unconditional model.
+        Raises ConfigError for a label that is no class, or labels for an unconditional model.
         """
         if not self.config.class_cond:
             if labels:
@@ -250,14 +253,14 @@ class IDDPMSystem(System):
             )
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """The label table may differ, see weights.py."""
+        """Fits the label table, too, see weights.py."""
         return weights.adapt(state, self.on_meta(part), self.config)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.from_diffusers(state, diffusers_config, self.config)
 
     def require_expressible(self) -> None:
-        """Of the network and of the chain."""
+        """Checks the network and the chain."""
         weights.arguments(self.config)
         scheduler_arguments(self.diffusion, self.config.noise_schedule, clip=True)
 

@@ -56,7 +56,9 @@ images[0].save("0.png")
 
 
 def about(system: IDDPMSystem) -> tuple[str, str, str]:
-    """The class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn` draws."""
+    """Returns the class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn`
+    draws.
+    """
     config, inputs, notes = system.config, [], []
     if system.starts_from_data:
         inputs.append("low_res=low_res")
@@ -89,7 +91,7 @@ def save(
 ) -> None:
     """Writes the folder. `classes`: the names of the labels in order, if known; `statistics` is for autoencoders.
 
-    ConfigError: a flag of the model that diffusers' classes cannot express.
+    Raises ConfigError for a flag of the model that diffusers' classes cannot express.
     """
     from diffusers import DDPMPipeline, UNet2DModel
 
@@ -114,8 +116,8 @@ def save(
 
 @torch.no_grad()
 def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Relative errors of predictions, and of those without label if it learned them, at timesteps
-    over the whole chain.
+    """Measures relative errors of predictions, and of those without label if it learned them, at timesteps over the
+    whole chain.
     """
     from diffusers import UNet2DModel
 
@@ -144,7 +146,7 @@ def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, exa
 
 @torch.no_grad()
 def drawn(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """What the code of `about` draws, by the trained network and our ancestral sampler: uint8 (B, C, H, W)."""
+    """Draws what the code of `about` draws, by the trained network and our ancestral sampler: uint8 (B, C, H, W)."""
     generator, device, conditions = torch.Generator().manual_seed(0), group.device(), {}
     labels, steps = _labels(system), even_steps(system.config.diffusion_steps)
     if system.starts_from_data:
@@ -167,7 +169,7 @@ def _labels(system: IDDPMSystem) -> list[int]:
 
 
 def _small(system: IDDPMSystem) -> tuple[int, ...]:
-    """The shape of the card's small pictures."""
+    """Returns the shape of the card's small pictures."""
     return _DRAWN, system.config.in_channels, system.config.small_size, system.config.small_size
 
 

@@ -64,13 +64,14 @@ _HIDDEN = (
 
 
 def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
-    """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what to know of it.
+    """Fits a state dict to `network` (only its names and shapes are read: meta tensors do), and says what to know of
+    it.
 
     A label table that lacks only the null row gets one, one that has only this row beside the labels loses it, and one
     with another number of rows is replaced by new rows, normal(1) as at initialization. A file does not say whether its
     last row is a null row: the notes say for what it was taken. They also list the flags that no file shows, as the
     recipe has them: a wrong one gives wrong pictures and no error.
-    ConfigError: the first other difference, with both shapes and the flags that decide them.
+    Raises ConfigError for the first other difference, with both shapes and the flags that decide them.
     """
     shapes = fitting.shapes_of(network)
     state = dict(state)
@@ -106,7 +107,7 @@ def _fit_null(state: dict[str, Tensor], config: Config) -> list[str]:
 
 
 def _place(name: str) -> tuple[int, ...]:
-    """A key that sorts names in the order of the network."""
+    """Returns a key that sorts names in the order of the network."""
     return tuple(
         int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
         for word in name.split(".")
@@ -149,7 +150,9 @@ _FIELDS = {
 
 
 def arguments(config: Config) -> dict[str, Any]:
-    """The keyword arguments of the same network in diffusers. ConfigError: a flag that UNet2DModel cannot express."""
+    """Returns the keyword arguments of the same network in diffusers. Raises ConfigError for a flag that UNet2DModel
+    cannot express.
+    """
     if config.mults[0] != 1:
         raise ConfigError(
             f"channel_mult: diffusers' UNet2DModel takes the first level as wide as the timesteps' "
@@ -183,7 +186,7 @@ def arguments(config: Config) -> dict[str, Any]:
 
 
 def to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The state dict of a UNet2DModel with these `arguments`."""
+    """Returns the state dict of a UNet2DModel with these `arguments`."""
     renamed = {
         f"{diffusers_name}.{kind}": state[f"{name}.{kind}"]
         for name, diffusers_name in _layers(config)
@@ -204,9 +207,10 @@ def to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tenso
 
 
 def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config) -> fitting.Fitted:
-    """A UNet2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its config.json.
+    """Returns a UNet2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its config.json.
 
-    ConfigError: another class, a field that differs from the recipe's, or timesteps. `adapt` reports missing weights.
+    Raises ConfigError for another class, a field that differs from the recipe's, or timesteps. `adapt` reports missing
+    weights.
     """
     _require_same(diffusers_config, config)
     state, renamed = dict(state), {}
@@ -271,7 +275,7 @@ def _attending(config: Config) -> list[int]:
 
 
 def _head_width(config: Config) -> int | None:
-    """diffusers' one width of a head for all levels, where the recipe has one number of heads for all levels."""
+    """Returns diffusers' one width of a head for all levels; the recipe has one number of heads for all levels."""
     widths = sorted({channels // config.num_heads for channels in _attending(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
         raise ConfigError(
@@ -290,18 +294,20 @@ def _head_width(config: Config) -> int | None:
 
 
 def _learns_times(config: Config) -> bool:
-    """Whether rescaled timesteps need a table in diffusers, whose sinusoids of t would be others."""
+    """Returns whether rescaled timesteps need a table in diffusers, whose sinusoids of t would be others."""
     return config.rescale_timesteps and config.diffusion_steps != 1000
 
 
 def _times(config: Config) -> Tensor:
-    """The sinusoids of every timestep as the network sees it, (T, num_channels)."""
+    """Returns the sinusoids of every timestep as the network sees it, (T, num_channels)."""
     scale = 1000.0 / config.diffusion_steps if config.rescale_timesteps else 1.0
     return timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 
 
 def _layers(config: Config) -> Iterator[tuple[str, str]]:
-    """Names of the layers but for qkv, here and in diffusers. A network may lack some, such as skip_connection."""
+    """Yields the names of the layers but for qkv, here and in diffusers. A network may lack some, such as
+    skip_connection.
+    """
     yield from _ENDS.items()
     for name, diffusers_name, kind in _places(config):
         if kind == "change of size":
@@ -312,14 +318,14 @@ def _layers(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _attentions(config: Config) -> Iterator[tuple[str, str, int]]:
-    """Names of the attentions, here and in diffusers, and their heads."""
+    """Yields the names of the attentions, here and in diffusers, and their heads."""
     for name, diffusers_name, kind in _places(config):
         if kind == "attention":
             yield name, diffusers_name, config.heads_upsample if name.startswith("output") else config.num_heads
 
 
 def _places(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Every block in the order of the network: its name here, its name in diffusers, and its kind."""
+    """Yields every block in the order of the network: its name here, its name in diffusers, and its kind."""
     attends, last = [side in config.attention_resolutions for side in config.sides], len(config.mults) - 1
     number = 0
     for level, attention in enumerate(attends):

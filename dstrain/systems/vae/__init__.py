@@ -9,5 +9,5 @@ __all__ = ["AutoencoderSystem", "Config", "DiscreteSystem", "KLSystem", "build"]
 
 
 def build(config: Config) -> AutoencoderSystem:
-    """The system of a config. Raises ConfigError where its perceptual weights are missing."""
+    """Builds the system of a config. Raises ConfigError if its perceptual weights are missing."""
     return DiscreteSystem(config) if config.discrete else KLSystem(config)

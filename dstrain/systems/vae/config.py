@@ -168,17 +168,17 @@ class Config(SystemConfig):
 
     @property
     def kind(self) -> "Discrete | KL":
-        """The section of this autoencoder's kind."""
+        """Returns the section of this autoencoder's kind."""
         return self.discrete or self.kl
 
     @property
     def kind_name(self) -> Literal["discrete", "kl"]:
-        """The name of that section."""
+        """Returns the name of that section."""
         return "discrete" if self.discrete else "kl"
 
     @property
     def factor(self) -> int:
-        """Image side / latent side."""
+        """Returns image side / latent side."""
         return 2 ** (self.discrete.num_layers if self.discrete else len(self.kl.block_out_channels) - 1)
 
     @property
@@ -188,7 +188,7 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """The section; the fields that it leaves out are taken from the data."""
+        """Returns the section; the fields that it leaves out are taken from the data."""
         return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
 
     def conflicts(self, run: Run) -> list[str]:

@@ -100,7 +100,7 @@ class DiscreteVAE(nn.Module):
         return Rounded(wide(self.decoder(channels_first(coded.x))), coded.tokens, coded.commitment, coded.codebook)
 
     def encode(self, x: Tensor) -> Tensor:
-        """The tokens (gumbel: the likeliest) of images in [0, 1]: (B, C, H, W) -> int64 (B, h, w)."""
+        """Returns the tokens (gumbel: the likeliest) of images in [0, 1]: (B, C, H, W) -> int64 (B, h, w)."""
         if self.quantizer is None:
             return wide(self._encoded(x)).argmax(1)
         return self.quantizer.encode(self._encoded(x).movedim(1, -1))
@@ -111,7 +111,7 @@ class DiscreteVAE(nn.Module):
         return self.pixels(wide(self.decoder(vectors))).clamp(0, 1)
 
     def pixels(self, out: Tensor) -> Tensor:
-        """The decoder's output as images, about in [0, 1]: (B, C or 2C, H, W) -> (B, C, H, W)."""
+        """Returns the decoder's output as images, about in [0, 1]: (B, C or 2C, H, W) -> (B, C, H, W)."""
         return from_logit_laplace(out) if self.logit_laplace else self.normalize.undo(out)
 
     def _encoded(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class DiscreteVAE(nn.Module):
 
 
 def channels_first(vectors: Tensor) -> Tensor:
-    """(B, h, w, D) -> (B, D, h, w)."""
+    """Moves channels to the front: (B, h, w, D) -> (B, D, h, w)."""
     return vectors.movedim(-1, 1).contiguous()
 
 
@@ -143,7 +143,7 @@ class Normalize(nn.Module):
         return self.do(x)
 
     def do(self, x: Tensor) -> Tensor:
-        """What `forward` does, for a loss: at ZeRO-3 a call of the module itself belongs into the network's pass."""
+        """Normalizes for a loss: at ZeRO-3 a call of the module itself belongs into the network's pass."""
         return (x - self.means) / self.stds
 
     def undo(self, x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class DiscreteSystem(AutoencoderSystem):
         )
 
     def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """The decoder's output, by one relaxed sample or by tokens; what the code costs, see `_coding`."""
+        """Returns the decoder's output, by one relaxed sample or by tokens; what the code costs, see `_coding`."""
         passed = self._pass(nets, example)
         terms, coding = self._coding(passed, example)
         if self.relaxed and self.discrete.kl_form == "legacy":  # nats of the whole micro-batch, in a mean of samples
@@ -74,11 +74,11 @@ class DiscreteSystem(AutoencoderSystem):
         return terms | {"loss": loss} | likeness(self.decode(nets, tokens), example["x_start"]) | {"usage": usage}
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
+        """Returns perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
         return dict(zip(("perplexity", "dead_tokens"), codebook_usage(means["usage"])))
 
     def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
-        """gumbel: by a relaxed sample at the final temperature; and by the (likeliest) tokens."""
+        """Reconstructs by a relaxed sample at the final temperature (gumbel), and by the (likeliest) tokens."""
         passed = self._pass(nets, example)
         relaxed = [self.picture(nets, passed.out).clamp(-1, 1)] if self.relaxed else []
         return [*relaxed, self.decode(nets, self._tokens(passed))]
@@ -91,7 +91,7 @@ class DiscreteSystem(AutoencoderSystem):
         return nets["autoencoder"](x, noise, self._schedules(example)[0])
 
     def _schedules(self, example: Example) -> tuple[Tensor, Tensor]:
-        """Temperature and weight of the KL, (B,): by step, for held-out data the ends of both schedules."""
+        """Returns temperature and weight of the KL, (B,): by step, for held-out data the ends of both schedules."""
         discrete = self.discrete
         if "step" in example:
             return (
@@ -147,7 +147,7 @@ class DiscreteSystem(AutoencoderSystem):
         return 2 * nets["autoencoder"].decode(codes) - 1
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Architecture and normalization, and all weights."""
+        """Returns architecture and normalization, and all weights."""
         names = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
         architecture = {name: getattr(self.discrete, name) for name in names} | {
             "channels": self.config.channels,

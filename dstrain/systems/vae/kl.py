@@ -56,12 +56,12 @@ class KLAutoencoder(nn.Module):
         self.quant_conv, self.post_quant_conv = whole.quant_conv, whole.post_quant_conv
 
     def forward(self, x: Tensor, noise: Tensor) -> Pass:
-        """(B, C, H, W), and standard normal noise (B, c, h, w)."""
+        """Takes (B, C, H, W), and standard normal noise (B, c, h, w)."""
         mean, log_variance = self.encode(x)
         return Pass(self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and logarithm of the variance of the posterior: (B, C, H, W) -> float32 (B, c, h, w) each."""
+        """Returns mean and logarithm of the variance of the posterior: (B, C, H, W) -> float32 (B, c, h, w) each."""
         moments = self.encoder(x.to(self.encoder.conv_in.weight.dtype))  # (B, 2c, h, w)
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
@@ -77,7 +77,7 @@ class KLAutoencoder(nn.Module):
 
 
 def blocks() -> tuple[type[nn.Module], ...]:
-    """The network's repeated units: one for each resolution."""
+    """Returns the network's repeated units: one for each resolution."""
     from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UpDecoderBlock2D
 
     return DownEncoderBlock2D, UpDecoderBlock2D

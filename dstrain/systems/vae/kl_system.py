@@ -51,7 +51,7 @@ class KLSystem(AutoencoderSystem):
         )
 
     def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """The picture, the divergence (kl, in nats a sample) and its weighted value."""
+        """Returns the picture, the divergence (kl, in nats a sample) and its weighted value."""
         passed = self._pass(nets, example)
         kl = _divergence(passed)
         return passed.picture, {"kl": kl}, self._weighted(kl)
@@ -71,12 +71,14 @@ class KLSystem(AutoencoderSystem):
         return terms | {"loss": loss} | likeness(passed.picture, example["x_start"]) | _moments(passed)
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """latent_std over all samples and channels, and scaling_factor, 1 / latent_std, which gives unit variance."""
+        """Returns latent_std over all samples and channels, and scaling_factor, 1 / latent_std, which gives unit
+        variance.
+        """
         std = latent_std(means)
         return {"latent_std": std, "scaling_factor": 1 / std}
 
     def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
-        """By a sample of the posterior, and by its mean."""
+        """Reconstructs by a sample of the posterior, and by its mean."""
         passed = self._pass(nets, example)
         return [passed.picture, nets["autoencoder"].decode(passed.mean)]
 
@@ -92,7 +94,7 @@ class KLSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """latent_mean and latent_std of the posterior, float32 (B, c, h, w) each."""
+        """Returns latent_mean and latent_std of the posterior, float32 (B, c, h, w) each."""
         mean, log_variance = nets["autoencoder"].encode(example["x_start"])
         return {"latent_mean": mean, "latent_std": torch.exp(0.5 * log_variance)}
 
@@ -101,29 +103,31 @@ class KLSystem(AutoencoderSystem):
         return nets["autoencoder"].decode(codes).clamp(-1, 1)
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """As of the AutoencoderKL that has these weights, so that an exported one is the same first stage."""
+        """Returns what AutoencoderKL with these weights has, so that an exported one is the same first stage."""
         return identity(nets["autoencoder"])
 
     def require_expressible(self) -> None:
-        """AutoencoderKL takes every choice of model.kl."""
+        """Passes: AutoencoderKL takes every choice of model.kl."""
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return kl.blocks()
 
 
 def latent_std(means: dict[str, Tensor]) -> float:
-    """The standard deviation over all places and channels, from the means over data of `_moments`, (c,) each."""
+    """Returns the deviation over all places and channels, from the means over data of `_moments`, (c,) each."""
     variance = means["latent_square"].double().mean() - means["latent_mean"].double().mean().square()
     return variance.sqrt().item()
 
 
 def _divergence(passed: Pass) -> Tensor:
-    """KL of the posterior from the standard normal, in nats, summed over the latents: (B,)."""
+    """Returns the KL of the posterior from the standard normal, in nats, summed over the latents: (B,)."""
     mean, log_variance = passed.mean, passed.log_variance
     return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
 
 
 def _moments(passed: Pass) -> Terms:
-    """Of posterior samples, means over places: latent_mean and latent_square, (B, c) each; exact rather than drawn."""
+    """Returns means over places of posterior samples: latent_mean and latent_square, (B, c) each; exact rather than
+    drawn.
+    """
     square = passed.mean.square() + passed.log_variance.exp()
     return {"latent_mean": passed.mean.mean((2, 3)), "latent_square": square.mean((2, 3))}

@@ -18,12 +18,14 @@ LEAST_LOG_SCALE = -6.0
 
 
 def error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
-    """Of one kind: two (B, C, H, W) -> (B,)."""
+    """Returns the error of one kind: two (B, C, H, W) -> (B,)."""
     return _ERRORS[kind](picture, truth, reduction="none").flatten(1).mean(1)
 
 
 def logit_laplace(out: Tensor, truth: Tensor) -> Tensor:
-    """Negative log density, nats a value: means and log scales (B, 2C, H, W), pixels in [0, 1] (B, C, H, W) -> (B,)."""
+    """Returns the negative log density, nats a value: means and log scales (B, 2C, H, W), pixels in [0, 1] (B, C, H, W)
+    -> (B,).
+    """
     mean, log_scale = out.chunk(2, dim=1)
     log_scale = log_scale.clamp(min=LEAST_LOG_SCALE)
     y = (1 - 2 * EPS) * truth + EPS
@@ -32,5 +34,5 @@ def logit_laplace(out: Tensor, truth: Tensor) -> Tensor:
 
 
 def from_logit_laplace(out: Tensor) -> Tensor:
-    """The medians as pixels, within [0, 1] up to an eighth: (B, 2C, H, W) -> (B, C, H, W)."""
+    """Returns the medians as pixels, within [0, 1] up to an eighth: (B, 2C, H, W) -> (B, C, H, W)."""
     return (out.chunk(2, dim=1)[0].sigmoid() - EPS) / (1 - 2 * EPS)

@@ -11,7 +11,7 @@ _INTERVAL = 100  # steps between two updates of the legacy temperature
 
 
 def temperature_at(schedule: Temperature, step: Tensor) -> Tensor:
-    """The temperature at each optimizer step: int64 (B,) -> float32 (B,).
+    """Returns the temperature at each optimizer step: int64 (B,) -> float32 (B,).
 
     legacy has a closed form. Each update, at steps 0, 100, ..., 100 n, multiplies by exp(-rate * step), so that the
     exponents add up to -rate * 100 * n (n + 1) / 2. The update at a step takes effect from the next step on.
@@ -31,11 +31,13 @@ def temperature_at(schedule: Temperature, step: Tensor) -> Tensor:
 
 
 def final_temperature(schedule: Temperature) -> float:
-    """Where the schedule ends. Held-out data always use it, so that their figures can be compared between steps."""
+    """Returns the end of the schedule. Held-out data always use it, so that their figures can be compared between
+    steps.
+    """
     return schedule.start if schedule.schedule == "constant" else schedule.minimum
 
 
 def weight_at(weight: float, warmup: int, step: Tensor) -> Tensor:
-    """A weight that grows linearly from 0 at step 0 to its value at step `warmup`: int64 (B,) -> float32 (B,)."""
+    """Grows a weight linearly from 0 at step 0 to its value at step `warmup`: int64 (B,) -> float32 (B,)."""
     progress = (step.double() / warmup).clamp(max=1) if warmup else torch.ones_like(step, dtype=torch.float64)
     return (weight * progress).float()

@@ -48,7 +48,7 @@ class AutoencoderSystem(System):
 
     @abstractmethod
     def autoencoder(self) -> nn.Module:
-        """The network of this kind."""
+        """Returns the network of this kind."""
 
     def frozen(self) -> tuple[nn.Module, ...]:
         return self.picture_loss.frozen()
@@ -57,7 +57,7 @@ class AutoencoderSystem(System):
         return self.picture_loss.turns("autoencoder", step)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
-        """Reconstruction and what its code costs; from the discriminator's start on its critique, too."""
+        """Computes reconstruction and what its code costs; from the discriminator's start on its critique, too."""
         discriminator, last = self.config.kind.discriminator, self.last_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
         with inputs_of(last) if by_last_layer else nullcontext([]) as entered:
@@ -81,41 +81,41 @@ class AutoencoderSystem(System):
 
     @abstractmethod
     def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """One pass: the decoder's output (B, ...), terms of the code (B,) and what they add to the loss, (B,)."""
+        """Makes one pass: the decoder's output (B, ...), terms of the code (B,) and what they add to the loss, (B,)."""
 
     @abstractmethod
     def distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
-        """The terms recon and, where it counts, perceptual, (B,), of the decoder's output."""
+        """Returns the terms recon and, where it counts, perceptual, (B,), of the decoder's output."""
 
     @abstractmethod
     def picture(self, nets: Nets, out: Tensor) -> Tensor:
-        """The decoder's output as pictures (B, C, H, W), about in [-1, 1]."""
+        """Returns the decoder's output as pictures (B, C, H, W), about in [-1, 1]."""
 
     @abstractmethod
     def last_layer(self, nets: Nets) -> nn.Conv2d:
-        """The layer that makes the decoder's output."""
+        """Returns the layer that makes the decoder's output."""
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """x_start in [-1, 1]. ConfigError: images of another shape than the model's."""
+        """Sets x_start in [-1, 1]. Raises ConfigError for images of another shape than the model's."""
         require_shape(batch["image"], self.config.shape, "channels")
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """reconstruction: each original and, to the right of it, its reconstructions."""
+        """Returns reconstruction: each original and, to the right of it, its reconstructions."""
         shown = torch.cat([example["x_start"], *self.reconstructions(nets, example)], dim=3)  # (B, C, H, n W)
         return {"reconstruction": to_uint8(shown)}
 
     @abstractmethod
     def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
-        """What is shown beside the original, float (B, C, H, W) in [-1, 1] each."""
+        """Returns what is shown beside the original, float (B, C, H, W) in [-1, 1] each."""
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Files of the original trainers, see weights.py."""
+        """Fits files of the original trainers, see weights.py."""
         return weights.adapt(state, self.on_meta(part), self.remedies[part])
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        """Names stay as they are."""
+        """Leaves the names as they are."""
         weights.require_same(diffusers_config, getattr(self.on_meta("autoencoder"), "config", {}))
         return state, []
 

@@ -74,9 +74,9 @@ def save(
 
 @torch.no_grad()
 def errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Relative errors of the posterior's mean and deviation, and of the decoded mean.
+    """Measures relative errors of the posterior's mean and deviation, and of the decoded mean.
 
-    ConfigError: the weights in the folder are not bit for bit the trained ones.
+    Raises ConfigError if the weights in the folder are not bit for bit the trained ones.
     """
     read = Autoencoder(str(folder)).to(example["x_start"].device)
     trained, exported = fingerprint(*system.identity(nets)), read.fingerprint()
@@ -94,7 +94,7 @@ def errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, exampl
 
 @torch.no_grad()
 def drawn(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """What the code of `about` leaves in `images`, by the trained network: float32 (B, C, H, W)."""
+    """Draws what the code of `about` leaves in `images`, by the trained network: float32 (B, C, H, W)."""
     generator, device = torch.Generator().manual_seed(0), group.device()
     images = (torch.rand(_shape(system), generator=generator) * 2 - 1).to(device)
     codes = system.codes(nets, {"x_start": images})

@@ -18,9 +18,9 @@ _NEW_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_
 
 
 def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> tuple[dict[str, Tensor], list[str]]:
-    """A state dict that fits `network`, which may be on the meta device, and what was changed, in words.
+    """Fits a state dict to `network`, which may be on the meta device, and says what was changed.
 
-    ConfigError: the first difference that cannot be bridged, with both shapes and the remedy; placeholder weights.
+    Raises ConfigError for the first difference that cannot be bridged, with both shapes, or for placeholder weights.
     """
     shapes, notes = shapes_of(network), []
     inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}
@@ -55,7 +55,8 @@ def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> t
 
 
 def require_same(diffusers_config: Mapping[str, Any], network_config: Mapping[str, Any]) -> None:
-    """ConfigError: a config.json of diffusers differs from the network's in a field that no shape of a weight shows.
+    """Raises ConfigError if a config.json of diffusers differs from the network's in a field that no shape of a weight
+    shows.
 
     network_config: empty for a network that is none of diffusers'; then only the class is compared.
     """
