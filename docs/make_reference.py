@@ -21,7 +21,7 @@ from dstrain import systems
 from dstrain.commands.main import reference
 from dstrain.commands.options.command import help_of
 from dstrain.recipe import Run
-from dstrain.recipe.section import resume_rule, subsection
+from dstrain.recipe.section import find_resume_rule, find_section
 
 FOLDER = Path(__file__).parent / "reference"
 MADE = "<!-- Made by docs/make_reference.py. Do not edit. -->\n"
@@ -50,10 +50,10 @@ def make_pages() -> dict[str, str]:
 def make_recipes() -> str:
     """Returns the page of recipe keys."""
     lines = [MADE, RECIPES]
-    plain = [name for name, field in Run.model_fields.items() if subsection(field) is None and name != "model"]
+    plain = [name for name, field in Run.model_fields.items() if find_section(field) is None and name != "model"]
     lines += ["## The run itself\n", *list_keys(Run, plain, Run, None)]
     for name, field in Run.model_fields.items():
-        section = subsection(field)
+        section = find_section(field)
         if section is not None:
             lines += [f"## {name}\n", *describe_section(section), *list_section(section, name, None)]
     lines.append(
@@ -95,10 +95,10 @@ def rows_of(
         field = section.model_fields[name]
         key = ".".join(filter(None, (prefix, field.alias or name)))
         text = re.sub(r"\bNone\b", "null", field.description or comments.get(name, "")).replace("\n", " ").strip()
-        rule = resume_rule(key.replace("[]", ""), Run, config)
+        rule = find_resume_rule(key.replace("[]", ""), Run, config)
         if not rule.may_change:
             text += " *Fixed, may be filled in.*" if rule.may_be_filled_in else " *Fixed.*"
-        inner = subsection(field)
+        inner = find_section(field)
         if inner is None:
             yield f"`{key}`", show_type(field), show_default(field), escape(text.strip())
             continue

@@ -23,7 +23,7 @@ from dstrain.data.formats.labels import read_class_list
 from dstrain.data.formats.packed import FORMAT, HELD_OUT, INDEX, PACKING, TRAIN, ShardWriter, hash_file, name_shard
 from dstrain.disk import atomic, sealed
 from dstrain.distributed.progress import Bar
-from dstrain.recipe import ConfigError, write_errors
+from dstrain.recipe import ConfigError, explain_write_errors
 
 _SHARD_BYTES = 1 << 28  # a shard ends with the sample that brings it above
 _REMEDY = "give the same command again once it can"
@@ -115,7 +115,7 @@ def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, i
 
 def _prepare_folder(out: Path, folder: Path, of: str) -> None:
     """Makes a folder that holds nothing but what an interrupted conversion has left."""
-    with write_errors(f"--out {out}", "name a folder that can be written"):
+    with explain_write_errors(f"--out {out}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         known = {INDEX, PACKING, TRAIN, HELD_OUT}
         strangers = sorted(path.name for path in folder.iterdir() if path.name not in known)
@@ -136,7 +136,7 @@ def _write_shards(folder: Path, pictures: Pictures) -> int:
     with Bar("converting", total=pictures.number, unit=" images", unit_scale=True) as bar:
         for first in pictures.samples:
             path = folder / name_shard(len(records))
-            with write_errors(path, _REMEDY), atomic.replace_file(path) as temporary:
+            with explain_write_errors(path, _REMEDY), atomic.replace_file(path) as temporary:
                 with open(temporary, "wb") as file:
                     writer, number, size = ShardWriter(file), 0, 0
                     for name, content, label in chain([first], pictures.samples):
@@ -155,7 +155,7 @@ def _write_shards(folder: Path, pictures: Pictures) -> int:
         raise ConfigError(f"the label {largest} is not among the {len(classes)} classes: name all in --class-list")
     body = {"format": FORMAT, "noun": "images", "number": sum(record["samples"] for record in records)}
     body |= {"classes": list(classes) if largest >= 0 else [], "captions": 0, "shards": records}
-    with write_errors(folder, _REMEDY):
+    with explain_write_errors(folder, _REMEDY):
         atomic.write_file(folder / INDEX, sealed.render_sealed(body))
     return body["number"]
 

@@ -37,8 +37,8 @@ from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.encoders.precision import computing
-from dstrain.recipe import ConfigError, write_errors
+from dstrain.encoders.precision import compute_in
+from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import folders
 from dstrain.runs.first_stage import Encoder, FirstStage
 from dstrain.systems.base import Batch
@@ -96,7 +96,7 @@ def encode(options: EncodeOptions) -> dict[str, Any] | None:
 
     with (
         _one_thread(),
-        computing(options.precision),
+        compute_in(options.precision),
         claimed(options.out, "encodes", prepare, numbers, options.part is not None),
     ):
         records = _whole(options.out, encoding, numbers[group.rank() :: group.world()])
@@ -295,7 +295,7 @@ def _write(
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {"encoding": shards.hash_encoding(encoding), "number": number, "sums": shards.sum_codes(codes), "bad": bad}
     path = out / shards.shard_name(number)
-    with write_errors(path, SAME_COMMAND):
+    with explain_write_errors(path, SAME_COMMAND):
         data = shards.pack_shard(arrays, facts)
         atomic.write_file(path, data)
     return shards.record_shard(path, shards.read_facts(data))

@@ -32,8 +32,8 @@ from dstrain.data.views import Spread
 from dstrain.disk import atomic
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.encoders.precision import computing, dtype_of, require
-from dstrain.recipe import ConfigError, Run, reworded
+from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
+from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.runs import trained
 from dstrain.sampling.draw import Means
 from dstrain.systems.base import System
@@ -47,7 +47,7 @@ def run_verb(options: EvaluateOptions) -> None:
     if options.metrics is None:
         text = report(*evaluate(options))
     else:
-        with reworded(options={} if options.against is None else {"--reference ": "--against "}):
+        with reword_errors(options={} if options.against is None else {"--reference ": "--against "}):
             text = quality.measure_pictures(options)
     if group.rank() == 0:
         print(text)
@@ -58,7 +58,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
 
     ConfigError: what cannot be, with the remedy.
     """
-    require(options.precision)
+    require_precision(options.precision)
     begin = time.perf_counter()
     run = trained.read_recipe(options.folder)
     system = systems.build(run.system, run.model)
@@ -71,8 +71,8 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     )
     out = options.out or options.folder / "evaluation"
     trained.require_writable(out)
-    networks = trained.load_networks(system, checkpoint, kinds, dtype_of(options.precision))
-    with computing(options.precision):
+    networks = trained.load_networks(system, checkpoint, kinds, choose_dtype(options.precision))
+    with compute_in(options.precision):
         means = measure(
             system,
             networks,
@@ -206,7 +206,7 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
         raise ConfigError(f"--data {path} takes all images there: leave out --split {options.split}")
     if BuiltinData.recognises(data.model_copy(update={"path": path})):
         raise ConfigError(f"--data {path}: name a folder of {'embedding pairs' if pairs else 'images'}")
-    with reworded(
+    with reword_errors(
         options={
             ", and for evaluation data.held_out_path=": " or --data ",
             "data.held_out_path=": "--data ",

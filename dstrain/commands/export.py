@@ -28,7 +28,7 @@ from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
-from dstrain.encoders.autoencoder import fingerprint
+from dstrain.encoders.autoencoder import hash_network
 from dstrain.engine.checkpoint import read_weights
 from dstrain.nn.measures import relative_error
 from dstrain.recipe import ConfigError, Run
@@ -85,18 +85,18 @@ def export(options: ExportOptions) -> Exported:
     phases().at(f"writing {options.out}")
     with make_folder(options.out) as folder:
         if writer is None:
-            exported = _as_parts(run, checkpoint, kinds, folder)
+            exported = _export_parts(run, checkpoint, kinds, folder)
         else:
             nets = trained.load_networks(system, checkpoint, kinds, torch.float32)
-            exported = _in_diffusers(options, run, system, nets, writer, folder)
+            exported = _export_to_diffusers(options, run, system, nets, writer, folder)
         _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
             # What takes a process of its own comes last.
             phases().at("drawing from the export in a process without dstrain")
-            title, code = options.out.absolute().name, writer.about(system)[2]
+            title, code = options.out.absolute().name, writer.describe_export(system)[2]
             drawn = card.draw_example(folder, title, code)
-            with _float32():
-                exported.errors["code"] = _difference(drawn, writer.drawn(system, nets))
+            with _compute_in_float32():
+                exported.errors["code"] = _measure_difference(drawn, writer.draw_expected(system, nets))
             _require_agreement(options.run, exported, writer.TOLERATED)
             card.write_card(
                 folder,
@@ -115,12 +115,12 @@ def export(options: ExportOptions) -> Exported:
     return exported
 
 
-def _float32() -> AbstractContextManager[None]:
+def _compute_in_float32() -> AbstractContextManager[None]:
     """Inside, both sides compute in whole float32: on a GPU convolutions would round to TF32, each by its algorithm."""
     return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
-def _difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
+def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
     """The largest difference of what the card's code has drawn / the largest magnitude of what is expected (B, ...)."""
     found = torch.from_numpy(drawn)
     if expected.dtype == torch.uint8:  # pictures come as they are saved, (B, H, W[, C])
@@ -140,7 +140,7 @@ def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float
         )
 
 
-def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> Exported:
+def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> Exported:
     (out / "recipe.yaml").write_text(recipe.dump(run), encoding="utf-8")
     assert recipe.load(out / "recipe.yaml") == run
     errors = {}
@@ -153,28 +153,28 @@ def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> E
     return Exported("safetensors", errors, {})
 
 
-def _in_diffusers(
+def _export_to_diffusers(
     options: ExportOptions, run: Run, system: System, nets: dict[str, nn.Module], writer: ModuleType, out: Path
 ) -> Exported:
     scale: dict[str, Any] = {}  # stays empty where the writer does not ask
 
     def measured() -> dict[str, Any]:
         scale.update(
-            _statistics_of_cache(options, system, nets)
+            _read_statistics(options, system, nets)
             if options.statistics
-            else _measured(options.num, run, system, nets)
+            else _measure_statistics(options.num, run, system, nets)
         )
         return scale
 
-    writer.save(system, nets, out, measured, lambda: _classes(run))
+    writer.save_export(system, nets, out, measured, lambda: _read_classes(run))
     synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
-    with _float32():
-        errors = writer.errors(system, nets, out, system.encode(synthetic))
-    name, note, _ = writer.about(system)
+    with _compute_in_float32():
+        errors = writer.measure_errors(system, nets, out, system.encode(synthetic))
+    name, note, _ = writer.describe_export(system)
     return Exported(name, errors, scale, note)
 
 
-def _classes(run: Run) -> tuple[str, ...]:
+def _read_classes(run: Run) -> tuple[str, ...]:
     """Names of the labels, if the run's data are still there and say so."""
     try:
         classes = tuple(open_sources(run.data, run=run.directory)[0].classes)
@@ -183,11 +183,11 @@ def _classes(run: Run) -> tuple[str, ...]:
         return ()
 
 
-def _statistics_of_cache(options: ExportOptions, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
+def _read_statistics(options: ExportOptions, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
     """The statistics that dstrain encode measured. ConfigError: its codes are of other weights."""
     folder = options.statistics.parent if options.statistics.name == INDEX else options.statistics
     index = read_index(folder)
-    own, encoder = fingerprint(*system.identity(nets)), index["encoding"]["first_stage"]
+    own, encoder = hash_network(*system.identity(nets)), index["encoding"]["first_stage"]
     if own != encoder:
         raise ConfigError(
             f"--statistics {options.statistics}: these codes are of the first stage {encoder}, "
@@ -197,10 +197,10 @@ def _statistics_of_cache(options: ExportOptions, system: System, nets: dict[str,
 
 
 @torch.no_grad()
-def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
+def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
     """Of the posteriors of `num` training samples."""
     shards, count = [], 0
-    for example in _examples(num, run, system):
+    for example in _encode_samples(num, run, system):
         codes = system.codes(nets, example)
         moments = torch.stack((codes["latent_mean"], codes["latent_std"]), dim=1)[:, None].cpu().numpy()
         shards.append(sum_codes(moments[example["valid"].cpu().numpy()]))
@@ -208,7 +208,7 @@ def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) ->
     return compute_statistics(shards, count)
 
 
-def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
+def _encode_samples(num: int, run: Run, system: System) -> Iterator[Example]:
     source = Shuffled(open_sources(run.data, run=run.directory)[0], run.seed)
     print(f"data: {run.data.path}: {min(num, len(source)):,} of {source.describe()}", flush=True)
     for batch in held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):

@@ -20,8 +20,8 @@ from dstrain.data.cached.rows import read_embeddings
 from dstrain.data.decode.pixels import read_pictures
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.encoders.precision import computing, dtype_of, require
-from dstrain.recipe import ConfigError, Run, reworded, write_errors
+from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
+from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import trained
 from dstrain.runs.trained import load_guide
 from dstrain.sampling.draw import class_columns, draw_all, draw_rounds
@@ -52,13 +52,13 @@ def run_verb(options: GenerateOptions) -> None:
 
 def generate(options: GenerateOptions) -> Path:
     """Draws and writes the samples, on all ranks together; returns their folder. ConfigError: what cannot be drawn."""
-    require(options.precision)
+    require_precision(options.precision)
     first, *then = (_open(options.folder, options), *map(_open, options.then))
     _, run, system = first
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     clip = _length(options, run, system)
     images = _begin(options, first, then, clip)
-    dtype = dtype_of(options.precision)
+    dtype = choose_dtype(options.precision)
     guide = options.guide and load_guide(options.guide, system, _guidance_scale(options, run), dtype)
     runs = [_load(*first, dtype, options.step, options.ema, options.raw), *(_load(*later, dtype) for later in then)]
     if guide:
@@ -66,7 +66,7 @@ def generate(options: GenerateOptions) -> Path:
     scenes = _later_scenes(options, run, system)
     request, captions = _request(options, run, system, images, clip, sampler)
     out = group.from_first(folder_for(options.out, runs[-1].folder) if group.rank() == 0 else None)
-    with write_errors(f"--out {out}", "make room, or name a folder elsewhere"), computing(options.precision):
+    with explain_write_errors(f"--out {out}", "make room, or name a folder elsewhere"), compute_in(options.precision):
         _write(options, out, runs, request, captions, scenes, clip)
     group.barrier()
     return out
@@ -89,7 +89,7 @@ def _write(
 ) -> None:
     with Bar("drawing", total=options.num, unit="sample") as bar:
         rounds = _rounds(runs, options, request, scenes, clip)
-        with reworded(options=OPTIONS):
+        with reword_errors(options=OPTIONS):
             numbers, samples = next(rounds)  # before the folder is made: this may be refused
         out.mkdir(parents=True, exist_ok=True)
         group.barrier()
@@ -122,7 +122,7 @@ def _write(
 
 def _open(folder: Path, options: GenerateOptions | None = None) -> Opened:
     run = trained.read_recipe(folder)
-    with reworded(f"{folder}: "):
+    with reword_errors(f"{folder}: "):
         if options is not None:
             model = systems.config_class(run.system).with_encoders(run.model, options.text_encoder, options.tokenizer)
             run = run.model_copy(update={"model": model})
@@ -211,11 +211,11 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
     for before, later in zip((first, *then), then):
         _require_chain(before, later)
     if options.embeddings is not None:
-        with reworded(options={"data.path: ": "--embeddings: "}):
+        with reword_errors(options={"data.path: ": "--embeddings: "}):
             return read_embeddings(options.embeddings)
     if options.low_res is None:
         return None
-    with reworded("--low-res "):
+    with reword_errors("--low-res "):
         return read_pictures(options.low_res, run.data.channels)
 
 
@@ -236,7 +236,7 @@ def _require_chain(before: Opened, after: Opened) -> None:
             f"--then {folder} draws pictures of {later.data.image_size} pixels, and is given some of "
             f"{size}: name a run that enlarges them"
         )
-    with reworded(f"--then {folder}: "):
+    with reword_errors(f"--then {folder}: "):
         taker.conditions_from(
             torch.zeros(1, width) if width else torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8)
         )
@@ -255,7 +255,7 @@ def _pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> T
         )
     if options.low_res is not None or options.then or options.size:
         raise ConfigError("--invert draws the pictures of one run again: leave out --low-res, --then and --size")
-    with reworded("--invert "):
+    with reword_errors("--invert "):
         images = read_pictures(options.invert, run.data.channels)
     if images.shape[2:] != (run.data.image_size,) * 2:
         raise ConfigError(
@@ -275,7 +275,7 @@ def _later_scenes(options: GenerateOptions, run: Run, system: System) -> list[di
         raise ConfigError(f"{option}: {options.folder} trains {run.system}, which takes no texts; leave it out")
     if options.scenes is None:
         return []
-    with reworded(f"--scenes: {options.folder}: "):
+    with reword_errors(f"--scenes: {options.folder}: "):
         conditions = system.conditions_from_texts([*options.scenes])
     return [{name: values[i : i + 1] for name, values in conditions.items()} for i in range(1, len(options.scenes))]
 
@@ -288,7 +288,7 @@ def _request(
     if options.scenes is not None:
         prompts, option = options.scenes[:1], "--scenes: "
     chosen = {name: getattr(options, name) for name in ("num_steps", "size", *CHOICES)}
-    with reworded(f"{option}{options.folder}: ", OPTIONS):
+    with reword_errors(f"{option}{options.folder}: ", OPTIONS):
         request, captions = make_request(
             run.samples,
             system,
@@ -358,5 +358,5 @@ def _shared_labels(request: Request, later: ReadyRun, options: GenerateOptions) 
         return {}
     labels = request.conditions.get("label")
     labels = options.labels or later.run.samples.labels if labels is None else tuple(labels.tolist())
-    with reworded(f"--then {later.folder}: "):
+    with reword_errors(f"--then {later.folder}: "):
         return later.system.conditions(options.num, labels)

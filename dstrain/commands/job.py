@@ -16,7 +16,7 @@ from dstrain.commands.options.train import JobOptions
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine import settings
-from dstrain.recipe import ConfigError, Run, as_text
+from dstrain.recipe import ConfigError, Run, format_value
 from dstrain.runs import folders
 from dstrain.systems.base import System
 from dstrain.tracking.machine import describe_free
@@ -126,7 +126,7 @@ def _path_problems(run: Run) -> list[str]:
     if run.init_from is not None and not run.init_from.exists() and not folders.read_last_saved(run.directory):
         problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
     problem = _folder_problem(run.directory)
-    return problems + ([f"folder={as_text(run.directory)}: {problem}"] if problem else [])
+    return problems + ([f"folder={format_value(run.directory)}: {problem}"] if problem else [])
 
 
 def _folder_problem(folder: Path) -> str | None:

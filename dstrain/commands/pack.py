@@ -35,7 +35,7 @@ from dstrain.data.sources.captioned import hash_texts
 from dstrain.disk import atomic, sealed, small
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.recipe import ConfigError, Data, NotRead, write_errors
+from dstrain.recipe import ConfigError, Data, NotRead, explain_write_errors
 
 _SAMPLED = 1000  # files whose sizes say how many samples a shard of --shard-bytes has
 _MOST_BYTES = 1 << 28  # of one file
@@ -225,7 +225,7 @@ def _make(
         for number in mine:
             here, before = min(size, total - number * size), len(bad)
             path = _shard(options.out, plan["format"], number)
-            with write_errors(path, SAME_COMMAND), atomic.replace_file(path) as temporary:
+            with explain_write_errors(path, SAME_COMMAND), atomic.replace_file(path) as temporary:
                 with open(temporary, "wb") as file:
                     write(file, islice(samples, here), number * size, files.layout.request.suffixes)
                 record = {
@@ -236,7 +236,7 @@ def _make(
                     "bad": [list(entry) for entry in bad[before:]],
                 }
             require_readable(len(bad), total, options.max_bad_fraction, "files")
-            with write_errors(options.out, SAME_COMMAND):
+            with explain_write_errors(options.out, SAME_COMMAND):
                 atomic.write_file(_record(options.out, number), sealed.render_sealed(record))
             records[number] = record
             bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))  # others are as far
@@ -350,7 +350,7 @@ def _finish(
     bad = sum(len(record["bad"]) for record in body["shards"])
     require_readable(bad, len(index), options.max_bad_fraction, "files")
     if group.rank() == 0:
-        with write_errors(options.out, SAME_COMMAND):
+        with explain_write_errors(options.out, SAME_COMMAND):
             if plan["format"] == "tar" and index.classes:
                 atomic.write_file(options.out / _CLASSES, "".join(f"{name}\n" for name in index.classes))
             atomic.write_file(

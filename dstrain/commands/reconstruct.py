@@ -24,7 +24,7 @@ from dstrain.distributed.progress import phases
 from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.combine import Combined, Snapshot, group_snapshots, hash_snapshots
 from dstrain.metrics.sampled_sets import QualityOptions
-from dstrain.recipe import ConfigError, write_errors
+from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import trained
 
 USUAL = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25)
@@ -79,7 +79,7 @@ def reconstruct(options: ReconstructOptions) -> list[Made]:
     widths = options.widths or [width for width in usual if all(part.makes(width) for part in parts)]
     misfits = {width: {part.part: part.solve(width).misfit for part in parts} for width in widths}
     folder = options.folder / RECONSTRUCTED
-    with write_errors(f"folder={options.folder}", "make room there"):
+    with explain_write_errors(f"folder={options.folder}", "make room there"):
         stores = {width: Store(folder / repr(width), sys.maxsize, check=validate.check_checkpoint) for width in widths}
         missing = [width for width, store in stores.items() if not _made(store, step, origin)]
         if missing:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.encoders.frozen import Frozen
-from dstrain.encoders.precision import Precision, cast, computing, usual
+from dstrain.encoders.precision import Precision, cast_weights, choose_precision, compute_in
 from dstrain.recipe import ConfigError
 
 # The keys of AutoencoderKL's config that decide the codes, with diffusers' defaults. Only other values than these enter
 # a fingerprint, so that an autoencoder keeps its fingerprint where another version of diffusers adds or lacks a key.
 # Left out are keys that apply after the codes (scaling_factor, shift_factor, latents_mean, latents_std) and those that
 # do not change them (sample_size, force_upcast).
-_DEFAULTS = {
+_DIFFUSERS_DEFAULTS = {
     "in_channels": 3,
     "out_channels": 3,
     "down_block_types": ["DownEncoderBlock2D"],
@@ -52,7 +52,7 @@ class Autoencoder(Frozen):
 
     def __init__(self, path: str, scaling_factor: float | None = None, shift: float | None = None) -> None:
         super().__init__()
-        self.vae, self.precision = _load(path).eval().requires_grad_(False), "fp32"
+        self.vae, self.precision = _load_autoencoder(path).eval().requires_grad_(False), "fp32"
         config = self.vae.config
         self.scaling_factor = config.scaling_factor if scaling_factor is None else scaling_factor
         self.shift = (getattr(config, "shift_factor", None) or 0.0) if shift is None else shift
@@ -61,22 +61,22 @@ class Autoencoder(Frozen):
 
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
         """Float32 latents drawn from the posterior with the samples' own noise: (B, C, H, W), (B,) -> (B, c, h, w)."""
-        with computing(self.precision):
-            return self.draw(*posterior(self.vae, image), key)
+        with compute_in(self.precision):
+            return self.draw(*encode_posterior(self.vae, image), key)
 
     def draw(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
         """Float32 latents as `encode` draws them, from a cached posterior: (B, c, h, w) each, (B,) -> (B, c, h, w)."""
-        return draw(mean, std, key, self.scaling_factor, self.shift)
+        return draw_latents(mean, std, key, self.scaling_factor, self.shift)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C, H, W)."""
         latents = latents / self.scaling_factor + self.shift
-        return self.vae.decode(latents.to(_dtype(self.vae.decoder))).sample.float()
+        return self.vae.decode(latents.to(_find_dtype(self.vae.decoder))).sample.float()
 
     def fingerprint(self) -> str:
         """Hash of architecture and weights, see the function of this name. To be asked before `drop_encoder`."""
-        return fingerprint(*identity(self.vae))
+        return hash_network(*identify_autoencoder(self.vae))
 
     def facts(self) -> dict[str, Any]:
         """What decides the latents of an image: scaling_factor, shift and fingerprint."""
@@ -86,10 +86,10 @@ class Autoencoder(Frozen):
         """From now on `encode` computes in it, None for tf32 where the GPU has it. `decode` stays float32, and
         `fingerprint` is to be asked before.
         """
-        self.precision = precision = precision or usual()
+        self.precision = precision = precision or choose_precision()
         for network in (self.vae.encoder, self.vae.quant_conv):
             if network is not None:
-                cast(network, precision)
+                cast_weights(network, precision)
 
     def drop_encoder(self) -> None:
         """Frees the encoder's memory, where latents come from a cache."""
@@ -97,29 +97,29 @@ class Autoencoder(Frozen):
 
 
 @torch.no_grad()
-def posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
+def encode_posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and deviation, float32, of an AutoencoderKL's latents: (B, C, H, W) in [-1, 1] -> 2 x (B, c, h, w)."""
-    moments = vae.encode(image.to(_dtype(vae.encoder))).latent_dist.parameters.float()
+    moments = vae.encode(image.to(_find_dtype(vae.encoder))).latent_dist.parameters.float()
     mean, log_variance = moments.chunk(2, dim=1)
     return mean, torch.exp(0.5 * log_variance.clamp(-30, 20))
 
 
-def draw(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: float, shift: float = 0.0) -> Tensor:
+def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: float, shift: float = 0.0) -> Tensor:
     """Float32 latents (B, c, h, w) from their posterior, with the noise of the samples' keys (B,)."""
     noise = rng.normal(key, "latent", tuple(mean.shape[1:]))
     return (mean.float() + std.float() * noise - shift) * scaling_factor
 
 
-def identity(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def identify_autoencoder(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What decides an AutoencoderKL's codes: its architecture and its weights by diffusers' names.
 
     Scale and shift of the latents are left out, since they come after the codes and may be measured later.
     """
-    config = json.loads(json.dumps({name: vae.config[name] for name in _DEFAULTS if name in vae.config}))
-    return {name: value for name, value in config.items() if value != _DEFAULTS[name]}, vae.state_dict()
+    config = json.loads(json.dumps({name: vae.config[name] for name in _DIFFUSERS_DEFAULTS if name in vae.config}))
+    return {name: value for name, value in config.items() if value != _DIFFUSERS_DEFAULTS[name]}, vae.state_dict()
 
 
-def fingerprint(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
+def hash_network(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
     """A short hash of a frozen encoder: its config, as JSON, and every bit of its weights."""
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16)
     for name in sorted(weights):
@@ -129,23 +129,23 @@ def fingerprint(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _dtype(network: nn.Module) -> torch.dtype:
+def _find_dtype(network: nn.Module) -> torch.dtype:
     return next(network.parameters()).dtype
 
 
-def _on_hub(path: str) -> bool:
+def _may_be_hub_name(path: str) -> bool:
     """Whether a path that is no folder can be a name on the hub. An unknown name would cost half a minute there."""
     owner, _, _name = path.partition("/")
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()
 
 
-def _load(path: str) -> nn.Module:
+def _load_autoencoder(path: str) -> nn.Module:
     from diffusers import AutoencoderKL  # slow to import, and only users of a first stage need it
 
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file() and (folder / "vae").is_dir():
         folder = folder / "vae"
-    if not folder.is_dir() and not _on_hub(path):
+    if not folder.is_dir() and not _may_be_hub_name(path):
         raise ConfigError(
             f"first_stage.path: there is no folder {path}; export one first with dstrain export RUN "
             f"--out {path}, save one there with AutoencoderKL.from_pretrained(NAME).save_pretrained"

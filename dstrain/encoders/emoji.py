@@ -51,7 +51,7 @@ class EmojiTower:
         return F.normalize(self._network(pixels / 127.5 - 1), dim=1)
 
 
-def text_embeds(captions: list[str]) -> Tensor | None:
+def read_text_embeds(captions: list[str]) -> Tensor | None:
     """float32 (N, 384) of captions of the built-in pairs, in lower case; None: one of them is another text."""
     known = embeddings.read_builtin_captions()
     rows = [known.get(" ".join(caption.lower().split())) for caption in captions]

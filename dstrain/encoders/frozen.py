@@ -18,7 +18,7 @@ class Frozen(nn.Module):
 
 
 @contextmanager
-def loading(kind: str, key: str, path: str, content: str) -> Iterator[None]:
+def explain_loading(kind: str, key: str, path: str, content: str) -> Iterator[None]:
     """A block that loads a `kind` of network from `path`, the value of `key`: a folder with `content`, or a hub name.
 
     ConfigError: the path looks like a folder and is none, or the block raises OSError or ValueError.
@@ -29,11 +29,11 @@ def loading(kind: str, key: str, path: str, content: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{key}: no {kind} can be loaded from {path!r} ({one_line(error)}); give a folder with "
+            f"{key}: no {kind} can be loaded from {path!r} ({shorten_error(error)}); give a folder with "
             f"{content}, or a hub name that this machine can reach"
         ) from error
 
 
-def one_line(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     """An error's message without line breaks, at most 200 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200]

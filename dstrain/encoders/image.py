@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dstrain.encoders.frozen import Frozen, loading
+from dstrain.encoders.frozen import Frozen, explain_loading
 from dstrain.recipe import ConfigError
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as both were trained
@@ -29,7 +29,7 @@ class ImageEncoder(Frozen):
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        self.model, self.projection = _load(path)
+        self.model, self.projection = _load_tower(path)
         self.eval().requires_grad_(False)
         self.embed_dim = self.projection.out_features
         self.image_size = self.model.config.image_size
@@ -51,13 +51,13 @@ class ImageEncoder(Frozen):
         return self.projection(pooled).float()
 
 
-def _load(path: str) -> tuple[nn.Module, nn.Module]:
+def _load_tower(path: str) -> tuple[nn.Module, nn.Module]:
     """CLIP's image tower and its projection."""
     # Slow to import, and only users of images need it.
     from transformers import AutoConfig, CLIPModel, CLIPVisionModelWithProjection
 
     kinds = {"clip": CLIPModel, "clip_vision_model": CLIPVisionModelWithProjection}
-    with loading("CLIP model", "image_encoder", path, "config.json and *.safetensors"):
+    with explain_loading("CLIP model", "image_encoder", path, "config.json and *.safetensors"):
         kind = AutoConfig.from_pretrained(path).model_type
         if kind not in kinds:
             raise ConfigError(f"it is of type {kind}, and only CLIP is known here")
@@ -80,7 +80,7 @@ class VisionTower(Frozen):
         super().__init__()
         from transformers import AutoConfig, AutoModel  # slow to import, and only its users need it
 
-        with loading(f"{kind} model", "--features", str(path), "config.json and *.safetensors"):
+        with explain_loading(f"{kind} model", "--features", str(path), "config.json and *.safetensors"):
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             if not config.model_type.startswith(kind):
                 raise ConfigError(f"--features {kind}:{path}: the folder holds a model of type {config.model_type}")

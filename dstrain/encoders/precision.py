@@ -17,19 +17,19 @@ from dstrain.recipe import ConfigError
 Precision = Literal["fp32", "tf32", "bf16"]
 
 
-def dtype_of(precision: Precision) -> torch.dtype:
+def choose_dtype(precision: Precision) -> torch.dtype:
     """The dtype of weights."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def usual() -> Precision:
+def choose_precision() -> Precision:
     """tf32 where the GPU has it, else fp32."""
     return "tf32" if torch.cuda.is_available() and torch.cuda.is_tf32_supported() else "fp32"
 
 
-def problem(precision: Precision | None, key: str) -> str | None:
+def find_problem(precision: Precision | None, key: str) -> str | None:
     """Why this machine cannot compute so; it is refused, since figures and caches name their precision."""
-    if precision != "tf32" or usual() == "tf32":
+    if precision != "tf32" or choose_precision() == "tf32":
         return None
     return (
         f"{key}: tf32 needs a GPU that has it, such as NVIDIA's since Ampere, and this machine has none; take "
@@ -37,14 +37,14 @@ def problem(precision: Precision | None, key: str) -> str | None:
     )
 
 
-def require(precision: Precision) -> None:
+def require_precision(precision: Precision) -> None:
     """ConfigError: this machine cannot compute as --precision says."""
-    if text := problem(precision, "--precision tf32"):
+    if text := find_problem(precision, "--precision tf32"):
         raise ConfigError(text)
 
 
 @contextmanager
-def computing(precision: Precision) -> Iterator[None]:
+def compute_in(precision: Precision) -> Iterator[None]:
     """Inside, float32 is computed as `precision` says; afterwards as before."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -56,7 +56,7 @@ def computing(precision: Precision) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = before[1]
 
 
-def cast(network: nn.Module, precision: Precision) -> None:
+def cast_weights(network: nn.Module, precision: Precision) -> None:
     """Casts the weights; tables keep their own precision. What is hashed of a network is hashed before."""
     for weight in network.parameters():
-        weight.data = weight.data.to(dtype_of(precision))
+        weight.data = weight.data.to(choose_dtype(precision))

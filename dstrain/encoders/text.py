@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed.group import to_device
-from dstrain.encoders.autoencoder import fingerprint
-from dstrain.encoders.frozen import Frozen, loading
+from dstrain.encoders.autoencoder import hash_network
+from dstrain.encoders.frozen import Frozen, explain_loading
 from dstrain.recipe import ConfigError
 
 
@@ -35,8 +35,8 @@ class TextEncoder(Frozen):
 
     def __init__(self, path: str, max_length: int | None = None) -> None:
         super().__init__()
-        self.model, self.projection, self.tokenizer = _load(path)
-        self.pooling = _pooling(path) if self.projection is None else "projection"
+        self.model, self.projection, self.tokenizer = _load_encoder(path)
+        self.pooling = _read_pooling(path) if self.projection is None else "projection"
         _set_padding(self.tokenizer, path)
         self.eval().requires_grad_(False)
         config = self.model.config
@@ -50,7 +50,7 @@ class TextEncoder(Frozen):
     def fingerprint(self) -> str:
         """A short hash of what decides the embeddings: the kind of model, its weights, and its pooling."""
         config = {"class": type(self.model).__name__} | ({"pooling": "cls"} if self.pooling == "cls" else {})
-        return fingerprint(config, self.state_dict() | dict(self.named_buffers()))
+        return hash_network(config, self.state_dict() | dict(self.named_buffers()))
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
@@ -75,18 +75,18 @@ class TextEncoder(Frozen):
         return {"text_embed": embed, "text_encodings": encodings, "text_mask": mask.bool()}
 
 
-def captions_of(packed: Tensor) -> list[str]:
+def unpack_captions(packed: Tensor) -> list[str]:
     """Captions as batches hold them, UTF-8 padded with zeros, as strings: uint8 (N, bytes) -> N strings."""
     return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in packed.cpu().numpy()]
 
 
-def _load(path: str) -> tuple[nn.Module, nn.Module | None, object]:
+def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
     """The encoder, CLIP's projection (None for others) and the tokenizer."""
     # Slow to import, and only users of captions need it.
     from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPModel, CLIPTextModelWithProjection
 
     kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection}
-    with loading("text encoder", "text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
+    with explain_loading("text encoder", "text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
         kind = kinds.get(AutoConfig.from_pretrained(path).model_type, AutoModel)
         model, tokenizer = kind.from_pretrained(path, use_safetensors=True), AutoTokenizer.from_pretrained(path)
         if kind is not AutoModel:
@@ -106,16 +106,16 @@ def _set_padding(tokenizer: Any, path: str) -> None:
     tokenizer.padding_side = "right"
 
 
-def _pooling(path: str) -> str:
+def _read_pooling(path: str) -> str:
     """How a sentence encoder makes one vector of its token states: mean or cls. ConfigError: in another way."""
-    for module in _json(path, "modules.json") or []:
+    for module in _read_json(path, "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):
             raise ConfigError(
                 f"text_encoder: {path} ends with a layer of kind {kind} (modules.json), which is not "
                 "read here; take an encoder without it"
             )
-    config = _json(path, "1_Pooling/config.json")
+    config = _read_json(path, "1_Pooling/config.json")
     if config is None:
         return "mean"
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
@@ -134,7 +134,7 @@ def _pooling(path: str) -> str:
     return known[modes[0]]
 
 
-def _json(path: str, name: str) -> Any:
+def _read_json(path: str, name: str) -> Any:
     """A JSON file of an encoder's folder or hub page; None: it has none of that name."""
     from transformers.utils import cached_file
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dstrain.engine import prepare_environment
-from dstrain.recipe import suggestion
+from dstrain.recipe import suggest_key
 
 # Sections of DeepSpeed that dstrain does not support, and why or what instead. Some it refuses itself.
 UNSUPPORTED = {
@@ -132,7 +132,7 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
     else:
         known = rest.asked | set(sections)
         yield from (
-            f'"{key}" is no key of DeepSpeed, which would ignore it silently{suggestion(key, known)}'
+            f'"{key}" is no key of DeepSpeed, which would ignore it silently{suggest_key(key, known)}'
             for key in settings
             if key not in known and key != "train_batch_size"
         )
@@ -148,7 +148,7 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
             for item in error.errors():
                 key = ".".join([name, *map(str, item["loc"])])
                 if item["type"] == "extra_forbidden":
-                    yield f'"{key}" is no key of DeepSpeed{suggestion(key, known)}'
+                    yield f'"{key}" is no key of DeepSpeed{suggest_key(key, known)}'
                 elif item["type"] == "enum":  # DeepSpeed's stages have an alias, named twice
                     members = dict.fromkeys(item["ctx"]["expected"].replace(" or ", ", ").split(", "))
                     yield f'"{key}" is {json.dumps(item["input"], default=str)[:60]}: write one of {", ".join(members)}'

@@ -17,7 +17,7 @@ from typing import Any
 
 from dstrain.disk import small
 from dstrain.engine.schema import list_refusals, list_unsupported
-from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, divisors, nearby
+from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, list_divisors, list_nearby
 
 # Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
 _EMULATING = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -87,14 +87,14 @@ def split_batch(batch: BatchSize, world: int) -> tuple[int, int]:
         fits = sorted({total // world * world or world, -(-total // world) * world})
         raise ConfigError(
             f"batch.global={total} cannot be split evenly over {world} ranks: write "
-            f"batch.global={' or '.join(map(str, fits))}, or start {divisors(total)} ranks"
+            f"batch.global={' or '.join(map(str, fits))}, or start {list_divisors(total)} ranks"
         )
     share = total // world
     micro = micro or share
     if share % micro:
         raise ConfigError(
             f"batch.micro={micro} does not divide the {share} samples of a rank (batch.global={total} "
-            f"over {world} ranks): micro-batches that work are {divisors(share)}"
+            f"over {world} ranks): micro-batches that work are {list_divisors(share)}"
         )
     return micro, share // micro
 
@@ -167,7 +167,7 @@ def _read_json(path: Path) -> Settings:
             path, object_pairs_hook=_reject_duplicates, parse_constant=_parse_finite, parse_float=_parse_finite
         )
     except FileNotFoundError:
-        raise ConfigError(f"--ds_config {path}: there is no such file{nearby(path, '*.json')}") from None
+        raise ConfigError(f"--ds_config {path}: there is no such file{list_nearby(path, '*.json')}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path}:{error.lineno}: {error.msg} at column {error.colno}; correct the JSON (no comments, "
@@ -381,7 +381,7 @@ def _check_mechanism(
     if local > 1 and world % min(local, world):
         yield (
             f'"zero_optimization.zero_hpz_partition_size" is {local}, the ranks are {world}: write the number '
-            f"of GPUs of a machine, one of {divisors(world)}"
+            f"of GPUs of a machine, one of {list_divisors(world)}"
         )
     for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
         if zero.get(key, False) > (key == "zero_hpz_partition_size"):

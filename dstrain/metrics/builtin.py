@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from dstrain.data.builtin import moving
 from dstrain.data.builtin.fashion import FASHION
 from dstrain.encoders import emoji
-from dstrain.encoders.precision import computing
+from dstrain.encoders.precision import compute_in
 from dstrain.metrics.clips import grey, items, motions
 from dstrain.metrics.network import Features, by_class, three_channels
 from dstrain.nn.classifier import BUILTIN, FILE, Classifier
@@ -56,7 +56,7 @@ class Builtin(Features):
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 (N, C, H, W), or clips (N, T, C, H, W) -> features (N, 64) and logits (N, 10), float32."""
         images = images.to(self._device)
-        with computing("fp32"):
+        with compute_in("fp32"):
             if images.ndim == 4:
                 return self._network(prepared(images))
             features, logits = self._network(items(grey(images).flatten(0, 1)))
@@ -95,11 +95,11 @@ class Emoji(Features):
         self.fingerprint = self.tower.fingerprint
 
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
-        with computing("fp32"):
+        with compute_in("fp32"):
             return self.tower.encode(three_channels(images)), None
 
     def texts(self, captions: list[str]) -> Tensor:
-        embeds = emoji.text_embeds(captions)
+        embeds = emoji.read_text_embeds(captions)
         if embeds is None:
             raise ConfigError(
                 "--features emoji: it knows the names of the built-in emoji alone, and one of these "

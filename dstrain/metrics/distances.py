@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dstrain.distributed import group
-from dstrain.encoders.precision import computing
+from dstrain.encoders.precision import compute_in
 
 NEIGHBOURS = 5  # the farthest that precision and its like look for
 _ROWS = 512  # of a matrix of distances at a time
@@ -54,7 +54,7 @@ def kid(features: Tensor, reference: Tensor, subsets: int = 100, size: int = 100
 
 def _kernel_mean(x: Tensor, y: Tensor) -> Tensor:
     """Mean of the kernel over pairs; of one set with itself without the pairs of a row with itself."""
-    with computing("fp32"):
+    with compute_in("fp32"):
         kernel = (x @ y.T / x.shape[1] + 1).double().pow_(3)
     if x is not y:
         return kernel.mean()
@@ -101,7 +101,7 @@ def _shared(count: int) -> list[slice]:
 
 def _squares(x: Tensor, y: Tensor) -> Tensor:
     """Squared distances (N, M)."""
-    with computing("fp32"):
+    with compute_in("fp32"):
         products = x @ y.T
     return products.mul_(-2).add_(x.square().sum(1)[:, None]).add_(y.square().sum(1)).clamp_(min=0)
 

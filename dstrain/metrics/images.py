@@ -16,7 +16,7 @@ from torch import Tensor
 from dstrain.data.decode.pixels import FORMATS, SUFFIXES, convert_mode, find_samples, open_image, to_tensor
 from dstrain.data.source import Source
 from dstrain.distributed import group
-from dstrain.encoders.text import captions_of
+from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError
 
 
@@ -237,5 +237,5 @@ class Sourced(Images):
                 torch.tensor(turn),
                 samples[self.key],
                 samples.get("label") if self.source.classes else None,
-                None if captions is None else captions_of(captions),
+                None if captions is None else unpack_captions(captions),
             )

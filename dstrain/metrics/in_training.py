@@ -22,7 +22,7 @@ from dstrain.distributed import group
 from dstrain.metrics import reference, table
 from dstrain.metrics.images import Batch, Images, Sourced
 from dstrain.metrics.statistics import Statistics
-from dstrain.recipe import ConfigError, Run, reworded
+from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.sampling.draw import draw_own
 from dstrain.sampling.requests import make_request, of_all
 from dstrain.systems.base import Nets, Request, System
@@ -50,7 +50,7 @@ class Quality:
                 f"{key}: {run.system} draws from given pictures: write every.metrics=0, and measure it "
                 "by dstrain evaluate RUN --metrics"
             )
-        with reworded(options=_OPTIONS):
+        with reword_errors(options=_OPTIONS):
             self._networks = table.chosen_networks(metrics, samples.features)
         own = open_builtin(data, samples.metrics_split)
         if own is None and any(network.name == "builtin" for network in self._networks.values()):

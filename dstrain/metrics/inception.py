@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dstrain.encoders.autoencoder import fingerprint
-from dstrain.encoders.precision import computing
+from dstrain.encoders.autoencoder import hash_network
+from dstrain.encoders.precision import compute_in
 from dstrain.metrics.network import Features, three_channels
 from dstrain.recipe import ConfigError
 
@@ -214,7 +214,7 @@ class InceptionFeatures(Features):
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        with computing("fp32"):
+        with compute_in("fp32"):
             features = self._network(self.prepared(images))
             return features, features @ self._network.fc.weight.T
 
@@ -230,7 +230,7 @@ class InceptionSpatial(Features):
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         network = self._whole._network
-        with computing("fp32"):
+        with compute_in("fp32"):
             maps = getattr(network, _SPATIAL).branch1x1(network(self._whole.prepared(images), until=_SPATIAL))
         return maps[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1), None  # TensorFlow's order: channels last
 
@@ -246,5 +246,5 @@ def opened(kind: str, path: Path, device: torch.device) -> InceptionFeatures:
             f"--features {kind}:{path}: these are no weights of FID's Inception ({reason}); give "
             "pt_inception-2015-12-05-6726825d.pth, or a TorchScript file as torchscript:FILE"
         ) from None
-    digest = fingerprint({"kind": kind}, network.state_dict())
+    digest = hash_network({"kind": kind}, network.state_dict())
     return InceptionFeatures(kind, network.eval().requires_grad_(False).to(device), digest)

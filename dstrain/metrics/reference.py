@@ -19,7 +19,7 @@ from torch import Tensor
 from dstrain.disk.atomic import replace_file
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import Statistics
-from dstrain.recipe import ConfigError, write_errors
+from dstrain.recipe import ConfigError, explain_write_errors
 
 SUFFIXES = (".npz", ".pkl")
 INCEPTIONS = ("inception", "torchscript", "pytorch-fid", "clean-fid")  # networks that mu and sigma may be of
@@ -175,7 +175,7 @@ def write(path: Path, statistics: dict[str, Statistics]) -> None:
             end = "_s" if name == "inception-spatial" else ""
             arrays |= {f"mu{end}": arrays[f"{name}.mu"], f"sigma{end}": arrays[f"{name}.sigma"]}
     with (
-        write_errors(f"--write-reference {path}", "make room, or name a file elsewhere"),
+        explain_write_errors(f"--write-reference {path}", "make room, or name a file elsewhere"),
         replace_file(path) as new,
         open(new, "wb") as file,  # a path would get the suffix .npz
     ):

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dstrain.encoders.autoencoder import fingerprint
+from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.image import ImageEncoder, VisionTower
-from dstrain.encoders.precision import computing
+from dstrain.encoders.precision import compute_in
 from dstrain.encoders.text import TextEncoder
 from dstrain.metrics.network import Features, three_channels
-from dstrain.recipe import ConfigError, reworded
+from dstrain.recipe import ConfigError, reword_errors
 
 
 class Dino(Features):
@@ -21,11 +21,11 @@ class Dino(Features):
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self.tower = VisionTower(path, "dinov2").to(device)
-        self.size, self.fingerprint = self.tower.dim, fingerprint({"kind": self.name}, self.tower.state_dict())
+        self.size, self.fingerprint = self.tower.dim, hash_network({"kind": self.name}, self.tower.state_dict())
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
-        with computing("fp32"):
+        with compute_in("fp32"):
             return self.tower.encode(three_channels(images).to(self.tower.mean.device)), None
 
 
@@ -36,7 +36,7 @@ class VideoMae(Dino):
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self.tower = VisionTower(path, "videomae").to(device)
-        self.size, self.fingerprint = self.tower.dim, fingerprint({"kind": self.name}, self.tower.state_dict())
+        self.size, self.fingerprint = self.tower.dim, hash_network({"kind": self.name}, self.tower.state_dict())
 
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         places = torch.arange(self.tower.num_frames) * images.shape[1] // self.tower.num_frames
@@ -49,19 +49,19 @@ class Clip(Features):
     name = "clip"
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        with reworded(options={"image_encoder: ": "--features: "}):
+        with reword_errors(options={"image_encoder: ": "--features: "}):
             self.tower = ImageEncoder(str(path)).float().to(device)
         self._path, self._reader = str(path), None
-        self.size, self.fingerprint = self.tower.embed_dim, fingerprint({"kind": self.name}, self.tower.state_dict())
+        self.size, self.fingerprint = self.tower.embed_dim, hash_network({"kind": self.name}, self.tower.state_dict())
 
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
-        with computing("fp32"):
+        with compute_in("fp32"):
             return self.tower.encode(three_channels(images).to(self.tower.mean.device)), None
 
     def texts(self, captions: list[str]) -> Tensor:
         if self._reader is None:
             self._reader = TextEncoder(self._path).float().to(self.tower.mean.device)
-        with computing("fp32"):
+        with compute_in("fp32"):
             return self._reader.encode(captions)["text_embed"]
 
 
@@ -82,12 +82,12 @@ class Scripted(Features):
                 "(.pkl) are not read"
             ) from None
         self.device, weights = device, self.network.state_dict()
-        self.fingerprint = fingerprint({"kind": self.name, "code": self.network.code}, weights)
+        self.fingerprint = hash_network({"kind": self.name, "code": self.network.code}, weights)
         self.size = self(torch.zeros(self._probe, dtype=torch.uint8))[0].shape[1]
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
-        with computing("fp32"):
+        with compute_in("fp32"):
             return self.network(three_channels(images).to(self.device), return_features=True).float(), None
 
 
@@ -100,5 +100,5 @@ class ScriptedVideo(Scripted):
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         clips = three_channels(images).to(self.device).transpose(1, 2).float()  # (N, 3, T, H, W)
-        with computing("fp32"):
+        with compute_in("fp32"):
             return self.network(clips, rescale=True, resize=True, return_features=True).float(), None

@@ -1,9 +1,9 @@
 """What determines a run: its schema, its file, and what may be wrong in it or change when the run goes on."""
 
-from dstrain.recipe.changes import differences, refusals, refused
-from dstrain.recipe.errors import ConfigError, NotRead, NotSaved, reworded, write_errors
+from dstrain.recipe.changes import explain_refused, find_refused, list_differences
+from dstrain.recipe.errors import ConfigError, NotRead, NotSaved, explain_write_errors, reword_errors
 from dstrain.recipe.files import check, dump, load
-from dstrain.recipe.problems import as_text, divisors, nearby, problems_of, suggestion
+from dstrain.recipe.problems import format_value, list_divisors, list_nearby, list_problems, suggest_key
 from dstrain.recipe.run import WIDEST, BatchSize, Cache, Codes, Data, Ema, Faults, Optimizer, Run, Samples, Save, Track
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Recompute, Section, filled_in, fixed
 
@@ -27,19 +27,19 @@ __all__ = [
     "Save",
     "Section",
     "Track",
-    "as_text",
     "check",
-    "differences",
-    "divisors",
     "dump",
+    "explain_refused",
+    "explain_write_errors",
     "filled_in",
+    "find_refused",
     "fixed",
+    "format_value",
+    "list_differences",
+    "list_divisors",
+    "list_nearby",
+    "list_problems",
     "load",
-    "nearby",
-    "problems_of",
-    "refusals",
-    "refused",
-    "reworded",
-    "suggestion",
-    "write_errors",
+    "reword_errors",
+    "suggest_key",
 ]

@@ -7,29 +7,29 @@ from typing import Any
 from pydantic import BaseModel
 
 from dstrain.recipe.errors import ConfigError
-from dstrain.recipe.files import plain
-from dstrain.recipe.problems import as_text
+from dstrain.recipe.files import make_plain
+from dstrain.recipe.problems import format_value
 from dstrain.recipe.run import Run
-from dstrain.recipe.section import resume_rule
+from dstrain.recipe.section import find_resume_rule
 
 Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
 
-def differences(old: Run, new: Run) -> list[Change]:
+def list_differences(old: Run, new: Run) -> list[Change]:
     """Every key whose value differs; None where one side does not have it."""
-    before, after = _flat(old), _flat(new)
+    before, after = _flatten_run(old), _flatten_run(new)
     keys = [*before, *(key for key in after if key not in before)]
     return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
 
 
-def refused(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
+def find_refused(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
     """The differences that would make a resumed run another run; `system` is the schema of the model section."""
 
     def acceptable(key: str, before: Any) -> bool:
-        rule = resume_rule(key, Run, system)
+        rule = find_resume_rule(key, Run, system)
         return rule.may_change or (rule.may_be_filled_in and before is None)
 
-    changes = [change for change in differences(old, new) if not acceptable(*change[:2])]
+    changes = [change for change in list_differences(old, new) if not acceptable(*change[:2])]
     if "constant" not in (old.optimizer.schedule, new.optimizer.schedule):
         # An open horizon follows `steps`: a longer run would bend the learning rate of the part already trained.
         before, after = (run.optimizer.decay_steps or run.steps for run in (old, new))
@@ -38,21 +38,21 @@ def refused(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
     return changes
 
 
-def refusals(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
+def explain_refused(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
     """The error that names what a resumed run may not change, and what to do."""
     lines = []
     for key, old, new in changes:
-        remedy = resume_rule(key, Run, system).remedy or f"write {key}={as_text(old)} to keep it"
+        remedy = find_resume_rule(key, Run, system).remedy or f"write {key}={format_value(old)} to keep it"
         if key == "optimizer.decay_steps":
             remedy = f"the learning rate decays until this step; write optimizer.decay_steps={old} to keep it"
         lines.append(
-            f"{key} was {as_text(old)} in {folder} and is now {as_text(new)}: {remedy}, --allow-change to go "
+            f"{key} was {format_value(old)} in {folder} and is now {format_value(new)}: {remedy}, --allow-change to go "
             "on with the new value, or another folder= for a new run"
         )
     return ConfigError(*lines)
 
 
-def _flat(run: Run) -> dict[str, Any]:
+def _flatten_run(run: Run) -> dict[str, Any]:
     """Every value of a Run by dotted key."""
 
     def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -65,4 +65,4 @@ def _flat(run: Run) -> dict[str, Any]:
             else:
                 yield f"{prefix}{name}", value
 
-    return dict(walk(plain(run), ""))
+    return dict(walk(make_plain(run), ""))

@@ -24,7 +24,7 @@ class NotRead(OSError):
 
 
 @contextmanager
-def reworded(prefix: str = "", options: Mapping[str, str] | None = None) -> Iterator[None]:
+def reword_errors(prefix: str = "", options: Mapping[str, str] | None = None) -> Iterator[None]:
     """Rewords a ConfigError raised inside: `prefix` before each line, and a command's options in the place of keys."""
     try:
         yield
@@ -36,7 +36,7 @@ def reworded(prefix: str = "", options: Mapping[str, str] | None = None) -> Iter
 
 
 @contextmanager
-def write_errors(path: object, remedy: str) -> Iterator[None]:
+def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
     """Turns an OSError raised inside into a ConfigError: `path` cannot be written, why, and the remedy."""
     try:
         yield

@@ -15,25 +15,25 @@ from pydantic import BaseModel, ValidationError
 
 from dstrain.disk import small
 from dstrain.recipe.errors import ConfigError
-from dstrain.recipe.problems import as_text, nearby, problems_of
+from dstrain.recipe.problems import format_value, list_nearby, list_problems
 from dstrain.recipe.run import Run
-from dstrain.recipe.section import subsection
+from dstrain.recipe.section import find_section
 
 _LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
 
 
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     """The Run of a recipe file (None: the schema's defaults) with `key=value` overrides applied."""
-    values = _read(recipe) if recipe is not None else {}
-    overridden, problems = _override(values, overrides)
+    values = _read_recipe(recipe) if recipe is not None else {}
+    overridden, problems = _apply_overrides(values, overrides)
     problems += _move_init_from(values, overridden)
     # `optimizer:` with nothing below it is an empty section.
-    sections = {"model", *(key for key, field in Run.model_fields.items() if subsection(field) is not None)}
+    sections = {"model", *(key for key, field in Run.model_fields.items() if find_section(field) is not None)}
     values = {key: {} if value is None and key in sections else value for key, value in values.items()}
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
-        problems += problems_of(error, Run, overridden=overridden, recipe=recipe)
+        problems += list_problems(error, Run, overridden=overridden, recipe=recipe)
     if problems:
         raise ConfigError(*problems)
     if run.data.mixture and "data.path" in overridden:
@@ -49,31 +49,31 @@ def check(run: Run, config_class: Any) -> Run:
     try:
         model = config_class.model_validate(config_class.completed(run.model, run))
     except ValidationError as error:
-        raise ConfigError(*problems_of(error, config_class, prefix="model")) from None
-    return run.model_copy(update={"model": plain(model)})
+        raise ConfigError(*list_problems(error, config_class, prefix="model")) from None
+    return run.model_copy(update={"model": make_plain(model)})
 
 
 def dump(run: Run) -> str:
     """YAML that `load` reads back to an equal Run."""
-    return yaml.dump(plain(run), Dumper=_Dumper, sort_keys=False, width=100)
+    return yaml.dump(make_plain(run), Dumper=_Dumper, sort_keys=False, width=100)
 
 
-def plain(value: Any) -> Any:
+def make_plain(value: Any) -> Any:
     """A model as what YAML can say; pydantic's own JSON mode would turn inf to null."""
     if isinstance(value, BaseModel):
         value = value.model_dump(by_alias=True)
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: make_plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
+        return [make_plain(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _read(recipe: Path) -> dict[str, Any]:
+def _read_recipe(recipe: Path) -> dict[str, Any]:
     try:
-        values = _parse(small.read_text(recipe, small.MEGABYTE))
+        values = _parse_yaml(small.read_text(recipe, small.MEGABYTE))
     except FileNotFoundError:
-        raise ConfigError(f"--recipe {recipe}: there is no such file{nearby(recipe, '*.yaml')}") from None
+        raise ConfigError(f"--recipe {recipe}: there is no such file{list_nearby(recipe, '*.yaml')}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--recipe {recipe} cannot be read as a text file: {reason}") from None
@@ -90,18 +90,19 @@ def _read(recipe: Path) -> dict[str, Any]:
     return values
 
 
-def _override(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str], list[str]]:
+def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str], list[str]]:
     """Puts the overrides into `values`; the keys that they set, and what is wrong with them."""
     overridden: set[str] = set()
     problems: list[str] = []
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
-        shown, names = f"{as_text(key)}={as_text(text)}", key.split(".")
+        shown, names = f"{format_value(key)}={format_value(text)}", key.split(".")
         if not equals or not all(names) or len(names) > _DEEPEST:
             recipe = ", or --recipe before the name of a recipe" if override.endswith((".yaml", ".yml")) else ""
             problems.append(
-                f"{as_text(override)!r} is no override: write key=value without spaces{recipe}, for example steps=500"
+                f"{format_value(override)!r} is no override: write key=value without spaces{recipe}, "
+                "for example steps=500"
             )
             continue
         if not text.strip():
@@ -111,18 +112,18 @@ def _override(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str
             )
             continue
         try:
-            _put(values, key, _parse(text))
+            _set_key(values, key, _parse_yaml(text))
             overridden.add(key)
         except _Unspaced as error:
             problems.append(f"{shown}: {error.problem}")
         except yaml.YAMLError:
-            problems.append(f"{shown} cannot be read as a value: quote it, for example {as_text(key)}='\"...\"'")
+            problems.append(f"{shown} cannot be read as a value: quote it, for example {format_value(key)}='\"...\"'")
         except TypeError as error:
             problems.append(str(error))
     return overridden, problems
 
 
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
+def _set_key(values: dict[str, Any], key: str, value: Any) -> None:
     """Sets a dotted key in nested sections."""
     *sections, leaf = key.split(".")
     for depth, name in enumerate(sections):
@@ -150,7 +151,7 @@ def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
     return [f"init_from={values['init_from']} and its synonym model.init_from={path} differ: give one of them"]
 
 
-def _parse(text: str) -> Any:
+def _parse_yaml(text: str) -> Any:
     """The value of a YAML text. YAMLError."""
     try:
         return yaml.load(text, _Loader)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dstrain.recipe.section import FIXED, Fraction, Section, fixed, short_path
+from dstrain.recipe.section import FIXED, Fraction, Section, check_path, fixed
 
 _Weight = Annotated[float, Field(gt=0, le=1e9)]
 
@@ -23,7 +23,7 @@ class MixtureSource(Section):
     @field_validator("path", "held_out_path", "captions")
     @classmethod
     def _expand(cls, path: str | None) -> str | None:
-        return path and short_path(os.path.expanduser(path))
+        return path and check_path(os.path.expanduser(path))
 
 
 class Mixture(Section):

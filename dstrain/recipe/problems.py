@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from dstrain.recipe.section import fields
+from dstrain.recipe.section import list_fields
 
 # What other trainers call our keys; names that are close in spelling are found without this table.
 _SYNONYMS = {
@@ -43,7 +43,7 @@ _SYNONYMS = {
 }
 
 
-def problems_of(
+def list_problems(
     error: ValidationError,
     schema: type[BaseModel],
     prefix: str = "",
@@ -54,15 +54,15 @@ def problems_of(
 
     `overridden`: the keys that the command line gives; all others come from the file `recipe`.
     """
-    known = [key for key, _ in fields(schema, prefix)]
+    known = [key for key, _ in list_fields(schema, prefix)]
     lines: list[str] = []
     for item in error.errors():
-        key = _dotted(item["loc"], prefix)
+        key = _join_location(item["loc"], prefix)
         typed = any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in overridden)
         origin = "command line" if typed else recipe
         lines += [
             f"{line} [{origin}]" if origin and not line.startswith(_NAMES_ITS_KEY) else line
-            for line in _lines(item, key, prefix, known)
+            for line in _explain_item(item, key, prefix, known)
         ]
     return [line.removeprefix(_NAMES_ITS_KEY) for line in lines]
 
@@ -70,20 +70,20 @@ def problems_of(
 _NAMES_ITS_KEY = "\0"  # before a message that a validator of the Run has written whole
 
 
-def _dotted(location: Iterable[Any], prefix: str) -> str:
+def _join_location(location: Iterable[Any], prefix: str) -> str:
     key = prefix
     for part in location:
         key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
     return key
 
 
-def _lines(item: Any, key: str, prefix: str, known: list[str]) -> list[str]:
+def _explain_item(item: Any, key: str, prefix: str, known: list[str]) -> list[str]:
     """One of pydantic's errors in our words."""
-    value = as_text(item["input"])
+    value = format_value(item["input"])
     match item["type"]:
         case "extra_forbidden":
             siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
-            meant = suggestion(key, known) or f"; known here: {', '.join(siblings)}"
+            meant = suggest_key(key, known) or f"; known here: {', '.join(siblings)}"
             return [f"{key}: there is no such key{meant}"]
         case "value_error" if prefix == "":
             return [_NAMES_ITS_KEY + line for line in str(item["ctx"]["error"]).splitlines()]
@@ -104,7 +104,7 @@ def _lines(item: Any, key: str, prefix: str, known: list[str]) -> list[str]:
             return [f"{key}={value}: {text}"]
 
 
-def suggestion(key: str, known: Iterable[str]) -> str:
+def suggest_key(key: str, known: Iterable[str]) -> str:
     """' (did you mean ...?)' for a key that is unknown among `known` dotted keys, or nothing."""
     known, key = list(known), key.lower().replace("-", "_")
     section, _, leaf = key.rpartition(".")
@@ -120,7 +120,7 @@ def suggestion(key: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(meant[:3])}?)" if meant else ""
 
 
-def nearby(path: Path, pattern: str) -> str:
+def list_nearby(path: Path, pattern: str) -> str:
     """What a missing file may have been: the files of its folder, the closest one first."""
     names = sorted(file.name for file in path.parent.glob(pattern)) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, 1)
@@ -129,14 +129,14 @@ def nearby(path: Path, pattern: str) -> str:
     return f"{meant}; {path.parent}/ {holds}"
 
 
-def divisors(number: int) -> str:
+def list_divisors(number: int) -> str:
     """The divisors of a number as text, for messages: the batch sizes that would work."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     all_of_them = sorted({*small, *(number // d for d in small)})
     return ", ".join(map(str, all_of_them if len(all_of_them) <= 16 else [*all_of_them[:8], "...", *all_of_them[-7:]]))
 
 
-def as_text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it would be written in an override."""
     if isinstance(value, str):
         value = value.replace("\0", "\\0")

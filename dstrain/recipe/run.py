@@ -15,14 +15,14 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from dstrain.recipe.mixture import Mixture
-from dstrain.recipe.problems import divisors
-from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, short_path
+from dstrain.recipe.problems import list_divisors
+from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, check_path
 from dstrain.recipe.shapes import Shape, Shaping
 
 WIDEST = 0.288  # relative width of an average by a power of time: all steps count alike at 1 / sqrt(12)
 
 
-def _refuse(*checks: tuple[Any, str]) -> None:
+def _raise_faults(*checks: tuple[Any, str]) -> None:
     """Raises one ValueError with the messages of all checks whose first entry is true, one a line."""
     if messages := [message for wrong, message in checks if wrong]:
         raise ValueError("\n".join(messages))
@@ -78,7 +78,7 @@ class Data(Mixture, Shaping):
     @classmethod
     def _expand(cls, path: str | None) -> str | None:
         # A shell does not expand the ~ of data.path=~/images.
-        return path and short_path(os.path.expanduser(path))
+        return path and check_path(os.path.expanduser(path))
 
     @model_validator(mode="after")
     def _agree(self) -> "Data":
@@ -89,7 +89,7 @@ class Data(Mixture, Shaping):
             "frame_stride": self.frame_stride != 1 or None,
         }
         keys = [f"data.{name}" for name, value in clips.items() if value is not None]
-        _refuse(
+        _raise_faults(
             *self.mixture_problems(),
             (
                 keys and self.num_frames is None,
@@ -181,11 +181,11 @@ class BatchSize(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "BatchSize":
-        _refuse(
+        _raise_faults(
             (
                 self.micro and self.global_ % self.micro,
                 f"batch.global={self.global_} is no multiple of batch.micro="
-                f"{self.micro}: micro-batches that fit are {divisors(self.global_)}",
+                f"{self.micro}: micro-batches that fit are {list_divisors(self.global_)}",
             )
         )
         return self
@@ -206,7 +206,7 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "Optimizer":
-        _refuse(
+        _raise_faults(
             (max(self.betas) >= 1, f"optimizer.betas={list(self.betas)} must lie below 1, for example [0.9, 0.999]"),
             (self.momentum == 1, "optimizer.momentum=1 must lie below 1, for example 0.95"),
             (
@@ -254,7 +254,7 @@ class Ema(Section):
             name: sorted({value for value in values if values.count(value) > 1})
             for name, values in (("decay", self.decays), ("profile", self.profiles))
         }
-        _refuse(
+        _raise_faults(
             *(
                 (values, f"ema.{name}s={list(getattr(self, f'{name}s'))} holds {values} twice: name each {name} once")
                 for name, values in repeated.items()
@@ -333,7 +333,7 @@ class Samples(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "Samples":
-        _refuse(
+        _raise_faults(
             (self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"),
             (
                 self.prompts is not None and not all(text.strip() for text in self.prompts or ("",)),
@@ -372,7 +372,7 @@ class Faults(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "Faults":
-        _refuse(
+        _raise_faults(
             (
                 0 < self.hang_factor < 1,
                 f"faults.hang_factor={self.hang_factor:g}: a step that takes less than "
@@ -411,12 +411,12 @@ class Run(Section):
     @field_validator("folder", "init_from")
     @classmethod
     def _expand(cls, path: Path | None) -> Path | None:
-        return path and Path(short_path(os.path.expanduser(path)))
+        return path and Path(check_path(os.path.expanduser(path)))
 
     @model_validator(mode="after")
     def _agree(self) -> "Run":
         ema, profiles = self.samples.ema, list(self.ema.profiles)
-        _refuse(
+        _raise_faults(
             (
                 ema is not None and ema not in self.ema.names,
                 f"samples.ema={ema} is none of ema.decays="

@@ -23,14 +23,14 @@ NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # prod
 Count = Annotated[int, Field(ge=0)]
 
 
-def short_path(path: str) -> str:
+def check_path(path: str) -> str:
     """A path as Linux takes it, or an error: it is too long."""
     if len(os.fsencode(path)) > 4000 or max(map(len, os.fsencode(path).split(b"/"))) > 255:
         raise PydanticCustomError("long_path", "it is too long for a path, whose names have 255 bytes at most")
     return path
 
 
-def _recompute(value: Any) -> Any:
+def _check_recompute(value: Any) -> Any:
     """A choice of Recompute; true and false are what all and none were called."""
     value = {True: "all", False: "none"}[value] if isinstance(value, bool) else value
     if value in ("none", "attention", "all") or (isinstance(value, int) and value > 0):
@@ -38,7 +38,7 @@ def _recompute(value: Any) -> Any:
     raise PydanticCustomError("recompute", "should be none, attention, all, or a number k for every k-th block")
 
 
-Recompute = Annotated[bool | int | str, BeforeValidator(_recompute)]
+Recompute = Annotated[bool | int | str, BeforeValidator(_check_recompute)]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Section(BaseModel):
     def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
         for part in value if isinstance(value, (list, tuple)) else (value,):
             # Python's True is an int: without this `steps: true` would be one step.
-            if isinstance(part, bool) and bool not in plain_types(cls.model_fields[str(info.field_name)].annotation):
+            if isinstance(part, bool) and bool not in list_types(cls.model_fields[str(info.field_name)].annotation):
                 raise PydanticCustomError(
                     "no_bool", "is {value}, which has no meaning here", {"value": str(part).lower()}
                 )
@@ -91,28 +91,28 @@ class Section(BaseModel):
         return value
 
 
-def plain_types(annotation: Any) -> list[Any]:
+def list_types(annotation: Any) -> list[Any]:
     """All plain types within an annotation such as `int | None`."""
     inner = typing.get_args(annotation)
-    return [plain for part in inner for plain in plain_types(part)] if inner else [annotation]
+    return [plain for part in inner for plain in list_types(part)] if inner else [annotation]
 
 
-def subsection(field: FieldInfo) -> type[BaseModel] | None:
+def find_section(field: FieldInfo) -> type[BaseModel] | None:
     """The section that a field holds, None where it holds a value."""
-    kinds = plain_types(field.annotation)
+    kinds = list_types(field.annotation)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
-def fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def list_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """(dotted key, field) of all entries of a schema, those of its sections behind them."""
     for name, field in schema.model_fields.items():
         key = f"{prefix}.{field.alias or name}" if prefix else field.alias or name
         yield key, field
-        if (inner := subsection(field)) is not None:
-            yield from fields(inner, key)
+        if (inner := find_section(field)) is not None:
+            yield from list_fields(inner, key)
 
 
-def resume_rule(key: str, schema: type[BaseModel] | None, system: type[BaseModel]) -> Resume:
+def find_resume_rule(key: str, schema: type[BaseModel] | None, system: type[BaseModel]) -> Resume:
     """What is written on the field of a dotted key, or on the section around it; `system`: the schema of `model`."""
     rule = MAY_CHANGE
     for depth, name in enumerate(key.split(".")):
@@ -120,5 +120,5 @@ def resume_rule(key: str, schema: type[BaseModel] | None, system: type[BaseModel
         if (field := entries.get(name.partition("[")[0])) is None:  # a key of another version: as its section
             return rule
         rule = next((mark for mark in field.metadata if isinstance(mark, Resume)), rule)
-        schema = system if depth == 0 and name == "model" else subsection(field)
+        schema = system if depth == 0 and name == "model" else find_section(field)
     return rule

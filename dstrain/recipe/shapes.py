@@ -42,7 +42,7 @@ class BucketRule(Section):
         return tuple(sorted(shapes, key=lambda shape: (-shape[0] / shape[1], shape)))
 
 
-def _from_rule(value: Any) -> Any:
+def _make_buckets(value: Any) -> Any:
     if isinstance(value, list):
         return [[entry] if isinstance(entry, int) else entry for entry in value]
     if not isinstance(value, dict):
@@ -68,7 +68,7 @@ class Shaping(Section):
     # Shapes as [[256, 256], [320, 192]], width and height, or a rule that makes them, {pixels: 65536, step: 16, ratio:
     # 2}: a batch has one shape, and an image the nearest one. None: squares of image_size. Of clips numbers of frames,
     # [5, 9, 17]: a clip has the longest that it fills. None: num_frames.
-    buckets: Annotated[tuple[Bucket, ...] | None, BeforeValidator(_from_rule), FIXED] = None
+    buckets: Annotated[tuple[Bucket, ...] | None, BeforeValidator(_make_buckets), FIXED] = None
     # Images that their bucket would enlarge more often are left out; None: they stay, and are counted.
     max_upscale: Annotated[float | None, Field(ge=1), FIXED] = None
     # How an image is cut to its shape, see docs/guides/buckets.md.

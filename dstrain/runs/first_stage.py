@@ -12,9 +12,9 @@ from torch import Tensor
 from dstrain import systems
 from dstrain.distributed import group
 from dstrain.encoders import autoencoder
-from dstrain.encoders.precision import Precision, cast
-from dstrain.encoders.text import TextEncoder, captions_of
-from dstrain.recipe import ConfigError, Data, reworded
+from dstrain.encoders.precision import Precision, cast_weights
+from dstrain.encoders.text import TextEncoder, unpack_captions
+from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.runs import trained
 from dstrain.runs.weights import require_unaltered
 from dstrain.systems.base import Batch
@@ -55,7 +55,7 @@ def open_run(
     else:
         codec = _open_checkpoint(folder, ema, raw, step)
     codec.to(group.device())
-    cast(codec, precision)
+    cast_weights(codec, precision)
 
     def codes(batch: Batch) -> np.ndarray:
         pixels = batch["video"] if "video" in batch else batch["image"]
@@ -81,13 +81,13 @@ def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | Non
 
 def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
     """Of a diffusers AutoencoderKL, by folder or hub name. ConfigError: not to be loaded, or another size."""
-    with reworded(options={"first_stage.path:": f"--first-stage {path}:"}):
+    with reword_errors(options={"first_stage.path:": f"--first-stage {path}:"}):
         vae = autoencoder.Autoencoder(path).to(group.device())
     if image_size is not None and image_size % vae.factor:
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
 
     def codes(batch):
-        return _make_moments(*autoencoder.posterior(vae.vae, batch["image"].float() / 127.5 - 1))
+        return _make_moments(*autoencoder.encode_posterior(vae.vae, batch["image"].float() / 127.5 - 1))
 
     fingerprint = vae.fingerprint()
     vae.encode_in(precision)
@@ -138,7 +138,7 @@ class Encoder:
     def _texts(self, captions: Tensor) -> dict[str, np.ndarray]:
         """Of captions uint8 (b, bytes), or of several each (b, K, bytes), by calls of b captions."""
         several = captions if captions.ndim == 3 else captions[:, None]
-        encoded = [self.texts.encode(captions_of(several[:, k])) for k in range(several.shape[1])]
+        encoded = [self.texts.encode(unpack_captions(several[:, k])) for k in range(several.shape[1])]
         arrays = {
             name: np.stack([texts[name].cpu().numpy() for texts in encoded], axis=1)
             for name in ("text_encodings", "text_mask")

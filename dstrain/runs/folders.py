@@ -26,7 +26,16 @@ from safetensors import SafetensorError
 from dstrain.disk import atomic, small
 from dstrain.disk.modes import apply_umask
 from dstrain.distributed.progress import phases
-from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused, reworded, write_errors
+from dstrain.recipe import (
+    ConfigError,
+    Run,
+    dump,
+    explain_refused,
+    explain_write_errors,
+    find_refused,
+    load,
+    reword_errors,
+)
 from dstrain.runs.resume import Resume
 from dstrain.systems import config_class
 
@@ -61,8 +70,8 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
         )
     if resume.allow_change or not read_last_saved(folder):  # without a saved step, no run would be changed
         return
-    if changes := refused(read_recipe(folder), run, system := config_class(run.system)):
-        raise refusals(changes, folder / "run.yaml", system)
+    if changes := find_refused(read_recipe(folder), run, system := config_class(run.system)):
+        raise explain_refused(changes, folder / "run.yaml", system)
     if not (earlier := small.read_line(folder / "data.txt")):
         raise ConfigError(
             f"{folder / 'data.txt'} is gone or damaged, and it says on which data the run was trained: "
@@ -106,9 +115,9 @@ def read_recipe(folder: Path) -> Run:
     """The recipe that a run was trained with, as resolved. ConfigError: it cannot be read, or says nothing."""
     if small.read_line(folder / "run.yaml", small.MEGABYTE) == "":
         raise ConfigError(f"{folder / 'run.yaml'} is empty: put it back from a copy, or train anew with --from-scratch")
-    with reworded(options={"--recipe ": ""}):
+    with reword_errors(options={"--recipe ": ""}):
         run = load(folder / "run.yaml")
-    with reworded(f"{folder}: "):
+    with reword_errors(f"{folder}: "):
         return run.model_copy(update={"model": config_class(run.system).recorded(run.model)})
 
 
@@ -160,7 +169,7 @@ def _take_lock(folder: Path) -> IO[str]:
 
 def report_disk(folder: Path) -> AbstractContextManager[None]:
     """Turns an OSError raised inside into a ConfigError: full, over quota, read-only, or not to be written."""
-    return write_errors(f"folder={folder}", "make room there, or name another folder=")
+    return explain_write_errors(f"folder={folder}", "make room there, or name another folder=")
 
 
 def remove_unused(folder: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
-from dstrain.recipe import ConfigError, NotSaved, Run, differences
+from dstrain.recipe import ConfigError, NotSaved, Run, list_differences
 from dstrain.runs import folders
 
 _SHOWN = 8  # of what differs; hundreds of ranks may say the same
@@ -113,7 +113,7 @@ def _describe_code() -> dict[str, str]:
 
 def _list_changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]) -> list[str]:
     """Entries of the recipe and of the DeepSpeed settings that differ: KEY=here (not there)."""
-    changes = differences(first_run, run)
+    changes = list_differences(first_run, run)
     changes += [
         (key, first_settings.get(key), settings.get(key))
         for key in sorted({*first_settings, *settings})

@@ -13,7 +13,7 @@ from dstrain.checkpoint.layout import find_reconstructed
 from dstrain.checkpoint.store import Store
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_weights
-from dstrain.recipe import ConfigError, Run, reworded, write_errors
+from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import folders
 from dstrain.runs.weights import choose_kind, require_whole
 from dstrain.systems.base import System
@@ -65,7 +65,7 @@ def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = N
 
 def require_writable(folder: Path, option: str = "--out") -> None:
     """Makes a folder and tries it, before hours are spent. ConfigError with the `option`: it cannot be written."""
-    with write_errors(f"{option} {folder}", "name a folder that can be written"):
+    with explain_write_errors(f"{option} {folder}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{option} {folder} cannot be written: name another folder")
@@ -119,7 +119,7 @@ def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -
     folder, weights, step = guide
     if scale == 1:
         raise ConfigError(f"--guide {folder}: guidance of scale 1 is none: give --guidance-scale 2, say")
-    with reworded(f"--guide {folder}: "):
+    with reword_errors(f"--guide {folder}: "):
         run = read_recipe(folder)
         other, raw = systems.build(run.system, run.model), weights == "raw"
         system.require_guide(other)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, read_clip
 from dstrain.data.decode.pixels import find_samples, read_samples
-from dstrain.recipe import ConfigError, Data, reworded
+from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.systems.base import Request, System
 
 _LATEST = 1 - 2**-53  # of read_clip's chances: the last window of a file
@@ -135,7 +135,7 @@ def _read(file: Path, data: Data, most: int) -> Tensor:
 
 
 def _of_npz(path: Path, data: Data) -> Tensor:
-    with reworded("--prime "):
+    with reword_errors("--prime "):
         array = read_samples(path)
     array = array[:, None] if array.ndim == 4 else array
     size = _size(data)

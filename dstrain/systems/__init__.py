@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from dstrain.recipe import ConfigError, problems_of
+from dstrain.recipe import ConfigError, list_problems
 from dstrain.systems.base import Kind, System, SystemConfig
 
 _GROUP = "dstrain.systems"
@@ -46,7 +46,7 @@ def config(name: str, model: dict[str, Any]) -> SystemConfig:
     try:
         return schema.model_validate(model)
     except ValidationError as error:
-        raise ConfigError(*problems_of(error, schema, "model")) from None
+        raise ConfigError(*list_problems(error, schema, "model")) from None
 
 
 def config_class(name: str) -> type[SystemConfig]:

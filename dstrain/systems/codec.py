@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dstrain import recipe, systems
-from dstrain.encoders.autoencoder import fingerprint
-from dstrain.encoders.frozen import Frozen, one_line
+from dstrain.encoders.autoencoder import hash_network
+from dstrain.encoders.frozen import Frozen, shorten_error
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
 
@@ -43,7 +43,7 @@ class Codec(Frozen):
         self.eval().requires_grad_(False)
         part = next(iter(system.parts))
         self._nets = {part: self.network}
-        self.fingerprint = fingerprint(*system.identity(self._nets))
+        self.fingerprint = hash_network(*system.identity(self._nets))
         self.codebook_size, self.temporal_patch_size = system.codebook_size, system.temporal_patch_size
         batch = system.synthetic(1)
         self.of_videos = "video" in batch
@@ -68,7 +68,8 @@ class Codec(Frozen):
             system = systems.build(run.system, run.model)
         except ConfigError as error:
             raise ConfigError(
-                f"{key}: {folder / 'recipe.yaml'} is no recipe of a run ({one_line(error)}); export the run once more"
+                f"{key}: {folder / 'recipe.yaml'} is no recipe of a run ({shorten_error(error)}); "
+                "export the run once more"
             ) from None
         require_codes(system, run, path, key)
         part = next(iter(system.parts))
@@ -78,7 +79,7 @@ class Codec(Frozen):
         except (OSError, SafetensorError, RuntimeError) as error:  # the last where names or shapes differ
             raise ConfigError(
                 f"{key}: {path} does not hold the weights of {part} that its recipe.yaml asks for "
-                f"({one_line(error)}); export the run once more"
+                f"({shorten_error(error)}); export the run once more"
             ) from None
         return cls(network, system, run, str(path), key)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from dstrain.disk import atomic, lines
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
-from dstrain.recipe import ConfigError, Track, write_errors
+from dstrain.recipe import ConfigError, Track, explain_write_errors
 from dstrain.tracking.figures import format_duration, plot_columns
 from dstrain.tracking.machine import describe_machine, describe_memory
 from dstrain.tracking.meter import Meter
@@ -84,7 +84,7 @@ class Tracker:
         self._bar = self._wandb = self._board = None
         if not self._first:
             return
-        with write_errors(self.folder / "metrics.jsonl", "make room there, or name another folder="):
+        with explain_write_errors(self.folder / "metrics.jsonl", "make room there, or name another folder="):
             self.folder.mkdir(parents=True, exist_ok=True)
             damaged = _drop_after(self.folder / "metrics.jsonl", resumed_step)
             torn = lines.cut_torn_line(self.folder / "log.txt")

@@ -16,7 +16,7 @@ import numpy as np
 from dstrain.data.formats.labels import SYNSET
 from dstrain.data.formats.unconverted import VALIDATION_IMAGE, find_validation_labels
 from dstrain.disk import atomic, small
-from dstrain.recipe import ConfigError, write_errors
+from dstrain.recipe import ConfigError, explain_write_errors
 
 _MOST_BYTES = 1 << 24  # of a file of the kit
 
@@ -46,7 +46,7 @@ def write_table(path: Path, out: Path) -> int:
         rows.append((os.path.relpath(path / name, out.parent), synsets[number - 1]))
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("path", "label"), *rows])
-    with write_errors(f"--out {out}", "name a file that can be written"):
+    with explain_write_errors(f"--out {out}", "name a file that can be written"):
         atomic.write_file(out, text.getvalue())
     return len(rows)
 

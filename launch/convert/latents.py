@@ -40,7 +40,7 @@ from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed
 from dstrain.distributed.progress import Bar
 from dstrain.encoders import autoencoder
-from dstrain.recipe import ConfigError, reworded, write_errors
+from dstrain.recipe import ConfigError, explain_write_errors, reword_errors
 
 _MAX_STATS_BYTES = 1 << 20  # of latents_stats.pt
 _MAX_TABLE_BYTES = 1 << 31  # of dataset.json; ImageNet's has 60 MB
@@ -372,7 +372,7 @@ def _describe_encoding(options: ConvertOptions, source: Foreign) -> dict[str, An
             raise ConfigError(f"--first-stage {name}: give --image-size, too, the pixels that {side} latents stand for")
         fingerprint = name.removeprefix(_NAMED)
     else:
-        with reworded(options={"first_stage.path:": f"--first-stage {name}:"}):
+        with reword_errors(options={"first_stage.path:": f"--first-stage {name}:"}):
             vae = autoencoder.Autoencoder(name)
         fingerprint, image_channels = vae.fingerprint(), vae.image_channels
         if vae.channels != channels:
@@ -466,6 +466,6 @@ def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, A
         "bad": sorted(set(bad)),
     }
     data = shards.pack_shard(arrays, facts)
-    with write_errors(path, SAME_COMMAND):
+    with explain_write_errors(path, SAME_COMMAND):
         atomic.write_file(path, data)
     return shards.record_shard(path, shards.read_facts(data))

@@ -13,7 +13,7 @@ from dstrain.commands.generate import GenerateOptions, generate
 from dstrain.commands.job import checked
 from dstrain.data.builtin.emoji import Emoji
 from dstrain.data.cached.embeddings import open_builtin_pairs, read_builtin_captions
-from dstrain.encoders.emoji import text_embeds
+from dstrain.encoders.emoji import read_text_embeds
 from dstrain.metrics.features import open_features
 from dstrain.recipe import ConfigError, Run
 from dstrain.sampling.requests import make_request
@@ -63,7 +63,7 @@ def test_texts_become_pictures(prior, decoder, tmp_path):
     assert len(list((out / "samples").glob("*.png"))) == 2
     assert (out / "prompts.txt").read_text() == "blue heart\nDog Face\n"
     table, rows = open_builtin_pairs().tables["text_embed"], [read_builtin_captions()[text.lower()] for text in texts]
-    assert torch.equal(text_embeds([*texts]), torch.stack([torch.from_numpy(table[row]) for row in rows]))
+    assert torch.equal(read_text_embeds([*texts]), torch.stack([torch.from_numpy(table[row]) for row in rows]))
     drawn, by_hand = notebook.load(prior).sample(2, prompts=texts, seed=5), notebook.load(decoder)
     seeds = rng.keys_of_seeds(torch.tensor([5, 6]))
     request, _ = make_request(by_hand.recipe.samples, by_hand.system, 2, images=drawn)

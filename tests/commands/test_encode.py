@@ -20,7 +20,7 @@ from dstrain.data.decode.crops import Crop
 from dstrain.data.open import complete_data, open_sources
 from dstrain.data.order import Order
 from dstrain.data.sources.images import open_images
-from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.encoders.text import TextEncoder, unpack_captions
 from dstrain.recipe import ConfigError, Data
 from tests.support import first_stage, towers
 from tests.support.pictures import break_file, folder
@@ -310,7 +310,7 @@ def test_several_captions_and_their_states(tmp_path, vae):
                 chosen = [int(float(u) * count[i]) for u, i in zip(chance, index)]
                 seen |= set(zip(index, chosen))
                 texts = [lines[i][k] for i, k in zip(index, chosen)]
-                assert captions_of(batch["caption"]) == texts
+                assert unpack_captions(batch["caption"]) == texts
                 states = encoder.encode(texts)
                 torch.testing.assert_close(batch["text_encodings"], states["text_encodings"], rtol=1e-5, atol=1e-6)
                 assert torch.equal(batch["text_mask"], states["text_mask"])
@@ -320,10 +320,10 @@ def test_several_captions_and_their_states(tmp_path, vae):
                 ]
     assert seen == {(i, k) for i in range(10) for k in range(count[i])}, "each caption is drawn at some step"
     (first,) = held_out(source, 10)
-    assert captions_of(first["caption"]) == [texts[0] for texts in lines]
+    assert unpack_captions(first["caption"]) == [texts[0] for texts in lines]
     one = encode(options(tmp_path / "one", vae, root, num_captions=1))
     assert one["encoding"]["text"] is None
-    assert captions_of(Latents(tmp_path / "one").take(torch.arange(10))["caption"]) == [texts[0] for texts in lines]
+    assert unpack_captions(Latents(tmp_path / "one").take(torch.arange(10))["caption"]) == [texts[0] for texts in lines]
     with pytest.raises(ConfigError, match="--num-captions: the images of .* have no captions"):
         encode(options(tmp_path / "none", vae, folder(tmp_path / "bare", 1, 2), num_captions=2))
 

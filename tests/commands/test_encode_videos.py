@@ -16,7 +16,7 @@ from dstrain.data.cached.latents import Latents
 from dstrain.data.decode.clips import Cut
 from dstrain.data.open import complete_data, open_sources
 from dstrain.data.sources.videos import Mixed, open_videos
-from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.encoders.text import TextEncoder, unpack_captions
 from dstrain.recipe import Codes, ConfigError, Data, Run
 from tests.support import clips, tokenizer, towers
 from tests.support.pictures import folder as folder_of_images
@@ -77,7 +77,7 @@ def test_shards_hold_tokens_and_what_is_said_of_them(made, tmp_path):
     assert batch["tokens"].dtype == torch.int64 and torch.equal(batch["tokens"], wanted[rows])
     assert len(batch["tokens"].unique()) > 4, "tokens that are all alike would show nothing"
     assert batch["frames"].tolist() == [min(LENGTHS[i], 5) for i in rows] and batch["frames"].dtype == torch.int64
-    assert batch["caption"].dtype == torch.uint8 and captions_of(batch["caption"]) == [TEXTS[i] for i in rows]
+    assert batch["caption"].dtype == torch.uint8 and unpack_captions(batch["caption"]) == [TEXTS[i] for i in rows]
     texts = encoder.encode([TEXTS[i] for i in rows])
     torch.testing.assert_close(batch["text_encodings"], texts["text_encodings"], rtol=1e-5, atol=1e-6)
     assert torch.equal(batch["text_mask"], texts["text_mask"]) and batch["text_mask"].dtype == torch.bool
@@ -96,7 +96,7 @@ def test_windows_of_a_clip(made, tmp_path):
     wanted = tokens_of(system, nets, [whole[4:9], whole[12:17]], [5, 5])
     assert torch.equal(batch["tokens"][4:6], wanted) and not torch.equal(wanted[0], wanted[1])
     assert batch["frames"].tolist() == [min(length, 5) for length in LENGTHS for _ in (0, 1)]
-    assert captions_of(batch["caption"]) == [text for text in TEXTS for _ in (0, 1)] and "text_mask" not in batch
+    assert unpack_captions(batch["caption"]) == [text for text in TEXTS for _ in (0, 1)] and "text_mask" not in batch
 
 
 def test_the_same_command_again(made, tmp_path):
@@ -227,7 +227,7 @@ def test_batches_of_a_cache(made, tmp_path):
     whole, halves = parts[0], {name: torch.cat([part[name] for part in parts[1:]]) for name in parts[0]}
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
     assert {"tokens", "frames", "caption", "text_encodings", "text_mask", "label"} <= whole.keys()
-    assert whole["text_encodings"].dtype == torch.float16 and captions_of(whole["caption"])[0] in TEXTS
+    assert whole["text_encodings"].dtype == torch.float16 and unpack_captions(whole["caption"])[0] in TEXTS
     run = Run(name="x", system="phenaki", data=data, model={"dim": 16, "depth": 1, "heads": 2, "dim_head": 8})
     system = systems.build("phenaki", recipe.check(run, systems.config_class("phenaki")).model)
     assert (system.config.max_text_len, system.config.text_encoder_fingerprint) == (10, data.codes.text_encoder)
@@ -298,5 +298,5 @@ def test_unreadable_clips(made, tmp_path):
     index = encode(options(made[0], tmp_path / "out", data=str(root), clips=2))
     assert [name for name, _ in index["bad_files"]] == ["002.apng"]
     batch = Latents(tmp_path / "out").take(torch.arange(14))
-    assert captions_of(batch["caption"])[4:6] == [TEXTS[3]] * 2
+    assert unpack_captions(batch["caption"])[4:6] == [TEXTS[3]] * 2
     assert np.array_equal(batch["tokens"][4], batch["tokens"][6])

@@ -22,12 +22,19 @@ from dstrain.checkpoint.safetensors_io import read_header
 from dstrain.commands.consolidate import Order as Consolidation
 from dstrain.commands.consolidate import consolidate
 from dstrain.commands.encode import EncodeOptions, encode
-from dstrain.commands.export import ExportOptions, _examples, _in_diffusers, _measured, _statistics_of_cache, export
+from dstrain.commands.export import (
+    ExportOptions,
+    _encode_samples,
+    _export_to_diffusers,
+    _measure_statistics,
+    _read_statistics,
+    export,
+)
 from dstrain.commands.job import JobOptions, checked, prepare
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
 from dstrain.disk.sealed import render_sealed
-from dstrain.encoders.autoencoder import Autoencoder, fingerprint
+from dstrain.encoders.autoencoder import Autoencoder, hash_network
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
 from dstrain.runs.weights import fit_weights
@@ -55,12 +62,12 @@ def trained(tmp_path):
 def test_the_folder_is_the_network(tmp_path, trained):
     """Oracle: diffusers' own class, read from the folder: the same bits, the scale that was given, our decode."""
     _, system, nets = trained
-    to_diffusers.save(system, nets, tmp_path / "out", lambda: {"scaling_factor": 0.75})
+    to_diffusers.save_export(system, nets, tmp_path / "out", lambda: {"scaling_factor": 0.75})
     read = Autoencoder(str(tmp_path / "out"))
     assert (read.scaling_factor, read.vae.config.sample_size, read.image_channels, read.factor) == (0.75, 16, 1, 2)
-    assert read.fingerprint() == fingerprint(*system.identity(nets))
+    assert read.fingerprint() == hash_network(*system.identity(nets))
     example = system.encode(system.synthetic(4))
-    errors = to_diffusers.errors(system, nets, tmp_path / "out", example)
+    errors = to_diffusers.measure_errors(system, nets, tmp_path / "out", example)
     assert errors.keys() == {"mean", "std", "decoded"} and max(errors.values()) < 1e-6
     latents = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(read.decode(latents), nets["autoencoder"].decode(latents / 0.75).detach())
@@ -69,20 +76,20 @@ def test_the_folder_is_the_network(tmp_path, trained):
 def test_other_weights_are_found(tmp_path, trained):
     """Oracle: a file in which one weight was moved by its last bit."""
     _, system, nets = trained
-    to_diffusers.save(system, nets, tmp_path / "out", lambda: {"scaling_factor": 1.0})
+    to_diffusers.save_export(system, nets, tmp_path / "out", lambda: {"scaling_factor": 1.0})
     path = tmp_path / "out" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
     name = "decoder.conv_out.bias"
     weights[name] = torch.nextafter(weights[name], torch.tensor(9.0))
     save_file(weights, path, {"format": "pt"})
     with pytest.raises(ValueError, match="was read back as the first stage"):
-        to_diffusers.errors(system, nets, tmp_path / "out", system.encode(system.synthetic(2)))
+        to_diffusers.measure_errors(system, nets, tmp_path / "out", system.encode(system.synthetic(2)))
 
 
 def test_statistics(tmp_path, trained):
     """Oracle: the index of launch/encode.py over the same images; another first stage's index is refused."""
     run, system, nets = trained
-    to_diffusers.save(system, nets, tmp_path / "out", lambda: {"scaling_factor": 1.0})
+    to_diffusers.save_export(system, nets, tmp_path / "out", lambda: {"scaling_factor": 1.0})
     options = EncodeOptions(
         tmp_path / "codes",
         first_stage=str(tmp_path / "out"),
@@ -92,31 +99,31 @@ def test_statistics(tmp_path, trained):
         dtype="float32",
     )
     index = encode(options)
-    measured = _measured(50, run, system, nets)
+    measured = _measure_statistics(50, run, system, nets)
     assert measured.keys() == index["statistics"].keys()
     for name, value in index["statistics"].items():
         np.testing.assert_allclose(measured[name], value, rtol=1e-5, atol=1e-6)
     with_statistics = ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes" / "index.json")
     assert (
-        _statistics_of_cache(with_statistics, system, nets)
+        _read_statistics(with_statistics, system, nets)
         == index["statistics"]
-        == _statistics_of_cache(
+        == _read_statistics(
             ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes"), system, nets
         )
     )
     away = run.model_copy(update={"data": run.data.model_copy(update={"path": str(tmp_path / "nowhere")})})
-    done = _in_diffusers(with_statistics, away, system, nets, to_diffusers, tmp_path / "told")
+    done = _export_to_diffusers(with_statistics, away, system, nets, to_diffusers, tmp_path / "told")
     assert done.statistics == index["statistics"] and max(done.errors.values()) < 1e-6
     other = system.networks()
     with pytest.raises(ConfigError, match="these codes are of the first stage .* name the cache"):
-        _statistics_of_cache(with_statistics, system, other)
+        _read_statistics(with_statistics, system, other)
 
 
 def test_measured_over_all_classes(trained):
     """Oracle: the files' own classes: the folder lists 25 of the one, then 25 of the other; and no mode left behind."""
     run, system, _ = trained
     labels, classes = [], []
-    for example in _examples(12, run, system):
+    for example in _encode_samples(12, run, system):
         assert torch.is_grad_enabled()
         labels += example["label"][example["valid"]].tolist()
     source, shuffled = open_sources(run.data)[0], Shuffled(open_sources(run.data)[0], run.seed)
@@ -132,7 +139,7 @@ def test_what_has_no_form_in_diffusers(tmp_path, trained):
     discrete = {"discrete": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 1, "hidden_dim": 4}, "image_size": 8}
     system = systems.build("vae", discrete)
     with pytest.raises(ValueError, match="for model.kl alone, not for a discrete VAE: take --format safetensors"):
-        to_diffusers.save(system, system.networks(), tmp_path / "out", dict)
+        to_diffusers.save_export(system, system.networks(), tmp_path / "out", dict)
     with pytest.raises(ConfigError, match="--statistics gives .* leave it out"):
         export(ExportOptions(tmp_path, tmp_path / "out", "safetensors", statistics=tmp_path))
 
@@ -211,7 +218,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
     writer = importlib.import_module(f"dstrain.systems.{run.system}.to_diffusers")
     system = systems.build(run.system, run.model)
     first = next(iter(system.parts))
-    assert code.rstrip("\n") == writer.about(system)[2].replace('"OUT', '"exported').rstrip("\n")
+    assert code.rstrip("\n") == writer.describe_export(system)[2].replace('"OUT', '"exported').rstrip("\n")
     if kind == "PriorTransformer":  # once more as a reader would; an export has done so with each
         program = f"import sys\nsys.modules['dstrain'] = None\n{code}torch.save(image_embeds, 'drawn.pt')"
         done = subprocess.run(
@@ -222,7 +229,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
             env=os.environ | {"HF_MODULES_CACHE": str(folder / "modules")},
         )
         assert done.returncode == 0, done.stderr
-        drawn, expected = torch.load(tmp_path / "drawn.pt"), writer.drawn(system, {first: nets[first].eval()})
+        drawn, expected = torch.load(tmp_path / "drawn.pt"), writer.draw_expected(system, {first: nets[first].eval()})
         assert (drawn - expected).abs().max() <= writer.TOLERATED["code"] * expected.abs().max()
         (tmp_path / "drawn.pt").unlink()
     values, notes = fit_weights(out, system)[first]
@@ -269,7 +276,7 @@ def other_chain(out):
 def test_an_export_that_does_not_agree(tmp_path, monkeypatch, spoil, name):
     """Oracle: what was changed between writing and reading: the error is said, and nothing is left behind."""
     folder, _ = begun(tmp_path, "tiny-iddpm", "samples.ema=0.9")
-    save = unets.save
+    save = unets.save_export
 
     def spoiled(system, nets, out, *rest):
         save(system, nets, out, *rest)
@@ -341,7 +348,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
     assert all(torch.equal(values[name], state[name]) for name in state)
     assert "discriminator lies in DeepSpeed's own files" in notes[-1] and notes[-1].endswith("begins anew")
     exact, near = (first_stage.open_run(folder, precision=precision) for precision in ("fp32", "bf16"))
-    assert exact.fingerprint == near.fingerprint == fingerprint(*system.identity(nets))
+    assert exact.fingerprint == near.fingerprint == hash_network(*system.identity(nets))
     exact, near = (stage.codes({"image": system.synthetic(3)["image"]}) for stage in (exact, near))
     assert 0 < np.linalg.norm(near - exact) < 0.02 * np.linalg.norm(exact)
     with pytest.raises(
@@ -355,7 +362,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
 def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     """Oracle: the fingerprint of the run's own networks, from one part alone and from both; a flipped bit is named."""
     folder, nets = begun(tmp_path, "tiny-vae", DISCRIMINATOR)
-    wanted = fingerprint(*systems.build("vae", recipe.load(folder / "run.yaml").model).identity(nets))
+    wanted = hash_network(*systems.build("vae", recipe.load(folder / "run.yaml").model).identity(nets))
     for name, part in (("both", None), ("one", "autoencoder")):
         consolidate(Consolidation(folder, tmp_path / name, part=part))
         assert first_stage.open_run(tmp_path / name).fingerprint == wanted

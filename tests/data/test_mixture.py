@@ -13,7 +13,7 @@ from dstrain.data.batches import Batches, held_out
 from dstrain.data.cached.shards import read_index
 from dstrain.data.mixture import Mixture, MixtureOrder, join_classes, to_whole_numbers
 from dstrain.data.open import complete_data, describe_data, open_sources
-from dstrain.recipe import ConfigError, Data, load, refusals, refused
+from dstrain.recipe import ConfigError, Data, explain_refused, find_refused, load
 from dstrain.systems import config_class
 from tests.data.cached.test_latents import write as write_codes
 from tests.support.clips import moving, write_pictures
@@ -366,12 +366,12 @@ def test_weights_that_change_are_refused_by_name(tmp_path):
         return load(None, [f"data.mixture=[{', '.join(sources)}]"])
 
     before, system = run("{path: a, weight: 3}", "{path: b, weight: 1}"), config_class("dit")
-    assert not refused(before, run("{path: c, weight: 3}", "{path: b, weight: 1}"), system)
+    assert not find_refused(before, run("{path: c, weight: 3}", "{path: b, weight: 1}"), system)
     for other, key in (
         (run("{path: a, weight: 3}", "{path: b, weight: 2}"), "data.mixture[1].weight"),
         (run("{path: a, weight: 3}"), "data.mixture[1].weight"),
         (run("{path: a, weight: 3, held_out: 0.1}", "{path: b, weight: 1}"), "data.mixture[0].held_out"),
     ):
-        changes = refused(before, other, system)
+        changes = find_refused(before, other, system)
         assert [name for name, _, _ in changes] == [key]
-        assert f"{key} was " in str(refusals(changes, tmp_path, system))
+        assert f"{key} was " in str(explain_refused(changes, tmp_path, system))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.encoders.autoencoder import Autoencoder, fingerprint, identity, posterior
+from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, hash_network, identify_autoencoder
 from dstrain.systems.base import Request
 from tests.support import first_stage
 
@@ -87,9 +87,9 @@ def test_fingerprint(tmp_path, monkeypatch):
     known = dict(vae.config)
     for config in (known | {"a_new_key": "x"}, {name: known[name] for name in known if name != "use_quant_conv"}):
         other = Namespace(config=config, state_dict=vae.state_dict)
-        assert fingerprint(*identity(other)) == plain
+        assert hash_network(*identify_autoencoder(other)) == plain
     other = Namespace(config=known | {"mid_block_add_attention": False}, state_dict=vae.state_dict)
-    assert fingerprint(*identity(other)) != plain
+    assert hash_network(*identify_autoencoder(other)) != plain
 
 
 def test_missing(tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_latent_dit(folder):
     torch.testing.assert_close(
         example["x_start"], system.first_stage.encode(batch["image"].float() / 127.5 - 1, batch["key"])
     )
-    mean, std = posterior(system.first_stage.vae, batch["image"].float() / 127.5 - 1)
+    mean, std = encode_posterior(system.first_stage.vae, batch["image"].float() / 127.5 - 1)
     cached = system.encode({"latent_mean": mean, "latent_std": std, "label": batch["label"], "key": batch["key"]})
     assert torch.equal(cached["x_start"], example["x_start"]) and "latent_mean" not in cached
     nets = system.networks()

@@ -10,7 +10,7 @@ from dstrain.commands.encoding.plan import EncodeOptions, planned
 from dstrain.commands.evaluate import EvaluateOptions, evaluate
 from dstrain.commands.generate import GenerateOptions, generate
 from dstrain.encoders.autoencoder import Autoencoder
-from dstrain.encoders.precision import computing
+from dstrain.encoders.precision import compute_in
 from dstrain.recipe import ConfigError
 from tests.support import first_stage
 
@@ -23,7 +23,7 @@ def test_tf32_is_switched_for_a_while():
     """Oracle: torch's own flags, of products and of convolutions; put back, also after an error."""
     before = flags()
     for precision, inside in (("fp32", ("highest", False)), ("tf32", ("high", True)), ("bf16", ("highest", False))):
-        with pytest.raises(OSError), computing(precision):
+        with pytest.raises(OSError), compute_in(precision):
             assert flags() == inside
             raise OSError
         assert flags() == before

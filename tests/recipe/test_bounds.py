@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, NotRead, Run, files, problems
-from dstrain.recipe.section import MAY_CHANGE, Resume, Section, fields, filled_in, fixed, subsection
+from dstrain.recipe.section import MAY_CHANGE, Resume, Section, filled_in, find_section, fixed, list_fields
 from dstrain.systems.base import SystemConfig
 
 # Overrides that pass, and the nearest that do not; % stands between several. Bounds of numbers:
@@ -57,15 +57,15 @@ def test_edges(passes, fails):
 
 def test_keys_of_the_schema():
     """Oracle: a section and its entries by hand: aliases, order, and what may change within a section that is fixed."""
-    keys = dict(fields(Run))
+    keys = dict(list_fields(Run))
     assert list(keys)[:3] == ["name", "system", "folder"] and {"batch", "batch.global", "batch.micro"} <= set(keys)
     assert "batch.global_" not in keys and list(keys).index("batch") + 1 == list(keys).index("batch.global")
-    assert subsection(keys["batch"]).__name__ == "BatchSize" and subsection(keys["steps"]) is None
-    assert list(dict(fields(subsection(keys["ema"]), "a.b")))[:2] == ["a.b.decays", "a.b.warmup"]
+    assert find_section(keys["batch"]).__name__ == "BatchSize" and find_section(keys["steps"]) is None
+    assert list(dict(list_fields(find_section(keys["ema"]), "a.b")))[:2] == ["a.b.decays", "a.b.warmup"]
     assert [mark for mark in keys["optimizer.decay_steps"].metadata if isinstance(mark, Resume)] == [MAY_CHANGE]
 
     def rule(key):
-        return recipe.section.resume_rule(key, Run, BaseModel)
+        return recipe.section.find_resume_rule(key, Run, BaseModel)
 
     assert rule("optimizer.decay_steps").may_change and not rule("optimizer.betas").may_change
     assert rule("data.path").may_change and not rule("data.flip").may_change and rule("save.keep").may_change
@@ -86,28 +86,28 @@ def test_values_as_text():
         ("a" * 60, "a" * 60),
         ("a" * 61, "a" * 57 + "..."),
     ):
-        assert problems.as_text(value) == text
+        assert problems.format_value(value) == text
 
 
 def test_divisors_at_the_edge():
     """Oracle: by hand: 120 has 16 divisors, all listed; 144 has 15; 180 has 18, of which 8 and 7 are."""
-    assert recipe.divisors(120) == "1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 24, 30, 40, 60, 120"
-    assert recipe.divisors(144).count(",") == 14 and "..." not in recipe.divisors(144)
-    assert recipe.divisors(180) == "1, 2, 3, 4, 5, 6, 9, 10, ..., 20, 30, 36, 45, 60, 90, 180"
-    assert recipe.divisors(1) == "1" and recipe.divisors(49) == "1, 7, 49"
+    assert recipe.list_divisors(120) == "1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 24, 30, 40, 60, 120"
+    assert recipe.list_divisors(144).count(",") == 14 and "..." not in recipe.list_divisors(144)
+    assert recipe.list_divisors(180) == "1, 2, 3, 4, 5, 6, 9, 10, ..., 20, 30, 36, 45, 60, 90, 180"
+    assert recipe.list_divisors(1) == "1" and recipe.list_divisors(49) == "1, 7, 49"
 
 
 def test_what_lies_nearby(tmp_path):
     """Oracle: by hand: the closest name, then the first twelve in order; a folder without any says so."""
-    assert recipe.nearby(tmp_path / "a.yaml", "*.yaml") == f"; {tmp_path}/ has no *.yaml"
+    assert recipe.list_nearby(tmp_path / "a.yaml", "*.yaml") == f"; {tmp_path}/ has no *.yaml"
     for number in range(13):
         (tmp_path / f"file{number:02d}.yaml").touch()
     (tmp_path / "other.txt").touch()
     listed = ", ".join(f"file{number:02d}.yaml" for number in range(12))
-    assert recipe.nearby(tmp_path / "qqqq", "*.yaml") == f"; {tmp_path}/ holds {listed}"
-    found = recipe.nearby(tmp_path / "file7.yaml", "*.yaml")
+    assert recipe.list_nearby(tmp_path / "qqqq", "*.yaml") == f"; {tmp_path}/ holds {listed}"
+    found = recipe.list_nearby(tmp_path / "file7.yaml", "*.yaml")
     assert found.startswith(f" (did you mean {tmp_path / 'file07.yaml'}?); ")
-    assert recipe.nearby(tmp_path / "none" / "a.yaml", "*.yaml").endswith("/none/ has no *.yaml")
+    assert recipe.list_nearby(tmp_path / "none" / "a.yaml", "*.yaml").endswith("/none/ has no *.yaml")
 
 
 @pytest.mark.parametrize(
@@ -137,15 +137,15 @@ def test_how_much_aliases_may_unfold_to():
         assert 1 + 200 * 99 + single == 20_000 + (not fits)
         text = f"[{row}{', *r' * 199}{', 0' * single}]"
         if fits:
-            assert len(files._parse(text)) == 399
+            assert len(files._parse_yaml(text)) == 399
         else:
             with pytest.raises(yaml.YAMLError, match="more than 20000 entries"):
-                files._parse(text)
+                files._parse_yaml(text)
     with pytest.raises(yaml.YAMLError, match="it holds more than 20000 entries"):  # and without aliases
-        files._parse(f"[{'0, ' * 20_001}]")
+        files._parse_yaml(f"[{'0, ' * 20_001}]")
     with pytest.raises(yaml.YAMLError, match="aliases unfolded"):  # all are read, the list is one more
-        files._parse(f"[{'0, ' * 20_000}]")
-    assert len(files._parse(f"[{'0, ' * 19_999}]")) == 19_999
+        files._parse_yaml(f"[{'0, ' * 20_000}]")
+    assert len(files._parse_yaml(f"[{'0, ' * 19_999}]")) == 19_999
 
 
 def test_recipes_that_cannot_be_read(tmp_path):
@@ -171,14 +171,16 @@ def test_values_that_are_none(text):
 
 def test_how_deep_a_recipe_may_be():
     """Oracle: by hand: 32 lists in each other and 32 names in a key are taken, one more is not."""
-    assert files._parse("[" * 32 + "]" * 32) and len(files._override({}, [".".join("a" * 32) + "=1"])[0]) == 1
+    assert (
+        files._parse_yaml("[" * 32 + "]" * 32) and len(files._apply_overrides({}, [".".join("a" * 32) + "=1"])[0]) == 1
+    )
     with pytest.raises(yaml.YAMLError, match="nested deeper than 32 levels"):
-        files._parse("[" * 33 + "]" * 33)
+        files._parse_yaml("[" * 33 + "]" * 33)
     row = "[" + "0, " * 50  # neighbours are no deeper than each other
-    assert files._parse(row + "[" * 31 + "]" * 32)
+    assert files._parse_yaml(row + "[" * 31 + "]" * 32)
     with pytest.raises(yaml.YAMLError, match="nested deeper than 32 levels"):
-        files._parse(row + "[" * 32 + "]" * 33)
-    assert files._override({}, [".".join("a" * 33) + "=1"])[1]
+        files._parse_yaml(row + "[" * 32 + "]" * 33)
+    assert files._apply_overrides({}, [".".join("a" * 33) + "=1"])[1]
 
 
 def test_where_a_problem_comes_from(tmp_path):
@@ -333,20 +335,20 @@ def test_what_is_wrong_in_a_recipe(words, message):
 
 def test_errors_in_other_words(tmp_path):
     """Oracle: by hand: lines with prefix and options instead of keys, none twice; an OSError with path and remedy."""
-    with pytest.raises(ConfigError) as caught, recipe.reworded("RUN: ", {"batch.micro": "--batch"}):
+    with pytest.raises(ConfigError) as caught, recipe.reword_errors("RUN: ", {"batch.micro": "--batch"}):
         raise ConfigError("batch.micro=3", "b", "batch.micro=3")
     assert caught.value.problems == ["RUN: --batch=3", "RUN: b"] and str(caught.value) == "RUN: --batch=3\nRUN: b"
     with pytest.raises(ConfigError, match=r"^x cannot be written \(No such file or directory\): mend it$"):
-        with recipe.write_errors("x", "mend it"):
+        with recipe.explain_write_errors("x", "mend it"):
             (tmp_path / "none" / "x").write_text("")
     with (
         pytest.raises(ConfigError, match="run/saved is a folder where a file belongs"),
-        recipe.write_errors("folder=run", "make room"),
+        recipe.explain_write_errors("folder=run", "make room"),
     ):
         raise IsADirectoryError(21, "Is a directory", "run/.saved.tmp", None, "run/saved")
-    with pytest.raises(NotRead, match="^altered: remove it$"), recipe.write_errors("x", "y"):
+    with pytest.raises(NotRead, match="^altered: remove it$"), recipe.explain_write_errors("x", "y"):
         raise NotRead("altered: remove it")
-    with recipe.reworded(), recipe.write_errors("x", "y"):
+    with recipe.reword_errors(), recipe.explain_write_errors("x", "y"):
         pass
 
 
@@ -361,12 +363,12 @@ def test_what_may_change_by_its_mark():
     """Oracle: by hand: what is filled in may come but not go or change; the remedy of the mark stands in the error."""
 
     def keys(old: dict, new: dict) -> list[str]:
-        return [key for key, _, _ in recipe.refused(Run(model=old), Run(model=new), Marked)]
+        return [key for key, _, _ in recipe.find_refused(Run(model=old), Run(model=new), Marked)]
 
     assert keys({"once": None}, {"once": 1}) == [] and keys({}, {"once": 1}) == [] and keys({}, {"free": 1}) == []
     assert keys({"once": 1}, {"once": 2}) == keys({"once": 1}, {"once": None}) == ["model.once"]
     assert keys({"never": None}, {"never": 1}) == ["model.never"]
     assert keys({"plain": 0}, {"plain": 1}) == ["model.plain"]
     for name, remedy in (("once", "give the old one"), ("never", "begin anew"), ("plain", "write model.plain=1")):
-        error = recipe.refusals([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
+        error = recipe.explain_refused([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
         assert f"model.{name} was 1 in runs/x and is now 2: {remedy}" in str(error)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain import recipe
-from dstrain.recipe import ConfigError, Run, divisors, files
+from dstrain.recipe import ConfigError, Run, files, list_divisors
 from dstrain.systems import config_class
 from tests.support import tokenizers
 
@@ -97,7 +97,7 @@ def test_a_dumped_run_is_read_back_equal(tmp_path_factory, run):
     path = tmp_path_factory.getbasetemp() / "round.yaml"
     path.write_text(recipe.dump(run), encoding="utf-8")
     assert recipe.load(path) == run
-    assert not recipe.differences(run, recipe.load(path))
+    assert not recipe.list_differences(run, recipe.load(path))
 
 
 @settings(max_examples=200, deadline=None)
@@ -112,10 +112,10 @@ def test_an_override_is_yaml(key, value):
 
 def test_a_space_that_is_missing():
     """Oracle: YAML: {a:b} is a key without a value; in quotes, with one, and outside of braces it may be meant."""
-    assert files._parse("{a:b: '', 'c:d': , e: [p:q]}") == {"a:b": "", "c:d": None, "e": ["p:q"]}
+    assert files._parse_yaml("{a:b: '', 'c:d': , e: [p:q]}") == {"a:b": "", "c:d": None, "e": ["p:q"]}
     for text in ("{a:b}", "[{a:b}]", "x:\n  - {c: d, a:b}"):
         with pytest.raises(yaml.YAMLError, match="{a:b} lacks a space after the colon: write {a: b}"):
-            files._parse(text)
+            files._parse_yaml(text)
 
 
 def stand_in(run):
@@ -248,7 +248,9 @@ def test_differences_and_what_a_resumed_run_may_change():
 
     def keys(*overrides):
         new = recipe.load(None, ["model.depth=2", *overrides])
-        return [key for key, _, _ in recipe.differences(old, new)], [key for key, _, _ in recipe.refused(old, new, DIT)]
+        return [key for key, _, _ in recipe.list_differences(old, new)], [
+            key for key, _, _ in recipe.find_refused(old, new, DIT)
+        ]
 
     assert keys() == ([], [])
     free = {
@@ -287,7 +289,9 @@ def test_differences_and_what_a_resumed_run_may_change():
     }
     for key, value in fixed.items():
         assert keys(f"{key}={value}") == ([key], [key])
-    text = str(recipe.refusals(recipe.refused(old, recipe.load(None, ["seed=1"]), DIT), Path("runs/x"), DIT))
+    text = str(
+        recipe.explain_refused(recipe.find_refused(old, recipe.load(None, ["seed=1"]), DIT), Path("runs/x"), DIT)
+    )
     assert "seed was 0" in text and "seed=0" in text and "--allow-change" in text and "model.depth" in text
 
 
@@ -307,14 +311,16 @@ def test_an_open_horizon_may_not_move(schedule):
         (run("steps=500", "optimizer.decay_steps=400"), run("steps=900", "optimizer.decay_steps=400")),
         (run("steps=500", "optimizer.decay_steps=500"), run("steps=500")),
     ):
-        assert bool(recipe.refused(old, new, DIT)) == changes_the_past(old, new)
-    text = str(recipe.refusals(recipe.refused(run("steps=500"), run("steps=900"), DIT), Path("runs/x"), DIT))
+        assert bool(recipe.find_refused(old, new, DIT)) == changes_the_past(old, new)
+    text = str(
+        recipe.explain_refused(recipe.find_refused(run("steps=500"), run("steps=900"), DIT), Path("runs/x"), DIT)
+    )
     assert "optimizer.decay_steps=500" in text and "--allow-change" in text
 
 
 @given(st.integers(1, 2000))
 def test_divisors(number):
     """Oracle: trial division."""
-    listed = [int(word) for word in divisors(number).split(", ") if word != "..."]
+    listed = [int(word) for word in list_divisors(number).split(", ") if word != "..."]
     every = [d for d in range(1, number + 1) if number % d == 0]
     assert listed == every or (len(every) > 16 and listed == every[:8] + every[-7:])

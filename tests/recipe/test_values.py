@@ -9,7 +9,7 @@ import pytest
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, Run
-from dstrain.recipe.section import fields, plain_types, subsection
+from dstrain.recipe.section import find_section, list_fields, list_types
 
 # A changed default would change every recipe that leaves the key out, without a word.
 DEFAULTS = {
@@ -204,11 +204,11 @@ def test_defaults():
     """Oracle: the values written down above, of every entry of the schema, which the recipes of users count on."""
     run = Run().model_dump(by_alias=True)
     given: dict[str, Any] = {}
-    for key, field in fields(Run):
+    for key, field in list_fields(Run):
         value: Any = run
         for part in key.split("."):
             value = None if value is None else value[part]
-        inner = subsection(field)
+        inner = find_section(field)
         if (inner is None and not key.startswith(("data.mixture.", "data.codes."))) or (value is None and inner):
             given[key] = value
     assert given == DEFAULTS and all(type(value) is type(DEFAULTS[key]) for key, value in given.items())
@@ -252,7 +252,7 @@ def bounded(annotation: Any, metadata: Any = ()) -> bool:
 def test_every_bound_is_tried():
     """Oracle: the schema: each number that has a bound stands in the table above."""
     tried = {entry.partition("=")[0] for template, _, _ in BOUNDS for entry in template.split("%")}
-    missing = {key for key, field in fields(Run) if bounded(field.annotation, field.metadata)} - tried
+    missing = {key for key, field in list_fields(Run) if bounded(field.annotation, field.metadata)} - tried
     assert missing == {"data.mixture.weight", "data.mixture.held_out", "data.codes.shape", "data.codes.text"}  # within
 
 
@@ -260,8 +260,8 @@ def test_every_bound_is_tried():
     "key",
     [
         key
-        for key, field in fields(Run)
-        if int in plain_types(field.annotation) and bool not in plain_types(field.annotation)
+        for key, field in list_fields(Run)
+        if int in list_types(field.annotation) and bool not in list_types(field.annotation)
     ],
 )
 def test_true_is_no_number(key):

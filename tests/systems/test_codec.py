@@ -12,7 +12,7 @@ from dstrain import systems
 from dstrain.commands.consolidate import Order as Consolidation
 from dstrain.commands.consolidate import consolidate
 from dstrain.commands.export import ExportOptions, export
-from dstrain.encoders.autoencoder import Autoencoder, fingerprint
+from dstrain.encoders.autoencoder import Autoencoder, hash_network
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import first_stage
 from dstrain.systems.codec import Codec
@@ -140,7 +140,7 @@ def test_what_is_known_of_it(exported):
     example = system.encode(system.synthetic(2))
     assert next(iter(system.codes(nets, example).values())).shape[1:] == codec.codes_shape
     assert (codec.path, codec.run.system, codec.key) == (str(folder), SECTIONS[kind][0], "tokenizer.path")
-    assert codec.fingerprint == fingerprint(*system.identity(nets))
+    assert codec.fingerprint == hash_network(*system.identity(nets))
 
 
 def test_it_stays_frozen(exported):
@@ -163,7 +163,7 @@ def test_a_consolidated_run(tmp_path):
     system, nets = trained(tmp_path / "run", "kl")
     for name, part, size in (("both", None, 10**9), ("one", "autoencoder", 10**9), ("files", "autoencoder", 2000)):
         consolidate(Consolidation(tmp_path / "run", tmp_path / name, part=part, shard_size=size))
-        assert Codec.load(tmp_path / name).fingerprint == fingerprint(*system.identity(nets))
+        assert Codec.load(tmp_path / name).fingerprint == hash_network(*system.identity(nets))
     assert len(list((tmp_path / "files").glob("*.safetensors"))) > 1
     consolidate(Consolidation(tmp_path / "run", tmp_path / "teacher", part="discriminator"))
     with pytest.raises(ConfigError, match="does not hold the weights of autoencoder"):
@@ -236,7 +236,7 @@ def test_folders_that_hold_none(tmp_path):
 
     refused(tmp_path / "nowhere", "there is no folder .*; write one with dstrain export RUN --format safetensors")
     refused(tmp_path / "run", ".*/run is a run and no export; write one with dstrain export RUN --format")
-    to_diffusers.save(system, nets, tmp_path / "theirs", lambda: {"scaling_factor": 1.0})
+    to_diffusers.save_export(system, nets, tmp_path / "theirs", lambda: {"scaling_factor": 1.0})
     assert Autoencoder(str(tmp_path / "theirs")).fingerprint() == Codec.load(tmp_path / "out").fingerprint
     refused(tmp_path / "theirs", ".* holds weights of diffusers and no recipe.yaml; write one with dstrain export")
     (tmp_path / "empty").mkdir()

@@ -29,10 +29,10 @@ from dstrain.data.sources.captioned import open_captioned
 from dstrain.disk import atomic
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.encoders.autoencoder import fingerprint
+from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.image import ImageEncoder
-from dstrain.encoders.text import TextEncoder, captions_of
-from dstrain.recipe import ConfigError, reworded, write_errors
+from dstrain.encoders.text import TextEncoder, unpack_captions
+from dstrain.recipe import ConfigError, explain_write_errors, reword_errors
 from dstrain.runs.folders import is_same_data
 
 
@@ -49,7 +49,7 @@ def embed(options: EncodeOptions) -> dict[str, Any]:
 
     ConfigError: what is asked for cannot be, too many pairs are unreadable, or the folder holds others.
     """
-    with reworded(
+    with reword_errors(
         options={
             "image_encoder:": "--image-encoder:",
             "text_encoder:": "--text-encoder:",
@@ -97,7 +97,7 @@ def _plan(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[st
         "text_encodings_dim": text.encodings_dim,
         "text_encoder": text.fingerprint(),
         "complete": False,
-        "image_encoder": fingerprint({"class": type(image.model).__name__}, weights),
+        "image_encoder": hash_network({"class": type(image.model).__name__}, weights),
         "data": group.from_first(source.fingerprint() if group.rank() == 0 else None),
     }
 
@@ -175,7 +175,7 @@ def _make(options: EncodeOptions, encoders: Encoders, source: Source, missing: l
 def _embedded(options: EncodeOptions, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
     """One batch, filled up by its last pair to a fixed shape: arrays (n, ...) as stored, and captions."""
     full = items + items[-1:] * (options.batch - len(items))
-    captions = captions_of(torch.stack([item["caption"] for item in full]))
+    captions = unpack_captions(torch.stack([item["caption"] for item in full]))
     texts = encoders.text.encode(captions)
     embedded = {"image_embed": encoders.image.encode(torch.stack([item["image"] for item in full]).to(group.device()))}
     embedded |= {
@@ -195,7 +195,7 @@ def _embedded(options: EncodeOptions, encoders: Encoders, items: list[dict[str, 
 def _write(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> dict[str, Any]:
     """The files of one shard, and last the note that they are whole."""
     note: dict[str, Any] = {"files": {}, "unreadable": bad}
-    with write_errors(f"--out {out}", SAME_COMMAND):
+    with explain_write_errors(f"--out {out}", SAME_COMMAND):
         for name in parts[0]:
             if name == "captions":
                 path = f"metadata/metadata_{number:05d}.parquet"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dstrain.distributed import group
-from dstrain.recipe import ConfigError, write_errors
+from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import folders
 
 _SHARDS = ".shards"  # its bytes are locked, one for each shard, and never written
@@ -30,7 +30,7 @@ def claimed(
     busy = f"--out {out}: another process {verb} into it; wait for its end"
     with ExitStack() as locks:
         if first:
-            with write_errors(f"--out {out}", "name a folder that can be written"):
+            with explain_write_errors(f"--out {out}", "name a folder that can be written"):
                 whole = locks.enter_context(folders.lock_folder(out, busy=busy))
         try:
             if first:

@@ -15,16 +15,16 @@ from dstrain.data.source import Source, read_items
 from dstrain.data.sources.images import open_images
 from dstrain.data.views import Windows
 from dstrain.distributed import group
-from dstrain.encoders.precision import require
+from dstrain.encoders.precision import require_precision
 from dstrain.encoders.text import TextEncoder
-from dstrain.recipe import ConfigError, Data, reworded
+from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.runs import first_stage
 from dstrain.runs.first_stage import FirstStage
 
 
 def planned(options: EncodeOptions) -> Plan:
     """The same on all ranks. ConfigError: what is asked for cannot be."""
-    require(options.precision)
+    require_precision(options.precision)
     if options.run is not None:
         stage = first_stage.open_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:
@@ -54,7 +54,7 @@ def _texts(options: EncodeOptions) -> TextEncoder | None:
         if options.max_text_len is not None:
             raise ConfigError("--max-text-len counts the tokens of --text-encoder: name one, or leave it out")
         return None
-    with reworded(options={"text_encoder:": "--text-encoder:", "max_text_len:": "--max-text-len:"}):
+    with reword_errors(options={"text_encoder:": "--text-encoder:", "max_text_len:": "--max-text-len:"}):
         return TextEncoder(options.text_encoder, options.max_text_len).to(group.device())
 
 
@@ -132,7 +132,7 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
         raise ConfigError(f"--held-out {options.held_out}: {path} holds out images itself: leave it out")
     if CodesData.recognises(named):
         raise ConfigError(f"--data {path} holds cached codes already: name a folder of images")
-    with reworded(
+    with reword_errors(
         options={
             ", and for evaluation data.held_out_path=": " or --data ",
             "data.path=": "--data ",

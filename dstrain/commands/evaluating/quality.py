@@ -23,14 +23,14 @@ from dstrain.data.views import Spread
 from dstrain.disk import atomic
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.encoders.precision import computing, dtype_of, require
+from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
 from dstrain.metrics import clips, reference, table
 from dstrain.metrics.features import open_features
 from dstrain.metrics.images import Images, Sourced, open_set
 from dstrain.metrics.network import Features
 from dstrain.metrics.sampled_sets import SAMPLING, Drawn, QualityOptions, Stories
 from dstrain.metrics.statistics import Statistics
-from dstrain.recipe import ConfigError, Run, reworded
+from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.runs import trained
 from dstrain.runs.trained import load_guide
 from dstrain.sampling.requests import OPTIONS
@@ -48,7 +48,7 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
 
     ConfigError: what cannot be, with the remedy, before anything is drawn.
     """
-    require(options.precision)
+    require_precision(options.precision)
     start = time.perf_counter()
     run = trained.read_recipe(options.folder) if options.folder else None
     out = options.out or (options.folder / "evaluation" if run else None)
@@ -57,17 +57,17 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
     if options.metrics == ("scenes",):
         networks, place, kept = {"scenes": open_features("builtin")}, None, {}
         images, facts = _images(options, run)
-        with computing(options.precision), reworded(options=OPTIONS):
+        with compute_in(options.precision), reword_errors(options=OPTIONS):
             values = clips.score_scenes(images.sums(networks["scenes"]))
     else:
         _require_enough(options)
         networks = table.chosen_networks(options.metrics, options.features)
         images, facts = _images(options, run)
         compared = _reference(options, run, networks)
-        with computing(options.precision), reworded(options=OPTIONS):
+        with compute_in(options.precision), reword_errors(options=OPTIONS):
             images = table.begun(images, networks, options.batch, options.kept)
         known, place = compared.read(options), compared.place
-        with computing(options.precision):
+        with compute_in(options.precision):
             measured = _collected(images, networks, options)
         values = table.figures(networks, measured, known)
         kept = {
@@ -168,7 +168,7 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
     kinds = trained.choose_kinds(
         system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw
     )
-    networks = trained.load_networks(system, checkpoint, kinds, dtype_of(options.precision))
+    networks = trained.load_networks(system, checkpoint, kinds, choose_dtype(options.precision))
     kind = Stories if options.metrics == ("scenes",) else Drawn
     drawn = kind(options, run, system, networks, source)
     choice = {
@@ -179,7 +179,7 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
         choice["prime_frames"] = drawn.length.primed
     if options.guide:
         drawn.networks["guide"] = load_guide(
-            options.guide, system, choice["guidance_scale"], dtype_of(options.precision)
+            options.guide, system, choice["guidance_scale"], choose_dtype(options.precision)
         )
         choice["guide"] = [*map(str, options.guide)]
     return drawn, {

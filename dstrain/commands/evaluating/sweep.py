@@ -23,7 +23,7 @@ from dstrain.data.views import Spread
 from dstrain.disk import atomic
 from dstrain.distributed import group
 from dstrain.metrics.table import HIGHER, LOWER
-from dstrain.recipe import ConfigError, Run, reworded
+from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.runs import trained
 from dstrain.sampling.draw import score
 from dstrain.tracking import figures
@@ -36,7 +36,7 @@ def require_sweep(folder: Path, options: QualityOptions | None) -> None:
         return
     if options.metrics[0] not in (*LOWER, *HIGHER):
         raise ConfigError(f"--metric {options.metrics[0]}: name one of {', '.join((*LOWER, *HIGHER))}")
-    with reworded(options={"--metrics ": "--metric "}):
+    with reword_errors(options={"--metrics ": "--metric "}):
         require_measurable(options)
 
 

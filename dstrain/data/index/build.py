@@ -34,7 +34,7 @@ from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed
 from dstrain.disk import atomic, lines, sealed
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
-from dstrain.recipe import ConfigError, NotRead, write_errors
+from dstrain.recipe import ConfigError, NotRead, explain_write_errors
 
 _SMALL = 50_000  # samples that are kept in memory
 _WATCHED = 10_000  # files and folders that are asked for their time of change
@@ -142,7 +142,7 @@ def _name_building(folder: Path) -> Path:
 @contextmanager
 def lock_index(folder: Path) -> Iterator[None]:
     """Waits until no other command makes this index. Raises ConfigError if it cannot be written there."""
-    with write_errors(folder.parent, ELSEWHERE):
+    with explain_write_errors(folder.parent, ELSEWHERE):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = open(folder.with_name(f"{folder.name}.lock"), "a")  # noqa: SIM115
     with file:

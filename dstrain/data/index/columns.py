@@ -15,7 +15,7 @@ from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, hash_columns, hash_name
 from dstrain.data.index.verified import write_sums
 from dstrain.disk import atomic, sealed
-from dstrain.recipe import ConfigError, write_errors
+from dstrain.recipe import ConfigError, explain_write_errors
 
 ELSEWHERE = "make room, or name another folder for the index with data.index=FOLDER"
 _RENUMBERED = "label.new"  # the column of labels, once classes are sorted
@@ -115,7 +115,7 @@ class Columns:
     def write(self, durable: bool = False) -> None:
         """Moves what is in memory to the disk. Raises ConfigError if it is full."""
         for name, buffer in self.buffers.items():
-            with write_errors(self.folder, ELSEWHERE), open(self.folder / f"{name}.bin", "ab") as file:
+            with explain_write_errors(self.folder, ELSEWHERE), open(self.folder / f"{name}.bin", "ab") as file:
                 file.write(buffer)
                 self.sizes[name] += len(buffer) * getattr(buffer, "itemsize", 1)
                 if durable:

@@ -24,7 +24,7 @@ from dstrain.data.formats.base import Place
 from dstrain.data.index.verified import Verified, map_file, write_sums
 from dstrain.disk import atomic, sealed
 from dstrain.distributed.progress import phases
-from dstrain.recipe import ConfigError, write_errors
+from dstrain.recipe import ConfigError, explain_write_errors
 
 HEADER, WATCHED, VERSION = "index.json", "watched.json", 4
 COLUMNS = {  # name: (type, default); of "ends" the place behind the last byte or entry
@@ -161,7 +161,7 @@ class Index:
         Raises ConfigError if they cannot be written there.
         """
         folder, header = self._split_folder(held_out), {"index": self._identity()}
-        with write_errors(folder, "write data.index=FOLDER, a folder that can be written"):
+        with explain_write_errors(folder, "write data.index=FOLDER, a folder that can be written"):
             folder.mkdir(exist_ok=True)
             names = {split: blake2b(digest_size=8) for split in SPLITS}
             with ExitStack() as stack:

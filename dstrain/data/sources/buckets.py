@@ -29,7 +29,7 @@ from dstrain.data.sources.sizes import measure_clips, measure_images
 from dstrain.data.sources.videos import Mixed, Videos
 from dstrain.data.views import Remade
 from dstrain.disk import atomic, sealed
-from dstrain.recipe import ConfigError, write_errors
+from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.recipe.shapes import Shape
 
 _MEMBERS = "members.bin"
@@ -188,7 +188,7 @@ def _sort_samples(source: Bucketed, table: Verified, folder: Path) -> dict[str, 
     """Writes the samples by bucket into the folder, unless they stand there; returns how many each bucket has."""
     header = _read_header(folder, source.dtype)
     if header is None:
-        with write_errors(folder, "name another folder for the index with data.index=FOLDER"):
+        with explain_write_errors(folder, "name another folder for the index with data.index=FOLDER"):
             header = _write_buckets(source, table, folder)
     return header
 

@@ -17,7 +17,7 @@ from dstrain.data.index.build import open_index
 from dstrain.data.index.index import CHUNK
 from dstrain.data.source import Item
 from dstrain.data.sources.images import Images
-from dstrain.recipe import ConfigError, reworded
+from dstrain.recipe import ConfigError, reword_errors
 
 _NONE = " holds no image with a caption of its name beside it (X.png and X.txt), nor tar shards;"
 
@@ -26,7 +26,7 @@ def open_captioned(path: str | Path, image_size: int) -> "Captioned":
     """Opens data in a form of formats/ that has captions, on all ranks together.
     Raises ConfigError if there is no pair.
     """
-    with reworded(options={"data.path=": "--data ", ", or builtin:fashion": "", ": no images in it;": _NONE}):
+    with reword_errors(options={"data.path=": "--data ", ", or builtin:fashion": "", ": no images in it;": _NONE}):
         layout, index = open_index(path, Request(SUFFIXES, captions=True))
     if not index.most_captions:
         raise ConfigError(f"--data {path}{_NONE} images end in {' '.join(SUFFIXES)}")

@@ -12,7 +12,7 @@ from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.captioned import Captioned
 from dstrain.data.sources.images import Images
 from dstrain.data.views import Remade
-from dstrain.recipe import ConfigError, reworded
+from dstrain.recipe import ConfigError, reword_errors
 
 
 class Embedded(Remade):
@@ -45,7 +45,7 @@ def add_embeddings(images: Source, path: str) -> Embedded:
     """Joins the images with the embeddings of data.embeddings=PATH.
     Raises ConfigError if these are of other images.
     """
-    with reworded(options={"data.path=": "data.embeddings="}):
+    with reword_errors(options={"data.path=": "data.embeddings="}):
         stored = open_stored(path)
     refusal = f"data.embeddings={path} is not of these images: "
     if isinstance(images, Emoji) != (path == BUILTIN):

@@ -25,7 +25,7 @@ from dstrain.data.index.verified import Verified, map_file, open_shared, open_wh
 from dstrain.data.source import BadSample, reading
 from dstrain.data.sources.images import read_encoded
 from dstrain.distributed.progress import phases
-from dstrain.recipe import write_errors
+from dstrain.recipe import explain_write_errors
 
 _CLIPS = 1024  # files between two writes, where each may take long
 
@@ -72,7 +72,7 @@ def _open_measures(
 
     def make() -> None:
         if found() is None:
-            with lock_index(index.folder), write_errors(index.folder, ELSEWHERE):
+            with lock_index(index.folder), explain_write_errors(index.folder, ELSEWHERE):
                 if found() is None:
                     _write_measures(path, layout, index, dtype, measure, chunk)
 

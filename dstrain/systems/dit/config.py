@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.encoders import autoencoder
-from dstrain.encoders.precision import Precision, problem
+from dstrain.encoders.precision import Precision, find_problem
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig
@@ -210,7 +210,7 @@ class Config(SystemConfig):
                 "there is no model.first_stage between them: make both equal"
             )
         if self.first_stage is not None and self.codes is None:
-            problems += filter(None, [problem(self.first_stage.precision, "model.first_stage.precision")])
+            problems += filter(None, [find_problem(self.first_stage.precision, "model.first_stage.precision")])
         return problems
 
     @property

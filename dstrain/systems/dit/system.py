@@ -18,10 +18,10 @@ from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.solvers import eta_of
 from dstrain.diffusion.timesteps import UniformSampler
-from dstrain.encoders.autoencoder import Autoencoder, draw
+from dstrain.encoders.autoencoder import Autoencoder, draw_latents
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
-from dstrain.recipe import ConfigError, Samples, reworded
+from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.config import Config
@@ -71,7 +71,7 @@ class DiTSystem(System):
         if "latent_mean" in batch:
             moments = batch["latent_mean"], batch["latent_std"], batch["key"]
             scale = self.config.codes.scaling_factor if self.config.codes else 1.0
-            example["x_start"] = self.first_stage.draw(*moments) if self.first_stage else draw(*moments, scale)
+            example["x_start"] = self.first_stage.draw(*moments) if self.first_stage else draw_latents(*moments, scale)
         elif self.config.codes:
             raise ConfigError(
                 "data: this model reads cached latents and holds no encoder, the data give images; "
@@ -226,7 +226,7 @@ class DiTSystem(System):
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
-        with reworded("--size or samples.size: "):
+        with reword_errors("--size or samples.size: "):
             self.config.shape(samples.size)
         eta_of(self.sampler(samples.sampler), samples.eta)
         if self.config.objective == "flow":

@@ -58,10 +58,8 @@ images[0].save("0.png")
 """
 
 
-def about(system: DiTSystem) -> tuple[str, str, str]:
-    """Returns the class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn`
-    draws.
-    """
+def describe_export(system: DiTSystem) -> tuple[str, str, str]:
+    """Returns the class in diffusers, notes for its user, and Python code that draws from OUT."""
     config, notes = system.config, []
     if config.learn_sigma:
         notes.append(
@@ -82,13 +80,16 @@ def about(system: DiTSystem) -> tuple[str, str, str]:
             f"{config.codes.first_stage}, which decodes them"
         )
     code = (_STOCK if _is_stock(system) else _OWN) + _DRAW.format(
-        labels=_labels(system), scale=_scale(system), steps=_steps(system), more=', output_type="latent"' * latents
+        labels=_choose_labels(system),
+        scale=_choose_scale(system),
+        steps=_count_steps(system),
+        more=', output_type="latent"' * latents,
     )
     kind = "DiTPipeline" if _is_stock(system) else "DiTTransformer2DModel"
     return kind, "; ".join(notes), code if latents else code + _SAVE
 
 
-def save(
+def save_export(
     system: DiTSystem,
     nets: Mapping[str, nn.Module],
     folder: Path,
@@ -111,7 +112,7 @@ def save(
     with torch.device("meta"):
         transformer = DiTTransformer2DModel(**weights.arguments(config), num_embeds_ada_norm=rows)
     transformer.load_state_dict(state, assign=True)
-    scheduler, vae = _scheduler(system), _first_stage(config)
+    scheduler, vae = _build_scheduler(system), _load_first_stage(config)
     folder.mkdir(parents=True, exist_ok=True)
     if _is_stock(system):
         DiTPipeline(transformer, vae, scheduler).save_pretrained(folder)
@@ -122,7 +123,9 @@ def save(
 
 
 @torch.no_grad()
-def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
+def measure_errors(
+    system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
+) -> dict[str, float]:
     """Measures relative errors of diffusers' network: of predictions with and (if trained) without label at timesteps
     over the whole chain.
     """
@@ -144,32 +147,32 @@ def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, examp
 
 
 @torch.no_grad()
-def drawn(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Draws what the code of `about` draws, by the trained network and our samplers: uint8 (B, C, H, W), or latents."""
-    config, y = system.config, torch.tensor(_labels(system), device=group.device())
+def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+    """Draws what the card's code draws, by the trained network and our samplers: uint8 (B, C, H, W), or latents."""
+    config, y = system.config, torch.tensor(_choose_labels(system), device=group.device())
     noise = torch.randn(len(y), *system.shape, generator=torch.Generator().manual_seed(0)).to(y.device)
     channels = None if _is_stock(system) else config.guidance_channels
     null = {"y": torch.full_like(y, config.num_classes)}
-    network = samplers.guided(nets["denoiser"], {"y": y}, null, _scale(system), channels)
+    network = samplers.guided(nets["denoiser"], {"y": y}, null, _choose_scale(system), channels)
     if config.objective == "flow":
-        x = system.flow.euler(network, noise, _steps(system))
+        x = system.flow.euler(network, noise, _count_steps(system))
     else:
-        chain = system.diffusion.respaced(f"ddim{_steps(system)}")
+        chain = system.diffusion.respaced(f"ddim{_count_steps(system)}")
         x = samplers.ddim(chain, network, noise, clip_denoised=system.models_pixels())
     if system.cannot_draw():  # latents that no autoencoder decodes
         return x
     return to_uint8(system.first_stage.decode(x) if system.first_stage else x)
 
 
-def _labels(system: DiTSystem) -> list[int]:
+def _choose_labels(system: DiTSystem) -> list[int]:
     return list(range(min(2, system.config.num_classes)))
 
 
-def _steps(system: DiTSystem) -> int:
+def _count_steps(system: DiTSystem) -> int:
     return _FLOW_STEPS if system.config.objective == "flow" else even_steps(system.diffusion.num_timesteps)
 
 
-def _scale(system: DiTSystem) -> float:
+def _choose_scale(system: DiTSystem) -> float:
     return _SCALE if system.config.class_dropout_prob else 1.0
 
 
@@ -196,7 +199,7 @@ def _require_expressible(system: DiTSystem, network: DiT) -> None:
         )
 
 
-def _scheduler(system: DiTSystem) -> Any:
+def _build_scheduler(system: DiTSystem) -> Any:
     from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
     config = system.config
@@ -205,7 +208,7 @@ def _scheduler(system: DiTSystem) -> Any:
     return DDIMScheduler(**scheduler_arguments(system.diffusion, config.diffusion.schedule, system.models_pixels()))
 
 
-def _first_stage(config: Config) -> nn.Module | None:
+def _load_first_stage(config: Config) -> nn.Module | None:
     """Reads the first stage again, with the scale of the run, since the system may have dropped its encoder."""
     if config.first_stage is None:
         return None

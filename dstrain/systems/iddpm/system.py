@@ -23,7 +23,7 @@ from dstrain.diffusion.solvers import eta_of, steps_of
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
-from dstrain.recipe import ConfigError, Samples, reworded
+from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.config import Config
@@ -192,7 +192,7 @@ class IDDPMSystem(System):
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
-        with reworded("--size or samples.size: "):
+        with reword_errors("--size or samples.size: "):
             self.config.shape(samples.size)
         eta_of(self.sampler(samples.sampler), samples.eta)
 

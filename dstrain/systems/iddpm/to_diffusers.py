@@ -55,10 +55,8 @@ images[0].save("0.png")
 """
 
 
-def about(system: IDDPMSystem) -> tuple[str, str, str]:
-    """Returns the class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn`
-    draws.
-    """
+def describe_export(system: IDDPMSystem) -> tuple[str, str, str]:
+    """Returns the class in diffusers, notes for its user, and Python code that draws from OUT."""
     config, inputs, notes = system.config, [], []
     if system.starts_from_data:
         inputs.append("low_res=low_res")
@@ -67,7 +65,7 @@ def about(system: IDDPMSystem) -> tuple[str, str, str]:
             f"{config.small_size} picture stretched to {config.image_size} x {config.image_size}"
         )
     if config.class_cond:
-        inputs.insert(0, f"class_labels={_labels(system)}")
+        inputs.insert(0, f"class_labels={_choose_labels(system)}")
         inputs += [f"guidance_scale={_SCALE:g}"] if config.has_null else []
     if config.learn_sigma:
         notes.append(
@@ -76,13 +74,13 @@ def about(system: IDDPMSystem) -> tuple[str, str, str]:
         )
     code = _OWN if inputs else _STOCK
     if system.starts_from_data:
-        code += _LOW_RES.format(shape=", ".join(map(str, _small(system))))
+        code += _LOW_RES.format(shape=", ".join(map(str, _choose_small_shape(system))))
     arguments = ", ".join(inputs or [f"batch_size={_DRAWN}"])
     code += _DRAW.format(inputs=arguments, steps=even_steps(config.diffusion_steps))
     return "UNet2DModel" if inputs else "DDPMPipeline", "; ".join(notes), code
 
 
-def save(
+def save_export(
     system: IDDPMSystem,
     nets: Mapping[str, nn.Module],
     folder: Path,
@@ -98,7 +96,7 @@ def save(
     from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 
     config = system.config
-    arguments, scheduler = weights.arguments(config), _scheduler(system)
+    arguments, scheduler = weights.arguments(config), _build_scheduler(system)
     state = {name: value.float().cpu() for name, value in nets["denoiser"].state_dict().items()}
     with torch.device("meta"):
         unet = UNet2DModel(**arguments)
@@ -115,7 +113,9 @@ def save(
 
 
 @torch.no_grad()
-def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
+def measure_errors(
+    system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
+) -> dict[str, float]:
     """Measures relative errors of predictions, and of those without label if it learned them, at timesteps over the
     whole chain.
     """
@@ -128,7 +128,7 @@ def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, exa
     if config.class_cond:
         conditions["label"] = rng.integers(key, "label", config.num_classes)
     if system.starts_from_data:
-        conditions["low_res"] = rng.normal(key, "low_res", _small(system)[1:])
+        conditions["low_res"] = rng.normal(key, "low_res", _choose_small_shape(system)[1:])
         stretched = F.interpolate(conditions["low_res"], x.shape[-2:], mode="bilinear", align_corners=False)
         seen = torch.cat((x, stretched), dim=1)
     t = torch.linspace(0, config.diffusion_steps - 1, len(key), device=key.device).long()
@@ -145,12 +145,12 @@ def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, exa
 
 
 @torch.no_grad()
-def drawn(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Draws what the code of `about` draws, by the trained network and our ancestral sampler: uint8 (B, C, H, W)."""
+def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+    """Draws what the card's code draws, by the trained network and our ancestral sampler: uint8 (B, C, H, W)."""
     generator, device, conditions = torch.Generator().manual_seed(0), group.device(), {}
-    labels, steps = _labels(system), even_steps(system.config.diffusion_steps)
+    labels, steps = _choose_labels(system), even_steps(system.config.diffusion_steps)
     if system.starts_from_data:
-        conditions["low_res"] = (torch.rand(_small(system), generator=generator) * 2 - 1).to(device)
+        conditions["low_res"] = (torch.rand(_choose_small_shape(system), generator=generator) * 2 - 1).to(device)
     if system.config.class_cond:
         conditions["label"] = torch.tensor(labels, device=device)
 
@@ -164,16 +164,16 @@ def drawn(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     )
 
 
-def _labels(system: IDDPMSystem) -> list[int]:
+def _choose_labels(system: IDDPMSystem) -> list[int]:
     return [number % (system.config.num_classes if system.config.class_cond else 1) for number in range(_DRAWN)]
 
 
-def _small(system: IDDPMSystem) -> tuple[int, ...]:
+def _choose_small_shape(system: IDDPMSystem) -> tuple[int, ...]:
     """Returns the shape of the card's small pictures."""
     return _DRAWN, system.config.in_channels, system.config.small_size, system.config.small_size
 
 
-def _scheduler(system: IDDPMSystem) -> Any:
+def _build_scheduler(system: IDDPMSystem) -> Any:
     from diffusers import DDPMScheduler
 
     common = scheduler_arguments(system.diffusion, system.config.noise_schedule, clip=True)

@@ -6,7 +6,7 @@ from dstrain.recipe import ConfigError
 from dstrain.systems.codec import Codec
 
 
-def load(path: str) -> Codec:
+def load_tokenizer(path: str) -> Codec:
     """The exported tokenizer in a folder. ConfigError: it holds none, or one that does not make tokens of videos."""
     codec = Codec.load(path, "tokenizer.path")
     if codec.kind != "tokens" or not codec.of_videos:

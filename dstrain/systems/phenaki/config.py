@@ -223,7 +223,7 @@ class Config(SystemConfig):
             )
         added: dict[str, Any] = {}
         if isinstance(stage, dict) and isinstance(stage.get("path"), str):
-            tokenizer = codec.load(stage["path"])
+            tokenizer = codec.load_tokenizer(stage["path"])
             p = tokenizer.temporal_patch_size
             added = {
                 "codebook_size": tokenizer.codebook_size,

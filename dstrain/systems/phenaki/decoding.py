@@ -24,7 +24,7 @@ from dstrain import rng
 from dstrain.nn.quantize import gumbel
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Decoding
-from dstrain.systems.phenaki.masking import lowest, ratio
+from dstrain.systems.phenaki.masking import compute_ratio, mark_lowest
 
 # Tokens int64 (B, t, h, w) with mask tokens, uniforms (B, N) and a temperature -> ids in place of the mask tokens, and
 # the logarithm of each one's probability, (B, t, h, w) both.
@@ -33,7 +33,7 @@ Criticize = Callable[[Tensor], Tensor]  # tokens -> the critic's logits, (B, t, 
 
 
 @torch.no_grad()
-def decode(
+def decode_tokens(
     predict: Predict,
     tokens: Tensor,
     known: Tensor,
@@ -52,18 +52,18 @@ def decode(
     if num_steps < 1:
         raise ConfigError(f"num_steps: {num_steps} steps decode nothing; take 1 at least, 18 is usual")
     if choices.order == "all":
-        return _decode(predict, tokens, known, mask_token, key, num_steps, choices, criticize)
+        return _decode_together(predict, tokens, known, mask_token, key, num_steps, choices, criticize)
     for end in range(1, tokens.shape[1] + 1):
         if not known[:, end - 1].all():
             last = torch.arange(end, device=tokens.device)[:, None, None] == end - 1
-            begun = _decode(
+            begun = _decode_together(
                 predict, tokens[:, :end], known[:, :end] | ~last, mask_token, key, num_steps, choices, criticize
             )
             tokens = torch.cat((begun, tokens[:, end:]), dim=1)
     return tokens
 
 
-def _decode(
+def _decode_together(
     predict: Predict,
     tokens: Tensor,
     known: Tensor,
@@ -86,7 +86,7 @@ def _decode(
         tokens = torch.where(masked, ids.flatten(1), tokens)
         if step == num_steps - 1:
             break
-        share = ratio(torch.full_like(num_free, done, dtype=torch.float64))
+        share = compute_ratio(torch.full_like(num_free, done, dtype=torch.float64))
         again = torch.minimum((num_free * share).floor().long().clamp(min=1), num_free)
         if criticize is None:
             confidence = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * gumbel(
@@ -98,5 +98,5 @@ def _decode(
             noise = rng.uniform(key, f"critic/{step}", (count,)) - 0.5
             confidence = -criticize(tokens.view(shape)).flatten(1) + choices.noise_at(done) * noise
             eligible = free
-        tokens = torch.where(lowest(torch.where(eligible, confidence, torch.inf), again), mask_token, tokens)
+        tokens = torch.where(mark_lowest(torch.where(eligible, confidence, torch.inf), again), mask_token, tokens)
     return tokens.view(shape)

@@ -72,7 +72,7 @@ class MaskGit(nn.Module):
         seen = torch.where(masked, self.mask_token, tokens)
         if judged is not None:  # one pass for both: an engine hooks the outputs of one call
             states, of_judged = self.trunk(
-                torch.cat((seen, judged)), _twice(real), _twice(dropped), **_all_twice(text)
+                torch.cat((seen, judged)), _repeat_twice(real), _repeat_twice(dropped), **_repeat_text(text)
             ).chunk(2)
             critic = self.to_critic(of_judged)[..., 0].float()
         else:
@@ -109,7 +109,7 @@ class MaskGit(nn.Module):
         """
         if guidance_scale != 1:
             half = torch.arange(2 * len(tokens), device=tokens.device) >= len(tokens)
-            both = self.trunk(_twice(tokens), _twice(real), half, **_all_twice(text))
+            both = self.trunk(_repeat_twice(tokens), _repeat_twice(real), half, **_repeat_text(text))
             with_text, null = both.float().chunk(2)
             states = (null + guidance_scale * (with_text - null)).to(both.dtype)
         else:
@@ -139,11 +139,11 @@ class TokenCritic(nn.Module):
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
 
-def _twice(x: Tensor | None) -> Tensor | None:
+def _repeat_twice(x: Tensor | None) -> Tensor | None:
     return None if x is None else torch.cat((x, x))
 
 
-def _all_twice(text: dict[str, Tensor]) -> dict[str, Tensor]:
+def _repeat_text(text: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.cat((value, value)) for name, value in text.items()}
 
 

@@ -14,17 +14,17 @@ MEAN_RATIO = 2 / math.pi
 _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
 
 
-def ratio(u: Tensor) -> Tensor:
+def compute_ratio(u: Tensor) -> Tensor:
     """cos(pi/2 u), float64, (B,) -> (B,): 1 at u = 0, 0 at u = 1."""
     return torch.cos(u.double() * (math.pi / 2))
 
 
-def num_masked(u: Tensor, real: Tensor) -> Tensor:
+def count_masked(u: Tensor, real: Tensor) -> Tensor:
     """How many of `real` int64 (B,) tokens are masked in training: max(1, round(real * r)), int64 (B,)."""
-    return (real * ratio(u)).round().long().clamp(min=1)
+    return (real * compute_ratio(u)).round().long().clamp(min=1)
 
 
-def lowest(scores: Tensor, count: Tensor) -> Tensor:
+def mark_lowest(scores: Tensor, count: Tensor) -> Tensor:
     """Where the `count` int64 (B,) lowest of scores (B, N) lie; of equal scores the first: bool (B, N)."""
     order = scores.argsort(dim=1, stable=True)
     rank = torch.empty_like(order).scatter_(
@@ -33,15 +33,15 @@ def lowest(scores: Tensor, count: Tensor) -> Tensor:
     return rank < count[:, None]
 
 
-def mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
+def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
     """The masked tokens of training, bool (B, N): num_masked(u) of them, where uniform `noise` (B, N) is lowest.
 
     real  bool (B, N): padding is never masked.
     """
-    return lowest(torch.where(real, noise, 2.0), num_masked(u, real.sum(1)))
+    return mark_lowest(torch.where(real, noise, 2.0), count_masked(u, real.sum(1)))
 
 
-def cut_after(shares: tuple[float, ...], step: int) -> int | None:
+def find_cut(shares: tuple[float, ...], step: int) -> int | None:
     """The latent frame after which a step's clips are cut, frame f in shares[f] of the steps; None for whole clips.
 
     Multiples of the golden ratio spread their fractions evenly over [0, 1), so every stretch of steps has the shares.

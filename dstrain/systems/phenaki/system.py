@@ -24,10 +24,10 @@ from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
 from dstrain.systems.codec import Codec
 from dstrain.systems.phenaki import codec, masking
 from dstrain.systems.phenaki.config import Config
-from dstrain.systems.phenaki.decoding import decode
+from dstrain.systems.phenaki.decoding import decode_tokens
 from dstrain.systems.phenaki.maskgit import MaskGit, Pass, TokenCritic
-from dstrain.systems.phenaki.texts import NAMES, Reader, chosen, packed
-from dstrain.systems.phenaki.tokenizer.network import real_frames
+from dstrain.systems.phenaki.texts import NAMES, Reader, pack_captions, select_texts
+from dstrain.systems.phenaki.tokenizer.network import mark_real
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
 
@@ -87,7 +87,7 @@ class PhenakiSystem(System):
                 f"{self.config.token_shape}; leave model.token_shape out, or encode other clips"
             )
         if frames is not None:
-            example["real"] = real_frames(frames, self.temporal_patch_size, shape[0])
+            example["real"] = mark_real(frames, self.temporal_patch_size, shape[0])
         return example | self.texts.of_batch(batch)
 
     def accepts(self, source: Any) -> None:
@@ -115,7 +115,7 @@ class PhenakiSystem(System):
         if self._tokenizer is None:
             if problem := self.cannot_draw():
                 raise ConfigError(problem)
-            self._tokenizer = codec.load(self.config.tokenizer.path)
+            self._tokenizer = codec.load_tokenizer(self.config.tokenizer.path)
             codec.require_fit(self._tokenizer, self.config)
         return self._tokenizer if device is None else self._tokenizer.to(device)
 
@@ -130,11 +130,11 @@ class PhenakiSystem(System):
     def turns(self, step: int) -> tuple[str, ...]:
         """Both parts, or the one that model.train names."""
         # Remembered here, where the host knows the step: the shapes of a step depend on it.
-        self._cut = masking.cut_after(self.config.beginnings, step)
+        self._cut = masking.find_cut(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        cut, longest = masking.cut_after(self.config.beginnings, step), self.config.token_shape[0]
+        cut, longest = masking.find_cut(self.config.beginnings, step), self.config.token_shape[0]
         frames, masked = (longest, longest) if cut is None else (cut + 1, 1)
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
@@ -188,7 +188,7 @@ class PhenakiSystem(System):
         """MaskGit on keyed masks: its pass and terms (B,). A self critic leaves `filled` in the example."""
         masked, total = self._masked(example), self._total(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
-        conditions = {"real": example.get("real"), "dropped": dropped} | chosen(example)
+        conditions = {"real": example.get("real"), "dropped": dropped} | select_texts(example)
         drawn: dict[str, Any] = {}
         if self.config.critic is not None and self.config.train != "maskgit":
             drawn = {
@@ -214,7 +214,7 @@ class PhenakiSystem(System):
             key, shape = example["key"], example["tokens"].shape
             noise, ratio = rng.uniform(key, "mask", (shape[1:].numel(),)), rng.uniform(key, "mask_ratio")
             asked = self._asked(example)[:, :, None, None].expand(shape)
-            example["masked"] = masking.mask(ratio, noise, asked.flatten(1)).view(shape)
+            example["masked"] = masking.draw_mask(ratio, noise, asked.flatten(1)).view(shape)
         return example["masked"]
 
     def _begin(self, example: Example) -> None:
@@ -239,7 +239,7 @@ class PhenakiSystem(System):
         return example.get("real", torch.ones_like(example["tokens"][:, :, 0, 0], dtype=torch.bool))
 
     def _criticism(self, critic: Any, example: Example, dropped: Tensor | None) -> Tensor:
-        return critic(example["filled"], example.get("real"), dropped, **chosen(example))
+        return critic(example["filled"], example.get("real"), dropped, **select_texts(example))
 
     def _judged(self, logits: Tensor, example: Example) -> Terms:
         """Of the critic's logits (B, t, h, w): loss, accuracy, the share of masked tokens with a wrong id, (B,)."""
@@ -293,7 +293,7 @@ class PhenakiSystem(System):
     def draw_tokens(self, nets: Nets, tokens: Tensor, known: Tensor, request: Request) -> Tensor:
         """Tokens int64 (N, t, h, w) for a request; those that are `known`, bool (N, t, h, w), stay. See decoding.py."""
         network, real = nets["maskgit"], request.conditions.get("real")
-        text = self.texts.of_batch(chosen(request.conditions) or self.texts.of_nothing(len(tokens)))
+        text = self.texts.of_batch(select_texts(request.conditions) or self.texts.of_nothing(len(tokens)))
         text = {name: value.to(tokens.device) for name, value in text.items()}
 
         def seen(x):
@@ -315,7 +315,7 @@ class PhenakiSystem(System):
 
         if real is not None:
             known = known | ~real[:, :, None, None]
-        return decode(
+        return decode_tokens(
             predict,
             tokens,
             known,
@@ -375,7 +375,7 @@ class PhenakiSystem(System):
             batch["text_mask"] = torch.arange(longest) < 1 + rng.integers(key, "length", longest)[:, None]
         elif not config.unconditional:
             words = rng.integers(key, "words", 1000, (min(longest, 8),)).tolist()
-            batch["caption"] = packed([" ".join(f"w{word}" for word in row) for row in words])
+            batch["caption"] = pack_captions([" ".join(f"w{word}" for word in row) for row in words])
         return batch
 
 

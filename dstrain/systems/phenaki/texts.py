@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dstrain.distributed.group import to_device
-from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.encoders.text import TextEncoder, unpack_captions
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Config
 
@@ -56,7 +56,7 @@ class Reader:
             )
         # Captions are on the host, which reads them; the inputs go to the device of the rest of the batch.
         device = batch.get("key", batch["caption"]).device
-        inputs = self._read(captions_of(batch["caption"]), device)
+        inputs = self._read(unpack_captions(batch["caption"]), device)
         return {name: to_device(value, device) for name, value in inputs.items()}
 
     def of_texts(self, texts: list[str]) -> TextInputs:
@@ -94,8 +94,8 @@ class Reader:
 
     def _read(self, texts: list[str], device: torch.device) -> TextInputs:
         if self.config.text_encodings_dim is None:
-            return {"words": word_ids(texts, self.config.num_words, self.config.max_text_len)}
-        return self.of_batch(chosen(self._loaded().to(device).encode(texts)))
+            return {"words": hash_words(texts, self.config.num_words, self.config.max_text_len)}
+        return self.of_batch(select_texts(self._loaded().to(device).encode(texts)))
 
     def fingerprint(self) -> str:
         """What a run's fingerprint adds to that of the data: the encoder of captions, if it reads them; else ""."""
@@ -126,12 +126,12 @@ class Reader:
         return self.encoder
 
 
-def chosen(tensors: dict[str, Tensor]) -> TextInputs:
+def select_texts(tensors: dict[str, Tensor]) -> TextInputs:
     """The text inputs among the tensors of a batch, an example or conditions."""
     return {name: tensors[name] for name in NAMES if name in tensors}
 
 
-def word_ids(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
+def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
     """Ids of hashed words, int64 (N, max_text_len); later words are left out."""
     rows = []
     for text in texts:
@@ -141,7 +141,7 @@ def word_ids(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).view(len(texts), max_text_len)
 
 
-def packed(texts: list[str]) -> Tensor:
+def pack_captions(texts: list[str]) -> Tensor:
     """Texts as captions of a batch: UTF-8, padded with zeros, uint8 (N, 512). For synthetic batches."""
     rows = [list(text.encode()[:_CAPTION_BYTES].ljust(_CAPTION_BYTES, b"\0")) for text in texts]
     return torch.tensor(rows, dtype=torch.uint8)

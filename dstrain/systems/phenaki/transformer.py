@@ -168,7 +168,7 @@ class Attention(nn.Module):
 
         key, value = self.to_kv(source).chunk(2, dim=-1)
         query, key, value = self.q_norm(split(self.to_q(x))), self.k_norm(split(key)), split(value)
-        added = _added(bias, mask, causal, query, key.shape[2])
+        added = _sum_biases(bias, mask, causal, query, key.shape[2])
         dropout = self.dropout if self.dropout and self.training else 0.0  # a graph of 0 asks for no mode
         out = attend(query, key, value, added, dropout, causal and added is None, _SCALE)
         if mask is not None:
@@ -176,7 +176,7 @@ class Attention(nn.Module):
         return self.to_out(out.transpose(1, 2).flatten(2))
 
 
-def _added(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
+def _sum_biases(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
     """What is added to the scores, (B or 1, heads or 1, N or 1, M); None without bias and mask."""
     if bias is None and mask is None:
         return None
@@ -260,10 +260,10 @@ class PositionBias(nn.Module):
         distances = [torch.arange(1 - side, side, device=like.device) for side in sides]
         grid = torch.stack(torch.meshgrid(*distances, indexing="ij"), dim=-1).flatten(0, -2)  # (differences, axes)
         table = self.net((grid.sign() * grid.abs().float().log1p()).to(like.dtype))  # (differences, heads)
-        return F.embedding(_difference(sides, like.device), table).permute(2, 0, 1)
+        return F.embedding(_index_differences(sides, like.device), table).permute(2, 0, 1)
 
 
-def _difference(sides: tuple[int, ...], device: torch.device) -> Tensor:
+def _index_differences(sides: tuple[int, ...], device: torch.device) -> Tensor:
     """For each pair of tokens the row of their difference in the table of all differences: int64 (N, N)."""
     row = torch.zeros((), dtype=torch.int64, device=device)
     places = torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij")
@@ -273,7 +273,7 @@ def _difference(sides: tuple[int, ...], device: torch.device) -> Tensor:
     return row
 
 
-def alibi(heads: int, count: int, like: Tensor) -> Tensor:
+def build_alibi(heads: int, count: int, like: Tensor) -> Tensor:
     """A fixed bias that falls linearly with distance, steeper by head (Press et al. 2021): (heads, count, count)."""
     slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=like.device))
     place = torch.arange(count, device=like.device)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from dstrain.nn.layers import Linear
 from dstrain.nn.quantize import wide
 
-_ROWS = 64  # their number is a multiple of it; of fewer below 512
+_ROW_MULTIPLE = 64  # their number is a multiple of it; of fewer below 512
 
 
 class TokenLoss(NamedTuple):
@@ -57,7 +57,7 @@ class Vocabulary(Linear):
         weights   (M,), of each row in the total.
         """
         count = len(x)
-        x, uniforms, targets, weights = (_filled_up(rows) for rows in (x, uniforms, targets, weights))
+        x, uniforms, targets, weights = (_pad_rows(rows) for rows in (x, uniforms, targets, weights))
         if targets is not None:
             learns = torch.is_grad_enabled()  # always False within a Function
             total, *of_rows = _CrossEntropy.apply(
@@ -74,28 +74,28 @@ class Vocabulary(Linear):
             )
             return TokenLoss(total, *(rows[:count] for rows in of_rows))
         ids, certainty = [uniforms.new_zeros(0, dtype=torch.int64)], [uniforms.new_zeros(0)]
-        for rows, logits in _chunks(x, self.weight, self.bias, self.chunk):
-            ids.append(_draw(logits, uniforms[rows], temperature))
+        for rows, logits in _chunk_logits(x, self.weight, self.bias, self.chunk):
+            ids.append(_draw_ids(logits, uniforms[rows], temperature))
             certainty.append(logits.gather(1, ids[-1][:, None])[:, 0] - logits.logsumexp(1))
         return torch.cat(ids)[:count], torch.cat(certainty)[:count]
 
 
-def _filled_up(rows: Tensor | None) -> Tensor | None:
+def _pad_rows(rows: Tensor | None) -> Tensor | None:
     """With rows of zeros, whose weight in the loss is 0: (M, ...) -> (M', ...)."""
     if rows is None:
         return None
-    step = min(_ROWS, 1 << max(len(rows).bit_length() - 4, 0))  # an eighth more at most
+    step = min(_ROW_MULTIPLE, 1 << max(len(rows).bit_length() - 4, 0))  # an eighth more at most
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, -len(rows) % step))
 
 
-def _chunks(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+def _chunk_logits(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
     """Logits (C, V) of each chunk of rows, computed in the precision of the layer."""
     for first in range(0, len(x), size):
         rows = slice(first, first + size)
         yield rows, wide(torch.addmm(bias, x[rows], weight.t()))
 
 
-def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
+def _draw_ids(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
     if temperature == 0:
         return logits.argmax(1)
     # Two rows at least: CUDA sums a single row in another order, and the ids would depend on the size of the chunk.
@@ -117,14 +117,14 @@ class _CrossEntropy(torch.autograd.Function):
         if learns:  # sums over many chunks in float32: bfloat16 would lose small terms
             to_x, to_bias = torch.empty_like(x), torch.zeros_like(bias, dtype=loss.dtype)
             to_weight = torch.zeros_like(weight, dtype=loss.dtype)
-        for rows, logits in _chunks(x, weight, bias, chunk):
+        for rows, logits in _chunk_logits(x, weight, bias, chunk):
             target, log_norm = targets[rows, None], logits.logsumexp(1)
             loss[rows] = log_norm - (1 - smoothing) * logits.gather(1, target)[:, 0]
             if smoothing:
                 loss[rows] -= smoothing * logits.mean(1)
             hits[rows] = (logits.argmax(1) == target[:, 0]).to(hits.dtype)
             if uniforms is not None:
-                ids[rows] = _draw(logits, uniforms[rows], temperature)
+                ids[rows] = _draw_ids(logits, uniforms[rows], temperature)
             if not learns:
                 continue
             gradient = logits.sub_(log_norm[:, None]).exp_()

@@ -229,7 +229,7 @@ class SharedKeyAttention(nn.Module):
         query = self.to_q(x).view(batch, count, self.heads, -1).transpose(1, 2)  # (B, heads, N, d)
         key, value = self.to_kv(x).chunk(2, dim=-1)  # (B, N, d) each
         if self.rotary_emb:
-            query, key = rotated(query), rotated(key)
+            query, key = rotate_pairs(query), rotate_pairs(key)
         key, value = (
             torch.cat((null.expand(batch, 1, -1), tokens), dim=1)[:, None].expand(-1, self.heads, -1, -1)
             for null, tokens in zip(self.null_kv, (key, value))
@@ -316,7 +316,7 @@ class TimestepMLP(nn.Module):
         return self.net(x.to(self.net[2].weight.dtype))
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021) on the first channels of (..., N, d), neighbours in pairs; float32 angles."""
     count, width = x.shape[-2], min(_ROTATED, x.shape[-1])
     rates = 10000.0 ** -(torch.arange(0, width, 2, device=x.device).float() / width)

@@ -20,8 +20,8 @@ from dstrain.diffusion.gaussian import GaussianDiffusion, Network, at_boundary
 from dstrain.diffusion.solvers import eta_of
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders import emoji
-from dstrain.encoders.autoencoder import fingerprint
-from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.encoders.autoencoder import hash_network
+from dstrain.encoders.text import TextEncoder, unpack_captions
 from dstrain.nn.fitting import Fitted
 from dstrain.recipe import ConfigError, Samples
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
@@ -51,7 +51,7 @@ class PriorSystem(System):
             schedule.betas(config.beta_schedule, config.timesteps), prediction=config.prediction, variance="fixed_small"
         )
         self.timesteps = UniformSampler(config.timesteps)
-        self.mean, self.std = weights.statistics(config)  # (D,) each
+        self.mean, self.std = weights.read_statistics(config)  # (D,) each
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._encoder: TextEncoder | None = None
 
@@ -87,7 +87,7 @@ class PriorSystem(System):
         """The source's, then the statistics of image embeddings and the encoder of captions that are not cached."""
         result = source.fingerprint()
         if self.config.image_embed_stats is not None:
-            result += f" image_embed_stats={fingerprint({}, {'mean': self.mean, 'std': self.std})}"
+            result += f" image_embed_stats={hash_network({}, {'mean': self.mean, 'std': self.std})}"
         if self._missing(source.first()):
             result += f" text_encoder={self.text_encoder(torch.device('cpu')).fingerprint()}"
         return result
@@ -106,7 +106,7 @@ class PriorSystem(System):
                     f"data: there is neither {missing} nor a caption to each image_embed: cache text "
                     "embeddings, give captions, or (for text_encodings) set model.max_text_len=0"
                 )
-            texts = self.text_encoder(device).encode(captions_of(texts["caption"]))
+            texts = self.text_encoder(device).encode(unpack_captions(texts["caption"]))
         inputs = {"text_embed": self._text_embed(texts["text_embed"])}
         if tokens:
             width = self.config.text_encodings_dim or self.config.image_embed_dim
@@ -317,7 +317,7 @@ class PriorSystem(System):
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
         """The frozen encoder's outputs, on the CPU; the package has the built-in captions'. ConfigError: no encoder."""
         built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
-        if built_in and (embeds := emoji.text_embeds(texts)) is not None:
+        if built_in and (embeds := emoji.read_text_embeds(texts)) is not None:
             return self._texts({"text_embed": embeds})
         encoder, row_of = self.text_encoder(torch.device("cpu")), {}
         rows = torch.tensor([row_of.setdefault(text, len(row_of)) for text in texts])
@@ -327,7 +327,7 @@ class PriorSystem(System):
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Statistics must be the recipe's, and null texts may be missing, see weights.py."""
-        return weights.adapt(state, self.on_meta(part), self.config, self.mean, self.std)
+        return weights.adapt_weights(state, self.on_meta(part), self.config, self.mean, self.std)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         """Names stay as they are."""

@@ -65,7 +65,7 @@ _OPTIONS = (
 _NULL = Path("prior") / "null_text.safetensors"
 
 
-def about(system: PriorSystem) -> tuple[str, str, str]:
+def describe_export(system: PriorSystem) -> tuple[str, str, str]:
     """The class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn` draws."""
     config, texts = system.config, ["text_embed"]
     width, has_null = config.image_embed_dim, bool(config.text_cond_drop_prob)
@@ -74,15 +74,15 @@ def about(system: PriorSystem) -> tuple[str, str, str]:
         code += _TOKENS.format(tokens=config.max_text_len, width=width)
         texts += ["text_encodings", "text_mask"]
     texts += ["**null", f"guidance_scale={_SCALE}"] * has_null
-    code += _DRAW.format(texts="".join(f"{text}, " for text in texts), steps=_steps(system), width=width)
+    code += _DRAW.format(texts="".join(f"{text}, " for text in texts), steps=_count_steps(system), width=width)
     return "PriorTransformer", "" if has_null else "trained without dropped texts: draw with guidance_scale=1", code
 
 
-def _steps(system: PriorSystem) -> int:
+def _count_steps(system: PriorSystem) -> int:
     return min(_STEPS, system.config.timesteps)
 
 
-def save(
+def save_export(
     system: PriorSystem,
     nets: Mapping[str, nn.Module],
     folder: Path,
@@ -102,17 +102,19 @@ def save(
     state = {name: value.detach().float().cpu().contiguous() for name, value in nets["denoiser"].state_dict().items()}
     null = {name: state.pop(name) for name in list(state) if name.startswith("null_text_")}
     state |= {"clip_mean": system.mean[None], "clip_std": system.std[None]}
-    network = PriorTransformer(**_arguments(config))
+    network = PriorTransformer(**_list_arguments(config))
     network.load_state_dict(state)
     folder.mkdir(parents=True, exist_ok=True)
     options = {name: getattr(config, name) for name in _OPTIONS}
-    save_pipeline(PriorPipeline(network, _scheduler(system), **options), folder)
+    save_pipeline(PriorPipeline(network, _build_scheduler(system), **options), folder)
     if null:
         save_file(null, folder / _NULL)
 
 
 @torch.no_grad()
-def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
+def measure_errors(
+    system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
+) -> dict[str, float]:
     """Relative errors of predictions with and (if trained) without text, at timesteps over the whole chain."""
     from diffusers import PriorTransformer
 
@@ -135,7 +137,7 @@ def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, exa
 
 
 @torch.no_grad()
-def drawn(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """What the code of `about` draws, by the trained network and our ancestral sampler: float32 (B, D)."""
     config, device, generator = system.config, group.device(), torch.Generator().manual_seed(0)
 
@@ -155,14 +157,14 @@ def drawn(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
         return normal(2 * count, *system.shape)
 
     x = system._rescaled(noise()) if config.init_image_embed_l2norm else noise()
-    x = samplers.ancestral(system.diffusion.respaced(str(_steps(system))), network, x, noise)
+    x = samplers.ancestral(system.diffusion.respaced(str(_count_steps(system))), network, x, noise)
     x = system._rescaled(x) if config.sampling_final_clamp_l2norm else x
     candidates = system._embedding(x).view(count, 2, -1)
     nearest = F.cosine_similarity(candidates, conditions["text_embed"][None], dim=2).argmax(dim=0) if count > 1 else 0
     return candidates[nearest, torch.arange(2, device=device)]
 
 
-def _arguments(config: Config) -> dict[str, Any]:
+def _list_arguments(config: Config) -> dict[str, Any]:
     return {
         "num_attention_heads": config.heads,
         "attention_head_dim": config.dim_head,
@@ -178,7 +180,7 @@ def _arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _scheduler(system: PriorSystem) -> Any:
+def _build_scheduler(system: PriorSystem) -> Any:
     from diffusers import DDPMScheduler, UnCLIPScheduler
 
     config = system.config

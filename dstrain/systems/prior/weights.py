@@ -35,7 +35,7 @@ _LUCIDRAINS_REMEDIES = (
 )
 
 
-def statistics(config: Config) -> tuple[Tensor, Tensor]:
+def read_statistics(config: Config) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation float32 (D,) by which embeddings are normalized; a scale is 1 / deviation.
 
     ConfigError: image_embed_stats cannot be read, or is of another width.
@@ -66,7 +66,9 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
     return values["clip_mean"], values["clip_std"]
 
 
-def adapt(state: dict[str, Tensor], network: nn.Module, config: Config, mean: Tensor, std: Tensor) -> fitting.Fitted:
+def adapt_weights(
+    state: dict[str, Tensor], network: nn.Module, config: Config, mean: Tensor, std: Tensor
+) -> fitting.Fitted:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
 
     clip_mean and clip_std come from the recipe, not from the file; both must agree with `mean` and `std` (D,). Null

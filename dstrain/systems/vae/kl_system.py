@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.autoencoder import identity
+from dstrain.encoders.autoencoder import identify_autoencoder
 from dstrain.nn.measures import likeness
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import kl, losses
@@ -104,7 +104,7 @@ class KLSystem(AutoencoderSystem):
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns what AutoencoderKL with these weights has, so that an exported one is the same first stage."""
-        return identity(nets["autoencoder"])
+        return identify_autoencoder(nets["autoencoder"])
 
     def require_expressible(self) -> None:
         """Passes: AutoencoderKL takes every choice of model.kl."""

@@ -2,16 +2,17 @@
 
 What every system's to_diffusers.py offers to dstrain/commands/export.py:
 
-    about(system)                              the class in diffusers, notes for its user ("": none), and Python code
-                                               that draws from "OUT", into `images` or `image_embeds`
-    save(system, nets, folder, statistics, classes)
-                                               writes what diffusers loads; ConfigError: what diffusers cannot express
-    errors(system, nets, folder, example)      the largest relative errors, by name, of what diffusers reads from the
-                                               folder against the trained networks
-    drawn(system, nets)                        what this code draws from the same noise, by the trained networks and
-                                               our samplers: uint8 pictures (B, C, H, W), or float32 (B, ...)
-    TOLERATED                                  the largest errors, by name, with which the folder is kept: that of the
-                                               code is "code"; for others export.py has a default
+    describe_export(system)        the class in diffusers, notes for its user ("": none), and Python code that draws
+                                   from "OUT", into `images` or `image_embeds`
+    save_export(system, nets, folder, statistics, classes)
+                                   writes what diffusers loads; raises ConfigError if diffusers cannot express it
+    measure_errors(system, nets, folder, example)
+                                   the largest relative errors, by name, of what diffusers reads from the folder against
+                                   the trained networks
+    draw_expected(system, nets)    what this code draws from the same noise, by the trained networks and our samplers:
+                                   uint8 pictures (B, C, H, W), or float32 (B, ...)
+    TOLERATED                      the largest errors, by name, with which the folder is kept: that of the code is
+                                   "code"; for others export.py has a default
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed import group
-from dstrain.encoders.autoencoder import Autoencoder, fingerprint, posterior
+from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, hash_network
 from dstrain.nn.measures import relative_error
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
@@ -43,16 +44,16 @@ with torch.no_grad():
 """
 
 
-def about(system: AutoencoderSystem) -> tuple[str, str, str]:
-    return "AutoencoderKL", "", _CODE.format(shape=", ".join(map(str, _shape(system))))
+def describe_export(system: AutoencoderSystem) -> tuple[str, str, str]:
+    return "AutoencoderKL", "", _CODE.format(shape=", ".join(map(str, _choose_shape(system))))
 
 
-def _shape(system: AutoencoderSystem) -> tuple[int, ...]:
+def _choose_shape(system: AutoencoderSystem) -> tuple[int, ...]:
     config = system.config
     return 2, config.channels, config.image_size, config.image_size
 
 
-def save(
+def save_export(
     system: AutoencoderSystem,
     nets: Mapping[str, nn.Module],
     folder: Path,
@@ -73,17 +74,17 @@ def save(
 
 
 @torch.no_grad()
-def errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
+def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
     """Measures relative errors of the posterior's mean and deviation, and of the decoded mean.
 
     Raises ConfigError if the weights in the folder are not bit for bit the trained ones.
     """
     read = Autoencoder(str(folder)).to(example["x_start"].device)
-    trained, exported = fingerprint(*system.identity(nets)), read.fingerprint()
+    trained, exported = hash_network(*system.identity(nets)), read.fingerprint()
     if trained != exported:
         raise ConfigError(f"{folder} was read back as the first stage {exported}, the trained one is {trained}")
     codes = system.codes(nets, example)
-    mean, std = posterior(read.vae, example["x_start"])
+    mean, std = encode_posterior(read.vae, example["x_start"])
     decoded = read.vae.decode(codes["latent_mean"]).sample
     return {
         "mean": relative_error(mean, codes["latent_mean"]),
@@ -93,10 +94,10 @@ def errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, exampl
 
 
 @torch.no_grad()
-def drawn(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Draws what the code of `about` leaves in `images`, by the trained network: float32 (B, C, H, W)."""
+def draw_expected(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+    """Draws what the code of `describe_export` leaves in `images`, by the trained network: float32 (B, C, H, W)."""
     generator, device = torch.Generator().manual_seed(0), group.device()
-    images = (torch.rand(_shape(system), generator=generator) * 2 - 1).to(device)
+    images = (torch.rand(_choose_shape(system), generator=generator) * 2 - 1).to(device)
     codes = system.codes(nets, {"x_start": images})
     noise = torch.randn(codes["latent_mean"].shape, generator=generator).to(device)
     latents = codes["latent_mean"] + codes["latent_std"] * noise

@@ -14,7 +14,7 @@ import numpy as np
 
 from dstrain import __version__
 from dstrain.disk import atomic
-from dstrain.recipe import ConfigError, as_text, write_errors
+from dstrain.recipe import ConfigError, explain_write_errors, format_value
 from dstrain.tracking.figures import format_duration
 from dstrain.tracking.report import metrics, pictures
 from dstrain.tracking.report.record import Record, read_record
@@ -46,7 +46,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     text = render_page(records)
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
-    with write_errors(f"--out {out}", "name a file in a folder that can be written"):
+    with explain_write_errors(f"--out {out}", "name a file in a folder that can be written"):
         atomic.write_file(out, text, make=make)
     return out
 
@@ -77,7 +77,7 @@ def render_page(records: Sequence[Record]) -> str:
         now=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         facts=[_list_facts(record) for record in records],
         differences=_list_differences(records),
-        show=as_text,
+        show=format_value,
         when=_format_time,
         as_json=partial(json.dumps, indent=2),
         shown=_SHOWN,

@@ -13,7 +13,7 @@ import numpy as np
 
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, Run, dump, load
-from dstrain.recipe.files import plain
+from dstrain.recipe.files import make_plain
 from dstrain.tracking.figures import format_table
 from dstrain.tracking.report import metrics, pictures
 from dstrain.tracking.report.state import State, read_state
@@ -46,7 +46,7 @@ class Record:
 
     def flat(self) -> dict[str, Any]:
         """Every entry of the recipe, and of the DeepSpeed settings below `deepspeed`, by dotted key."""
-        return dict(flatten_entries(plain(self.run) if self.run else {})) | dict(
+        return dict(flatten_entries(make_plain(self.run) if self.run else {})) | dict(
             flatten_entries({"deepspeed": self.settings})
         )
 
@@ -127,8 +127,8 @@ def _list_changed(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
         }
     except Exception as error:  # a system from outside may raise anything
         remarks.append(f"the system {run.system} is not here, so that the defaults of its model are unknown: {error}")
-    values = dict(flatten_entries(plain(run)))
-    defaults = dict(flatten_entries(plain(Run()) | {"system": None, "model": plain(model)}))
+    values = dict(flatten_entries(make_plain(run)))
+    defaults = dict(flatten_entries(make_plain(Run()) | {"system": None, "model": make_plain(model)}))
     return [
         (key, value, defaults.get(key))
         for key, value in values.items()

@@ -16,7 +16,7 @@ from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.sources.captioned import open_captioned
 from dstrain.encoders.image import ImageEncoder
-from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.encoders.text import TextEncoder, unpack_captions
 from dstrain.recipe import ConfigError
 from tests.support import gloo, towers
 from tests.support.launch import launch
@@ -93,7 +93,7 @@ def test_pairs_of_a_folder(tmp_path, tower):
     image, text = ImageEncoder(tower), TextEncoder(tower)
     for place, row in enumerate(made.rows.tolist()):
         item, found = source[row], made[place]
-        texts = text.encode(captions_of(item["caption"][None]))
+        texts = text.encode(unpack_captions(item["caption"][None]))
         torch.testing.assert_close(found["image_embed"], image.encode(item["image"][None])[0], rtol=1e-4, atol=1e-5)
         for name in ("text_embed", "text_encodings", "text_mask"):
             torch.testing.assert_close(found[name], texts[name][0], rtol=1e-4, atol=1e-5)
@@ -101,7 +101,7 @@ def test_pairs_of_a_folder(tmp_path, tower):
         shutil.rmtree(tmp_path / "out" / name)
     captions = open_pairs(tmp_path / "out", (1.0, 0.0, 0.0), "train")
     for place, row in enumerate(captions.rows.tolist()):
-        assert captions_of(captions[place]["caption"][None]) == captions_of(source[row]["caption"][None])
+        assert unpack_captions(captions[place]["caption"][None]) == unpack_captions(source[row]["caption"][None])
 
 
 def test_tar_shards(tmp_path, tower):

@@ -11,7 +11,7 @@ from dstrain.data.batches import Batches
 from dstrain.data.builtin.fashion import Fashion
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion
 from dstrain.data.open import open_sources
-from dstrain.encoders.text import captions_of
+from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import Data
 
 DIRECTIONS = {"moving left": (-1, 0), "moving right": (1, 0), "moving up": (0, -1), "moving down": (0, 1)}
@@ -37,7 +37,7 @@ def test_it_moves_where_the_caption_says(index, num_frames, height, width):
     source = MovingFashion(num_frames, height, width)
     item = source[index]
     assert item["video"].shape == (num_frames, 1, height, width) and item["frames"] == num_frames
-    caption = captions_of(item["caption"][None])[0]
+    caption = unpack_captions(item["caption"][None])[0]
     step = centre(item["video"]).diff(dim=0)  # (T - 1, 2)
     way = torch.tensor([width, height]) - 2 * min(width, height) // 3
     for words, direction in DIRECTIONS.items():

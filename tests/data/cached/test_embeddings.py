@@ -18,7 +18,7 @@ from dstrain.data.cached import embeddings, rows
 from dstrain.data.cached.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.open import open_sources, open_split, require_contents
 from dstrain.data.source import BadSample
-from dstrain.encoders.text import captions_of
+from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import Data
 from dstrain.sampling.draw import score
 from tests.support import gloo
@@ -134,15 +134,15 @@ def test_other_texts_are_a_derangement(tmp_path):
     assert sorted(own) == sorted(other) and not any(a == b for a, b in zip(own, other))
     source = open_pairs(tmp_path / "b", (0.2, 0.8, 0), "validation")
     item = source[11]
-    assert captions_of(item["caption"][None]) == [f"caption {number(item) + 1}"]
-    assert captions_of(item["other_caption"][None]) == [f"caption {number(source[0]) + 1}"]
+    assert unpack_captions(item["caption"][None]) == [f"caption {number(item) + 1}"]
+    assert unpack_captions(item["other_caption"][None]) == [f"caption {number(source[0]) + 1}"]
     assert "other_text_embed" not in open_pairs(tmp_path / "a", ALL, "train")[0]
 
 
 def test_captions_are_cut_between_characters():
     """Oracle: Python's own encoder and decoder."""
     text = "ab" + "\u20ac" * 400
-    assert captions_of(rows.pack_caption(text)[None]) == [text[: 2 + 170]] and captions_of(
+    assert unpack_captions(rows.pack_caption(text)[None]) == [text[: 2 + 170]] and unpack_captions(
         rows.pack_caption("x")[None]
     ) == ["x"]
 
@@ -377,7 +377,7 @@ def test_an_empty_caption_is_replaced(tmp_path):
     for row in (1, 2):
         with pytest.raises(BadSample, match="no caption"):
             source[source.rows.tolist().index(row)]
-    assert captions_of(source[source.rows.tolist().index(3)]["caption"][None]) == ["b"]
+    assert unpack_captions(source[source.rows.tolist().index(3)]["caption"][None]) == ["b"]
 
 
 def test_captions_beside_embeddings(tmp_path):
@@ -388,13 +388,13 @@ def test_captions_beside_embeddings(tmp_path):
     folder = tmp_path / "a" / "metadata"
     (tmp_path / "b" / "metadata").rename(folder)
     item = open_pairs(tmp_path / "a", ALL, "train")[2]
-    assert captions_of(item["caption"][None]) == [f"caption {number(item) + 1}"] and "text_embed" in item
+    assert unpack_captions(item["caption"][None]) == [f"caption {number(item) + 1}"] and "text_embed" in item
     pyarrow.parquet.write_table(
         pyarrow.table({"caption": [None] * 5}, pyarrow.schema([("caption", pyarrow.string())])),
         folder / "metadata_0.parquet",
     )
     source = open_pairs(tmp_path / "a", ALL, "train")
-    assert captions_of(source[source.rows.tolist().index(1)]["caption"][None]) == [""]
+    assert unpack_captions(source[source.rows.tolist().index(1)]["caption"][None]) == [""]
     pyarrow.parquet.write_table(pyarrow.table({"key": [1] * 5}), folder / "metadata_0.parquet")
     assert "caption" not in open_pairs(tmp_path / "a", ALL, "train")[2]
     make(tmp_path / "c", encodings=True)

@@ -24,7 +24,7 @@ from dstrain.data.open import open_sources
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
-from dstrain.encoders.text import captions_of
+from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError, Data
 from tests.support.clips import moving, write
 from tests.support.pictures import picture
@@ -84,7 +84,7 @@ def test_webdataset(tmp_path, plain):
     assert [source.name(i).partition(".tar/")[2] for i in range(len(source))] == keys
     some, request = tmp_path / "shards" / "out-{00001..00002}.tar", Request(SUFFIXES, captions=True)
     captioned = open_images(some, 16, request=request)
-    assert captions_of(torch.stack([captioned[i]["caption"] for i in range(len(captioned))])) == [
+    assert unpack_captions(torch.stack([captioned[i]["caption"] for i in range(len(captioned))])) == [
         f"no. {i}" for i in range(5, len(files))
     ]
     whole = open_images(tmp_path / "shards", 16, request=request)

@@ -20,7 +20,7 @@ from dstrain.data.formats.base import Request
 from dstrain.data.open import open_sources
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import open_images
-from dstrain.encoders.text import captions_of
+from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError, Data
 from tests.support.clips import moving, write
 from tests.support.launch import environment
@@ -241,7 +241,7 @@ def test_clips_in_parquet(tmp_path):
     plain, _ = open_sources(Data(path=str(tmp_path / "clips"), **section))
     for index in range(2):
         assert (source[index]["video"] == plain[index]["video"]).all() and source[index]["label"] == 1 - index
-        assert captions_of(source[index]["caption"][None]) == [content["caption"][index]]
+        assert unpack_captions(source[index]["caption"][None]) == [content["caption"][index]]
 
 
 def test_files_that_are_cut_off(tmp_path, plain):

@@ -20,7 +20,7 @@ from dstrain.data.formats.imagenet import read_titles
 from dstrain.data.open import describe_data, open_sources
 from dstrain.data.source import BadSample, Source
 from dstrain.data.sources.images import open_images
-from dstrain.encoders.text import captions_of
+from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError, Data
 from tests.data.formats.test_labels import TINY, flat, lines
 from tests.support.pictures import picture
@@ -288,9 +288,9 @@ def test_captions_beside_images(tmp_path):
     plain = {plain.name(index): plain[index] for plain in [open_images(root, 16)] for index in range(7)}
     for index, caption, label in ((0, "one", 0), (1, "three", 0), (2, "four", 1)):
         item = source[index]
-        assert captions_of(item["caption"][None]) == [caption] and item["label"] == label
+        assert unpack_captions(item["caption"][None]) == [caption] and item["label"] == label
         assert torch.equal(item["image"], plain[source.name(index)]["image"])
-    assert captions_of(source.read(0, 0.7)["caption"][None]) == ["two"]
+    assert unpack_captions(source.read(0, 0.7)["caption"][None]) == ["two"]
     for index in (3, 4):
         with pytest.raises(BadSample, match="caption is empty, or cannot be read"):
             source[index]

@@ -24,7 +24,7 @@ from dstrain.data.open import open_sources
 from dstrain.data.source import Source
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
-from dstrain.encoders.text import captions_of
+from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError, Data
 from tests.support.clips import LOSSLESS, moving, write
 from tests.support.pictures import folder, picture
@@ -76,7 +76,7 @@ def test_a_table_is_the_folder_that_it_lists(tmp_path, name):
         assert torch.equal(item["image"], other["image"]) and item["label"] == other["label"]
         assert source.name(index) == plain.name(index)
         caption = rows[index]["text" if whole else "caption"]
-        assert captions_of(item["caption"][None]) == [caption]
+        assert unpack_captions(item["caption"][None]) == [caption]
     assert "caption" not in open_images(path, 16)[0]
 
 
@@ -300,7 +300,7 @@ def test_lists_of_videos(tmp_path):
         assert source.captioned and len(source) == 2
         for index in range(2):
             assert torch.equal(source[index]["video"], plain[index]["video"])
-            assert captions_of(source[index]["caption"][None]) == [f"a {names[index]}"]
+            assert unpack_captions(source[index]["caption"][None]) == [f"a {names[index]}"]
     names = ["Yo/v_Yo_g01_c01.avi", "Archery/v_Archery_g01_c02.avi", "Yo/v_Yo_g01_c03.avi"]
     clips(tmp_path / "UCF-101", names)
     lists = tmp_path / "ucfTrainTestlist"
@@ -319,7 +319,7 @@ def test_lists_of_videos(tmp_path):
     )
     assert train.classes == unseen.classes == ("Archery", "Yo") and unseen[0]["label"] == 0
     assert [train[index]["label"] for index in range(3)] == [1, 0, 1]
-    assert captions_of(train[1]["caption"][None]) == ["Archery"]
+    assert unpack_captions(train[1]["caption"][None]) == ["Archery"]
     (lists / "classInd.txt").write_text("Archery\n")
     with pytest.raises(ConfigError, match="classInd.txt: its lines are not 1 CLASS"):
         videos(lists / "trainlist01.txt")

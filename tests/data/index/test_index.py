@@ -33,7 +33,7 @@ from dstrain.data.index.verified import Verified, write_sums
 from dstrain.data.sources import sizes
 from dstrain.data.sources.images import Images, open_images
 from dstrain.data.sources.sizes import measure_images
-from dstrain.encoders.text import captions_of
+from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError, Data, NotRead
 from tests.data.index import check_index_scale
 from tests.support import gloo
@@ -368,7 +368,7 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
             assert source.index.captions(row) == tuple(texts[row])
             items = [source.read(row, chance) for chance in (0.0, 0.34, 0.67, 0.99)]
             numbers = [int(chance * len(texts[row])) for chance in (0.0, 0.34, 0.67, 0.99)]
-            assert captions_of(torch.stack([item["caption"] for item in items])) == [texts[row][n] for n in numbers]
+            assert unpack_captions(torch.stack([item["caption"] for item in items])) == [texts[row][n] for n in numbers]
             picture(row).save(tmp_path / "same.png")
             assert torch.equal(items[0]["image"], read_image(tmp_path / "same.png", 16))
             assert items[0]["label"] == expected[row]

@@ -94,8 +94,8 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
     """
     system, nets = made(tmp_path, CASES[case])
     names = [f"class {number}, kind {number}" for number in range(7)]
-    to_diffusers.save(system, nets, tmp_path / "out", classes=lambda: names)
-    errors = to_diffusers.errors(system, nets, tmp_path / "out", probe(system))
+    to_diffusers.save_export(system, nets, tmp_path / "out", classes=lambda: names)
+    errors = to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))
     assert errors.keys() == {"with label"} | ({"without label"} if system.config.class_dropout_prob else set())
     assert max(errors.values()) < 1e-5
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") <= 1.01 / 255
@@ -142,9 +142,9 @@ def test_our_pipeline_draws_the_same(tmp_path, case):
     """Oracle: `sample` of the trained network from the same noise, and guided, to one level; DiTPipeline draws none."""
     system, nets = made(tmp_path, *OURS[case])
     out, latents = tmp_path / "out", OURS[case][1]
-    to_diffusers.save(system, nets, out, classes=lambda: [f"kind {number}" for number in range(7)])
+    to_diffusers.save_export(system, nets, out, classes=lambda: [f"kind {number}" for number in range(7)])
     assert (out / "pipeline.py").is_file() and (out / "vae").is_dir() == latents
-    assert to_diffusers.about(system)[0] == "DiTTransformer2DModel"
+    assert to_diffusers.describe_export(system)[0] == "DiTTransformer2DModel"
     assert cards.difference(to_diffusers, system, nets, out) <= 1.01 / 255
     pipeline = loaded(out)
     assert isinstance(pipeline.scheduler, DDIMScheduler) and pipeline.config.id2label["6"] == "kind 6"
@@ -179,7 +179,7 @@ def test_our_pipeline_draws_the_same(tmp_path, case):
 def test_learned_variances(tmp_path, monkeypatch, changes):
     """Oracle: `sample` by ddpm with our noise: what pipeline.py says of DDPMScheduler, guided."""
     system, nets = made(tmp_path, changes, latents=False)
-    to_diffusers.save(system, nets, tmp_path / "out")
+    to_diffusers.save_export(system, nets, tmp_path / "out")
     pipeline, seeds, drawn = loaded(tmp_path / "out"), torch.arange(3), []
     pipeline.scheduler = DDPMScheduler.from_config(
         pipeline.scheduler.config, variance_type="learned_range", timestep_spacing="linspace"
@@ -202,8 +202,8 @@ def test_flow_matching(tmp_path, latents):
     """Oracle: `sample` of the trained network by Euler's steps from the same noise, to one level."""
     changes = {"objective": "flow", "flow": {"shift": 3.0}} | ({} if latents else PIXELS)
     system, nets = made(tmp_path, changes, latents)
-    to_diffusers.save(system, nets, tmp_path / "out")
-    assert to_diffusers.errors(system, nets, tmp_path / "out", probe(system))["with label"] < 1e-5
+    to_diffusers.save_export(system, nets, tmp_path / "out")
+    assert to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))["with label"] < 1e-5
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") <= 1.01 / 255
     pipeline, seeds, labels = loaded(tmp_path / "out"), torch.arange(3), [4, 0, 6]
     assert (pipeline.vae is not None) == latents
@@ -224,9 +224,9 @@ def test_latents_that_nothing_decodes(tmp_path):
     """Oracle: our DDIM from the same noise, unclipped, to 1e-4: images are the latents, and the note says whose."""
     codes = {"codes": {"shape": [3, 8, 8], "scaling_factor": 0.5, "first_stage": "0123456789abcdef"}, "in_channels": 3}
     system, nets = made(tmp_path, codes, latents=False)
-    to_diffusers.save(system, nets, tmp_path / "out")
-    assert "latents times 0.5, of the autoencoder 0123456789abcdef" in to_diffusers.about(system)[1]
-    assert to_diffusers.drawn(system, nets).shape == (2, 3, 8, 8)
+    to_diffusers.save_export(system, nets, tmp_path / "out")
+    assert "latents times 0.5, of the autoencoder 0123456789abcdef" in to_diffusers.describe_export(system)[1]
+    assert to_diffusers.draw_expected(system, nets).shape == (2, 3, 8, 8)
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") < 1e-4
 
 
@@ -234,24 +234,24 @@ def test_exports_are_kept(tmp_path):
     """Oracle: what an export tolerates, of diffusers' own sinusoids and of some whose exp is 5 units of float32 off."""
     exp = torch.exp
     system, nets = made(tmp_path, PIXELS, latents=False)
-    to_diffusers.save(system, nets, tmp_path / "out")
+    to_diffusers.save_export(system, nets, tmp_path / "out")
     for off in (0.0, 3e-7):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(embeddings, "get_timestep_embedding", PUBLISHED)
             patch.setattr(torch, "exp", lambda x: exp(x) * (1 + off * (x.dtype == torch.float32)))
-            found = to_diffusers.errors(system, nets, tmp_path / "out", probe(system))
+            found = to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))
         assert all(found[name] < to_diffusers.TOLERATED[name] for name in found), found
 
 
 def test_other_weights_are_found(tmp_path):
     """Oracle: a file in which one bias was moved: the error is above what an export tolerates."""
     system, nets = made(tmp_path, PIXELS, latents=False)
-    to_diffusers.save(system, nets, tmp_path / "out")
+    to_diffusers.save_export(system, nets, tmp_path / "out")
     state = load_file(tmp_path / "out" / "transformer" / FILE)
     state["transformer_blocks.1.norm1.linear.bias"][5] += 0.01
     save_file(state, tmp_path / "out" / "transformer" / FILE, {"format": "pt"})
     assert (
-        to_diffusers.errors(system, nets, tmp_path / "out", probe(system))["with label"]
+        to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))["with label"]
         > to_diffusers.TOLERATED["with label"]
     )
 
@@ -259,10 +259,10 @@ def test_other_weights_are_found(tmp_path):
 def test_the_frequencies_do_matter(tmp_path):
     """Oracle: the official network with these very weights: what an export that ignored time_freq would be off by."""
     system, nets = made(tmp_path, PIXELS, latents=False)
-    to_diffusers.save(system, nets, tmp_path / "out")
+    to_diffusers.save_export(system, nets, tmp_path / "out")
     official, others = made(tmp_path, PIXELS | {"time_freq": "official"}, latents=False)
     others["denoiser"].load_state_dict(nets["denoiser"].state_dict())
-    assert to_diffusers.errors(official, others, tmp_path / "out", probe(official))["with label"] > 0.01
+    assert to_diffusers.measure_errors(official, others, tmp_path / "out", probe(official))["with label"] > 0.01
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_what_diffusers_cannot_express(tmp_path, changes, words):
     """Oracle: a ValueError that names the field, and no folder."""
     system, nets = made(tmp_path, changes)
     with pytest.raises(ValueError, match=words):
-        to_diffusers.save(system, nets, tmp_path / "out")
+        to_diffusers.save_export(system, nets, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -287,7 +287,7 @@ def test_interpolated_positions_are_no_sinusoids(tmp_path):
     system, nets = made(tmp_path, PIXELS | {"image_size": 24}, latents=False)
     nets["denoiser"].load_state_dict(system.adapt("denoiser", small.networks()["denoiser"].state_dict())[0])
     with pytest.raises(ValueError, match="pos_embed: .* interpolated"):
-        to_diffusers.save(system, nets, tmp_path / "out")
+        to_diffusers.save_export(system, nets, tmp_path / "out")
 
 
 # ---------------------------------------------------------------------------------------------------------------- back
@@ -300,7 +300,7 @@ def test_interpolated_positions_are_no_sinusoids(tmp_path):
 def test_there_and_back(tmp_path, changes, latents):
     """Oracle: the weights themselves, bit for bit, from the pipeline's folder and from the transformer's."""
     system, nets = made(tmp_path, changes, latents)
-    to_diffusers.save(system, nets, tmp_path / "out")
+    to_diffusers.save_export(system, nets, tmp_path / "out")
     state = nets["denoiser"].state_dict()
     for path in (tmp_path / "out", tmp_path / "out" / "transformer"):
         ((values, notes),) = fit_weights(path, system).values()

@@ -88,14 +88,14 @@ def probe(system):
 def test_there_and_back(tmp_path, case):
     """Oracle: UNet2DModel as diffusers loads it, its output, and what the card draws; the weights, bit for bit."""
     system, nets = made(CASES[case])
-    to_diffusers.save(system, nets, tmp_path / "out")
-    errors = to_diffusers.errors(system, nets, tmp_path / "out", probe(system))
+    to_diffusers.save_export(system, nets, tmp_path / "out")
+    errors = to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))
     assert errors.keys() == {"prediction"} | ({"without label"} if system.config.has_null else set())
     assert max(errors.values()) < 1e-5
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") <= 1.01 / 255
     is_stock = not (system.config.class_cond or system.config.small_size)
     assert (tmp_path / "out" / "pipeline.py").exists() != is_stock
-    assert to_diffusers.about(system)[0] == ("DDPMPipeline" if is_stock else "UNet2DModel")
+    assert to_diffusers.describe_export(system)[0] == ("DDPMPipeline" if is_stock else "UNet2DModel")
     state = nets["denoiser"].state_dict()
     for path in (tmp_path / "out", tmp_path / "out" / "unet"):
         ((values, notes),) = fit_weights(path, system).values()
@@ -111,7 +111,7 @@ def test_there_and_back(tmp_path, case):
 def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
     """Oracle: diffusers' DDPMPipeline as a user loads and calls it, given our noise: the pictures of `sample`."""
     system, nets = made(CASES[case])
-    to_diffusers.save(system, nets, tmp_path / "out")
+    to_diffusers.save_export(system, nets, tmp_path / "out")
     pipeline = DDPMPipeline.from_pretrained(tmp_path / "out")
     pipeline.set_progress_bar_config(disable=True)
     seeds, steps, drawn = torch.arange(3), 12, []
@@ -136,7 +136,7 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
 def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
     """Oracle: `sample` from the same noise and the same conditions, by both schedulers, to one level."""
     system, nets = made(CASES[case])
-    to_diffusers.save(system, nets, tmp_path / "out", classes=lambda: ["a", "b", "c"])
+    to_diffusers.save_export(system, nets, tmp_path / "out", classes=lambda: ["a", "b", "c"])
     pipeline = DiffusionPipeline.from_pretrained(
         tmp_path / "out", custom_pipeline=str(tmp_path / "out"), trust_remote_code=True
     )
@@ -182,12 +182,12 @@ def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
 def test_other_weights_are_found(tmp_path):
     """Oracle: a file in which the queries of one attention have changed heads: the error is above the tolerated one."""
     system, nets = made()
-    to_diffusers.save(system, nets, tmp_path / "out")
+    to_diffusers.save_export(system, nets, tmp_path / "out")
     state = load_file(tmp_path / "out" / "unet" / FILE)
     name = "down_blocks.1.attentions.0.to_q.weight"
     state[name] = state[name].roll(16, dims=0)
     save_file(state, tmp_path / "out" / "unet" / FILE, {"format": "pt"})
-    found = to_diffusers.errors(system, nets, tmp_path / "out", probe(system))
+    found = to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))
     assert found["prediction"] > to_diffusers.TOLERATED["prediction"]
 
 
@@ -204,7 +204,7 @@ def test_what_diffusers_cannot_express(tmp_path, changes, words):
     """Oracle: a ValueError that names the flag, and no folder."""
     system, nets = made(changes)
     with pytest.raises(ValueError, match=words):
-        to_diffusers.save(system, nets, tmp_path / "out")
+        to_diffusers.save_export(system, nets, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -278,7 +278,7 @@ def test_what_is_refused(tmp_path, case):
 def test_timesteps_that_were_trained(tmp_path):
     """Oracle: a table of timesteps that is no longer that of the sinusoids."""
     system, nets = made(CASES["timesteps rescaled"])
-    to_diffusers.save(system, nets, tmp_path / "out")
+    to_diffusers.save_export(system, nets, tmp_path / "out")
     folder = tmp_path / "out" / "unet"
     lacking(folder, "time_proj.weight", load_file(folder / FILE)["time_proj.weight"] + 0.01)
     with pytest.raises(ValueError, match="time_proj.weight holds other timesteps than rescale_timesteps over 400"):

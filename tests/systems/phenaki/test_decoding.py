@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dstrain import rng
 from dstrain.nn.quantize import gumbel
 from dstrain.systems.phenaki.config import Decoding
-from dstrain.systems.phenaki.decoding import decode
+from dstrain.systems.phenaki.decoding import decode_tokens
 
 IDS = 7
 
@@ -58,7 +58,7 @@ def test_no_mask_token_is_left(steps, seed, sample, confidence, noise, schedule,
     choices = Decoding(
         sample_temperature=sample, confidence_temperature=confidence, critic_noise=noise, critic_noise_schedule=schedule
     )
-    found = decode(
+    found = decode_tokens(
         chance, tokens, given_, IDS, keys(2, seed), steps, choices, (lambda x: x.float()) if critic else None
     )
     assert torch.equal(found[given_], tokens[given_])
@@ -72,7 +72,7 @@ def test_an_oracle_finds_its_own_tokens(steps, critic):
     truth = grid(3, 5)
     network = Oracle(truth)
     nothing = torch.zeros(truth.shape, dtype=torch.bool)
-    assert torch.equal(decode(network, grid(4, 5), nothing, IDS, keys(5), steps, criticize=critic), truth)
+    assert torch.equal(decode_tokens(network, grid(4, 5), nothing, IDS, keys(5), steps, criticize=critic), truth)
     assert len(network.seen) == steps and bool((network.seen[0][0] == IDS).all())
 
 
@@ -86,7 +86,7 @@ def test_the_schedule(critic):
     given_[1, :2] = True
     for schedule in ("fixed", "decay"):
         network, choices = Oracle(truth), Decoding(sample_temperature=0.9, sample_temperature_schedule=schedule)
-        decode(network, truth, given_, IDS, keys(2), steps, choices, (lambda x: x.float()) if critic else None)
+        decode_tokens(network, truth, given_, IDS, keys(2), steps, choices, (lambda x: x.float()) if critic else None)
         for step, (tokens, _, temperature) in enumerate(network.seen):
             left = (tokens == IDS).flatten(1).sum(1).tolist()
             assert left == [max(1, math.floor(n * math.cos(math.pi / 2 * step / steps))) for n in (64, 32)]
@@ -96,7 +96,9 @@ def test_the_schedule(critic):
 def test_few_tokens_take_every_step():
     """Oracle: a critic has the doubtful one of two tokens drawn again at every step, although floor(2 cos) is 0."""
     network, truth = Oracle(grid(0, 1, (1, 1, 2))), grid(0, 1, (1, 1, 2))
-    decode(network, truth, torch.zeros(1, 1, 1, 2, dtype=torch.bool), IDS, keys(1), 6, criticize=lambda x: x.float())
+    decode_tokens(
+        network, truth, torch.zeros(1, 1, 1, 2, dtype=torch.bool), IDS, keys(1), 6, criticize=lambda x: x.float()
+    )
     assert [int((tokens == IDS).sum()) for tokens, _, _ in network.seen] == [2, 1, 1, 1, 1, 1]
 
 
@@ -112,7 +114,7 @@ def test_confidence_keeps_the_likeliest():
 
     for noise in (0.0, 4.5):
         seen.clear()
-        decode(
+        decode_tokens(
             predict,
             truth,
             torch.zeros(truth.shape, dtype=torch.bool),
@@ -136,7 +138,7 @@ def test_a_critic_masks_what_it_doubts():
     given_[0, 0, 0] = True
     doubt[given_] = 99.0
     network = Oracle(truth)
-    decode(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: doubt)
+    decode_tokens(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: doubt)
     for tokens, _, _ in network.seen[1:]:
         masked = (tokens == IDS).flatten()
         order = torch.where(given_, -99.0, doubt).flatten().argsort(descending=True)[: int(masked.sum())]
@@ -144,7 +146,7 @@ def test_a_critic_masks_what_it_doubts():
     # What one step keeps, a later one may mask again.
     flips = iter([doubt, -doubt, doubt])
     network = Oracle(truth)
-    decode(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: next(flips))
+    decode_tokens(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: next(flips))
     one, two = (tokens == IDS for tokens, _, _ in network.seen[1:3])
     assert bool((two & ~one).any())
 
@@ -164,7 +166,7 @@ def test_a_sample_belongs_to_its_key(critic):
     tokens, nothing = grid(5, 6), torch.zeros(6, 3, 2, 2, dtype=torch.bool)
 
     def run(index):
-        return decode(chance, tokens[index], nothing[index], IDS, keys(6)[index], 5, criticize=critic)
+        return decode_tokens(chance, tokens[index], nothing[index], IDS, keys(6)[index], 5, criticize=critic)
 
     whole = run(torch.arange(6))
     for index in (torch.tensor([4]), torch.tensor([5, 0, 3])):
@@ -175,4 +177,4 @@ def test_a_sample_belongs_to_its_key(critic):
 def test_no_steps():
     """Oracle: a ValueError that names the key."""
     with pytest.raises(ValueError, match="num_steps: 0 steps decode nothing"):
-        decode(chance, grid(0), torch.zeros(2, 3, 2, 2, dtype=torch.bool), IDS, keys(2), 0)
+        decode_tokens(chance, grid(0), torch.zeros(2, 3, 2, 2, dtype=torch.bool), IDS, keys(2), 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.systems.phenaki import masking
 from dstrain.systems.phenaki.config import Decoding
-from dstrain.systems.phenaki.decoding import decode
+from dstrain.systems.phenaki.decoding import decode_tokens
 
 TOKENS, IDS, BLACK = 9, 6, 0.30
 MASKS = torch.tensor(list(itertools.product((False, True), repeat=TOKENS)))  # (512, 9)
@@ -25,7 +25,7 @@ CLIPS = 600
 def chance_of_masks() -> Tensor:
     """Of each mask in training, (512,): the numbers that the schedule gives, all places alike."""
     grid = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    numbers = torch.bincount(masking.num_masked(grid, torch.full((20_000,), TOKENS)), minlength=TOKENS + 1) / 20_000
+    numbers = torch.bincount(masking.count_masked(grid, torch.full((20_000,), TOKENS)), minlength=TOKENS + 1) / 20_000
     of_masks = MASKS.sum(1)
     return numbers[of_masks] / torch.tensor([math.comb(TOKENS, int(number)) for number in of_masks])
 
@@ -75,7 +75,7 @@ def black_clips(choices: Decoding, criticize=None) -> float:
     """The share of black clips among CLIPS that are decoded in nine steps."""
     nothing = torch.zeros(CLIPS, 1, 3, 3, dtype=torch.int64)
     key = rng.keys_of_seeds(torch.arange(CLIPS))
-    clips = decode(predict, nothing, nothing.bool(), IDS, key, TOKENS, choices, criticize)
+    clips = decode_tokens(predict, nothing, nothing.bool(), IDS, key, TOKENS, choices, criticize)
     return float((clips == 0).flatten(1).all(1).double().mean())
 
 

@@ -16,7 +16,7 @@ from dstrain.systems.base import Request
 from dstrain.systems.phenaki import codec
 from dstrain.systems.phenaki.config import Config
 from dstrain.systems.phenaki.maskgit import Pass
-from dstrain.systems.phenaki.texts import word_ids
+from dstrain.systems.phenaki.texts import hash_words
 from tests.support import tokenizers, towers
 
 TINY = {
@@ -223,7 +223,7 @@ def test_words():
     """Oracle: crc32 by hand; case and signs do not matter; 0 fills up; long texts are cut."""
     import zlib
 
-    found = word_ids(["A sneaker, moving LEFT!", "", "a a a a a a a"], 40, 5)
+    found = hash_words(["A sneaker, moving LEFT!", "", "a a a a a a a"], 40, 5)
     wanted = [1 + zlib.crc32(word) % 39 for word in (b"a", b"sneaker", b"moving", b"left")]
     assert found.tolist() == [[*wanted, 0], [0] * 5, wanted[:1] * 5]
     system = build()
@@ -330,11 +330,11 @@ def test_the_tokenizer_is_what_was_trained(tokenizer):
     assert all(torch.equal(cached[name], example[name]) for name in ("tokens", "real"))
     image = build(tokenizer={"path": tokenizer}, unconditional=True, token_shape=[1, 2, 2])
     assert torch.equal(image.encode({"key": batch["key"], "image": batch["video"][:, 0]})["tokens"], wanted[:, :1])
-    loaded = codec.load(tokenizer)
+    loaded = codec.load_tokenizer(tokenizer)
     assert not loaded.training and not any(weight.requires_grad for weight in loaded.train().parameters())
-    from dstrain.encoders.autoencoder import fingerprint
+    from dstrain.encoders.autoencoder import hash_network
 
-    assert loaded.fingerprint == fingerprint(*theirs.identity({"tokenizer": net}))
+    assert loaded.fingerprint == hash_network(*theirs.identity({"tokenizer": net}))
     assert system.frozen() == (system.tokenizer(),)
 
 
@@ -461,7 +461,7 @@ def test_another_tokenizer(tokenizer, changes, words):
 
 def test_a_replaced_tokenizer(tokenizer, tmp_path):
     """Oracle: the fingerprint: another seed's weights in the same place are refused, the same weights are not."""
-    own = codec.load(tokenizer).fingerprint
+    own = codec.load_tokenizer(tokenizer).fingerprint
     build(tokenizer={"path": tokenizer, "fingerprint": own}).tokenizer()
     other = str(tokenizers.save(tmp_path, seed=1))
     with pytest.raises(ValueError, match=f"was trained with {own}.*put that one back there"):
@@ -471,13 +471,13 @@ def test_a_replaced_tokenizer(tokenizer, tmp_path):
 def test_folders_without_a_tokenizer(tmp_path):
     """Oracle: a ConfigError that names tokenizer.path and the remedy; other folders are refused in test_codec.py."""
     with pytest.raises(ConfigError, match=f"tokenizer.path: {tmp_path} holds no recipe.yaml; write one with"):
-        codec.load(str(tmp_path))
+        codec.load_tokenizer(str(tmp_path))
     recipe_of_vae = "name: x\nsystem: vae\nmodel: {image_size: 8, discrete: {num_tokens: 4, hidden_dim: 4}}\n"
     (tmp_path / "recipe.yaml").write_text(recipe_of_vae)
     network = systems.build("vae", recipe.load(tmp_path / "recipe.yaml").model).networks()["autoencoder"]
     save_file(network.state_dict(), tmp_path / "autoencoder.safetensors")
     with pytest.raises(ConfigError, match="is a vae, and videos become tokens by a phenaki.tokenizer; export a run"):
-        codec.load(str(tmp_path))
+        codec.load_tokenizer(str(tmp_path))
 
 
 def source(**item):
@@ -575,7 +575,7 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
     run = run_of(SILENT | {"tokenizer": {"path": tokenizer}}, data=data)
     found = Config.model_validate(recipe.check(run, Config).model)
     assert (found.token_shape, found.codebook_size, found.temporal_patch_size) == ((3, 2, 2), 64, 2)
-    assert found.tokenizer.fingerprint == codec.load(tokenizer).fingerprint and found.codes is None
+    assert found.tokenizer.fingerprint == codec.load_tokenizer(tokenizer).fingerprint and found.codes is None
     codes = Codes(
         kind="tokens",
         shape=(2, 2, 2),

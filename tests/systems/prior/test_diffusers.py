@@ -124,7 +124,7 @@ def test_there_and_back(tmp_path, changes):
     system, network, notes = ours_of(theirs, tmp_path, **changes)
     assert any("null_text_embed" in note for note in notes) == ("text_cond_drop_prob" not in changes)
     out = tmp_path / "exported"
-    to_diffusers.save(system, {"denoiser": network}, out)
+    to_diffusers.save_export(system, {"denoiser": network}, out)
     again = Published.from_pretrained(out / "prior").eval()
     assert again.state_dict().keys() == theirs.state_dict().keys()
     for name, value in theirs.state_dict().items():
@@ -138,17 +138,17 @@ def test_there_and_back(tmp_path, changes):
         for name, weight in network.named_parameters():
             if name.startswith("null_text"):
                 weight.normal_()
-    to_diffusers.save(system, {"denoiser": network}, out)
+    to_diffusers.save_export(system, {"denoiser": network}, out)
     for path in (out, out / "prior"):  # what init_from reads
         state, _ = system.adapt("denoiser", read_state(path))
         assert state.keys() == network.state_dict().keys()
         assert all(torch.equal(state[name], value) for name, value in network.state_dict().items())
     example = system.encode(system.synthetic(6))
-    found = to_diffusers.errors(system, {"denoiser": network}, out, example)
+    found = to_diffusers.measure_errors(system, {"denoiser": network}, out, example)
     assert len(found) == 1 + ("text_cond_drop_prob" not in changes) and max(found.values()) < 1e-5
     with torch.no_grad():
         network.norm_out.bias += 1e-3
-    assert min(to_diffusers.errors(system, {"denoiser": network}, out, example).values()) > 1e-5
+    assert min(to_diffusers.measure_errors(system, {"denoiser": network}, out, example).values()) > 1e-5
 
 
 CLAMPED = {"sampling_clamp_l2norm": True, "sampling_final_clamp_l2norm": True, "init_image_embed_l2norm": True}
@@ -176,16 +176,16 @@ def test_the_code_on_the_card(tmp_path, case):
         for weight in nets["denoiser"].parameters():
             weight.normal_(std=0.3)
     nets["denoiser"].eval()
-    to_diffusers.save(system, nets, tmp_path / "out")
+    to_diffusers.save_export(system, nets, tmp_path / "out")
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") < 1e-3
-    ours = to_diffusers.drawn(system, nets)
+    ours = to_diffusers.draw_expected(system, nets)
     assert ours.shape == (2, 12) and not torch.allclose(ours[0], ours[1], rtol=0.1)
 
 
 def test_short_texts_are_padded(tmp_path):
     """Oracle: the same call with the padding written out: text_encodings of 3 tokens where the prior reads 5."""
     system = systems.build("prior", SIZE)
-    to_diffusers.save(system, system.networks(), tmp_path / "out")
+    to_diffusers.save_export(system, system.networks(), tmp_path / "out")
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
     _, _, embed, encodings, _ = inputs(2)
 
@@ -206,7 +206,7 @@ def test_unclip_scheduler(tmp_path, monkeypatch, prediction, total, steps):
     )
     torch.manual_seed(2)
     network = system.networks()["denoiser"].eval()
-    to_diffusers.save(system, {"denoiser": network}, tmp_path / "out")
+    to_diffusers.save_export(system, {"denoiser": network}, tmp_path / "out")
     theirs = Published.from_pretrained(tmp_path / "out" / "prior").eval()
     scheduler = UnCLIPScheduler.from_pretrained(tmp_path / "out" / "scheduler")
     # Its tables are float32, in which 1 - beta near the end of the chain keeps four digits: the same tables, exact.
@@ -257,7 +257,7 @@ def test_ddpm_scheduler(tmp_path, monkeypatch):
     )
     torch.manual_seed(2)
     network = system.networks()["denoiser"].eval()
-    to_diffusers.save(system, {"denoiser": network}, tmp_path / "out")
+    to_diffusers.save_export(system, {"denoiser": network}, tmp_path / "out")
     theirs = Published.from_pretrained(tmp_path / "out" / "prior").eval()
     scheduler = DDPMScheduler.from_pretrained(tmp_path / "out" / "scheduler")
     _, _, embed, encodings, mask = inputs(4)
@@ -292,7 +292,7 @@ def test_what_diffusers_cannot_express(tmp_path, changes, words):
     """Oracle: a ValueError that names the field, and no folder."""
     system = systems.build("prior", SIZE | changes)
     with pytest.raises(ValueError, match=words):
-        to_diffusers.save(system, system.networks(), tmp_path / "out")
+        to_diffusers.save_export(system, system.networks(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

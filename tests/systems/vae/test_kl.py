@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.encoders.autoencoder import Autoencoder, fingerprint, posterior
+from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, hash_network
 from dstrain.nn.perceptual import CHANNELS, Perceptual
 from dstrain.systems.vae.kl_system import latent_std
 from tests.support.golden import fill
@@ -85,12 +85,12 @@ def test_an_exported_one_is_the_same_first_stage(tmp_path):
     frozen = Autoencoder(str(tmp_path), scaling_factor=1.0)
     example = system.encode(system.synthetic(3))
     found = system.codes(nets, example)
-    mean, std = posterior(frozen.vae, example["x_start"])
+    mean, std = encode_posterior(frozen.vae, example["x_start"])
     torch.testing.assert_close(found["latent_mean"], mean)
     torch.testing.assert_close(found["latent_std"], std)
     drawn = rng.normal(example["key"], "latent", system.latent_shape) * std + mean
     torch.testing.assert_close(frozen.encode(example["x_start"], example["key"]), drawn)
-    assert frozen.fingerprint() == fingerprint(*system.identity(nets))
+    assert frozen.fingerprint() == hash_network(*system.identity(nets))
 
 
 @pytest.mark.parametrize("reconstruction", ["l1", "mse"])

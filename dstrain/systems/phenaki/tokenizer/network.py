@@ -19,7 +19,7 @@ from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
 from dstrain.nn.quantize import wide
 from dstrain.recipe import ConfigError
-from dstrain.systems.phenaki.transformer import PositionBias, Transformer, alibi
+from dstrain.systems.phenaki.transformer import PositionBias, Transformer, build_alibi
 
 
 class Pass(NamedTuple):
@@ -92,7 +92,7 @@ class CViViT(nn.Module):
         """(B, T, C, H, W), and the number of real frames of each clip, int64 (B,)."""
         bias = self.spatial_rel_pos_bias(*self.grid)  # (heads, hw, hw)
         x = self._encode(video, frames, bias)
-        real = real_frames(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]
+        real = mark_real(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]
         quantized: Quantized = self.vq(x, real.expand(x.shape[:-1]).float())
         return Pass(self._decode(quantized.x, bias), *quantized[1:])
 
@@ -109,18 +109,18 @@ class CViViT(nn.Module):
     def _encode(self, video: Tensor, frames: Tensor, bias: Tensor) -> Tensor:
         """(B, T, C, H, W), (B,), the spatial bias -> (B, t, h, w, D)."""
         video = video.to(self.to_patch_emb.weight.dtype)
-        counted = counted_frames(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
+        counted = mark_counted(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
         video = torch.where(counted[:, :, None, None, None], video, 0.0)  # padding may hold NaN
         # For a single frame the second embedding runs on an empty batch, so that its weights have a gradient, 0.
         first = self.to_patch_emb_first_frame(self._patches(video[:, :1], 1))
         later = self.to_patch_emb(self._patches(video[:, 1:], self.temporal_patch_size))
         x = torch.cat((first, later), dim=1)  # (B, t, h, w, D)
         x = self.enc_spatial_transformer(x, bias)
-        return self.enc_temporal_transformer(x, alibi(self.heads, x.shape[1], x))
+        return self.enc_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x))
 
     def _decode(self, x: Tensor, bias: Tensor) -> Tensor:
         """(B, t, h, w, D), the spatial bias -> float32 (B, T, C, H, W)."""
-        x = self.dec_temporal_transformer(x, alibi(self.heads, x.shape[1], x))
+        x = self.dec_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x))
         x = self.dec_spatial_transformer(x, bias)
         first = self._pixels(self.to_pixels_first_frame(x[:, :1]), 1)
         later = self._pixels(self.to_pixels(x[:, 1:]), self.temporal_patch_size)
@@ -142,16 +142,16 @@ class CViViT(nn.Module):
         return x.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(batch, count * length, channels, h * s, w * s)
 
 
-def real_frames(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
+def mark_real(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
     """Which of `count` latent frames are whole, without padding: int64 (B,) -> bool (B, count)."""
     return torch.arange(count, device=frames.device) < 1 + (frames[:, None] - 1) // temporal_patch_size
 
 
-def num_counted(frames: Tensor, temporal_patch_size: int) -> Tensor:
+def count_frames(frames: Tensor, temporal_patch_size: int) -> Tensor:
     """How many frames lie in whole latent frames; the rest counts as padding: int64 (B,) -> (B,)."""
     return 1 + temporal_patch_size * ((frames - 1) // temporal_patch_size)
 
 
-def counted_frames(frames: Tensor, temporal_patch_size: int, total: int) -> Tensor:
+def mark_counted(frames: Tensor, temporal_patch_size: int, total: int) -> Tensor:
     """Which of `total` frames lie in whole latent frames: int64 (B,) -> bool (B, total)."""
-    return torch.arange(total, device=frames.device) < num_counted(frames, temporal_patch_size)[:, None]
+    return torch.arange(total, device=frames.device) < count_frames(frames, temporal_patch_size)[:, None]

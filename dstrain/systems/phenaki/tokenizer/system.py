@@ -23,7 +23,7 @@ from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.phenaki.tokenizer.config import Config
-from dstrain.systems.phenaki.tokenizer.network import CViViT, Pass, counted_frames, num_counted, real_frames
+from dstrain.systems.phenaki.tokenizer.network import CViViT, Pass, count_frames, mark_counted, mark_real
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
 _REMEDIES = {
@@ -104,14 +104,14 @@ class TokenizerSystem(System):
         video = made.detach().requires_grad_()
         terms = {"recon": self._recon(video, example)}
         of_recon = gradient(terms["recon"], video)  # (B, T, C, H, W)
-        frame, truth = _frame(made.detach(), place).requires_grad_(), _frame(x, place)
+        frame, truth = _take_frame(made.detach(), place).requires_grad_(), _take_frame(x, place)
         of_frame = torch.zeros_like(frame)
         if perceived := self.picture_loss.perceptual(frame, truth):
             terms |= perceived
             of_frame = self.config.perceptual.weight * gradient(terms["perceptual"], frame)
         # Balanced as if this frame were the whole clip: in the mean over frames both then have the weight 1 / count.
-        count = num_counted(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
-        of_mean = count * _frame(of_recon, place) + of_frame
+        count = count_frames(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
+        of_mean = count * _take_frame(of_recon, place) + of_frame
         critique, of_critique = self.picture_loss.critique(nets, example, frame, truth, of_mean)
         pull = of_recon.index_put(
             (torch.arange(len(place), device=place.device), place), of_frame + of_critique, accumulate=True
@@ -145,21 +145,21 @@ class TokenizerSystem(System):
     def _distances(self, video: Tensor, example: Example) -> Terms:
         place = self._place(example)
         return {"recon": self._recon(video, example)} | self.picture_loss.perceptual(
-            _frame(video, place), _frame(example["x_start"], place)
+            _take_frame(video, place), _take_frame(example["x_start"], place)
         )
 
     def _recon(self, video: Tensor, example: Example) -> Tensor:
         """Mean square error over real frames: (B,)."""
-        return _mean((video - example["x_start"]).square().flatten(2).mean(2), self._counted(example))
+        return _average_counted((video - example["x_start"]).square().flatten(2).mean(2), self._counted(example))
 
     def _place(self, example: Example) -> Tensor:
         """The number of a random real frame of each clip: int64 (B,)."""
-        count = num_counted(example["frames"], self.temporal_patch_size)
+        count = count_frames(example["frames"], self.temporal_patch_size)
         return (rng.uniform(example["key"], "frame") * count).long().minimum(count - 1)
 
     def _counted(self, example: Example) -> Tensor:
         """Which frames tokens stand for: bool (B, T)."""
-        return counted_frames(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
+        return mark_counted(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
@@ -168,8 +168,8 @@ class TokenizerSystem(System):
         terms = self._of_codes(passed) | self._distances(passed.video, example)
         counted, tokens = self._counted(example), passed.tokens
         by_frame = likeness(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
-        by_clip = {name: _mean(values.view(counted.shape), counted) for name, values in by_frame.items()}
-        real = real_frames(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
+        by_clip = {name: _average_counted(values.view(counted.shape), counted) for name, values in by_frame.items()}
+        real = mark_real(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
         usage = histogram(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return terms | {"loss": self.picture_loss.total(terms) + self._coding(terms)} | by_clip | {"usage": usage}
 
@@ -184,7 +184,7 @@ class TokenizerSystem(System):
         After its last real frame a clip stands still.
         """
         x, frames = example["x_start"], example["frames"]
-        last = num_counted(frames, self.temporal_patch_size)[:, None] - 1
+        last = count_frames(frames, self.temporal_patch_size)[:, None] - 1
         place = torch.arange(x.shape[1], device=x.device).minimum(last)  # (B, T)
         pairs = torch.cat((x, nets["tokenizer"](x, frames).video), dim=4)
         pairs = to_uint8(pairs[torch.arange(len(x), device=x.device)[:, None], place])
@@ -254,11 +254,11 @@ class TokenizerSystem(System):
         return {"key": key, "position": positions, "video": video, "frames": frames}
 
 
-def _frame(video: Tensor, place: Tensor) -> Tensor:
+def _take_frame(video: Tensor, place: Tensor) -> Tensor:
     """One frame of each clip: (B, T, C, H, W), int64 (B,) -> (B, C, H, W)."""
     return video[torch.arange(len(video), device=place.device), place]
 
 
-def _mean(values: Tensor, counted: Tensor) -> Tensor:
+def _average_counted(values: Tensor, counted: Tensor) -> Tensor:
     """Over the frames that count: two (B, T) -> (B,)."""
     return torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
