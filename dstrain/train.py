@@ -68,7 +68,7 @@ class Training:
 
 def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     """Trains to run.steps from the folder's newest whole checkpoint, or as `resume` says; returns DONE or STOPPED."""
-    lock = folders.lock_folder(run.directory) if group.place().rank == 0 else nullcontext()  # one run in a folder
+    lock = folders.lock_folder(run.directory) if group.read_place().rank == 0 else nullcontext()  # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
     with lock, Watchdog(run.directory, *limits) as watchdog:
         training = set_up(run, settings, resume, watchdog)
@@ -77,7 +77,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
             finish_run(training, done)
         except (RuntimeError, FloatingPointError, NotSaved) as error:
             watchdog.lost(error)
-            training.tracker.fell(group.fall(error), page=isinstance(error, FloatingPointError))
+            training.tracker.fell(group.describe_fall(error), page=isinstance(error, FloatingPointError))
             raise
         finally:
             training.close()
@@ -152,7 +152,7 @@ def end_without_data(training: Training, done: int) -> None:
     """Raises ConfigError or NotRead on all ranks if some rank has no samples for the next step; `done` steps are
     saved.
     """
-    for problem in filter(None, group.objects(training.batches.problem)):
+    for problem in filter(None, group.gather_objects(training.batches.problem)):
         training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
         raise problem
 
@@ -382,7 +382,7 @@ def finish_run(training: Training, done: int) -> None:
         tracker.model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
     tracker.note(folders.describe_end(run, run.directory, training.first, done, saved, training.stops.reason))
     tracker.finish(done)
-    group.leave()  # signals are still caught and ignored: all is saved
+    group.leave_group()  # signals are still caught and ignored: all is saved
 
 
 def draw_samples(training: Training, done: int) -> None:

@@ -110,7 +110,7 @@ class Saver:
             self._group = group.new_group()
 
         def in_thread() -> None:
-            with group.speaking_over(self._group):
+            with group.use_group(self._group):
                 self._run(pending, lambda folder: write(folder, copies), need_bytes)
 
         # A daemon thread, so that a process whose peers are lost can end.
@@ -130,7 +130,7 @@ class Saver:
         pending.ended.wait()
         self.look()
         self._pending = None
-        if group.agree(pending.error is not None):
+        if group.agree_any(pending.error is not None):
             self._failures, self._failed = self._failures + 1, pending
         else:
             self.newest, self._failures = pending.step, 0
@@ -180,7 +180,7 @@ class Saver:
                 copies = self._snapshot.take(entries)
             except (RuntimeError, MemoryError) as error:
                 shortage = f"rank {group.rank()} has no memory for a copy: {_first_line(error)}"
-        shortages = [reason for reason in group.objects(shortage) if reason is not None]
+        shortages = [reason for reason in group.gather_objects(shortage) if reason is not None]
         if not shortages:
             return copies
         self._asynchronous, self._snapshot = False, HostCopies()
@@ -198,7 +198,10 @@ class Saver:
                 except OSError as error:  # the checkpoint is whole all the same
                     pending.remark = f"; but that was not written down: {error}"
         except Exception as error:  # such as a lost peer: raised where the save is awaited
-            pending.error, pending.cause = group.lost(error) or f"{type(error).__name__}: {_first_line(error)}", error
+            pending.error, pending.cause = (
+                group.explain_loss(error) or f"{type(error).__name__}: {_first_line(error)}",
+                error,
+            )
         finally:
             pending.seconds = time.perf_counter() - pending.began
             pending.ended.set()
@@ -225,7 +228,7 @@ class HostCopies:
         if self._buffers:
             return None
         nbytes = 4 * sum(len(values) for own in entries.values() for _, _, values in own)
-        ranks = group.objects((socket.gethostname(), nbytes, measure_free_memory()))
+        ranks = group.gather_objects((socket.gethostname(), nbytes, measure_free_memory()))
         for host in dict.fromkeys(name for name, _, _ in ranks):
             needed = sum(count for name, count, _ in ranks if name == host)
             free = min(left for name, _, left in ranks if name == host)

@@ -90,7 +90,7 @@ class Store:
         self.error = None
         if self.fault(step) is None:
             return None
-        needed = sum(group.objects(int(need_bytes)))
+        needed = sum(group.gather_objects(int(need_bytes)))
         tmp = self._path(step, ".tmp")
 
         def prepare() -> None:
@@ -118,7 +118,7 @@ class Store:
         and goes when a newer one is whole. extra["stays"] are steps to keep as well.
         """
         tmp = self._path(step, ".tmp")
-        self.error = first_failure(group.objects(failed))
+        self.error = first_failure(group.gather_objects(failed))
         if self.error is None:
             files, self.error = hash_all(tmp, hashed or {}, self._finish)
         if self.error is None:
@@ -227,7 +227,7 @@ class Store:
         files = group.from_first(body)["files"]
         largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
         share = largest_first[group.rank() % group.world() :: group.world()]
-        problems = list(itertools.chain.from_iterable(group.objects(find_faults(path, share, files))))
+        problems = list(itertools.chain.from_iterable(group.gather_objects(find_faults(path, share, files))))
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         return ", ".join(problems[:3]) + more or self._on_first(lambda: self._check(path))
 

@@ -33,7 +33,7 @@ from dstrain.checkpoint.manifest import CONSOLIDATED, NAME, find_faults, read_ma
 from dstrain.checkpoint.safetensors_io import Entry
 from dstrain.commands.options.consolidate import DTYPES, Order
 from dstrain.disk import atomic
-from dstrain.distributed.launcher import place
+from dstrain.distributed.launcher import read_place
 from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError
 
@@ -90,7 +90,7 @@ def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Pla
 
     ConfigError: the source is missing, damaged or cannot be merged; `out` exists already or does not fit on the disk.
     """
-    if place().world > 1:
+    if read_place().world > 1:
         raise ConfigError("a consolidation takes one process: dstrain consolidate ...")
     if order.out.exists() or order.out.is_symlink():
         raise ConfigError(f"--out {order.out} is there already: name a new folder")

@@ -82,7 +82,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
             num_steps=options.num_steps,
             show=group.rank() == 0,
         )
-    unreadable = sorted(set().union(*group.objects(source.unreadable)))
+    unreadable = sorted(set().union(*group.gather_objects(source.unreadable)))
     seal, device = read_manifest(checkpoint), group.device()
     data = {
         "path": options.data or run.data.path,

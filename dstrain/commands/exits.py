@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dstrain.distributed import exit_codes
-from dstrain.distributed.launcher import Place, place
+from dstrain.distributed.launcher import Place, read_place
 from dstrain.distributed.presence import presence
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, NotRead, NotSaved
@@ -24,16 +24,16 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
     """
     _wait_briefly()
     try:
-        if _place().world > 1:
+        if _require_place().world > 1:
             presence().announce()
         with phases() if speaks else nullcontext():
             _run_main(main)
     except SystemExit as ended:
-        _note(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
-        if group := _group():
+        _note_end(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        if group := _find_group():
             group.quit_among_others(ended.code)
         raise
-    _note(exit_codes.DONE)
+    _note_end(exit_codes.DONE)
 
 
 def _wait_briefly() -> None:
@@ -44,22 +44,22 @@ def _wait_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _place() -> Place:
+def _require_place() -> Place:
     try:
-        return place()
+        return read_place()
     except ValueError as error:  # of the launcher's variables; every later call would say the same
         print(f"{Path(sys.argv[0]).name}: error:\n  {error}", file=sys.stderr)
         raise SystemExit(exit_codes.WRONG_INPUT) from None
 
 
-def _group() -> ModuleType | None:
+def _find_group() -> ModuleType | None:
     """The module distributed.group, where a script has loaded it: it imports torch, which readers do without."""
     return sys.modules.get("dstrain.distributed.group")
 
 
-def _note(code: int) -> None:
+def _note_end(code: int) -> None:
     """How this rank ends, for a supervisor, and for the other ranks here, which a fault of this one would end, too."""
-    exit_codes.note(code)
+    exit_codes.note_code(code)
     if code in (exit_codes.DONE, exit_codes.STOPPED):
         presence().leave()
 
@@ -71,7 +71,7 @@ def _run_main(main: Callable[[], None]) -> None:
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except (FloatingPointError, NotRead, NotSaved, ConfigError) as error:
-        _report(error)
+        _report_error(error)
         code = {
             FloatingPointError: exit_codes.DIVERGED,
             NotRead: exit_codes.BUG,
@@ -80,13 +80,13 @@ def _run_main(main: Callable[[], None]) -> None:
         }
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
-        if (group := _group()) and group.lost(error):
-            group.end(error)
+        if (group := _find_group()) and group.explain_loss(error):
+            group.end_process(error)
         raise
 
 
-def _report(error: Exception) -> None:
-    rank = place().rank
+def _report_error(error: Exception) -> None:
+    rank = read_place().rank
     if rank:
         # Mostly rank 0 reports the same, and its end ends this rank, after seconds where the launcher has little of a
         # core. A fault of this machine alone is reported here.

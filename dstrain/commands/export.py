@@ -64,7 +64,7 @@ def run_verb(options: ExportOptions) -> None:
 
 def export(options: ExportOptions) -> Exported:
     """Writes options.out, whole or not at all. ConfigError: it cannot be expressed, or does not agree."""
-    if group.place().world > 1:
+    if group.read_place().world > 1:
         raise ConfigError("an export takes one process: dstrain export ...")
     if options.statistics and options.format != "diffusers":
         raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")

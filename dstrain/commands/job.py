@@ -32,18 +32,18 @@ class Job:
     memory: str = ""  # what a rank will keep, and what is free now; on rank 0
 
 
-def prepare(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
+def prepare_job(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
     """The checked job: recipe, overrides, model section, paths and DeepSpeed settings, then data and folder.
 
     ConfigError: every problem that can be seen at this point. Data and folder are looked at last, and on rank 0.
     """
-    world, device_type = world or group.place().world, device_type or group.device().type
-    run, problems = checked(recipe.load(find_recipe(options.recipe), options.overrides))
-    problems += _path_problems(run)
+    world, device_type = world or group.read_place().world, device_type or group.device().type
+    run, problems = check_recipe(recipe.load(find_recipe(options.recipe), options.overrides))
+    problems += _list_path_problems(run)
     resolved: dict[str, Any] = {}
     remarks: list[str] = []
     memory = ""
-    with _collecting(problems):
+    with _collect_problems(problems):
         before = {} if options.from_scratch else folders.read_earlier_settings(run.directory)
         resolved = settings.resolve_settings(
             find_ds_config(options.ds_config),
@@ -56,8 +56,8 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
         )
     if not problems:
         problems += systems.config(run.system, run.model).conflicts_at(settings.read_stage(resolved))
-    if not problems and group.place().rank == 0:
-        with _collecting(problems):
+    if not problems and group.read_place().rank == 0:
+        with _collect_problems(problems):
             checked_remarks, memory = _check_data_and_folder(run, options, resolved, world)
             remarks += checked_remarks
     if problems:
@@ -67,18 +67,18 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Run:
     """Returns the Run of a recipe, checked but for its data, which need not be here. Raises ConfigError."""
-    run, problems = checked(recipe.load(find_recipe(path), overrides))
+    run, problems = check_recipe(recipe.load(find_recipe(path), overrides))
     if problems:
         raise ConfigError(*problems)
     return run
 
 
-def checked(run: Run) -> tuple[Run, list[str]]:
+def check_recipe(run: Run) -> tuple[Run, list[str]]:
     """The Run with its data and model sections completed and checked, and what is wrong with it."""
     from dstrain.data.open import complete_data, require_contents
 
     problems: list[str] = []
-    with _collecting(problems):
+    with _collect_problems(problems):
         schema = systems.config_class(run.system)
         run = run.model_copy(update={"data": complete_data(run.data)})
         require_contents(run.data, run.system, schema.learns_from, systems.learners)
@@ -108,7 +108,7 @@ def checked(run: Run) -> tuple[Run, list[str]]:
 
 
 @contextmanager
-def _collecting(problems: list[str]) -> Iterator[None]:
+def _collect_problems(problems: list[str]) -> Iterator[None]:
     """Adds the lines of a ConfigError that is raised inside."""
     try:
         yield
@@ -116,7 +116,7 @@ def _collecting(problems: list[str]) -> Iterator[None]:
         problems += error.problems
 
 
-def _path_problems(run: Run) -> list[str]:
+def _list_path_problems(run: Run) -> list[str]:
     """What is wrong with the paths of a recipe."""
     from dstrain.data.paths import find_path_problems
 
@@ -125,11 +125,11 @@ def _path_problems(run: Run) -> list[str]:
         problems.append("track.tensorboard=true needs a package: `pip install tensorboard`, or leave it out")
     if run.init_from is not None and not run.init_from.exists() and not folders.read_last_saved(run.directory):
         problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
-    problem = _folder_problem(run.directory)
+    problem = _find_folder_problem(run.directory)
     return problems + ([f"folder={format_value(run.directory)}: {problem}"] if problem else [])
 
 
-def _folder_problem(folder: Path) -> str | None:
+def _find_folder_problem(folder: Path) -> str | None:
     """Why nothing can be written at `folder`; rank 0 tries it with a folder that it takes away again."""
     above = (folder.absolute(), *folder.absolute().parents)
     if link := next((path for path in above if path.is_symlink() and not os.path.exists(path)), None):
@@ -137,7 +137,7 @@ def _folder_problem(folder: Path) -> str | None:
     existing = next(path for path in above if os.path.exists(path))
     if not existing.is_dir():
         return f"{existing} is a file; name another folder"
-    if group.place().rank == 0:
+    if group.read_place().rank == 0:
         try:
             os.rmdir(tempfile.mkdtemp(prefix=".dstrain-", dir=existing))
         except OSError as error:
@@ -183,8 +183,8 @@ def _check_data_and_folder(
         own=not (run.data.mixture or run.data.held_out_path),
     )
     checked_quality(run, system, source, held_out)  # asks for a label of each class
-    remarks = describe_data(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
-    with _collecting(problems := []):
+    remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
+    with _collect_problems(problems := []):
         system.require_expressible()
     if options.dry_run:
         remarks += [f"`dstrain export` will not write this run for diffusers: {problem}" for problem in problems]
@@ -254,7 +254,7 @@ def _require_samples(run: Run, system: System) -> None:
         system.conditions_from_texts([samples.prompts[0]])
 
 
-def _initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
+def _check_initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
     """What `init_from` would load, where the run begins by it. ConfigError: the weights do not fit."""
     from dstrain.runs.weights import fit_weights
 

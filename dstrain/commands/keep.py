@@ -15,7 +15,7 @@ from types import FrameType
 from dstrain.commands.options.keep import KeepOptions
 from dstrain.commands.options.shipped import find_recipe
 from dstrain.distributed import exit_codes
-from dstrain.distributed.processes import descendants
+from dstrain.distributed.processes import list_descendants
 from dstrain.recipe import ConfigError, Run, load
 from dstrain.runs import folders
 
@@ -29,10 +29,10 @@ _SUBREAPER = 36  # prctl: orphans below this process become its children
 def run_verb(options: KeepOptions) -> None:
     """Keeps the training command running. Raises SystemExit with the exit code of its last start."""
     job = options.training
-    raise SystemExit(keep(options, load(find_recipe(job.recipe), job.overrides)))
+    raise SystemExit(keep_running(options, load(find_recipe(job.recipe), job.overrides)))
 
 
-def keep(options: KeepOptions, run: Run) -> int:
+def keep_running(options: KeepOptions, run: Run) -> int:
     """Runs the command, and again where it has died; the exit code of the last start, 0 where the run is complete."""
     return _Supervisor(options, run).run()
 
@@ -62,7 +62,7 @@ class _Supervisor:
             fruitless = 0 if now > saved else fruitless + 1
             if self._final(code, now):
                 return _exit_code(code)
-            end = f"{_reason(code)}, step {now} is saved ({now - saved:+d})"
+            end = f"{_describe_exit(code)}, step {now} is saved ({now - saved:+d})"
             if saved and not (self._folder / "run.yaml").exists():
                 self._say(f"{end}; no further restart, which would begin anew: {self._folder} is no longer there")
                 break
@@ -88,7 +88,7 @@ class _Supervisor:
         """Runs the command until none of its processes lives and the folder's lock is free; how it ended."""
         with tempfile.NamedTemporaryFile(prefix="dstrain-ended-") as file:
             try:
-                self._process = subprocess.Popen(words, env=exit_codes.asking(file.name), start_new_session=True)
+                self._process = subprocess.Popen(words, env=exit_codes.ask_codes(file.name), start_new_session=True)
             except OSError as error:
                 raise ConfigError(
                     f"{words[0]} cannot be started ({error.strerror}): name the launcher behind --, such "
@@ -100,7 +100,7 @@ class _Supervisor:
             self._end_the_rest()
             if (self._folder / "run.yaml").exists():
                 folders.lock_folder(self._folder).close()  # rank 0 may run on another machine
-            noted = exit_codes.noted(file.name)
+            noted = exit_codes.read_codes(file.name)
         if self._signal and exit_codes.STOPPED in noted:
             return exit_codes.STOPPED
         # torchrun turns every code into 1, as does deepspeed after a signal; and into 0 where its own child was killed.
@@ -112,7 +112,7 @@ class _Supervisor:
     def _end_the_rest(self) -> None:
         """Waits for the ranks that a launcher has left behind: they save and end by themselves, or are killed."""
         end = time.monotonic() + 60 * self._run.faults.timeout_minutes
-        while rest := descendants(os.getpid()):
+        while rest := list_descendants(os.getpid()):
             if time.monotonic() > end:
                 self._say(f"{len(rest)} processes of the last start still run and are killed")
                 for pid in rest:
@@ -186,7 +186,7 @@ def _exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _reason(code: int) -> str:
+def _describe_exit(code: int) -> str:
     """How a command ended. Signal N that has killed a rank is 256 - N of deepspeed, 128 + N of shells; 255 is ssh's."""
     names = {number.value: number.name for number in signal.Signals}
     if code < 0:

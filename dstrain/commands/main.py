@@ -11,7 +11,7 @@ from typing import NamedTuple
 # Nothing else is imported here: the first line, and stacks on request, come before other imports.
 from dstrain import __version__
 from dstrain.distributed.processes import print_on_request
-from dstrain.distributed.progress import greeting, phases
+from dstrain.distributed.progress import make_greeting, phases
 
 _BRIEF = {"--dry-run", "--print-config", "--help", "-h"}  # training that only prints what it is asked for
 
@@ -85,7 +85,7 @@ def start_verb(name: str) -> None:
         print_on_request()
         if not _BRIEF.intersection(sys.argv):
             with suppress(ValueError):  # run_main reports what is wrong with a launcher's variables
-                phases().say(greeting())
+                phases().say(make_greeting())
     try:
         from dstrain.commands.exits import run_main
 
@@ -107,10 +107,10 @@ def _run_verb(verb: Verb) -> None:
     from dstrain.distributed import group
     from dstrain.engine.start import start_group
 
-    if group.place().world > 1:
+    if group.read_place().world > 1:
         start_group()
     module.run_verb(options)
-    group.leave()
+    group.leave_group()
 
 
 def options_of(verb: Verb) -> type:
@@ -118,7 +118,7 @@ def options_of(verb: Verb) -> type:
     return getattr(importlib.import_module(f"dstrain.commands.options.{verb.module}"), verb.options)
 
 
-def reference():
+def list_references():
     """Yields (verb, dataclass, entries) of each verb: what the documentation is generated from."""
     from dstrain.commands.options.command import entries_of
 

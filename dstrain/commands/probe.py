@@ -49,11 +49,11 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
     ConfigError: terms that break the contract of `System.loss`, ids out of range. Other exceptions pass through.
     """
     with torch.random.fork_rng(devices=[]):
-        networks = _networks(run.system, system)
+        networks = _build_networks(run.system, system)
         _require_parts(run.system, system, networks)
         weights = sum(weight.numel() for network in networks.values() for weight in network.parameters())
         frozen = sum(weight.numel() for network in system.frozen() for weight in network.parameters())
-        batch = _batch(run, source)
+        batch = _read_batch(run, source)
         few = max(values.numel() for values in batch.values()) <= _SAMPLES * _NUMBERS
         encoding, learning = (
             torch.device("cpu" if (few and count <= _WEIGHTS) or not count else "meta")
@@ -62,7 +62,7 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
         if learning.type == "meta" and not next(next(iter(networks.values())).parameters()).is_meta:
             return [f"{run.system}: not checked, since its constructors need values, and the model is large"]
         try:
-            remarks = _check(run, system, batch, encoding, learning)
+            remarks = _try_parts(run, system, batch, encoding, learning)
         except _NotChecked as error:
             return [f"{error}: not checked, since it needs values, and the model is too large to compute them here"]
     if learning.type == "meta":
@@ -73,7 +73,7 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
     return remarks
 
 
-def _networks(name: str, system: System) -> dict[str, torch.nn.Module]:
+def _build_networks(name: str, system: System) -> dict[str, torch.nn.Module]:
     """The system's networks, on the meta device where they can be. ConfigError: no machine holds them."""
     count, numbers = 0, 0
 
@@ -109,7 +109,7 @@ def _networks(name: str, system: System) -> dict[str, torch.nn.Module]:
             hook.remove()
 
 
-def _batch(run: Run, source: Any) -> dict[str, Tensor]:
+def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
     """The first samples that training takes. What cannot be read is replaced."""
     with (
         warnings.catch_warnings(),
@@ -121,7 +121,7 @@ def _batch(run: Run, source: Any) -> dict[str, Tensor]:
         return next(batches.at(0))
 
 
-def _check(
+def _try_parts(
     run: Run, system: System, batch: dict[str, Tensor], encoding: torch.device, learning: torch.device
 ) -> list[str]:
     """One turn of every part, with `encode` on one device and `loss` on another or the same."""
@@ -141,21 +141,21 @@ def _check(
         if parts.issuperset(turns):
             continue
         parts.update(turns)
-        with torch.no_grad(), _explained(f"{run.system}: encode", _ids(batch), encoding):
+        with torch.no_grad(), _explain_errors(f"{run.system}: encode", _list_ids(batch), encoding):
             example = system.encode(place_batch(batch, encoding))
         if live := [name for name, values in example.items() if values.requires_grad]:
             raise ConfigError(
                 f"{run.system}: encode returns {', '.join(live)} with a gradient: compute the example "
                 "from frozen networks alone, or detach it"
             )
-        ids = _ids(example)
+        ids = _list_ids(example)
         example = place_batch(example, learning)
         rng.seed_torch(run.seed, step, 0)
         for part in turns:
             for name, network in networks.items():  # as in a turn: only this part learns
                 network.requires_grad_(name == part)
             place = f"{run.system}: loss of {part}"
-            with _explained(place, ids, learning, tables):
+            with _explain_errors(place, ids, learning, tables):
                 terms = system.loss(part, networks, example)
             _require_terms(place, terms, system.watched)
             if run.every.evaluate and part == next(iter(system.parts)) and type(system).evaluate is System.evaluate:
@@ -203,7 +203,7 @@ def _require_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...
             )
 
 
-def _ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _list_ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: values
         for name, values in tensors.items()
@@ -212,7 +212,7 @@ def _ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _explained(
+def _explain_errors(
     place: str, ids: dict[str, Tensor], device: torch.device, tables: tuple[int, ...] = ()
 ) -> Iterator[None]:
     """An id out of range becomes a ConfigError that says what ids there are; a need of values becomes _NotChecked."""

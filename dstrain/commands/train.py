@@ -2,7 +2,7 @@
 
 import json
 
-from dstrain.commands.job import Job, prepare
+from dstrain.commands.job import Job, prepare_job
 from dstrain.commands.options.train import TrainOptions
 from dstrain.distributed.progress import phases
 from dstrain.engine import settings
@@ -12,7 +12,7 @@ from dstrain.recipe import dump
 def run_verb(options: TrainOptions) -> None:
     """Trains. Raises SystemExit with the exit code of training."""
     phases().at("checking recipe, data and folder")
-    job = prepare(options)
+    job = prepare_job(options)
     if options.print_config:
         print(describe_job(job), end="")
     elif options.dry_run:

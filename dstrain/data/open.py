@@ -209,7 +209,7 @@ class PairsData(Kind):
         return self.open_split("train"), self.open_split("validation")
 
     def open_split(self, split: str) -> Source | None:
-        return open_pairs(self.data.path, self.data.splits, split, group.place().world)
+        return open_pairs(self.data.path, self.data.splits, split, group.read_place().world)
 
 
 class CodesData(Kind):

@@ -18,19 +18,19 @@ DELIBERATE = (WRONG_INPUT, DIVERGED, STOPPED)  # the same command would end so a
 _VARIABLE = "DSTRAIN_ENDED"
 
 
-def note(code: int) -> None:
+def note_code(code: int) -> None:
     """Writes how this rank ends, where a supervisor asks for it."""
     if path := os.environ.get(_VARIABLE):
         with contextlib.suppress(OSError), open(path, "a", encoding="ascii") as file:
             file.write(f"{code}\n")
 
 
-def asking(path: str) -> dict[str, str]:
+def ask_codes(path: str) -> dict[str, str]:
     """This process's environment, in which ranks write how they end into a file."""
     return {**os.environ, _VARIABLE: path}
 
 
-def noted(path: str) -> list[int]:
+def read_codes(path: str) -> list[int]:
     """What ranks of this machine have written, in the order of their ends."""
     with open(path, encoding="ascii") as file:
         return [int(line) for line in file if line.strip().isdigit()]

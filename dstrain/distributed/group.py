@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dstrain.distributed.launcher import place
+from dstrain.distributed.launcher import read_place
 
 _thread = threading.local()  # .group: what this thread's exchanges go over
 _CUT = "pair closure"  # gloo's message, which does not always name gloo
@@ -40,22 +40,22 @@ _SIGNS = (
 )
 
 
-def started() -> bool:
+def is_started() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    return dist.get_rank() if started() else place().rank
+    return dist.get_rank() if is_started() else read_place().rank
 
 
 def world() -> int:
-    return dist.get_world_size() if started() else 1
+    return dist.get_world_size() if is_started() else 1
 
 
 def device() -> torch.device:
     """The accelerator of this rank, or the CPU."""
     if torch.cuda.is_available():
-        return torch.device("cuda", place().local_rank % torch.cuda.device_count())
+        return torch.device("cuda", read_place().local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
@@ -72,7 +72,7 @@ def barrier() -> None:
         dist.barrier(group=_control())
 
 
-def leave(seconds: float = 60.0) -> None:
+def leave_group(seconds: float = 60.0) -> None:
     """Ends the process group, at the end of a command: no rank ends its process while another still exchanges data.
 
     A barrier alone is not enough: the first rank that comes out of it and ends closes connections that another may
@@ -93,21 +93,21 @@ def leave(seconds: float = 60.0) -> None:
     except dist.DistError:
         pass
     dist.destroy_process_group()  # ends its threads, too: see quit_among_others
-    forget()
+    forget_group()
 
 
-def forget() -> None:
+def forget_group() -> None:
     """Forgets what was made from a process group that has ended, so that another one may begin."""
     _usual_control.cache_clear()
 
 
-def lost(error: BaseException) -> str | None:
+def explain_loss(error: BaseException) -> str | None:
     """The message for an error by which this rank has lost the others; None for any other error."""
     text = str(error).lower()
     remote = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text))
     if not remote or not any(sign in text for sign in _SIGNS):
         return None
-    if not started():
+    if not is_started():
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         happened = (
             f"has not met the other ranks at {address} within faults.timeout_minutes: that address is not "
@@ -120,27 +120,32 @@ def lost(error: BaseException) -> str | None:
         )
     else:
         happened = "has lost its connection to another rank, which has ended: what that one says comes first"
-    return f"rank {place().rank} on {socket.gethostname()} {happened}. All saved is whole; the same command goes on"
+    return (
+        f"rank {read_place().rank} on {socket.gethostname()} {happened}. All saved is whole; the same command goes on"
+    )
 
 
-def fall(error: BaseException, seconds: float = 60.0) -> str:
+def describe_fall(error: BaseException, seconds: float = 60.0) -> str:
     """The line that a rank logs when an error ends it.
 
     Where it has lost the others, its teardown may wait for ever: for a thread that exchanges data with them, or a file
     system beyond the broken link. So from here on the process ends after `seconds` at the latest.
     """
-    if world() > 1 and lost(error):
-        timer = threading.Timer(seconds, end, (error,))
+    if world() > 1 and explain_loss(error):
+        timer = threading.Timer(seconds, end_process, (error,))
         timer.daemon = True
         timer.start()
-    return lost(error) or f"rank {place().rank} ends: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return (
+        explain_loss(error)
+        or f"rank {read_place().rank} ends: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    )
 
 
-def end(error: BaseException) -> None:
+def end_process(error: BaseException) -> None:
     """Ends this process at once with an error's traceback and exit code 1, without waiting for threads or ranks."""
     try:
         traceback.print_exception(error)
-        print(f"error: {lost(error) or error}", file=sys.stderr, flush=True)
+        print(f"error: {explain_loss(error) or error}", file=sys.stderr, flush=True)
     finally:  # printing fails where the reader of stderr has gone
         os._exit(1)
 
@@ -164,7 +169,7 @@ def new_group() -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def speaking_over(group: dist.ProcessGroup | None) -> Iterator[None]:
+def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
     """This thread's exchanges go over a group of their own, so that they never mix with those of another thread."""
     _thread.group = group
     try:
@@ -182,7 +187,7 @@ def _usual_control() -> dist.ProcessGroup | None:
     return None if dist.get_backend() == "gloo" else new_group()
 
 
-def agree(flag: bool) -> bool:
+def agree_any(flag: bool) -> bool:
     """True on every rank when it is true on any."""
     return agreed_max(int(flag)) > 0
 
@@ -217,7 +222,7 @@ def agreed_max(value: int) -> int:
     return int(largest.item())
 
 
-def total(values: Tensor) -> Tensor:
+def sum_ranks(values: Tensor) -> Tensor:
     """Sum of a tensor over ranks; the argument is left as it is."""
     if world() == 1:
         return values
@@ -226,19 +231,19 @@ def total(values: Tensor) -> Tensor:
     return values
 
 
-def gather(values: Tensor) -> Tensor:
+def gather_rows(values: Tensor) -> Tensor:
     """Rows of all ranks in rank order: (b, ...) -> (sum of b, ...); ranks may hold different numbers of rows."""
-    return values if world() == 1 else _gather(values, _counts(len(values)))
+    return values if world() == 1 else _gather_padded(values, _count_rows(len(values)))
 
 
-def _counts(mine: int) -> list[int]:
+def _count_rows(mine: int) -> list[int]:
     """Every rank's number of rows, exchanged on the host, so that no GPU is waited for."""
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
     dist.all_gather(counts, torch.tensor([mine]), group=_control())
     return torch.cat(counts).tolist()
 
 
-def _gather(values: Tensor, counts: list[int]) -> Tensor:
+def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:
     padded = torch.cat((values, values.new_zeros((max(counts) - len(values), *values.shape[1:]))))
     rows = [torch.empty_like(padded) for _ in range(world())]
     dist.all_gather(rows, padded.contiguous())
@@ -252,12 +257,15 @@ def in_order(positions: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     if world() > 1:
         counts = [len(positions)] * world()
-        positions, rows = _gather(positions, counts), {name: _gather(values, counts) for name, values in rows.items()}
+        positions, rows = (
+            _gather_padded(positions, counts),
+            {name: _gather_padded(values, counts) for name, values in rows.items()},
+        )
     order = positions.argsort()
     return {name: values[order] for name, values in rows.items()}
 
 
-def objects(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
     """Every rank's small Python value, in rank order."""
     if world() == 1:
         return [value]

@@ -31,7 +31,7 @@ class Place:
     local_world: int = 1
 
 
-def place() -> Place:
+def read_place() -> Place:
     """This process's place, from the launcher's environment; one process where there is no launcher.
 
     ValueError: a variable is no number, or the rank is not below the world.
@@ -42,7 +42,12 @@ def place() -> Place:
             if rank == "SLURM_PROCID" and "SLURM_STEP_ID" not in os.environ:
                 continue
             size = next((name for name in sizes if os.environ.get(name)), sizes[0])
-            own = Place(_number(rank), _number(world), _number(local), _on_node(size, _number("SLURM_NODEID")))
+            own = Place(
+                _read_number(rank),
+                _read_number(world),
+                _read_number(local),
+                _on_node(size, _read_number("SLURM_NODEID")),
+            )
             if own.rank >= own.world:
                 raise ValueError(
                     f"{rank}={own.rank} is not below {world}={own.world}: ranks count from 0; start "
@@ -52,7 +57,7 @@ def place() -> Place:
     return Place()
 
 
-def _number(name: str) -> int:
+def _read_number(name: str) -> int:
     text = os.environ.get(name) or "0"
     if not (text.isascii() and text.isdigit()):
         raise ValueError(

@@ -19,8 +19,8 @@ import threading
 import time
 from pathlib import Path
 
-from dstrain.distributed.launcher import place
-from dstrain.distributed.processes import identity
+from dstrain.distributed.launcher import read_place
+from dstrain.distributed.processes import read_birth
 
 Process = tuple[int, str]  # pid and start time
 
@@ -36,22 +36,22 @@ class Presence:
     def __init__(self, patience: float = 20.0):
         self._patience = patience
         self._file: Path | None = None
-        self._began = _began()
+        self._began = _read_start()
         self._alive: dict[int, Process] = {}  # those that have been seen alive
 
     def announce(self) -> None:
         """Writes down this process and watches the others in a thread of its own; nothing where no file can be made."""
-        folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / _launch()
+        folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / _name_launch()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.parent.stat().st_uid != os.getuid():  # pids that others wrote would be believed
                 return
             temporary = folder / f".{os.getpid()}"
-            temporary.write_text(identity(os.getpid()))
-            temporary.rename(folder / f"{place().rank}-{os.getpid()}")
+            temporary.write_text(read_birth(os.getpid()))
+            temporary.rename(folder / f"{read_place().rank}-{os.getpid()}")
         except OSError:
             return
-        self._file = folder / f"{place().rank}-{os.getpid()}"
+        self._file = folder / f"{read_place().rank}-{os.getpid()}"
         threading.Thread(target=self._watch, name="presence", daemon=True).start()
 
     def others(self) -> dict[int, Process]:
@@ -67,10 +67,10 @@ class Presence:
                 process, written = (pid, path.read_text()), path.stat().st_mtime
             except (OSError, ValueError):  # it has just left
                 continue
-            if rank == place().rank:
+            if rank == read_place().rank:
                 continue
             present.add((rank, process))
-            if identity(pid) == process[1]:
+            if read_birth(pid) == process[1]:
                 self._alive.setdefault(rank, process)
             elif written >= self._began:
                 dead[rank] = process
@@ -88,12 +88,12 @@ class Presence:
         since: float | None = None
         while True:
             time.sleep(1)
-            dead = sorted((rank, pid) for rank, (pid, born) in self.others().items() if identity(pid) != born)
+            dead = sorted((rank, pid) for rank, (pid, born) in self.others().items() if read_birth(pid) != born)
             since = (since or time.monotonic()) if dead else None
             if since and time.monotonic() - since > self._patience:
                 names = ", ".join(f"rank {rank} (process {pid})" for rank, pid in dead)
                 print(
-                    f"error: {names} on {socket.gethostname()} has ended, and rank {place().rank} ends, too. All "
+                    f"error: {names} on {socket.gethostname()} has ended, and rank {read_place().rank} ends, too. All "
                     "saved is whole; the same command goes on",
                     file=sys.stderr,
                     flush=True,
@@ -107,18 +107,18 @@ def presence() -> Presence:
     return Presence()
 
 
-def _launch() -> str:
+def _name_launch() -> str:
     """A name that the ranks of one launch on this machine share; containers are machines, too."""
     try:
         processes = os.readlink("/proc/self/ns/pid")
     except OSError:
         processes = ""
     parent = os.getppid()
-    words = [socket.gethostname(), processes, parent, identity(parent), *map(os.environ.get, _LAUNCH)]
+    words = [socket.gethostname(), processes, parent, read_birth(parent), *map(os.environ.get, _LAUNCH)]
     return hashlib.sha1(repr(words).encode()).hexdigest()[:16]
 
 
-def _began() -> float:
+def _read_start() -> float:
     """When this process began, in seconds of time.time()."""
-    ticks = int(identity(os.getpid()) or 0)
+    ticks = int(read_birth(os.getpid()) or 0)
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

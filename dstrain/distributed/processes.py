@@ -14,26 +14,28 @@ _PACKAGE = Path(__file__).parents[1]
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 
 
-def identity(pid: int) -> str:
+def read_birth(pid: int) -> str:
     """The start time of a process, which tells it from a later one of the same pid; "" when it is gone or a zombie."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
 
 
-def stopped(pid: int) -> bool:
+def is_suspended(pid: int) -> bool:
     """Whether a process is suspended, by SIGSTOP or by a debugger."""
-    return _stat(pid)[:1] in (["T"], ["t"])
+    return _read_stat(pid)[:1] in (["T"], ["t"])
 
 
-def parent(pid: int) -> int:
+def read_parent(pid: int) -> int:
     """The pid of a process's parent; 0 when it is gone."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     return int(fields[1]) if len(fields) > 1 else 0
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """The living children of a process, their children, and so on; zombies are left out."""
-    parents = {int(name): parent(int(name)) for name in os.listdir("/proc") if name.isdigit() and identity(int(name))}
+    parents = {
+        int(name): read_parent(int(name)) for name in os.listdir("/proc") if name.isdigit() and read_birth(int(name))
+    }
     line, last = [], [pid]
     while last:
         last = [child for child, above in parents.items() if above in last]
@@ -41,7 +43,7 @@ def descendants(pid: int) -> list[int]:
     return line
 
 
-def command_line(pid: int) -> str:
+def read_command(pid: int) -> str:
     """A process's command line, its words separated by NUL; "" when it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
@@ -49,7 +51,7 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def _stat(pid: int) -> list[str]:
+def _read_stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the third (state) on; the second may hold blanks and brackets."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -62,9 +64,9 @@ def print_on_request() -> None:
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
 
 
-def place_of(thread: int) -> tuple[str, bool]:
+def find_line(thread: int) -> tuple[str, bool]:
     """The innermost line of dstrain that a thread is in, and whether that is within an exchange with other ranks."""
-    frame, place, exchanges = _frame(thread), "", False
+    frame, place, exchanges = _current_frame(thread), "", False
     while frame is not None and not place:
         path = frame.f_code.co_filename
         exchanges |= "torch/distributed/" in path or "deepspeed/comm/" in path
@@ -74,9 +76,9 @@ def place_of(thread: int) -> tuple[str, bool]:
     return place, exchanges
 
 
-def debugged(thread: int) -> bool:
+def is_debugged(thread: int) -> bool:
     """Whether a thread stands in a debugger of Python."""
-    frame = _frame(thread)
+    frame = _current_frame(thread)
     while frame is not None:
         if Path(frame.f_code.co_filename).name in _DEBUGGERS:
             return True
@@ -84,5 +86,5 @@ def debugged(thread: int) -> bool:
     return False
 
 
-def _frame(thread: int) -> FrameType | None:
+def _current_frame(thread: int) -> FrameType | None:
     return sys._current_frames().get(thread)

@@ -21,8 +21,8 @@ from typing import Any
 from tqdm import tqdm
 
 from dstrain import __version__
-from dstrain.distributed.launcher import place
-from dstrain.distributed.processes import debugged, place_of
+from dstrain.distributed.launcher import read_place
+from dstrain.distributed.processes import find_line, is_debugged
 
 _TICK = 1.0  # seconds between two looks
 
@@ -46,7 +46,7 @@ class Phases(AbstractContextManager):
         self._left, self._settled = threading.Event(), False
         self.at("beginning")
         self.heard()
-        if place().rank == 0:
+        if read_place().rank == 0:
             thread = threading.get_ident()
             threading.Thread(target=self._listen, args=(thread, self._left), name="phases", daemon=True).start()
         return self
@@ -61,7 +61,7 @@ class Phases(AbstractContextManager):
 
     def say(self, *lines: str) -> None:
         """Prints lines on rank 0, and keeps them for its log."""
-        if place().rank == 0:
+        if read_place().rank == 0:
             self._lines += lines
             with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
                 for line in lines:
@@ -93,21 +93,21 @@ class Phases(AbstractContextManager):
     def _listen(self, thread: int, left: threading.Event) -> None:
         while not left.wait(_TICK):
             now = time.monotonic()
-            if not self._silent(now) or debugged(thread):
+            if not self._silent(now) or is_debugged(thread):
                 continue
             phase, since = self._phase
             lasts = now - since
             begins = f"still {phase}, for {lasts:.0f} s" if lasts >= self._quiet else f"now {phase}"
-            where, exchanges = place_of(thread)
-            waits = ", waiting for other ranks" if exchanges and place().world > 1 else ""
+            where, exchanges = find_line(thread)
+            waits = ", waiting for other ranks" if exchanges and read_place().world > 1 else ""
             self.heard()
             if not left.is_set():
                 self._print(f"{begins}{waits}, at {where}")
 
 
-def greeting() -> str:
+def make_greeting() -> str:
     """The first line: what has begun, and where."""
-    own = place()
+    own = read_place()
     return (
         f"dstrain {__version__}: rank {own.rank} of {own.world}, process {os.getpid()} on {socket.gethostname()}, "
         f"Python {platform.python_version()}"
@@ -131,7 +131,7 @@ class Bar(tqdm):
 
     def __init__(self, phase: str, *, show: bool = True, **options: Any) -> None:
         self._phase = phase
-        super().__init__(disable=None if show and place().rank == 0 else True, **options)
+        super().__init__(disable=None if show and read_place().rank == 0 else True, **options)
         self._at()
 
     def update(self, n: float | None = 1) -> bool | None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from dstrain.distributed.processes import command_line, identity, parent
+from dstrain.distributed.processes import read_birth, read_command, read_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
@@ -28,7 +28,7 @@ class Stops:
         self.reason: str | None = None
         self._interrupted = False
         self._file = folder / "stop" if folder else None  # only one rank has to watch it
-        self._launchers = _launchers() if watch_launcher else []
+        self._launchers = _find_launchers() if watch_launcher else []
         self._before = {
             number: signal.signal(number, self._note)
             for number in SIGNALS
@@ -39,7 +39,7 @@ class Stops:
         """Whether this rank has a reason to stop; cheap enough for every step."""
         if self.reason is None and self._file and self._file.exists():
             self.reason = f"the file {self._file}"
-        if self.reason is None and any(identity(pid) != born for pid, born in self._launchers):
+        if self.reason is None and any(read_birth(pid) != born for pid, born in self._launchers):
             self.reason = "the launcher has gone"
         return self.reason is not None
 
@@ -62,7 +62,7 @@ class Stops:
         self.reason = self.reason or name
 
 
-def _launchers() -> list[tuple[int, str]]:
+def _find_launchers() -> list[tuple[int, str]]:
     """The launchers among the ancestors of this process, from its parent up, as (pid, start time).
 
     `deepspeed --hostfile` has sshd start a shell that runs deepspeed.launcher.launch, or becomes it, and sshd's process
@@ -70,27 +70,27 @@ def _launchers() -> list[tuple[int, str]]:
     end without ending the run: there another launcher, or the shell of the session, stands between.
     """
     launchers, pid = [], os.getppid()
-    while pid > 1 and _launches(pid):
-        launchers.append((pid, identity(pid)))
-        pid = parent(pid)
-    if launchers and _REMOTE in command_line(launchers[-1][0]):
-        if _is_shell(pid) and _REMOTE in command_line(pid):
-            pid = parent(pid)
-        if command_line(pid).startswith("sshd"):
-            launchers.append((pid, identity(pid)))
+    while pid > 1 and _is_launcher(pid):
+        launchers.append((pid, read_birth(pid)))
+        pid = read_parent(pid)
+    if launchers and _REMOTE in read_command(launchers[-1][0]):
+        if _is_shell(pid) and _REMOTE in read_command(pid):
+            pid = read_parent(pid)
+        if read_command(pid).startswith("sshd"):
+            launchers.append((pid, read_birth(pid)))
     return launchers
 
 
-def _launches(pid: int) -> bool:
+def _is_launcher(pid: int) -> bool:
     """Whether a process is a launcher, by the names of its program and script without their folders.
 
     A shell is none: its script may be called deepspeed.sh, yet it launches no ranks. Nor is dstrain keep, which has
     the launcher's command line behind `--`.
     """
-    words = command_line(pid).partition("\0--\0")[0].split("\0")[:4]
+    words = read_command(pid).partition("\0--\0")[0].split("\0")[:4]
     names = [Path(word).name for word in words]  # a folder, too, may be called deepspeed
     return not _is_shell(pid) and any(word in " ".join(names) for word in _LAUNCHERS)
 
 
 def _is_shell(pid: int) -> bool:
-    return Path(command_line(pid).partition("\0")[0]).name.removeprefix("-") in _SHELLS
+    return Path(read_command(pid).partition("\0")[0]).name.removeprefix("-") in _SHELLS

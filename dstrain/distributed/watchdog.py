@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from dstrain.distributed import exit_codes, group
 from dstrain.distributed.presence import presence
-from dstrain.distributed.processes import debugged, identity, place_of, print_on_request, stopped
+from dstrain.distributed.processes import find_line, is_debugged, is_suspended, print_on_request, read_birth
 from dstrain.distributed.progress import phases
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Watchdog(AbstractContextManager):
     """
 
     def __init__(self, folder: Path, factor: float, least: float, most: float):
-        # Exchanges raise after `most` seconds themselves, see group.lost: they come first.
+        # Exchanges raise after `most` seconds themselves, see group.explain_loss: they come first.
         self._folder, self._factor, self._least, self._most = folder, factor, least, most + 10
         self._now = ("start", 0, time.monotonic())
         self._steps: deque[float] = deque(maxlen=1001)  # seconds
@@ -106,7 +106,7 @@ class Watchdog(AbstractContextManager):
 
         Where this rank is overdue, the others have found that the run hangs, and this rank ends as they do.
         """
-        if self._closed.is_set() or not (text := group.lost(error)):
+        if self._closed.is_set() or not (text := group.explain_loss(error)):
             return
         if self._overdue:
             self._end([text], self._stopped())
@@ -130,7 +130,7 @@ class Watchdog(AbstractContextManager):
         before: set[int] = set()
         while not self._closed.wait(_TICK):
             now = time.monotonic()
-            if now - last > _TICK + _SUSPENDED or debugged(self._main):
+            if now - last > _TICK + _SUSPENDED or is_debugged(self._main):
                 self._base = now
             last = now
             phase, _, since = self._now
@@ -159,11 +159,13 @@ class Watchdog(AbstractContextManager):
             return [], set()
         if me.rank and len(silent) == group.world() - 1:
             return [f"{self._name(0)}, through which the ranks hear of each other, does not answer"], {0}
-        return [f"{self._name(rank)} does not answer" for rank in silent] or _behind([me, *heard.values()]), set(silent)
+        return [f"{self._name(rank)} does not answer" for rank in silent] or _describe_late([me, *heard.values()]), set(
+            silent
+        )
 
     def _stand(self, beat: int = 0) -> Stand:
         phase, step, since = self._now
-        where, waits = place_of(self._main)
+        where, waits = find_line(self._main)
         seconds = round(time.monotonic() - max(since, self._base), 1)
         return Stand(
             group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits, beat
@@ -193,7 +195,9 @@ class Watchdog(AbstractContextManager):
 
     def _stopped(self) -> set[int]:
         """Ranks of this machine that are suspended."""
-        return {rank for rank, (pid, born) in presence().others().items() if identity(pid) == born and stopped(pid)}
+        return {
+            rank for rank, (pid, born) in presence().others().items() if read_birth(pid) == born and is_suspended(pid)
+        }
 
     def _name(self, rank: int) -> str:
         if rank in self._heard:
@@ -241,7 +245,7 @@ class Watchdog(AbstractContextManager):
     def _signal(ranks: set[int], number: int) -> None:
         """Sends a signal to those of some ranks that live on this machine."""
         for rank, (pid, born) in presence().others().items():
-            if rank in ranks and identity(pid) == born:
+            if rank in ranks and read_birth(pid) == born:
                 os.kill(pid, number)
 
     @staticmethod
@@ -251,7 +255,7 @@ class Watchdog(AbstractContextManager):
         thread.join(seconds)
 
 
-def _behind(stands: list[Stand]) -> list[str]:
+def _describe_late(stands: list[Stand]) -> list[str]:
     """The ranks that the others wait for, as far as their stands tell."""
     stands = sorted(stands, key=lambda stand: stand.rank)
     furthest = max(stand.step for stand in stands)

@@ -232,7 +232,7 @@ def _require_same_on_all_ranks(values: dict[str, Tensor]) -> None:
     sums = {name: zlib.crc32(value.cpu().reshape(-1).view(torch.uint8).numpy()) for name, value in values.items()}
     first = group.from_first(sums)
     different = [name for name in sums if sums[name] != first.get(name)]
-    if group.agree(bool(different)):
+    if group.agree_any(bool(different)):
         where = f"; here {different[0]}" if different else ""
         raise RuntimeError(
             "constructors leave other weights on some ranks than on rank 0: a network may draw random "

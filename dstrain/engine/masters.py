@@ -140,7 +140,9 @@ class Masters(Updates):
 
     def _layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
         """Gathers the fragments by rank, on all ranks together; where all ranks have the same, those of this one."""
-        return {group.rank(): self.fragments} if self.replicated else dict(enumerate(group.objects(self.fragments)))
+        return (
+            {group.rank(): self.fragments} if self.replicated else dict(enumerate(group.gather_objects(self.fragments)))
+        )
 
     def _compute_flats(self) -> Sequence[Tensor]:
         """Returns this rank's shares of the weights that the network computes with, aligned with the flats."""
@@ -170,7 +172,7 @@ class Masters(Updates):
         """Computes the length of all weights as one vector, on all ranks together."""
         squares = [view.square().sum(dtype=torch.float64) for _, view in self.own_views(self.flats)]
         total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
-        return group.total(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
+        return group.sum_ranks(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:

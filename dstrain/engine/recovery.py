@@ -136,7 +136,7 @@ class Divergence:
 def _mean_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:
     """Averages the loss of each part over all micro-batches and ranks."""
     own = torch.stack([torch.stack([loss.double() for loss in each]).mean() for each in losses.values()])
-    return dict(zip(losses, map(AsyncHostCopy, (group.total(own) / group.world()).unbind())))
+    return dict(zip(losses, map(AsyncHostCopy, (group.sum_ranks(own) / group.world()).unbind())))
 
 
 def advise_user(store: Store) -> str:
@@ -160,7 +160,7 @@ def check_weights(masters: Mapping[str, Masters], step: int, store: Store) -> No
     Only fragments are looked at: at stage 3 DeepSpeed leaves in a flat's padding whatever the memory held.
     """
     finite = all_finite([view for part in masters.values() for _, view in part.own_views(part.flats)])
-    if group.agree(not finite):
+    if group.agree_any(not finite):
         raise FloatingPointError(f"the weights of step {step} are not finite and are not saved. {advise_user(store)}")
 
 

@@ -24,11 +24,11 @@ _OPERATOR = "deepspeed_shm_comm"  # also the name of its folder
 def start_group(timeout_minutes: float = 30) -> None:
     """Joins the process group of the launcher (deepspeed, torchrun, Slurm), or begins one of this process alone.
 
-    A rank that waits for others longer than `timeout_minutes` raises: see group.lost. Raises ConfigError if the port is
-    taken.
+    A rank that waits for others longer than `timeout_minutes` raises: see group.explain_loss. Raises ConfigError if the
+    port is taken.
     """
     phases().at("importing DeepSpeed")
-    place = group.place()
+    place = group.read_place()
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.world),
@@ -48,7 +48,7 @@ def start_group(timeout_minutes: float = 30) -> None:
         # DeepSpeed asks some thousand times a step. To find the current device takes as long as to find its stream.
         own = group.device().index
         deepspeed.get_accelerator().current_stream = lambda device=own: torch.cuda.current_stream(device)
-    if not group.started():
+    if not group.is_started():
         # A timeout that is given to the first group alone does not hold for those that DeepSpeed and we make later.
         groups, timeout = torch.distributed.distributed_c10d, timedelta(minutes=timeout_minutes)
         groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout

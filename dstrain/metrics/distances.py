@@ -48,7 +48,7 @@ def kid(features: Tensor, reference: Tensor, subsets: int = 100, size: int = 100
         if number % group.world() == group.rank():
             x, y = features[chosen[0].to(features.device)], reference[chosen[1].to(reference.device)]
             values[number] = _kernel_mean(x, x) + _kernel_mean(y, y) - 2 * _kernel_mean(x, y)
-    values = group.total(values)
+    values = group.sum_ranks(values)
     return values.mean().item(), values.std(correction=0).item()
 
 
@@ -82,8 +82,8 @@ def manifold(features: Tensor, reference: Tensor, neighbours: int = 3, near: int
         inside[1] += (squares <= wide).sum()
         recalled = torch.maximum(recalled, (squares <= own[rows, None]).any(0).float())
         nearest = torch.minimum(nearest, squares.amin(0))
-    inside, recalled = group.total(inside), group.total(recalled) > 0
-    covered = group.total((nearest <= wide).float()) > 0
+    inside, recalled = group.sum_ranks(inside), group.sum_ranks(recalled) > 0
+    covered = group.sum_ranks((nearest <= wide).float()) > 0
     return {
         "precision": inside[0].item() / len(features),
         "recall": recalled.double().mean().item(),
@@ -113,7 +113,7 @@ def _radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
         smallest = _squares(features[rows], features).topk(max(neighbours) + 1, largest=False).values  # itself first
         for index, number in enumerate(neighbours):
             radii[index, rows] = smallest[:, number]
-    return group.total(radii)
+    return group.sum_ranks(radii)
 
 
 def inception_score(probabilities: Tensor, entropies: Tensor, counts: Tensor) -> tuple[float, float]:

@@ -169,7 +169,7 @@ class Stories(Drawn):
                 if real.any():
                     sums += sum_scenes(network, clips[real], ends, items[real], motions[real])
                 bar.update(min(size * group.world(), self.num - begin))
-        return group.total(sums)
+        return group.sum_ranks(sums)
 
     def _told(self, request: Request, seeds: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         """Clips uint8 (n, T, C, H, W) of the texts by number, int64 (n, scenes), on this rank's device."""

@@ -122,15 +122,15 @@ class Collector:
         """Of all ranks together. A rank may have added nothing."""
         self._add_moments(at_least=1)
         self._fill_missing()
-        sums = {name: group.total(self._sums[name]) for name in sorted(self._sums)}
+        sums = {name: group.sum_ranks(self._sums[name]) for name in sorted(self._sums)}
         count, result = sums["count"].item(), Statistics(fingerprint=self.network.fingerprint)
         result.count = int(count)
         if self.moments:
             result.mean = sums["sum"] / count
             result.covariance = (sums["products"] - count * torch.outer(result.mean, result.mean)) / (count - 1)
         if self.keep:
-            slots = group.gather(torch.cat(self._slots).to(sums["count"].device))
-            result.kept = group.gather(torch.cat(self._rows))[slots.argsort()]
+            slots = group.gather_rows(torch.cat(self._slots).to(sums["count"].device))
+            result.kept = group.gather_rows(torch.cat(self._rows))[slots.argsort()]
         if "p" in sums:
             result.scores = (sums["p"], sums["p log p"], sums["p count"])
         if "right" in sums:
@@ -144,7 +144,7 @@ class Collector:
     def _fill_missing(self) -> None:
         """Zeros for what only other ranks have added, so that all ranks sum the same tensors."""
         shapes = {}
-        for sums in group.objects({name: tuple(values.shape) for name, values in self._sums.items()}):
+        for sums in group.gather_objects({name: tuple(values.shape) for name, values in self._sums.items()}):
             shapes |= sums
         for name, shape in shapes.items():
             if name not in self._sums:

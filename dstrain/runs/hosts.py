@@ -57,7 +57,7 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
             f"folder={folder} is not shared: {me} does not see what {first} wrote there; put it on a file "
             "system that all machines mount, folder=/shared/NAME, say"
         )
-    problems = [problem for of_rank in group.objects(problems) for problem in of_rank]
+    problems = [problem for of_rank in group.gather_objects(problems) for problem in of_rank]
     if group.rank() == 0:
         probe.unlink()
         if problems:

@@ -123,7 +123,7 @@ def require_unaltered(paths: Iterable[Path], together: bool = False) -> None:
         wrong = find_faults(folder, share, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         wrong = [f"{CONSOLIDATED} is damaged"]
-    wrong = list(dict.fromkeys(chain.from_iterable(group.objects(wrong)))) if together else wrong
+    wrong = list(dict.fromkeys(chain.from_iterable(group.gather_objects(wrong)))) if together else wrong
     if wrong:
         raise ConfigError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
 

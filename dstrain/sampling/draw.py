@@ -41,7 +41,7 @@ def draw_rounds(
     """
     total, world = len(request.seeds), group.world()
     for round, (_, images) in enumerate(draw_own(system, nets, request, chunk, device)):
-        images = group.gather(images).cpu()
+        images = group.gather_rows(images).cpu()
         numbers = round * chunk * world + torch.arange(chunk * world)
         yield numbers[numbers < total], images[numbers < total]
 
@@ -151,7 +151,7 @@ class Means:
         """
         names = list(self.sums)
         flat = torch.cat([*(self.sums[name].flatten() for name in names), torch.tensor([self.nonfinite]).double()])
-        flat = group.total(flat.to(group.device())).cpu()
+        flat = group.sum_ranks(flat.to(group.device())).cpu()
         result: dict[str, Any] = {
             "figures": {},
             "standard_errors": {},

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--kept", type=int, default=KEPT)
     parser.add_argument("--local_rank", "--local-rank", type=int)
     options = parser.parse_args()
-    if group.place().world > 1:
+    if group.read_place().world > 1:
         start_group()
     begin, cpu = time.perf_counter(), time.process_time()
 
@@ -68,7 +68,7 @@ def main() -> None:
     tell(f"fid {distances.frechet(first.mean, first.covariance, second.mean, second.covariance):.6g}")
     tell("kid {:.6g} +- {:.2g}".format(*distances.kid(first.kept, second.kept)))
     tell(", ".join(f"{name} {value:.6g}" for name, value in distances.manifold(first.kept, second.kept).items()))
-    group.leave()
+    group.leave_group()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 import torch
 
 from dstrain.commands.exits import run_main
-from dstrain.commands.job import Job, prepare
+from dstrain.commands.job import Job, prepare_job
 from dstrain.commands.options.command import parse
 from dstrain.commands.options.train import JobOptions
 from dstrain.commands.train import describe_job, summarize_job
@@ -50,7 +50,7 @@ class BenchOptions(JobOptions):
 def main() -> None:
     """Parses the command line, measures and prints."""
     options = parse(BenchOptions, sys.argv[1:])
-    job = prepare(options)
+    job = prepare_job(options)
     if options.print_config:
         print(describe_job(job), end="")
     elif options.dry_run:
@@ -64,7 +64,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=beside) if group.rank() == 0 else nullcontext() as folder:
             report(measure(job, Path(group.from_first(folder))))
             group.barrier()
-        group.leave()
+        group.leave_group()
 
 
 def measure(job: Job, folder: Path) -> dict[str, float]:
@@ -135,7 +135,7 @@ def beside_training(checkpoints: Any, step: Callable[[int], object]) -> dict[str
             step(number)
             wait()
             steps.append(time.perf_counter() - step_begun)
-            under_way = group.agree(checkpoints.saver.under_way)
+            under_way = group.agree_any(checkpoints.saver.under_way)
         checkpoints.saver.wait()
         wholes.append(time.perf_counter() - begun)
     return {"first stall": stalls[0], "stall": min(stalls[1:]), "beside": min(wholes), "step beside": min(steps)}

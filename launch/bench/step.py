@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from dstrain.commands.exits import run_main
-from dstrain.commands.job import prepare
+from dstrain.commands.job import prepare_job
 from dstrain.commands.options.command import parse
 from dstrain.commands.options.train import JobOptions
 from dstrain.commands.train import describe_job, summarize_job
@@ -30,7 +30,7 @@ class BenchOptions(JobOptions):
 
 def main() -> None:
     options = parse(BenchOptions, sys.argv[1:])
-    job = prepare(options)
+    job = prepare_job(options)
     if options.print_config:
         print(describe_job(job), end="")
     elif options.dry_run:
@@ -38,16 +38,16 @@ def main() -> None:
     else:
         from kit.compare import GRID, compare
 
-        micro, world = job.settings["train_micro_batch_size_per_gpu"], group.place().world
+        micro, world = job.settings["train_micro_batch_size_per_gpu"], group.read_place().world
 
         def jobs() -> Iterator[tuple[Run, dict[str, Any]]]:
             for accumulation, clip in GRID:
                 words = f"batch.micro={micro}", f"batch.global={micro * accumulation * world}", f"optimizer.clip={clip}"
-                own = prepare(replace(options, overrides=(*options.overrides, *words)))
+                own = prepare_job(replace(options, overrides=(*options.overrides, *words)))
                 yield own.run, own.settings
 
         compare(jobs())
-        group.leave()
+        group.leave_group()
 
 
 if __name__ == "__main__":

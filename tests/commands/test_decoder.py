@@ -10,7 +10,7 @@ import torch
 from dstrain import notebook, recipe, rng, systems
 from dstrain.commands.evaluating.quality import QualityOptions, quality
 from dstrain.commands.generate import GenerateOptions, generate
-from dstrain.commands.job import checked
+from dstrain.commands.job import check_recipe
 from dstrain.data.builtin.emoji import Emoji
 from dstrain.data.cached.embeddings import open_builtin_pairs, read_builtin_captions
 from dstrain.encoders.emoji import read_text_embeds
@@ -25,7 +25,7 @@ TINY = {"hidden_size": 32, "depth": 1, "num_heads": 2}
 
 def written(folder: Path, run: Run) -> Path:
     """A run with random weights that are nowhere zero."""
-    run, problems = checked(run.model_copy(update={"ema": run.ema.model_copy(update={"decays": (0.9,)})}))
+    run, problems = check_recipe(run.model_copy(update={"ema": run.ema.model_copy(update={"decays": (0.9,)})}))
     assert not problems
     system = systems.build(run.system, run.model)
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ from dstrain.commands.export import (
     _read_statistics,
     export,
 )
-from dstrain.commands.job import JobOptions, checked, prepare
+from dstrain.commands.job import JobOptions, check_recipe, prepare_job
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
 from dstrain.disk.sealed import render_sealed
@@ -242,7 +242,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
 @pytest.mark.parametrize("path", sorted((ROOT / "launch" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_that_diffusers_cannot_express(path):
     """Oracle: the recipe's own header: `Export    Not to diffusers` where an export is refused, and nowhere else."""
-    run, _ = checked(recipe.load(path))
+    run, _ = check_recipe(recipe.load(path))
     of_data = {"dit": {"first_stage": None}, "phenaki": {"token_shape": [5, 4, 4], "codebook_size": 64}}
     system = systems.build(run.system, run.model | of_data.get(run.system, {}))
     with pytest.raises(ConfigError) if "# Export    Not to diffusers" in path.read_text() else nullcontext():
@@ -253,10 +253,10 @@ def test_a_dry_run_says_what_cannot_be_exported(tmp_path):
     """Oracle: the system's own refusal, among the remarks of a dry run alone."""
     words = (f"folder={tmp_path / 'run'}",)
     job = JobOptions(ROOT / "tests/launch/tiny.yaml", ROOT / "ds_configs/zero2_fp32.json", words, dry_run=True)
-    said = [remark for remark in prepare(job, 1, "cpu").remarks if "`dstrain export`" in remark]
+    said = [remark for remark in prepare_job(job, 1, "cpu").remarks if "`dstrain export`" in remark]
     assert len(said) == 1 and said[0].startswith("`dstrain export` will not write this run for diffusers: time_freq: ")
     for other in (replace(job, dry_run=False), replace(job, overrides=(*words, "model.time_freq=diffusers"))):
-        assert not [remark for remark in prepare(other, 1, "cpu").remarks if "`dstrain export`" in remark]
+        assert not [remark for remark in prepare_job(other, 1, "cpu").remarks if "`dstrain export`" in remark]
 
 
 def other_weights(out):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.commands.job import JobOptions, prepare
+from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.cached.shards import read_index
 from dstrain.data.mixture import Mixture, MixtureOrder, join_classes, to_whole_numbers
@@ -300,7 +300,7 @@ def test_latents_are_mixed(tmp_path):
         for f in (lambda one: one["mean"], lambda one: one["std"] ** 2 + one["mean"] ** 2)
     )
     assert data.codes.scaling_factor == pytest.approx((second - mean**2) ** -0.5, rel=1e-12)
-    job = prepare(
+    job = prepare_job(
         JobOptions(
             ROOT / "launch/recipes/dit-small.yaml",
             ROOT / "ds_configs/zero1.json",
@@ -348,7 +348,7 @@ def test_sources_that_do_not_fit(tmp_path):
         (f"[{{path: {a}}}, {{path: 'builtin:fashion', held_out: 0.1}}]", "holds out images itself"),
     ):
         with pytest.raises(ConfigError, match=message):
-            prepare(
+            prepare_job(
                 JobOptions(
                     ROOT / "launch/recipes/dit-small.yaml",
                     ROOT / "ds_configs/zero1.json",

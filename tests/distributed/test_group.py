@@ -89,8 +89,8 @@ def test_place(monkeypatch, environment, expected):
     """Oracle: what torchrun, mpirun, srun and sbatch document of their variables."""
     for word, value in environment.items():
         monkeypatch.setenv(word, str(value))
-    assert group.place() == expected
-    assert group.rank() == expected.rank and not group.started()
+    assert group.read_place() == expected
+    assert group.rank() == expected.rank and not group.is_started()
     assert group.world() == 1  # until the process group stands
 
 
@@ -111,7 +111,7 @@ def test_a_place_that_is_none(monkeypatch, changed, named):
     for word, value in (TORCHRUN | changed).items():
         monkeypatch.setenv(word, str(value))
     with pytest.raises(ValueError, match="start the command by a launcher") as caught:
-        group.place()
+        group.read_place()
     assert str(caught.value).startswith(named)
 
 
@@ -120,9 +120,9 @@ def test_one_process_is_the_identity(monkeypatch):
     for word, value in TORCHRUN.items():
         monkeypatch.setenv(word, str(value))
     rows = torch.arange(6).reshape(3, 2)
-    assert group.gather(rows) is rows and group.total(rows) is rows
-    assert group.agree(True) is True and group.agree(False) is False and group.agreed_max(-4) == -4
-    assert group.objects({"a": 1}) == group.to_first({"a": 1}) == [{"a": 1}] and group.from_first("b") == "b"
+    assert group.gather_rows(rows) is rows and group.sum_ranks(rows) is rows
+    assert group.agree_any(True) is True and group.agree_any(False) is False and group.agreed_max(-4) == -4
+    assert group.gather_objects({"a": 1}) == group.to_first({"a": 1}) == [{"a": 1}] and group.from_first("b") == "b"
     assert torch.equal(group.rows_to_first(rows, [2]), rows[:2])
     group.barrier()
     wishes = []
@@ -136,7 +136,7 @@ def voted(rank: int, wishes: int) -> bool:
     """The outcome of a vote, of which the ranks' wishes are bits; after it is cast they exchange something else."""
     ballot = group.Ballot(lambda: bool(wishes >> rank & 1))
     ballot.cast()
-    assert group.total(torch.tensor(1)) == group.world()
+    assert group.sum_ranks(torch.tensor(1)) == group.world()
     return ballot.outcome()
 
 
@@ -144,21 +144,21 @@ def exchanged(rank: int, rows: dict) -> dict:
     """All that two ranks say to each other, as each of them hears it."""
     mine = torch.tensor([0.5, 1.0 + rank])
     result = {
-        "gather": {name: group.gather(parts[rank]) for name, parts in rows.items()},
-        "total": group.total(mine),
+        "gather": {name: group.gather_rows(parts[rank]) for name, parts in rows.items()},
+        "total": group.sum_ranks(mine),
         "mine": mine,
-        "counts": group.total(torch.tensor(2**40 + rank)),
-        "agree": [group.agree(bool(flag >> rank & 1)) for flag in range(4)],
+        "counts": group.sum_ranks(torch.tensor(2**40 + rank)),
+        "agree": [group.agree_any(bool(flag >> rank & 1)) for flag in range(4)],
         "votes": [voted(rank, wishes) for wishes in range(4)],
         "max": [group.agreed_max(value) for value in (rank, -rank, 2**53 + rank, -(2**60) - rank)],
-        "objects": group.objects({"rank": rank, "text": "x" * 1000 * rank}),
+        "objects": group.gather_objects({"rank": rank, "text": "x" * 1000 * rank}),
         "to first": group.to_first({"rank": rank, "text": "x" * 1000 * rank}),
         "rows": {
             counts: group.rows_to_first(torch.arange(6).view(3, 2) + 10 * rank, list(counts))
             for counts in itertools.product((0, 1, 3), repeat=2)
         },
         "first": [group.from_first(value) for value in (f"rank {rank}", None if rank else [1], rank or None)],
-        "where": (group.rank(), group.world(), group.started(), group.place().local_rank),
+        "where": (group.rank(), group.world(), group.is_started(), group.read_place().local_rank),
     }
     group.barrier()
     return result
@@ -224,7 +224,7 @@ def left(rank: int) -> tuple[float, float]:
         times.append(time.monotonic())
 
     group.barrier = heard_late
-    group.leave()
+    group.leave_group()
     group.barrier = barrier
     return times[0], time.monotonic()
 
@@ -245,12 +245,12 @@ group.barrier()
 if group.rank() == 1:
     threading.Event().wait(60)                        # alive and silent
 try:
-    group.agree(False)
+    group.agree_any(False)
 except RuntimeError as error:
     threading.Thread(target=threading.Event().wait).start()
-    print(group.fall(error, 0.5), flush=True)
+    print(group.describe_fall(error, 0.5), flush=True)
     if sys.argv[3] == "end":
-        group.end(error)
+        group.end_process(error)
     raise
 """
 
@@ -308,8 +308,8 @@ def test_a_rank_that_hears_nothing_ends(ending):
 )
 def test_lost(monkeypatch, error, expected):
     """Oracle: what gloo, NCCL and the store say when a peer is silent or gone, and errors that are no peer's."""
-    monkeypatch.setattr(group, "started", lambda: True)
-    said = group.lost(error)
+    monkeypatch.setattr(group, "is_started", lambda: True)
+    said = group.explain_loss(error)
     assert said is None if expected is None else expected in said and "the same command goes on" in said
 
 

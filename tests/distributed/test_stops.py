@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.distributed.stops import SIGNALS, Stops, _launches
+from dstrain.distributed.stops import SIGNALS, Stops, _is_launcher
 from tests.support.launch import environment, wait_for
 
 # A rank: watches until it has a reason, or has looked twenty times since it was left to init; then says what it saw.
@@ -240,7 +240,7 @@ def test_a_supervisor_is_no_launcher(tmp_path, words, launches):
     )
     try:
         process.stdout.readline()
-        assert _launches(process.pid) == launches
+        assert _is_launcher(process.pid) == launches
     finally:
         process.kill()
         process.communicate()

@@ -43,12 +43,12 @@ with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
                 time.sleep(float(sys.argv[5]))
         if fault == "slow":
             watchdog.at(step)
-        group.agree(False)
+        group.agree_any(False)
         if fault == "slow" and step == 60:
             break
         time.sleep(0.01)
     presence().leave()
-    group.leave()
+    group.leave_group()
 print("complete", flush=True)
 """
 

@@ -69,7 +69,7 @@ class Trial:
                 self.engines.learn("tiny", loss)
             self.ema.update(step, self.engines.applied())
             self.history.values += step
-            losses.append((group.total(loss.detach()) / group.world()).item())
+            losses.append((group.sum_ranks(loss.detach()) / group.world()).item())
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -82,7 +82,7 @@ def gathered(masters, flats) -> dict[str, torch.Tensor]:
     own = list(masters.own_views(flats))
     # One tensor: each that is pickled has a header of its own.
     values = torch.cat([view for _, view in own]) if own else torch.empty(0)
-    for fragments, theirs in group.objects(([fragment for fragment, _ in own], values)):
+    for fragments, theirs in group.gather_objects(([fragment for fragment, _ in own], values)):
         for fragment, view in zip(fragments, theirs.split([fragment.numel for fragment in fragments])):
             whole = full.setdefault(fragment.name, torch.full(fragment.shape, torch.nan))
             whole.view(-1)[fragment.start : fragment.start + fragment.numel] = view

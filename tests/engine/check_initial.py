@@ -66,7 +66,7 @@ def measure(stage: int) -> dict:
     with engines.turn("tiny") as networks:
         for micro in range(8 // (MICRO * group.world())):
             loss_here = loss_of(networks["tiny"], rows(micro, MICRO))
-            losses.append(group.total(loss_here.detach().double()).item() / group.world())
+            losses.append(group.sum_ranks(loss_here.detach().double()).item() / group.world())
             engines.learn("tiny", loss_here)
     return {
         "different": [name for name in expected if not torch.equal(weights[name], expected[name])],
@@ -89,8 +89,8 @@ def refusals() -> list[str]:
     try:
         build_networks(lambda: {"tiny": Unseeded()}, SEED)
     except RuntimeError as error:
-        return group.objects(str(error))
-    return group.objects("")
+        return group.gather_objects(str(error))
+    return group.gather_objects("")
 
 
 def main(path: str) -> None:

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain import systems
-from dstrain.commands.job import JobOptions, prepare
+from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.diffusion import gaussian, likelihood
 from dstrain.engine import prepare_environment
 from dstrain.engine.ema.shadow import EmaShadow
@@ -106,7 +106,7 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
         config = folder / "zero0.json"
         config.write_text("{}")
     words += [f"batch.global={WORLD * accumulation}", "batch.micro=1", f"folder={folder / 'run'}"]
-    job = prepare(JobOptions(ROOT / "tests" / "launch" / f"{recipe}.yaml", config, tuple(words)), WORLD, "cuda")
+    job = prepare_job(JobOptions(ROOT / "tests" / "launch" / f"{recipe}.yaml", config, tuple(words)), WORLD, "cuda")
     run, system = job.run, systems.build(job.run.system, job.run.model)
     engines = engines_for(system.networks, run, job.settings, system.decays, system.blocks())
     ema, course = EmaShadow(engines.masters, run.ema, system.averaged), Divergence(run.faults)

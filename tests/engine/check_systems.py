@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dstrain import recipe, systems
-from dstrain.commands.job import JobOptions, prepare
+from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.data.batches import Batches
 from dstrain.data.open import open_sources
 from dstrain.distributed import group
@@ -132,7 +132,7 @@ class Trial:
         if name == "tiny-phenaki":
             words.append(f"model.tokenizer.path={folder / 'tokens'}")
         options = JobOptions(ROOT / "tests" / "launch" / f"{name}.yaml", folder / f"zero{stage}.json", tuple(words))
-        job = prepare(options, group.world(), "cpu")
+        job = prepare_job(options, group.world(), "cpu")
         self.run, self.settings = job.run, job.settings
         self.system = systems.build(self.run.system, self.run.model)
         self.engines = engines_for(
@@ -167,7 +167,8 @@ class Trial:
             take_step(step, self.run, self.system, self.engines, self.batches, SimpleNamespace(add=add))
             self.ema.update(step, self.engines.applied())
             means = {
-                part: (group.total(sum(found)) / len(found) / group.world()).item() for part, found in losses.items()
+                part: (group.sum_ranks(sum(found)) / len(found) / group.world()).item()
+                for part, found in losses.items()
             }
             told.append({"losses": means, "samples": self.batches.taken()})
         return told
@@ -383,7 +384,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
         torch.set_num_threads(1)
         start_group()
         work(folder)
-        group.leave()
+        group.leave_group()
         code = 0
     except BaseException:
         import traceback

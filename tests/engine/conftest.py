@@ -91,4 +91,4 @@ def _enter(rank: int, world: int, port: str, work: Callable[..., Any], arguments
     torch.set_num_threads(1)
     start_group(timeout_minutes=1)
     work(*arguments)
-    group.leave()
+    group.leave_group()

@@ -51,14 +51,14 @@ def ranks(rank: int, world: int) -> dict[str, str]:
 def meet(rank: int, world: int) -> None:
     """Starts, and finds every other rank; no shared buffer is left under a name."""
     start_group(timeout_minutes=0.5)
-    assert (group.started(), group.rank(), group.world()) == (True, rank, world)
-    assert group.total(torch.tensor([2.0**rank])).item() == 2**world - 1
+    assert (group.is_started(), group.rank(), group.world()) == (True, rank, world)
+    assert group.sum_ranks(torch.tensor([2.0**rank])).item() == 2**world - 1
     address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     group.barrier()
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_*"))
     start_group(timeout_minutes=0.5)  # once more changes nothing
     assert group.world() == world
-    group.leave()
+    group.leave_group()
 
 
 def watched() -> list[str]:
@@ -75,7 +75,7 @@ def alone(rank: int) -> None:
     assert {name: os.environ[name] for name in ranks(0, 1)} == ranks(0, 1)
     assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 1024 <= int(os.environ["MASTER_PORT"]) < 65536
     assert os.environ["MASTER_PORT"] != "20000"  # which jobs of Slurm without a number share
-    assert group.started() and group.world() == 1
+    assert group.is_started() and group.world() == 1
     assert dist.distributed_c10d.default_pg_timeout == timedelta(minutes=3)
     store = dist.distributed_c10d._get_default_store()
     assert store.timeout == timedelta(minutes=3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrain.commands import evaluate, generate
-from dstrain.commands.job import JobOptions, prepare
+from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.recipe import ConfigError
 from tests.engine.check_systems import AFTER, BACK, CASES, LATE, NATIVE, PLACES, RETURNING
 from tests.support.launch import ROOT, environment
@@ -83,7 +83,7 @@ def test_what_does_not_divide_is_refused(tmp_path):
         options = JobOptions(
             ROOT / f"tests/launch/{recipe}.yaml", tmp_path / "zero2.json", (f"folder={tmp_path / 'run'}", *words)
         )
-        settings = prepare(options, world, "cpu").settings
+        settings = prepare_job(options, world, "cpu").settings
         return settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
 
     with pytest.raises(ConfigError, match="batch.global=8 .* 3 ranks: write batch.global=6 or 9, or start 1, 2, 4, 8"):

@@ -72,13 +72,13 @@ def main(folder: Path, trials: int, seed: int, first: int, skip: set[str]) -> No
             (folder / "trial").write_text(f"{number} {kind} {name}")
         kind, name = group.from_first((kind, name))
         faulthandler.dump_traceback_later(LIMIT, exit=True)
-        outcomes = group.objects(attempt(trial, kind, name, truth))
+        outcomes = group.gather_objects(attempt(trial, kind, name, truth))
         faulthandler.cancel_dump_traceback_later()
         if group.rank() == 0:
             worst = next((outcome for outcome in outcomes if outcome.split(":")[0].isupper()), outcomes[0])
             with open(folder / "outcomes", "a") as file:
                 file.write(json.dumps([number, kind, name, worst]) + "\n")
-    group.leave()
+    group.leave_group()
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def _locked(file: IO[str], numbers: range) -> bool:
 
 def of_all_ranks(entries: Iterable[Any]) -> list[Any]:
     """The entries of every rank, on every rank."""
-    return [entry for rank in group.objects(list(entries)) for entry in rank]
+    return [entry for rank in group.gather_objects(list(entries)) for entry in rank]
 
 
 def require_readable(bad: int, total: int, max_fraction: float, unit: str) -> None:

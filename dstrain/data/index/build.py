@@ -59,7 +59,7 @@ def open_index(
         len(index)
     except ConfigError as error:
         missing = error
-    if group.agree(missing is not None):
+    if group.agree_any(missing is not None):
         raise missing or ConfigError(
             f"the index of {path} is not to be seen on another machine: write data.index="
             "FOLDER, a folder that all machines share"

@@ -64,7 +64,7 @@ def fake_world(world: int) -> Iterator[None]:
                 setattr(groups, name, {} if isinstance(value, dict) else None)
         torch.cuda.is_available = asked
         nn.functional.linear = linear  # ZeRO-3 puts its own in this place
-        group.forget()
+        group.forget_group()
 
 
 class _Zeros(TorchDispatchMode):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dstrain import recipe, rng, systems
-from dstrain.commands.job import JobOptions, prepare
+from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_encoded
@@ -288,7 +288,7 @@ def stage(tmp_path):
 
 def prepared(words):
     recipes = ROOT / "launch" / "recipes"
-    return prepare(JobOptions(recipes / "dit-small.yaml", ROOT / "ds_configs/zero1.json", tuple(words)), 1, "cpu")
+    return prepare_job(JobOptions(recipes / "dit-small.yaml", ROOT / "ds_configs/zero1.json", tuple(words)), 1, "cpu")
 
 
 def test_the_index_fills_in_the_recipe(stage):
@@ -339,7 +339,7 @@ def test_the_published_recipes_read_latents(tmp_path, name, side):
         (f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={path}", f"folder={tmp_path / 'run'}"),
         dry_run=True,
     )
-    job = prepare(options, 8, "cuda")
+    job = prepare_job(options, 8, "cuda")
     assert job.run.data.codes.shape == (4, side, side) and job.run.data.workers is None
     assert any("20 cached images (latents" in remark for remark in job.remarks)
 

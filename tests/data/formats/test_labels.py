@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.commands.job import JobOptions, prepare
+from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.data.cached.latents import Latents
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
@@ -42,7 +42,7 @@ def lines(name: str, *words: object) -> list[str]:
         dry_run=True,
     )
     try:
-        return prepare(options, 1, "cpu").remarks
+        return prepare_job(options, 1, "cpu").remarks
     except ConfigError as error:
         return error.problems
 

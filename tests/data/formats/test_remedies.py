@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dstrain import systems
 from dstrain.commands.index import index_data, report
-from dstrain.commands.job import checked
+from dstrain.commands.job import check_recipe
 from dstrain.data.cached.latents import Latents
 from dstrain.data.open import open_sources
 from dstrain.recipe import ConfigError, Data, load
@@ -131,7 +131,7 @@ def test_another_number_of_classes(tmp_path, recipe):
     """Oracle: the folders: the entry of the message is taken, also with weights of ten classes, whose table is drawn
     anew as the message says.
     """
-    run, _ = checked(load(ROOT / "launch" / "recipes" / f"{recipe}.yaml"))
+    run, _ = check_recipe(load(ROOT / "launch" / "recipes" / f"{recipe}.yaml"))
     system = systems.build(run.system, run.model)
     (part,) = system.parts
     save_file(

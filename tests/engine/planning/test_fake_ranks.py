@@ -53,7 +53,7 @@ def worlds() -> None:
         assert not dist.is_initialized() and comm.cdb is None and nn.functional.linear is linear
         assert groups._WORLD_GROUP is None and groups._EXPERT_PARALLEL_GROUP == {}
         assert callable(groups._get_data_parallel_group)
-        assert not group.started() and not isinstance(torch.ones(2), FakeTensor)
+        assert not group.is_started() and not isinstance(torch.ones(2), FakeTensor)
 
 
 def test_values_that_are_not_there(in_fork):
