@@ -11,7 +11,6 @@ from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.clips import Clips
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.hugging_face import HUB, ArrowTables, HubTables, ParquetTables
-from dstrain.data.formats.imagenet import AllClips, AllFiles, ListedClips, ListedFolders
 from dstrain.data.formats.lists import Metadata, PathList, TableList, WebVid
 from dstrain.data.formats.packed import PackedFiles
 from dstrain.data.formats.sidecars import Beside
@@ -33,10 +32,6 @@ LAYOUTS: tuple[type[Layout], ...] = (
     PathList,
     Metadata,
     Beside,
-    AllClips,
-    AllFiles,
-    ListedClips,
-    ListedFolders,
     Clips,
     Folders,
 )

@@ -6,7 +6,7 @@ their places. A layout is pickled to the workers, so it keeps the names of its p
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -18,6 +18,14 @@ from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.recipe import Cache, NotRead
 
 _PEEKED = 4096  # names of a folder by which its form is judged
+VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
+_OTHER_VIDEOS = (".mpg", ".mpeg", ".wmv", ".flv", ".3gp", ".ogv", ".mts", ".m2ts")  # of types that are not read
+PICTURES = (  # of types that are not read
+    *(".tif", ".tiff", ".gif", ".apng", ".avif", ".heic", ".heif", ".jp2", ".j2k", ".jxl", ".ppm", ".pgm", ".pbm"),
+    *(".pnm", ".tga", ".exr", ".hdr", ".dng", ".cr2", ".nef", ".arw", ".psd", ".svg", ".ico", ".dib", ".jif", ".jfi"),
+)
+CONTAINERS = (".tar", ".tgz", ".zip", ".parquet", ".arrow", ".npz", ".mdb", ".lmdb", ".7z", ".rar")
+UNCAPTIONED = "without a caption"  # a reason to leave a sample out
 
 
 class Place(NamedTuple):
@@ -106,15 +114,29 @@ class Layout(ABC):
         return self.class_list.prefix(name, at) if self.request.labels == "prefix" else self.class_list.number(own, at)
 
     def unseen(self) -> str | None:
-        """Returns the path of the samples that these data hold out by themselves, such as CIFAR's test_batch; None if
+        """Returns the path of the samples that these data hold out by themselves, such as a split `test`; None if
         none.
         """
 
+    def leave_out(self, reason: str, count: int = 1) -> None:
+        """Counts what is passed over, for the start of a command: `reason` is a suffix such as .tif, or words."""
+        counts = self.notes.setdefault("left_out", {})
+        counts[reason] = counts.get(reason, 0) + count
+
+    def leave_out_others(self, counts: Mapping[str, int]) -> None:
+        """Counts files that may hold samples, and are of types that are not read, by their suffixes in `counts`."""
+        for suffix in sorted(counts):
+            if suffix in VIDEOS + _OTHER_VIDEOS + PICTURES + CONTAINERS and suffix not in self.request.suffixes:
+                self.leave_out(suffix, counts[suffix])
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Returns how much was left out when the samples were listed, by the reason."""
+        return self.notes.get("left_out", {})
+
     def advice(self) -> str:
-        """Returns what is slow about these data and how to mend it, or left out, for the start of a command; "":
-        nothing.
-        """
-        return ""
+        """Returns what is left out of these data, or slow, and how to mend it, for the start of a command."""
+        return _describe_left_out(self.left_out)
 
     def expect(self, places: Iterable[Place]) -> None:
         """Fetches the bytes of samples that are read soon, of data at an address. Does not wait."""
@@ -146,6 +168,19 @@ def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
             return sorted((entry.name, is_folder(entry)) for entry in islice(entries, _PEEKED) if entry.name[0] != ".")
     except OSError:
         return []
+
+
+def _describe_left_out(counts: Mapping[str, int]) -> str:
+    suffixes = sorted(reason for reason in counts if reason[0] == ".")
+    remarks = [f"{counts[reason]:,} {reason} are left out" for reason in counts if reason[0] != "."]
+    if suffixes:
+        ways = ["convert pictures to PNG or JPEG"] * any(suffix in PICTURES for suffix in suffixes)
+        ways += ["read videos by data.num_frames"] * any(suffix in VIDEOS for suffix in suffixes)
+        ways += ["convert videos to MP4"] * any(suffix in _OTHER_VIDEOS for suffix in suffixes)
+        ways += ["name archives and tables themselves"] * any(suffix in CONTAINERS for suffix in suffixes)
+        listed = ", ".join(f"{suffix} {counts[suffix]:,}" for suffix in suffixes)
+        remarks.append(f"files of other types are left out, {listed}: {', '.join(ways)}, if they are samples")
+    return "; ".join(remarks)
 
 
 def file_exists(files: Files, name: str) -> bool:

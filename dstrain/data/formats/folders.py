@@ -1,6 +1,7 @@
 """Folders of files: one folder for each class, with files at any depth below, or files only, which have no classes.
 
-A dataset.json (../labels.py) says the labels instead of the folders.
+A dataset.json (labels.py) says the labels instead of the folders. data.class_list numbers the class folders;
+data.labels=prefix takes classes from names such as cat_1.png (ADM), and none reads files at any depth without labels.
 """
 
 import os
@@ -13,14 +14,12 @@ from dstrain.data.files.listing import SAMPLES, join_few, list_class_folders, li
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.labels import LABELS, read_labels, refuse_splits
-from dstrain.data.formats.no_samples import describe_left_out, explain_no_samples
+from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.recipe import ConfigError
 
 
 class Folders(Layout):
-    """Every file is a sample, by its relative path. ConfigError: see `parts`. Its note "others" counts other files by
-    suffix.
-    """
+    """Every file is a sample, by its relative path. ConfigError: see `parts`."""
 
     kind = "folder of files"
 
@@ -36,16 +35,21 @@ class Folders(Layout):
     def parts(self) -> list[str]:
         """Returns the class folders, or "" for all files.
 
-        ConfigError: no files, files beside class folders, class folders without files or named as splits, a folder that
-        cannot be listed.
+        ConfigError: no files, files beside class folders, class folders without files, named as splits or unknown to
+        data.class_list, a folder that cannot be listed.
         """
         root, request = Path(self.root), self.request
         with listing_errors(root, request.key):
-            self._by_name = read_labels(root, request.key)
-            if self._by_name is None:
-                return self._class_parts(root, request)
-            if self._by_name:
-                self.classes = tuple(map(str, range(max(self._by_name.values()) + 1)))
+            if request.labels == "auto":
+                self._by_name = read_labels(root, request.key)
+                if self._by_name is None:
+                    return self._class_parts(root, request)
+                self._refuse_class_list()
+                if self._by_name:
+                    self.classes = tuple(map(str, range(max(self._by_name.values()) + 1)))
+            else:
+                refuse_splits(root, list_class_folders(root), request.key)
+                self.classes = self.class_list.classes if request.labels == "prefix" else ()
             if next(walk_files(root, "", request.suffixes), None) is None:
                 raise explain_no_samples(self)
             return [""]
@@ -54,7 +58,7 @@ class Folders(Layout):
         classes = list_class_folders(root)
         refuse_splits(root, classes, request.key)
         full = [name for name in classes if next(walk_files(root, name, request.suffixes), None) is not None]
-        flat = self._flat(classes)
+        flat = [name for name, deeper in self.files.names() if not deeper and name.lower().endswith(request.suffixes)]
         if not flat and not full:
             raise explain_no_samples(self)
         if full == [SAMPLES] and all(Path(name).stem == "grid" for name in flat):
@@ -69,6 +73,7 @@ class Folders(Layout):
                 "class, or write data.labels=none for no classes"
             )
         if flat:
+            self._refuse_class_list()
             return [""]
         if len(full) < len(classes):
             empty = [name for name in classes if name not in full]
@@ -77,42 +82,44 @@ class Folders(Layout):
                 "fill them, since they would count as classes; files ending in "
                 f"{' '.join(request.suffixes)} are read, in any case"
             )
-        self.classes = tuple(full)
+        names = self.class_list
+        if unknown := [name for name in full if names.classes and name not in names.places]:
+            raise ConfigError(
+                f"{request.key}={root}: the class folders {join_few(unknown)} are not among the "
+                f"{len(names.classes)} of {names.where}: add them there, or take them away"
+            )
+        self.classes = names.classes or tuple(full)
         return full
+
+    def _refuse_class_list(self) -> None:
+        if self.request.class_list is not None:
+            raise ConfigError(
+                f"{self.request.key}={self.root} has no class folders, and {self.class_list.where} names some: "
+                "leave it out, or write data.labels=prefix for files such as cat_1.png"
+            )
 
     def samples(self, part: str) -> Iterator[Sample]:
         with listing_errors(self.root, self.request.key):
-            names = self._below(part)
-            if self._by_name is not None:
-                yield from self._labelled(names, self._by_name)
-            else:
-                yield from (Sample(Place(name), part or None) for name in names)
-
-    def _below(self, folder: str, *more: str) -> list[str]:
-        """Yields the samples below a folder, and files that end in one of `more`."""
-        others = Counter(self.notes.get("others"))
-        names = sorted(walk_files(Path(self.root), folder, self.request.suffixes + more, self._deeper, others=others))
-        self.notes["others"] = others
-        return names
-
-    def advice(self) -> str:
-        return describe_left_out(self.notes.get("others", {}))
-
-    def _labelled(self, names: list[str], by_name: dict[str, int]) -> Iterator[Sample]:
+            names, by_name = self._below(part), self._by_name
+        if by_name is None:
+            yield from (Sample(Place(name), self.label(part or None, name)) for name in names)
+            return
         if missing := [name for name in names if by_name and name not in by_name]:
             raise ConfigError(
                 f"{self.request.key}={self.root}: {LABELS} has no label of {join_few(missing, 1)}, of "
                 f"{len(names)} {self.request.noun}: make it anew, or take it away, and folders are the "
                 "classes"
             )
+        if absent := len(by_name) - len(names) if by_name else 0:
+            self.leave_out(f"that {LABELS} names and that are not there", absent)
         yield from (Sample(Place(name), by_name.get(name)) for name in names)
 
-    def _flat(self, classes: tuple[str, ...]) -> list[str]:
-        return sorted(
-            name
-            for name in set(os.listdir(self.root)).difference(classes)
-            if name.lower().endswith(self.request.suffixes) and name[0] != "."
-        )
+    def _below(self, folder: str, *more: str) -> list[str]:
+        """Returns the samples below a folder, and files that end in one of `more`."""
+        others = Counter()
+        names = sorted(walk_files(Path(self.root), folder, self.request.suffixes + more, self._deeper, others=others))
+        self.leave_out_others(others)
+        return names
 
     def seen(self) -> Iterator[str]:
         return walk_files(Path(self.root), "", ("",))

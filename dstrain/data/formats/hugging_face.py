@@ -284,14 +284,14 @@ class ParquetTables(Tables):
         return is_file and "path" not in request.columns and any(holds_bytes(field.type) for field in schema)
 
     def advice(self) -> str:
-        file = self._open(self.parts()[0])
+        remarks, file = [super().advice()], self._open(self.parts()[0])
         size = file.count_bytes(0, [self.columns.image])
-        if size < _HUGE or not file.is_compressed(self.columns.image):
-            return ""
-        return (
-            f"images are compressed in row groups of {size / 1e6:.0f} MB, and each sample costs the decoding of one: "
-            "`dstrain pack` writes them as shards that are read sample by sample"
-        )
+        if size >= _HUGE and file.is_compressed(self.columns.image):
+            remarks.append(
+                f"images are compressed in row groups of {size / 1e6:.0f} MB, and each sample costs the decoding of "
+                "one: `dstrain pack` writes them as shards that are read sample by sample"
+            )
+        return "; ".join(filter(None, remarks))
 
     def samples(self, part: str) -> Iterator[Sample]:
         file, image, count = self._open_alike(part), self.columns.image, 0

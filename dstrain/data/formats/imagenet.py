@@ -6,24 +6,19 @@
                                                                     `dstrain convert imagenet-kit` writes
     ROOT/train/, ROOT/held_out/                                     shards of `dstrain convert`
 
-Any other data with train/ and val/ of the same classes are split likewise. Here are also the class folders that a list
-of classes numbers, and files at any depth with labels in their names or with none.
+Any other data with train/ and val/ of the same classes are split likewise.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import join_few, list_class_folders, listing_errors, walk_files
-from dstrain.data.files.local import Files, require_there
+from dstrain.data.files.listing import list_class_folders, listing_errors
+from dstrain.data.files.local import require_there
 from dstrain.data.files.remote import open_files
-from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.clips import Clips
-from dstrain.data.formats.folders import Folders
+from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
-from dstrain.data.formats.labels import SYNSET, is_split, read_class_list, refuse_splits
-from dstrain.data.formats.no_samples import explain_no_samples
+from dstrain.data.formats.labels import SYNSET, is_split, read_class_list
 from dstrain.data.formats.packed import find_packed_splits
 from dstrain.data.formats.unconverted import is_flat_validation
 from dstrain.recipe import Cache, ConfigError
@@ -92,65 +87,6 @@ def _find_splits_in(root: Path) -> tuple[str, str] | None:
     if len(classes) > 1 and same and (of_imagenet or all(map(is_split, folders))):
         return str(root / train[0]), str(held_out)
     return None
-
-
-class ListedFolders(Folders):
-    """Reads class folders whose labels are their places in data.class_list."""
-
-    kind = "class folders with data.class_list"
-
-    @classmethod
-    def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return super().recognises(root, files, request) and request.class_list is not None and request.labels == "auto"
-
-    def parts(self) -> list[str]:
-        parts, names = super().parts(), read_class_list(self.request.class_list)
-        unknown = [name for name in self.classes if name not in names.places]
-        if parts == [""] or self._by_name is not None:
-            raise ConfigError(
-                f"{self.request.key}={self.root} has no class folders, and {names.where} names some: "
-                "leave it out, or write data.labels=prefix for files such as cat_1.png"
-            )
-        if unknown:
-            raise ConfigError(
-                f"{self.request.key}={self.root}: the class folders {join_few(unknown)} are not among the "
-                f"{len(names.classes)} of {names.where}: add them there, or take them away"
-            )
-        self.classes = names.classes
-        return parts
-
-
-class AllFiles(Folders):
-    """Reads all files at any depth, without labels (data.labels=none), or with those in their names (prefix)."""
-
-    kind = "CLASS_name.png (ADM)"
-
-    @classmethod
-    def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return super().recognises(root, files, request) and request.labels in ("none", "prefix")
-
-    def parts(self) -> list[str]:
-        root, names = Path(self.root), read_class_list(self.request.class_list)
-        with listing_errors(root, self.request.key):
-            refuse_splits(root, list_class_folders(root), self.request.key)
-            if next(walk_files(root, "", self.request.suffixes), None) is None:
-                raise explain_no_samples(self)
-        self.classes = names.classes if self.request.labels == "prefix" else ()
-        return [""]
-
-    def samples(self, part: str) -> Iterator[Sample]:
-        names, by_prefix = read_class_list(self.request.class_list), self.request.labels == "prefix"
-        with listing_errors(self.root, self.request.key):
-            for name in self._below(part):
-                yield Sample(Place(name), names.prefix(name, f"{self.request.key}={self.root}") if by_prefix else None)
-
-
-class ListedClips(Clips, ListedFolders):
-    """Reads as ListedFolders do, with the captions of Clips."""
-
-
-class AllClips(Clips, AllFiles):
-    """Reads as AllFiles do, with the captions of Clips."""
 
 
 def read_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple[str, ...]:

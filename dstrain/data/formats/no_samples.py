@@ -1,24 +1,21 @@
-"""Says what data hold instead of samples or beside them, and what makes them readable."""
+"""Says what data hold instead of samples, and what makes them readable."""
 
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
 from itertools import islice
 from os.path import splitext
 from pathlib import Path
 
-from dstrain.data.formats.base import Layout
+from dstrain.data.formats.base import PICTURES, UNCAPTIONED, VIDEOS, Layout
 from dstrain.data.formats.unconverted import holds_latents
 from dstrain.recipe import ConfigError
 
 _EXAMINED_FILES = 1000  # by which data are judged
 _FOLDERS_ABOVE = 3  # latents may lie in REPA/vae-sd/00000
-_VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
-_PICTURES = (".tif", ".tiff", ".gif", ".avif", ".heic", ".heif", ".jp2", ".jxl", ".ppm", ".pgm", ".tga", ".exr", ".dng")
 _REMEDIES = (  # suffixes of files that are no samples as they lie, and the remedy
-    (_VIDEOS, "data.num_frames=17 reads clips, for a system that learns from them, such as system=phenaki.tokenizer"),
-    (_PICTURES, "convert them to PNG or JPEG, as `mogrify -format png FILES` of ImageMagick does"),
+    (VIDEOS, "data.num_frames=17 reads clips, for a system that learns from them, such as system=phenaki.tokenizer"),
+    (PICTURES, "convert them to PNG or JPEG, as `mogrify -format png FILES` of ImageMagick does"),
     (
         (".npy", ".safetensors"),
         "{latents}; pixels are written as uint8 (N, H, W, C) by numpy.savez, for `dstrain convert npz`",
@@ -42,7 +39,7 @@ def explain_no_samples(layout: Layout) -> ConfigError:
     """Returns the refusal of data without a sample: what they hold, and the remedy."""
     request = layout.request
     noun, where = request.noun, f"{request.key}={layout.root}"
-    if uncaptioned := layout.notes.get("uncaptioned", 0):
+    if uncaptioned := layout.left_out.get(UNCAPTIONED, 0):
         return ConfigError(
             f"{where}: none of its {uncaptioned:,} {noun} has a caption: write X.txt beside X.png, in tars "
             "too, or leave out what asks for captions"
@@ -66,19 +63,6 @@ def explain_no_samples(layout: Layout) -> ConfigError:
     return ConfigError(
         f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "
         f"It holds {name}{others}: {remedy}"
-    )
-
-
-def describe_left_out(counts: Mapping[str, int]) -> str:
-    """Returns a line about pictures and videos of types that are not read, counted by suffix; "" if there are none."""
-    known = [suffix for suffix in sorted(counts) if suffix in _VIDEOS + _PICTURES]
-    if not known:
-        return ""
-    ways = ["convert pictures to PNG or JPEG"] * any(suffix in _PICTURES for suffix in known)
-    ways += ["read videos by data.num_frames"] * any(suffix in _VIDEOS for suffix in known)
-    return (
-        f"files of other types are left out, {', '.join(f'{suffix} {counts[suffix]:,}' for suffix in known)}: "
-        f"{', '.join(ways)}, if they are samples"
     )
 
 

@@ -16,9 +16,8 @@ from typing import Any
 from dstrain.data.files.listing import ask_each, listing_errors, walk_files
 from dstrain.data.files.local import Files
 from dstrain.data.files.storage import retry
-from dstrain.data.formats.base import Place, Request, Sample
+from dstrain.data.formats.base import UNCAPTIONED, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
-from dstrain.data.formats.labels import read_class_list
 from dstrain.data.formats.lists import COLUMNS
 from dstrain.data.source import BadSample, reading
 from dstrain.disk import small
@@ -30,7 +29,7 @@ _UNREADABLE = ("",)  # the sample will count as bad, as one whose caption is emp
 
 
 class Beside(Folders):
-    """Its note "uncaptioned" is the number of images that were left out when the samples were listed."""
+    """Images with captions beside them; others are left out, and counted."""
 
     kind = "images with X.txt or X.json"
 
@@ -51,26 +50,21 @@ class Beside(Folders):
             )
 
     def parts(self) -> list[str]:
-        self.classes = read_class_list(self.request.class_list).classes
+        self.classes = self.class_list.classes
         return [""]
 
     def samples(self, part: str) -> Iterator[Sample]:
-        at, names = f"{self.request.key}={self.root}", read_class_list(self.request.class_list)
         with listing_errors(self.root, self.request.key):
             files = self._below("", *_TEXTS)
         beside = {name for name in files if name.lower().endswith(_TEXTS)}
         images = [name for name in files if name not in beside]
         in_folders = self.request.labels == "auto" and all("/" in name for name in images)
         self._texts = sorted(beside)[:: 1 + len(beside) // _WATCHED]
-        self.notes["uncaptioned"] = 0
         for name, captions in zip(images, ask_each(lambda name: self._captions(name, beside), images)):
             if not captions:
-                self.notes["uncaptioned"] += 1
-            elif self.request.labels == "prefix":
-                yield Sample(Place(name), names.prefix(name, at), captions)
+                self.leave_out(UNCAPTIONED)
             else:
-                label = names.number(name.split("/")[0], at) if in_folders else None
-                yield Sample(Place(name), label, captions)
+                yield Sample(Place(name), self.label(name.split("/")[0] if in_folders else None, name), captions)
 
     def _captions(self, name: str, beside: set[str]) -> tuple[str, ...]:
         """Returns the captions of an image, () where there are none beside it."""

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from dstrain.data.files.listing import listing_errors
 from dstrain.data.files.local import Files
 from dstrain.data.files.remote import Missing
-from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
+from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
 from dstrain.data.formats.sidecars import find_captions, split_captions
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, NotRead
@@ -42,11 +42,10 @@ _ENDS = (".tar", *_UNPACK)
 class Tars(Layout):
     """A sample is a member of a shard; `offset` and `size` are its bytes there, and its name begins with the shard's.
 
-    Its note "uncaptioned" is the number of images that were left out, where captions are needed; clips need none.
+    Images without captions are left out, where captions are needed, and counted; clips need none.
     """
 
     kind = "webdataset tars"
-    _first: str  # of the parts
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -73,17 +72,13 @@ class Tars(Layout):
                     f"read one by one: unpack it, {_UNPACK[packed].format(f'{self.files.root}/{name}')}"
                 )
         self.classes = self.class_list.classes
-        shards = [name for name in names if name.lower().endswith(".tar")]
-        self._first = shards[0]
-        return shards
+        return [name for name in names if name.lower().endswith(".tar")]
 
     def watched(self) -> list[str]:
         return ["", *self.parts()]
 
     def samples(self, part: str) -> Iterator[Sample]:
         members = self._members(part)
-        if self.request.captions and part == self._first:  # listing begins, perhaps anew
-            self.notes["uncaptioned"] = 0
         labelled = any(sample.get("cls", sample.get("label")) is not None for sample in members.values())
         for key in sorted(members):
             sample = members[key]
@@ -103,7 +98,7 @@ class Tars(Layout):
                 )
             captions = sample.get("txt") or sample.get("captions") or ()
             if self.request.captions and not captions and self.request.noun != "clips":
-                self.notes["uncaptioned"] += 1
+                self.leave_out(UNCAPTIONED)
                 continue
             label = self.label(sample.get("cls", sample.get("label")), key)
             yield Sample(Place(f"{part}/{key}", 0, *sample["place"]), label, captions)

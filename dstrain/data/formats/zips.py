@@ -76,21 +76,17 @@ class Zips(Layout):
     def read(self, place: Place) -> bytes:
         return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
-    def advice(self) -> str:
-        outside = self.notes.get("outside", 0)
-        return f"{outside:,} whose names lead outside are left out" if outside else ""
-
     def _members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
         """Returns the members that count, the labels of a dataset.json (None: there is none), and the folder around
         all.
         """
-        members, tables, top, outside = Members(), [], None, 0
+        members, tables, top = Members(), [], None
         with self.files.open(part) as file:
             for member in list_members(file):
                 name = member.orig_filename
                 folders = name.split("/")
                 if (".." in folders or not folders[0]) and name.lower().endswith(self.request.suffixes):
-                    outside += 1
+                    self.leave_out("whose names lead outside")
                 if any(not folder or is_hidden(folder) for folder in folders):
                     continue
                 is_table = folders[-1] == LABELS
@@ -106,8 +102,6 @@ class Zips(Layout):
                 folder = name[: name.rfind("/") + 1]
                 top = folder if top is None else _find_common(top, folder)
                 members.add(member)
-        if outside:
-            self.notes["outside"] = outside
         if top is None:  # which is refused in the end
             return members, None, ""
         top = next(

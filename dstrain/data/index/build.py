@@ -221,6 +221,7 @@ def _list_in_memory(layout: Layout) -> Index | None:
 
 
 def _list_on_disk(layout: Layout, folder: Path) -> Index:
+    layout.notes.clear()  # They may be those of a listing in memory.
     building, parts = _name_building(folder), layout.parts()
     watch_list = _choose_watched(layout)
     _await_clock(stats := _read_stats(layout, watch_list))

@@ -11,7 +11,7 @@ from typing import Any
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import ask_each
 from dstrain.data.files.storage import require_regular
-from dstrain.data.formats.base import Request
+from dstrain.data.formats.base import UNCAPTIONED, Request
 from dstrain.data.formats.sidecars import Beside
 from dstrain.data.index.build import open_index
 from dstrain.data.index.index import CHUNK
@@ -40,7 +40,7 @@ class Captioned(Images):
 
     @property
     def num_uncaptioned(self) -> int:
-        return self.layout.notes.get("uncaptioned", 0)
+        return self.layout.left_out.get(UNCAPTIONED, 0)
 
     def read(self, index: int, chance: float | None = None) -> Item:
         item = super().read(index, chance)

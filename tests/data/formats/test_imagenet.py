@@ -15,7 +15,7 @@ from torchvision.datasets import imagenet as original
 
 from dstrain.commands.convert import ConvertOptions, convert
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.formats.base import Request
+from dstrain.data.formats.base import UNCAPTIONED, Request
 from dstrain.data.formats.imagenet import read_titles
 from dstrain.data.open import describe_data, open_sources
 from dstrain.data.source import BadSample, Source
@@ -284,7 +284,7 @@ def test_captions_beside_images(tmp_path):
     source = open_images(root, 16, request=request)
     captioned = ["a/0.png", "a/1.png", "b/3.png", "b/4.png", "b/c/6.png"]
     assert [source.name(index) for index in range(len(source))] == captioned
-    assert source.layout.notes["uncaptioned"] == 2 and source.classes == ("a", "b")
+    assert source.layout.left_out == {UNCAPTIONED: 2} and source.classes == ("a", "b")
     plain = {plain.name(index): plain[index] for plain in [open_images(root, 16)] for index in range(7)}
     for index, caption, label in ((0, "one", 0), (1, "three", 0), (2, "four", 1)):
         item = source[index]
