@@ -63,7 +63,7 @@ def run_verb(options: ExportOptions) -> None:
 
 
 def export(options: ExportOptions) -> Exported:
-    """Writes options.out, whole or not at all. ConfigError: it cannot be expressed, or does not agree."""
+    """Writes options.out, whole or not at all. Raises ConfigError if it cannot be expressed, or does not agree."""
     if group.read_place().world > 1:
         raise ConfigError("an export takes one process: dstrain export ...")
     if options.statistics and options.format != "diffusers":
@@ -116,12 +116,12 @@ def export(options: ExportOptions) -> Exported:
 
 
 def _compute_in_float32() -> AbstractContextManager[None]:
-    """Inside, both sides compute in whole float32: on a GPU convolutions would round to TF32, each by its algorithm."""
+    """Computes in whole float32 on both sides: on a GPU convolutions would round to TF32, each by its algorithm."""
     return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
 def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
-    """The largest difference of what the card's code has drawn / the largest magnitude of what is expected (B, ...)."""
+    """Returns the largest difference of what the card's code has drawn / the largest magnitude expected (B, ...)."""
     found = torch.from_numpy(drawn)
     if expected.dtype == torch.uint8:  # pictures come as they are saved, (B, H, W[, C])
         found = found.view(len(found), *expected.shape[2:], -1).movedim(-1, 1)
@@ -129,7 +129,7 @@ def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
 
 
 def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
-    """ConfigError: an error is above its limit, or not a number."""
+    """Raises ConfigError if an error is above its limit, or not a number."""
     excess = [
         f"{error:.1e} ({name})" for name, error in exported.errors.items() if not error <= limits.get(name, _TOLERATED)
     ]
@@ -175,7 +175,7 @@ def _export_to_diffusers(
 
 
 def _read_classes(run: Run) -> tuple[str, ...]:
-    """Names of the labels, if the run's data are still there and say so."""
+    """Reads the names of the labels, if the run's data are still there and say so."""
     try:
         classes = tuple(open_sources(run.data, run=run.directory)[0].classes)
         return read_titles(run.data.path, run.data.class_list, classes)
@@ -184,7 +184,7 @@ def _read_classes(run: Run) -> tuple[str, ...]:
 
 
 def _read_statistics(options: ExportOptions, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
-    """The statistics that dstrain encode measured. ConfigError: its codes are of other weights."""
+    """Reads the statistics that dstrain encode measured. Raises ConfigError if its codes are of other weights."""
     folder = options.statistics.parent if options.statistics.name == INDEX else options.statistics
     index = read_index(folder)
     own, encoder = hash_network(*system.identity(nets)), index["encoding"]["first_stage"]
@@ -198,7 +198,7 @@ def _read_statistics(options: ExportOptions, system: System, nets: dict[str, nn.
 
 @torch.no_grad()
 def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
-    """Of the posteriors of `num` training samples."""
+    """Measures the posteriors of `num` training samples."""
     shards, count = [], 0
     for example in _encode_samples(num, run, system):
         codes = system.codes(nets, example)

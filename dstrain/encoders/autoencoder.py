@@ -60,32 +60,30 @@ class Autoencoder(Frozen):
         self.factor = 2 ** (len(config.block_out_channels) - 1)
 
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
-        """Float32 latents drawn from the posterior with the samples' own noise: (B, C, H, W), (B,) -> (B, c, h, w)."""
+        """Draws float32 latents from the posterior with the samples' own noise: (B, C, H, W), (B,) -> (B, c, h, w)."""
         with compute_in(self.precision):
             return self.draw(*encode_posterior(self.vae, image), key)
 
     def draw(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
-        """Float32 latents as `encode` draws them, from a cached posterior: (B, c, h, w) each, (B,) -> (B, c, h, w)."""
+        """Draws float32 latents as `encode` does, from a cached posterior: (B, c, h, w) each, (B,) -> (B, c, h, w)."""
         return draw_latents(mean, std, key, self.scaling_factor, self.shift)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C, H, W)."""
+        """Returns float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C, H, W)."""
         latents = latents / self.scaling_factor + self.shift
         return self.vae.decode(latents.to(_find_dtype(self.vae.decoder))).sample.float()
 
     def fingerprint(self) -> str:
-        """Hash of architecture and weights, see the function of this name. To be asked before `drop_encoder`."""
+        """Returns a hash of architecture and weights, see `hash_network`. Ask before `drop_encoder` and `encode_in`."""
         return hash_network(*identify_autoencoder(self.vae))
 
     def facts(self) -> dict[str, Any]:
-        """What decides the latents of an image: scaling_factor, shift and fingerprint."""
+        """Returns what decides the latents of an image: scaling_factor, shift and fingerprint."""
         return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.fingerprint()}
 
     def encode_in(self, precision: Precision | None) -> None:
-        """From now on `encode` computes in it, None for tf32 where the GPU has it. `decode` stays float32, and
-        `fingerprint` is to be asked before.
-        """
+        """Sets the precision of `encode`; None: tf32 where the GPU has it. `decode` stays float32."""
         self.precision = precision = precision or choose_precision()
         for network in (self.vae.encoder, self.vae.quant_conv):
             if network is not None:
@@ -98,20 +96,20 @@ class Autoencoder(Frozen):
 
 @torch.no_grad()
 def encode_posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation, float32, of an AutoencoderKL's latents: (B, C, H, W) in [-1, 1] -> 2 x (B, c, h, w)."""
+    """Returns mean and deviation of an AutoencoderKL's latents: (B, C, H, W) in [-1, 1] -> 2 x (B, c, h, w)."""
     moments = vae.encode(image.to(_find_dtype(vae.encoder))).latent_dist.parameters.float()
     mean, log_variance = moments.chunk(2, dim=1)
     return mean, torch.exp(0.5 * log_variance.clamp(-30, 20))
 
 
 def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: float, shift: float = 0.0) -> Tensor:
-    """Float32 latents (B, c, h, w) from their posterior, with the noise of the samples' keys (B,)."""
+    """Draws float32 latents (B, c, h, w) from their posterior, with the noise of the samples' keys (B,)."""
     noise = rng.normal(key, "latent", tuple(mean.shape[1:]))
     return (mean.float() + std.float() * noise - shift) * scaling_factor
 
 
 def identify_autoencoder(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What decides an AutoencoderKL's codes: its architecture and its weights by diffusers' names.
+    """Returns what decides an AutoencoderKL's codes: its architecture and its weights by diffusers' names.
 
     Scale and shift of the latents are left out, since they come after the codes and may be measured later.
     """
@@ -120,7 +118,7 @@ def identify_autoencoder(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def hash_network(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
-    """A short hash of a frozen encoder: its config, as JSON, and every bit of its weights."""
+    """Returns a short hash of a frozen network: its config, as JSON, and every bit of its weights."""
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16)
     for name in sorted(weights):
         tensor = weights[name].detach().cpu().contiguous()
@@ -134,7 +132,7 @@ def _find_dtype(network: nn.Module) -> torch.dtype:
 
 
 def _may_be_hub_name(path: str) -> bool:
-    """Whether a path that is no folder can be a name on the hub. An unknown name would cost half a minute there."""
+    """Tells whether a path that is no folder can be a name on the hub, where an unknown one costs half a minute."""
     owner, _, _name = path.partition("/")
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()
 

@@ -44,7 +44,7 @@ class EmojiTower:
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """uint8 (N, 3, H, W) of any size -> embeddings float32 (N, 384) of unit length."""
+        """Returns embeddings float32 (N, 384) of unit length, of images uint8 (N, 3, H, W) of any size."""
         pixels = images.to(self._device).float()
         if pixels.shape[-2:] != (SIDE, SIDE):
             pixels = F.interpolate(pixels, (SIDE, SIDE), mode="bilinear", antialias=True)
@@ -52,7 +52,7 @@ class EmojiTower:
 
 
 def read_text_embeds(captions: list[str]) -> Tensor | None:
-    """float32 (N, 384) of captions of the built-in pairs, in lower case; None: one of them is another text."""
+    """Returns float32 (N, 384) of captions of the built-in pairs, in lower case; None if one is another text."""
     known = embeddings.read_builtin_captions()
     rows = [known.get(" ".join(caption.lower().split())) for caption in captions]
     if None in rows:

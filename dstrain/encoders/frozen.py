@@ -19,9 +19,9 @@ class Frozen(nn.Module):
 
 @contextmanager
 def explain_loading(kind: str, key: str, path: str, content: str) -> Iterator[None]:
-    """A block that loads a `kind` of network from `path`, the value of `key`: a folder with `content`, or a hub name.
+    """Explains what fails in a block that loads a `kind` of network from a folder with `content`, or by a hub name.
 
-    ConfigError: the path looks like a folder and is none, or the block raises OSError or ValueError.
+    Raises ConfigError, which names the `key`, if the path looks like a folder and is none, or the block fails to read.
     """
     if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
         raise ConfigError(f"{key}: there is no folder {path}; give one that holds {content}, or a name on the hub")
@@ -35,5 +35,5 @@ def explain_loading(kind: str, key: str, path: str, content: str) -> Iterator[No
 
 
 def shorten_error(error: Exception) -> str:
-    """An error's message without line breaks, at most 200 characters."""
+    """Returns an error's message without line breaks, at most 200 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -41,7 +41,7 @@ class ImageEncoder(Frozen):
 
     @torch.no_grad()
     def encode(self, image: Tensor) -> Tensor:
-        """uint8 (N, 3, H, W) -> image_embed float32 (N, D), not normalized. Squares of another size are resampled."""
+        """Returns image_embed float32 (N, D), not normalized, of uint8 (N, 3, H, W). Another size is resampled."""
         pixels = image.float() / 255
         if image.shape[-2:] != (self.image_size, self.image_size):
             pixels = F.interpolate(pixels, (self.image_size, self.image_size), mode="bicubic", antialias=True)
@@ -96,7 +96,7 @@ class VisionTower(Frozen):
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """uint8 (N, 3, H, W), of clips (N, T, 3, H, W) with T of num_frames -> float32 (N, D).
+        """Returns float32 (N, D) of uint8 (N, 3, H, W), of clips (N, T, 3, H, W) with T of num_frames.
 
         They are resized to 224 x 224 pixels, bicubic and smoothed, whatever their aspect, as EDM2 does.
         """

@@ -18,17 +18,17 @@ Precision = Literal["fp32", "tf32", "bf16"]
 
 
 def choose_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of weights."""
+    """Returns the dtype of weights."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def choose_precision() -> Precision:
-    """tf32 where the GPU has it, else fp32."""
+    """Returns tf32 where the GPU has it, else fp32."""
     return "tf32" if torch.cuda.is_available() and torch.cuda.is_tf32_supported() else "fp32"
 
 
 def find_problem(precision: Precision | None, key: str) -> str | None:
-    """Why this machine cannot compute so; it is refused, since figures and caches name their precision."""
+    """Says why this machine cannot compute so; it is refused, since figures and caches name their precision."""
     if precision != "tf32" or choose_precision() == "tf32":
         return None
     return (
@@ -38,14 +38,14 @@ def find_problem(precision: Precision | None, key: str) -> str | None:
 
 
 def require_precision(precision: Precision) -> None:
-    """ConfigError: this machine cannot compute as --precision says."""
+    """Raises ConfigError if this machine cannot compute as --precision says."""
     if text := find_problem(precision, "--precision tf32"):
         raise ConfigError(text)
 
 
 @contextmanager
 def compute_in(precision: Precision) -> Iterator[None]:
-    """Inside, float32 is computed as `precision` says; afterwards as before."""
+    """Computes float32 in the block as `precision` says, and afterwards as before."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"

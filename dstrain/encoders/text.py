@@ -48,13 +48,13 @@ class TextEncoder(Frozen):
         self.embed_dim = config.hidden_size if self.projection is None else self.projection.out_features
 
     def fingerprint(self) -> str:
-        """A short hash of what decides the embeddings: the kind of model, its weights, and its pooling."""
+        """Returns a short hash of what decides the embeddings: the kind of model, its weights, and its pooling."""
         config = {"class": type(self.model).__name__} | ({"pooling": "cls"} if self.pooling == "cls" else {})
         return hash_network(config, self.state_dict() | dict(self.named_buffers()))
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
-        """text_embed float32 (N, D), text_encodings float32 (N, L, E), text_mask bool (N, L), on the encoder's device.
+        """Returns text_embed float32 (N, D), text_encodings float32 (N, L, E), text_mask bool (N, L), on its device.
 
         Nothing is normalized. Captions are cut after max_length tokens.
         """
@@ -81,7 +81,7 @@ def unpack_captions(packed: Tensor) -> list[str]:
 
 
 def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
-    """The encoder, CLIP's projection (None for others) and the tokenizer."""
+    """Returns the encoder, CLIP's projection (None for others) and the tokenizer."""
     # Slow to import, and only users of captions need it.
     from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPModel, CLIPTextModelWithProjection
 
@@ -95,7 +95,7 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
 
 
 def _set_padding(tokenizer: Any, path: str) -> None:
-    """Makes a tokenizer pad short texts at their end, with pad_token or else eos_token. ConfigError: it has neither."""
+    """Makes a tokenizer pad short texts at their end. Raises ConfigError if it has neither pad_token nor eos_token."""
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ConfigError(
             f"text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to pad short "
@@ -107,7 +107,7 @@ def _set_padding(tokenizer: Any, path: str) -> None:
 
 
 def _read_pooling(path: str) -> str:
-    """How a sentence encoder makes one vector of its token states: mean or cls. ConfigError: in another way."""
+    """Reads how a sentence encoder makes one vector of its token states. Raises ConfigError unless by mean or cls."""
     for module in _read_json(path, "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):
@@ -135,7 +135,7 @@ def _read_pooling(path: str) -> str:
 
 
 def _read_json(path: str, name: str) -> Any:
-    """A JSON file of an encoder's folder or hub page; None: it has none of that name."""
+    """Reads a JSON file of an encoder's folder or hub page; None if it has none of that name."""
     from transformers.utils import cached_file
 
     file = cached_file(

@@ -16,14 +16,14 @@ Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
 
 def list_differences(old: Run, new: Run) -> list[Change]:
-    """Every key whose value differs; None where one side does not have it."""
+    """Lists every key whose value differs; None where one side does not have it."""
     before, after = _flatten_run(old), _flatten_run(new)
     keys = [*before, *(key for key in after if key not in before)]
     return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
 
 
 def find_refused(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
-    """The differences that would make a resumed run another run; `system` is the schema of the model section."""
+    """Lists the differences that would make a resumed run another one; `system` is the schema of the model section."""
 
     def acceptable(key: str, before: Any) -> bool:
         rule = find_resume_rule(key, Run, system)
@@ -39,7 +39,7 @@ def find_refused(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
 
 
 def explain_refused(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
-    """The error that names what a resumed run may not change, and what to do."""
+    """Returns the error that names what a resumed run may not change, and what to do."""
     lines = []
     for key, old, new in changes:
         remedy = find_resume_rule(key, Run, system).remedy or f"write {key}={format_value(old)} to keep it"
@@ -53,7 +53,7 @@ def explain_refused(changes: Iterable[Change], folder: Path, system: type[BaseMo
 
 
 def _flatten_run(run: Run) -> dict[str, Any]:
-    """Every value of a Run by dotted key."""
+    """Returns every value of a Run by dotted key."""
 
     def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():

@@ -23,7 +23,7 @@ _LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
 
 
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
-    """The Run of a recipe file (None: the schema's defaults) with `key=value` overrides applied."""
+    """Reads a recipe file (None: the schema's defaults), applies `key=value` overrides, and returns the Run."""
     values = _read_recipe(recipe) if recipe is not None else {}
     overridden, problems = _apply_overrides(values, overrides)
     problems += _move_init_from(values, overridden)
@@ -45,7 +45,7 @@ def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
 
 
 def check(run: Run, config_class: Any) -> Run:
-    """The Run with its model section completed and checked by the system's Config: every default written out."""
+    """Returns the Run with its model section completed and checked by the system's Config, all defaults in it."""
     try:
         model = config_class.model_validate(config_class.completed(run.model, run))
     except ValidationError as error:
@@ -54,12 +54,12 @@ def check(run: Run, config_class: Any) -> Run:
 
 
 def dump(run: Run) -> str:
-    """YAML that `load` reads back to an equal Run."""
+    """Returns YAML that `load` reads back to an equal Run."""
     return yaml.dump(make_plain(run), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def make_plain(value: Any) -> Any:
-    """A model as what YAML can say; pydantic's own JSON mode would turn inf to null."""
+    """Returns a model as what YAML can say; pydantic's own JSON mode would turn inf to null."""
     if isinstance(value, BaseModel):
         value = value.model_dump(by_alias=True)
     if isinstance(value, dict):
@@ -152,7 +152,7 @@ def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
 
 
 def _parse_yaml(text: str) -> Any:
-    """The value of a YAML text. YAMLError."""
+    """Returns the value of a YAML text. Raises YAMLError."""
     try:
         return yaml.load(text, _Loader)
     except ValueError as error:  # a number of thousands of digits

@@ -78,7 +78,7 @@ def _join_location(location: Iterable[Any], prefix: str) -> str:
 
 
 def _explain_item(item: Any, key: str, prefix: str, known: list[str]) -> list[str]:
-    """One of pydantic's errors in our words."""
+    """Puts one of pydantic's errors into our words."""
     value = format_value(item["input"])
     match item["type"]:
         case "extra_forbidden":
@@ -105,7 +105,7 @@ def _explain_item(item: Any, key: str, prefix: str, known: list[str]) -> list[st
 
 
 def suggest_key(key: str, known: Iterable[str]) -> str:
-    """' (did you mean ...?)' for a key that is unknown among `known` dotted keys, or nothing."""
+    """Returns ' (did you mean ...?)' for a key that is unknown among `known` dotted keys, or nothing."""
     known, key = list(known), key.lower().replace("-", "_")
     section, _, leaf = key.rpartition(".")
     meant = [name for name in known if name.rpartition(".")[2] == leaf] or [
@@ -121,7 +121,7 @@ def suggest_key(key: str, known: Iterable[str]) -> str:
 
 
 def list_nearby(path: Path, pattern: str) -> str:
-    """What a missing file may have been: the files of its folder, the closest one first."""
+    """Says what a missing file may have been: the files of its folder, the closest one first."""
     names = sorted(file.name for file in path.parent.glob(pattern)) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, 1)
     meant = f" (did you mean {path.parent / close[0]}?)" if close else ""
@@ -130,14 +130,14 @@ def list_nearby(path: Path, pattern: str) -> str:
 
 
 def list_divisors(number: int) -> str:
-    """The divisors of a number as text, for messages: the batch sizes that would work."""
+    """Lists the divisors of a number as text, for messages: the batch sizes that would work."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     all_of_them = sorted({*small, *(number // d for d in small)})
     return ", ".join(map(str, all_of_them if len(all_of_them) <= 16 else [*all_of_them[:8], "...", *all_of_them[-7:]]))
 
 
 def format_value(value: Any) -> str:
-    """A value as it would be written in an override."""
+    """Returns a value as it would be written in an override."""
     if isinstance(value, str):
         value = value.replace("\0", "\\0")
     named = {None: "null", "": "''", True: "true", False: "false"}

@@ -120,7 +120,7 @@ class Data(Mixture, Shaping):
         return self
 
     def parts(self) -> tuple[Self, ...]:
-        """The section of each source by itself; () without a mixture."""
+        """Returns the section of each source by itself; () without a mixture."""
         return tuple(
             self.model_copy(
                 update={
@@ -223,7 +223,7 @@ class Optimizer(Section):
         return self
 
     def lr_at(self, step: int, steps: int) -> float:
-        """Learning rate of the update that follows `step` updates, in a run of `steps`."""
+        """Returns the learning rate of the update that follows `step` updates, in a run of `steps`."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.schedule == "constant":
@@ -245,7 +245,7 @@ class Ema(Section):
 
     @property
     def names(self) -> tuple[float, ...]:
-        """What --ema calls the averages: a decay or, up to WIDEST, a width."""
+        """Returns what --ema calls the averages: a decay or, up to WIDEST, a width."""
         return (*self.decays, *self.profiles)
 
     @model_validator(mode="after")
@@ -273,7 +273,7 @@ class Ema(Section):
         return self
 
     def decay_at(self, decay: float, step: int) -> float:
-        """Effective decay of the update that follows `step` earlier ones."""
+        """Returns the effective decay of the update that follows `step` earlier ones."""
         return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
 
 
@@ -405,7 +405,7 @@ class Run(Section):
 
     @property
     def directory(self) -> Path:
-        """Where the run keeps its checkpoints, samples and logs."""
+        """Returns where the run keeps its checkpoints, samples and logs."""
         return self.folder or Path("runs") / self.name
 
     @field_validator("folder", "init_from")

@@ -24,14 +24,14 @@ Count = Annotated[int, Field(ge=0)]
 
 
 def check_path(path: str) -> str:
-    """A path as Linux takes it, or an error: it is too long."""
+    """Returns a path that Linux takes. Raises PydanticCustomError if it is too long."""
     if len(os.fsencode(path)) > 4000 or max(map(len, os.fsencode(path).split(b"/"))) > 255:
         raise PydanticCustomError("long_path", "it is too long for a path, whose names have 255 bytes at most")
     return path
 
 
 def _check_recompute(value: Any) -> Any:
-    """A choice of Recompute; true and false are what all and none were called."""
+    """Returns a choice of Recompute; true and false are what all and none were called."""
     value = {True: "all", False: "none"}[value] if isinstance(value, bool) else value
     if value in ("none", "attention", "all") or (isinstance(value, int) and value > 0):
         return value
@@ -51,12 +51,12 @@ class Resume:
 
 
 def fixed(remedy: str = "") -> Resume:
-    """A field that may not change, and what to do where it has."""
+    """Marks a field that may not change; the remedy says what to do where it has."""
     return Resume(may_change=False, remedy=remedy)
 
 
 def filled_in(remedy: str = "") -> Resume:
-    """A field that may not change, but for null, which may become a value."""
+    """Marks a field that may not change, but for null, which may become a value."""
     return Resume(may_change=False, may_be_filled_in=True, remedy=remedy)
 
 
@@ -92,19 +92,19 @@ class Section(BaseModel):
 
 
 def list_types(annotation: Any) -> list[Any]:
-    """All plain types within an annotation such as `int | None`."""
+    """Lists all plain types within an annotation such as `int | None`."""
     inner = typing.get_args(annotation)
     return [plain for part in inner for plain in list_types(part)] if inner else [annotation]
 
 
 def find_section(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, None where it holds a value."""
+    """Returns the section that a field holds, None where it holds a value."""
     kinds = list_types(field.annotation)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def list_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """(dotted key, field) of all entries of a schema, those of its sections behind them."""
+    """Yields (dotted key, field) of all entries of a schema, those of its sections behind them."""
     for name, field in schema.model_fields.items():
         key = f"{prefix}.{field.alias or name}" if prefix else field.alias or name
         yield key, field
@@ -113,7 +113,7 @@ def list_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
 
 
 def find_resume_rule(key: str, schema: type[BaseModel] | None, system: type[BaseModel]) -> Resume:
-    """What is written on the field of a dotted key, or on the section around it; `system`: the schema of `model`."""
+    """Returns the rule on the field of a dotted key, or on the section around it; `system`: the schema of `model`."""
     rule = MAY_CHANGE
     for depth, name in enumerate(key.split(".")):
         entries = {field.alias or own: field for own, field in schema.model_fields.items()} if schema else {}

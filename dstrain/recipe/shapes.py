@@ -16,7 +16,7 @@ Aspect = Annotated[float, Field(gt=0, le=1000)]
 
 
 def require_multiples(sizes: tuple[Shape, ...] | None, unit: int, words: str) -> None:
-    """ConfigError: a side of model.sizes is no multiple of `unit`, which `words` explain."""
+    """Raises ConfigError if a side of model.sizes is no multiple of `unit`, which `words` explain."""
     if unfit := [f"{wide} x {high}" for wide, high in sizes or () if wide % unit or high % unit]:
         raise ConfigError(
             f"sizes: the sides of {', '.join(unfit[:5])} in data.buckets are no multiples of {unit}, "
@@ -32,7 +32,7 @@ class BucketRule(Section):
     ratio: Annotated[float, Field(ge=1, le=16)] = 2.0  # of the longer side to the shorter one, at most
 
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """From the widest to the highest: for each short side the longest long one that `pixels` and `ratio` allow."""
+        """Lists for each short side the longest long one that `pixels` and `ratio` allow, the widest first."""
         square = int(self.pixels**0.5) // self.step * self.step
         shapes = set()
         for short in range(self.step, square + 1, self.step):
@@ -81,7 +81,7 @@ class Shaping(Section):
 
     @property
     def durations(self) -> tuple[int, ...]:
-        """Of clips, the numbers of frames of the buckets."""
+        """Returns the numbers of frames of the buckets of clips."""
         return tuple(bucket[0] for bucket in self.buckets or () if len(bucket) == 1)
 
     def clip_problems(self, num_frames: int | None) -> tuple[tuple[Any, str], ...]:

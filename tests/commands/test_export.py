@@ -282,7 +282,7 @@ def test_an_export_that_does_not_agree(tmp_path, monkeypatch, spoil, name):
         save(system, nets, out, *rest)
         spoil(out)
 
-    monkeypatch.setattr(unets, "save", spoiled)
+    monkeypatch.setattr(unets, "save_export", spoiled)
     with pytest.raises(ValueError, match=rf"differs from the trained network by \S+ \({name}\): nothing is kept"):
         export(ExportOptions(folder, tmp_path / "deep" / "out"))
     assert list((tmp_path / "deep").iterdir()) == []

@@ -7,7 +7,7 @@ from dstrain.systems.codec import Codec
 
 
 def load_tokenizer(path: str) -> Codec:
-    """The exported tokenizer in a folder. ConfigError: it holds none, or one that does not make tokens of videos."""
+    """Loads the exported tokenizer in a folder. Raises ConfigError if it makes no tokens of videos."""
     codec = Codec.load(path, "tokenizer.path")
     if codec.kind != "tokens" or not codec.of_videos:
         raise ConfigError(
@@ -18,7 +18,7 @@ def load_tokenizer(path: str) -> Codec:
 
 
 def require_fit(codec: Codec, config: Any) -> None:
-    """ConfigError: a model's config asks for another tokenizer than this one."""
+    """Raises ConfigError if a model's config asks for another tokenizer than this one."""
     path, expected = codec.path, config.tokenizer.fingerprint
     if expected not in (None, codec.fingerprint):
         raise ConfigError(

@@ -49,11 +49,11 @@ class Decoding(Section):
     """Over the steps: fixed, decay (to 0 at the last), or increase (from 0)."""
 
     def temperature_at(self, done: float) -> float:
-        """The sample temperature of a step, at the end of which the share `done` of all steps is done."""
+        """Returns the sample temperature of a step, at the end of which the share `done` of all steps is done."""
         return self.sample_temperature * (1 - done if self.sample_temperature_schedule == "decay" else 1)
 
     def noise_at(self, done: float) -> float:
-        """The critic noise of a step, at the end of which the share `done` of all steps is done."""
+        """Returns the critic noise of a step, at the end of which the share `done` of all steps is done."""
         return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
 
 
@@ -169,7 +169,7 @@ class Config(SystemConfig):
         return self
 
     def _check_codes(self, codes: Codes) -> None:
-        """ConfigError: the tokens or text encodings in data.path are not those of the model."""
+        """Raises ConfigError if the tokens or text encodings in data.path are not those of the model."""
         if codes.codebook_size not in (None, self.codebook_size):
             raise ConfigError(
                 f"codebook_size {self.codebook_size}: the tokens in data.path are of a codebook of "
@@ -213,7 +213,7 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """The section; the fields that it leaves out are taken from the tokenizer and the cache."""
+        """Fills in the fields that the section leaves out, from the tokenizer and the cache."""
         stage, codes, frames = model.get("tokenizer"), run.data.codes, run.data.num_frames or 1
         cached = codes is not None and codes.kind == "tokens"
         if not stage and not cached and not model.get("token_shape"):
@@ -299,7 +299,7 @@ class Config(SystemConfig):
 
     @property
     def has_null(self) -> bool:
-        """Whether there is a text that stands for none."""
+        """Tells whether there is a text that stands for none."""
         return not self.unconditional and self.cond_drop_prob > 0
 
     @property
@@ -308,7 +308,7 @@ class Config(SystemConfig):
         return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
 
     def latent_frames(self, name: str, frames: int) -> int:
-        """Number of latent frames of `frames` frames. ConfigError: too many, or they do not fit the temporal patch."""
+        """Counts the latent frames of `frames` frames. Raises ConfigError if they are too many or do not fit."""
         step, most = self.temporal_patch_size, self.num_frames
         if frames < 1 or (frames - 1) % step:
             raise ConfigError(
@@ -323,7 +323,7 @@ class Config(SystemConfig):
         return 1 + (frames - 1) // step
 
     def trunk(self) -> dict[str, Any]:
-        """The keyword arguments of Trunk."""
+        """Returns the keyword arguments of Trunk."""
         text = (
             None
             if self.unconditional

@@ -43,11 +43,11 @@ def decode_tokens(
     choices: Decoding = Decoding(),
     criticize: Criticize | None = None,
 ) -> Tensor:
-    """Tokens int64 (B, t, h, w), of which those that are not `known` have been drawn; no mask token is left.
+    """Draws the tokens int64 (B, t, h, w) that are not `known`; no mask token is left.
 
     known  bool (B, t, h, w): tokens that stay (frames to continue), or do not matter (padding).
     key    int64 (B,).
-    ConfigError: less than one step.
+    Raises ConfigError if there is less than one step.
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps: {num_steps} steps decode nothing; take 1 at least, 18 is usual")
@@ -73,7 +73,7 @@ def _decode_together(
     choices: Decoding,
     criticize: Criticize | None,
 ) -> Tensor:
-    """All tokens at once, see decode."""
+    """Decodes all tokens at once, see decode_tokens."""
     shape, count = tokens.shape, tokens[0].numel()
     free = ~known.flatten(1)  # (B, N)
     num_free = free.sum(1)  # (B,)

@@ -61,7 +61,7 @@ class MaskGit(nn.Module):
         judged: Tensor | None = None,
         **text: Tensor,
     ) -> Pass:
-        """The loss on true tokens int64 (B, t, h, w), of which those in `masked`, bool (B, t, h, w), are hidden.
+        """Computes the loss on true tokens int64 (B, t, h, w), of which `masked`, bool (B, t, h, w), are hidden.
 
         weights   (B,), of a sample's masked tokens in the total.
         uniforms  (B, N), with which masked tokens are drawn at `temperature`; None leaves the true ones in `filled`.
@@ -120,7 +120,7 @@ class MaskGit(nn.Module):
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
     def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
-        """The self critic's logits of what critic_labels says: int64 (B, t, h, w) -> float32 (B, t, h, w)."""
+        """Returns the self critic's logits of what critic_labels says: int64 (B, t, h, w) -> float32 (B, t, h, w)."""
         return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
 
 
@@ -223,7 +223,7 @@ class Text(nn.Module):
         text_encodings: Tensor | None = None,
         text_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The context (B, M, dim), and bool (B, M), True where it is seen; M is L, with a null text L + 1."""
+        """Returns the context (B, M, dim), and bool (B, M), True where it is seen; M is L, with a null text L + 1."""
         if self.words is not None:
             context, seen = self.words(words), words != 0
             context = context + self.places(torch.arange(words.shape[1], device=words.device))
@@ -255,7 +255,7 @@ class Pending:
             self.event.record()
 
     def places(self) -> Tensor:
-        """int64 (M,), ascending. On the meta device, which knows shapes alone, M is the usual number."""
+        """Returns int64 (M,), ascending. On the meta device, which knows shapes alone, M is the usual number."""
         if self.event is not None:
             self.event.synchronize()
         size = round(MEAN_RATIO * self.mask.numel()) if self.mask.is_meta else int(self.total)

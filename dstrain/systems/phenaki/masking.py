@@ -15,17 +15,17 @@ _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
 
 
 def compute_ratio(u: Tensor) -> Tensor:
-    """cos(pi/2 u), float64, (B,) -> (B,): 1 at u = 0, 0 at u = 1."""
+    """Computes cos(pi/2 u), float64, (B,) -> (B,): 1 at u = 0, 0 at u = 1."""
     return torch.cos(u.double() * (math.pi / 2))
 
 
 def count_masked(u: Tensor, real: Tensor) -> Tensor:
-    """How many of `real` int64 (B,) tokens are masked in training: max(1, round(real * r)), int64 (B,)."""
+    """Returns how many of `real` int64 (B,) tokens are masked in training: max(1, round(real * r)), int64 (B,)."""
     return (real * compute_ratio(u)).round().long().clamp(min=1)
 
 
 def mark_lowest(scores: Tensor, count: Tensor) -> Tensor:
-    """Where the `count` int64 (B,) lowest of scores (B, N) lie; of equal scores the first: bool (B, N)."""
+    """Marks the `count` int64 (B,) lowest of scores (B, N), of equal scores the first: bool (B, N)."""
     order = scores.argsort(dim=1, stable=True)
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(scores.shape[1], device=scores.device).expand_as(order)
@@ -34,7 +34,7 @@ def mark_lowest(scores: Tensor, count: Tensor) -> Tensor:
 
 
 def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
-    """The masked tokens of training, bool (B, N): num_masked(u) of them, where uniform `noise` (B, N) is lowest.
+    """Draws the masked tokens of training, bool (B, N): count_masked(u) of them, where `noise` (B, N) is lowest.
 
     real  bool (B, N): padding is never masked.
     """
@@ -42,7 +42,7 @@ def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
 
 
 def find_cut(shares: tuple[float, ...], step: int) -> int | None:
-    """The latent frame after which a step's clips are cut, frame f in shares[f] of the steps; None for whole clips.
+    """Returns the latent frame after which a step's clips are cut, frame f in shares[f] of the steps; None: not cut.
 
     Multiples of the golden ratio spread their fractions evenly over [0, 1), so every stretch of steps has the shares.
     """

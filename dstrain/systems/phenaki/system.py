@@ -63,9 +63,9 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """tokens int64 (B, t, h, w), real bool (B, t) where the data hold padding, and what is read of the texts.
+        """Returns tokens int64 (B, t, h, w), real bool (B, t) where the data hold padding, and the texts' inputs.
 
-        ConfigError: tokens of another shape, captions that the data lack.
+        Raises ConfigError if tokens have another shape, or captions are missing.
         """
         read = ("video", "image", "tokens", "frames", "caption", "label", "text_embed", *NAMES)
         example = {name: values for name, values in batch.items() if name not in read}
@@ -111,7 +111,7 @@ class PhenakiSystem(System):
         return source.fingerprint() + self.texts.fingerprint()
 
     def tokenizer(self, device: torch.device | None = None) -> Codec:
-        """The frozen tokenizer, loaded at the first call: cached tokens need none. `device` None leaves it in place."""
+        """Loads the frozen tokenizer at the first call: cached tokens need none. `device` None leaves it in place."""
         if self._tokenizer is None:
             if problem := self.cannot_draw():
                 raise ConfigError(problem)
@@ -128,7 +128,7 @@ class PhenakiSystem(System):
         return None
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """Both parts, or the one that model.train names."""
+        """Returns both parts, or the one that model.train names."""
         # Remembered here, where the host knows the step: the shapes of a step depend on it.
         self._cut = masking.find_cut(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
@@ -139,7 +139,7 @@ class PhenakiSystem(System):
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
     def learn(self, nets: Nets, example: Example) -> Terms:
-        """Cross-entropy at masked tokens, the text dropped now and then; the self critic's loss beside it."""
+        """Computes the cross-entropy at masked tokens, the text dropped at times; the self critic's loss beside it."""
         self._begin(example)
         passed, terms = self._masked_pass(nets, example, self._dropped(example))
         loss = passed.total
@@ -154,7 +154,7 @@ class PhenakiSystem(System):
         return terms | {"loss": loss, "loss_each": terms["loss"]}
 
     def judge(self, nets: Nets, example: Example) -> Terms:
-        """The critic's cross-entropy: MaskGit has filled the masked tokens in its turn, or does here."""
+        """Computes the critic's cross-entropy: MaskGit has filled the masked tokens in its turn, or does here."""
         self._begin(example)
         dropped = self._dropped(example)
         if "filled" not in example:  # where the critic alone learns
@@ -181,11 +181,11 @@ class PhenakiSystem(System):
         return terms | {f"critic_{name}": value for name, value in judged.items()}
 
     def _dropped(self, example: Example) -> Tensor | None:
-        """Whose text is dropped: bool (B,); None: nobody's."""
+        """Draws whose text is dropped: bool (B,); None: nobody's."""
         return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob if self.config.has_null else None
 
     def _masked_pass(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
-        """MaskGit on keyed masks: its pass and terms (B,). A self critic leaves `filled` in the example."""
+        """Runs MaskGit on keyed masks: its pass and terms (B,). A self critic leaves `filled` in the example."""
         masked, total = self._masked(example), self._total(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
         conditions = {"real": example.get("real"), "dropped": dropped} | select_texts(example)
@@ -209,7 +209,7 @@ class PhenakiSystem(System):
         }
 
     def _masked(self, example: Example) -> Tensor:
-        """Which tokens are hidden, bool (B, t, h, w): a function of the key, remembered in the example."""
+        """Returns which tokens are hidden, bool (B, t, h, w): a function of the key, remembered in the example."""
         if "masked" not in example:
             key, shape = example["key"], example["tokens"].shape
             noise, ratio = rng.uniform(key, "mask", (shape[1:].numel(),)), rng.uniform(key, "mask_ratio")
@@ -227,22 +227,22 @@ class PhenakiSystem(System):
         example |= {name: example[name][:, kept] for name in ("tokens", "real") if name in example}
 
     def _total(self, example: Example) -> Tensor:
-        """Number of tokens that may be masked, int64 (B,)."""
+        """Counts the tokens that may be masked, int64 (B,)."""
         return self._asked(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
 
     def _asked(self, example: Example) -> Tensor:
-        """Which latent frames may be masked, bool (B, t): of clips that are cut the last, else all but padding."""
+        """Marks the latent frames that may be masked, bool (B, t): of cut clips the last, else the real ones."""
         return example["asked"] if "asked" in example else self._real(example)
 
     def _real(self, example: Example) -> Tensor:
-        """Which latent frames are no padding, bool (B, t)."""
+        """Marks the latent frames that are no padding, bool (B, t)."""
         return example.get("real", torch.ones_like(example["tokens"][:, :, 0, 0], dtype=torch.bool))
 
     def _criticism(self, critic: Any, example: Example, dropped: Tensor | None) -> Tensor:
         return critic(example["filled"], example.get("real"), dropped, **select_texts(example))
 
     def _judged(self, logits: Tensor, example: Example) -> Terms:
-        """Of the critic's logits (B, t, h, w): loss, accuracy, the share of masked tokens with a wrong id, (B,)."""
+        """Judges the critic's logits (B, t, h, w): loss, accuracy, the share of masked tokens with a wrong id, (B,)."""
         masked, total = self._masked(example), self._total(example)
         replaced = example["filled"] != example["tokens"]
         count = masked.flatten(1).sum(1)
@@ -264,11 +264,11 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """uint8 videos (N, T, C, H, W), T = request.num_frames or the model's longest.
+        """Draws uint8 videos (N, T, C, H, W), T = request.num_frames or the model's longest.
 
         Conditions: words (N, L), or text_encodings (N, L, E) and text_mask (N, L); none draws without text. `prime`
-        uint8 (N, K, C, H, W) are frames to go on from, with which the result begins. ConfigError: frames that are too
-        many or do not fit the temporal patch, guidance without a null text, no tokenizer.
+        uint8 (N, K, C, H, W) are frames to go on from, with which the result begins. Raises ConfigError if frames are
+        too many or do not fit the temporal patch, for guidance without a null text, or without a tokenizer.
         """
         config, device = self.config, request.seeds.device
         if request.guidance_scale != 1 and not config.has_null:
@@ -327,7 +327,7 @@ class PhenakiSystem(System):
         )
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """The inputs of `num` empty texts, (num, ...). ConfigError: the model has no null text, or labels are given."""
+        """Returns inputs of `num` empty texts, (num, ...). Raises ConfigError without a null text, or for labels."""
         if labels is not None:
             raise ConfigError(
                 f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
@@ -343,7 +343,7 @@ class PhenakiSystem(System):
         return self.texts.of_texts(texts)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """prime: videos uint8 (N, K, C, H, W) to go on from; pictures (N, C, H, W) are videos of one frame."""
+        """Returns prime: videos uint8 (N, K, C, H, W) to go on from; pictures (N, C, H, W) are videos of one frame."""
         video = images if images.ndim == 5 else images[:, None]
         self.config.latent_frames("prime", video.shape[1])
         self.tokenizer().require_shape(tuple(video.shape[2:]))

@@ -34,7 +34,7 @@ class Reader:
         self._last: tuple[dict[str, int], TextInputs] = {}, {}  # row of each text of the last call; the rows
 
     def of_batch(self, batch: dict[str, Tensor]) -> TextInputs:
-        """From encodings, or captions as UTF-8. ConfigError: the batch has neither, or encodings of another width."""
+        """Reads encodings, or captions as UTF-8. Raises ConfigError if the batch has neither, or of another width."""
         config, width = self.config, self.config.text_encodings_dim
         if config.unconditional:
             return {}
@@ -60,7 +60,7 @@ class Reader:
         return {name: to_device(value, device) for name, value in inputs.items()}
 
     def of_texts(self, texts: list[str]) -> TextInputs:
-        """Inputs for each text, on the CPU. ConfigError: the model is unconditional, or no encoder is named.
+        """Returns inputs for each text, on the CPU. Raises ConfigError without an encoder, or if unconditional.
 
         Each distinct text is encoded once, and its inputs are remembered for the next call. Where the data hold
         encodings, the encoder serves prompts alone and is freed when they are encoded.
@@ -80,7 +80,7 @@ class Reader:
         return {name: value[rows] for name, value in inputs.items()}
 
     def of_nothing(self, num: int) -> TextInputs:
-        """Inputs for `num` empty texts, which the null text replaces. ConfigError: the model has no null text."""
+        """Returns inputs for `num` empty texts, which the null text replaces. Raises ConfigError if there is none."""
         if self.config.unconditional:
             return {}
         if not self.config.has_null:
@@ -98,17 +98,17 @@ class Reader:
         return self.of_batch(select_texts(self._loaded().to(device).encode(texts)))
 
     def fingerprint(self) -> str:
-        """What a run's fingerprint adds to that of the data: the encoder of captions, if it reads them; else ""."""
+        """Returns what is added to the data's fingerprint: the encoder of captions, if it reads them; else ""."""
         reads = self.config.text_encodings_dim is not None and not self._cached and not self.config.unconditional
         return f" text_encoder={self._loaded().fingerprint()}" if reads else ""
 
     @property
     def _cached(self) -> bool:
-        """Whether the data hold text encodings."""
+        """Tells whether the data hold text encodings."""
         return self.config.codes is not None and self.config.codes.text is not None
 
     def _loaded(self) -> TextEncoder:
-        """The encoder, loaded at the first caption: cached encodings need none."""
+        """Loads the encoder at the first caption: cached encodings need none."""
         if self.encoder is None:
             if self.config.text_encoder is None:
                 raise ConfigError(
@@ -127,7 +127,7 @@ class Reader:
 
 
 def select_texts(tensors: dict[str, Tensor]) -> TextInputs:
-    """The text inputs among the tensors of a batch, an example or conditions."""
+    """Picks the text inputs among the tensors of a batch, an example or conditions."""
     return {name: tensors[name] for name in NAMES if name in tensors}
 
 

@@ -60,7 +60,7 @@ class Transformer(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """See TransformerBlock, but for the bias, (heads, N, N)."""
+        """Runs the blocks, see TransformerBlock, but for the bias, (heads, N, N)."""
         bias = None if bias is None else bias[None]
         for layer in self.layers:
             x = layer(x, bias, mask, context, context_mask)
@@ -99,7 +99,7 @@ class TransformerBlock(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """(B, t, h, w, dim) -> (B, t, h, w, dim).
+        """Maps (B, t, h, w, dim) -> (B, t, h, w, dim).
 
         bias          (1, heads, N, N), added to the scores; `over` decides N.
         mask          bool (B, t, h, w), True where other tokens see a token.
@@ -116,7 +116,7 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(x)
 
     def _sequences(self, x: Tensor) -> Tensor:
-        """(B, t, h, w, ...) -> (sequences, N, ...)."""
+        """Reshapes (B, t, h, w, ...) -> (sequences, N, ...)."""
         if self.over == "all":
             return x.flatten(1, 3)
         if self.over == "space":
@@ -153,7 +153,7 @@ class Attention(nn.Module):
         bias: Tensor | None = None,
         causal: bool = False,
     ) -> Tensor:
-        """(B, N, dim) -> (B, N, dim).
+        """Maps (B, N, dim) -> (B, N, dim).
 
         context (B, M, E)         the tokens attended to; None: x itself.
         mask bool (B, M)          True = seen. A sample that sees no token has the output 0.
@@ -177,7 +177,7 @@ class Attention(nn.Module):
 
 
 def _sum_biases(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
-    """What is added to the scores, (B or 1, heads or 1, N or 1, M); None without bias and mask."""
+    """Sums what is added to the scores, (B or 1, heads or 1, N or 1, M); None without bias and mask."""
     if bias is None and mask is None:
         return None
     terms = []  # and no zeros: inductor cannot cut a recomputed block with such a sum
@@ -264,7 +264,7 @@ class PositionBias(nn.Module):
 
 
 def _index_differences(sides: tuple[int, ...], device: torch.device) -> Tensor:
-    """For each pair of tokens the row of their difference in the table of all differences: int64 (N, N)."""
+    """Returns for each pair of tokens the row of their difference in the table of all differences: int64 (N, N)."""
     row = torch.zeros((), dtype=torch.int64, device=device)
     places = torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij")
     for side, place in zip(sides, places):
@@ -274,7 +274,7 @@ def _index_differences(sides: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def build_alibi(heads: int, count: int, like: Tensor) -> Tensor:
-    """A fixed bias that falls linearly with distance, steeper by head (Press et al. 2021): (heads, count, count)."""
+    """Builds a bias that falls linearly with distance, steeper by head (Press et al. 2021): (heads, count, count)."""
     slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=like.device))
     place = torch.arange(count, device=like.device)
     return (-slopes[:, None, None] * (place[:, None] - place[None]).abs()).to(like.dtype)

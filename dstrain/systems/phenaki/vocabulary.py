@@ -49,7 +49,7 @@ class Vocabulary(Linear):
         targets: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> TokenLoss | tuple[Tensor, Tensor]:
-        """x (M, dim) -> TokenLoss; without targets: drawn ids and their log-probabilities, (M,) both.
+        """Maps x (M, dim) -> TokenLoss; without targets: drawn ids and their log-probabilities, (M,) both.
 
         uniforms  (M,) in [0, 1): an id is drawn from softmax(logits / temperature) by the inverse of its distribution,
                   which takes one random number a row, the Gumbel trick V; temperature 0 takes the likeliest id.
@@ -81,7 +81,7 @@ class Vocabulary(Linear):
 
 
 def _pad_rows(rows: Tensor | None) -> Tensor | None:
-    """With rows of zeros, whose weight in the loss is 0: (M, ...) -> (M', ...)."""
+    """Pads with rows of zeros, whose weight in the loss is 0: (M, ...) -> (M', ...)."""
     if rows is None:
         return None
     step = min(_ROW_MULTIPLE, 1 << max(len(rows).bit_length() - 4, 0))  # an eighth more at most

@@ -169,13 +169,13 @@ class Config(SystemConfig):
 
     @property
     def text_tokens(self) -> int:
-        """Text encodings that are read."""
+        """Counts the text encodings that are read."""
         reads = self.lucidrains is None or self.lucidrains.condition_on_text_encodings
         return self.max_text_len if reads else 0
 
     @property
     def image_drop_prob(self) -> float:
-        """Share of training samples whose noisy image embedding is dropped; only model.lucidrains can."""
+        """Returns the share of training samples whose noisy image embedding is dropped; only model.lucidrains can."""
         if self.lucidrains is None:
             return 0.0
         own = self.lucidrains.image_cond_drop_prob
@@ -203,7 +203,7 @@ class Config(SystemConfig):
         return super().with_encoders(model, tokenizer=tokenizer)
 
     def network_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of PriorTransformer, or of LucidrainsPrior."""
+        """Returns the keyword arguments of PriorTransformer, or of LucidrainsPrior."""
         if self.lucidrains is not None:
             return self._lucidrains_arguments()
         fields = {

@@ -84,7 +84,7 @@ class LucidrainsPrior(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Query and null inputs only: all other weights belong to submodules."""
+        """Resets query and null inputs only: all other weights belong to submodules."""
         for table in (self.learned_query, self.null_text_encodings, self.null_text_embeds, self.null_image_embed):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
@@ -100,7 +100,7 @@ class LucidrainsPrior(nn.Module):
         self_cond: Tensor | None = None,
         image_dropped: Tensor | None = None,
     ) -> Tensor:
-        """(B, D), (B,), (B, D), (B, L, D), bool (B, L), bool (B,), (B, D), bool (B,) -> (B, D).
+        """Maps (B, D), (B,), (B, D), (B, L, D), bool (B, L), bool (B,), (B, D), bool (B,) -> (B, D).
 
         text_mask  False where an encoding is padding, which a learned one replaces. None: where an encoding is zeros.
         """
@@ -223,7 +223,7 @@ class SharedKeyAttention(nn.Module):
         nn.init.normal_(self.null_kv)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """(B, N, D), (heads, N, N + 1) -> (B, N, D)."""
+        """Maps (B, N, D), (heads, N, N + 1) -> (B, N, D)."""
         batch, count, _ = x.shape
         x = self.norm(x)
         query = self.to_q(x).view(batch, count, self.heads, -1).transpose(1, 2)  # (B, heads, N, d)
@@ -317,7 +317,7 @@ class TimestepMLP(nn.Module):
 
 
 def rotate_pairs(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021) on the first channels of (..., N, d), neighbours in pairs; float32 angles."""
+    """Turns the first channels of (..., N, d) by rotary positions (Su et al. 2021), in pairs; float32 angles."""
     count, width = x.shape[-2], min(_ROTATED, x.shape[-1])
     rates = 10000.0 ** -(torch.arange(0, width, 2, device=x.device).float() / width)
     angles = torch.arange(count, device=x.device).float()[:, None] * rates  # (N, width / 2)

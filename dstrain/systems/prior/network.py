@@ -84,7 +84,7 @@ class PriorTransformer(nn.Module):
         dropped: Tensor | None = None,
         self_cond: Tensor | None = None,
     ) -> Tensor:
-        """(B, D), (B,), (B, T), (B, L, E), bool (B, L), bool (B,), (B, D) -> (B, D).
+        """Maps (B, D), (B,), (B, T), (B, L, E), bool (B, L), bool (B,), (B, D) -> (B, D).
 
         text_mask  False where an encoding is padding, which no token sees. None: nothing is hidden, and attention is
                    not causal either, as in the published network. PriorSystem always gives a mask.
@@ -115,7 +115,7 @@ class PriorTransformer(nn.Module):
         return self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])  # (B, D)
 
     def _mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """What is added to the scores: 0 where a token sees another, (B, 1, N, N)."""
+        """Returns what is added to the scores: 0 where a token sees another, (B, 1, N, N)."""
         if text_mask is None:
             return None
         count = tokens.shape[1]

@@ -47,7 +47,7 @@ class PriorPipeline(DiffusionPipeline):
         num_inference_steps=64,
         generator=None,
     ):
-        """Image embeddings (B, D): for each text the one of num_candidates that is nearest to its embedding.
+        """Draws image embeddings (B, D): for each text the one of num_candidates that is nearest to its embedding.
 
         text_embed (B, D); where the prior reads tokens, text_encodings (B, up to L, E) and text_mask (B, up to L).
         null_text_embed, null_text_encodings: of prior/null_text.safetensors, (1, ...); guidance needs them.
@@ -92,11 +92,11 @@ class PriorPipeline(DiffusionPipeline):
         return drawn[nearest, torch.arange(len(text), device=device)]
 
     def _rescaled(self, x):
-        """At the length of the data: that of a unit vector times the scale."""
+        """Brings x to the length of the data: that of a unit vector times the scale."""
         return F.normalize(x, dim=-1) / self.prior.clip_std
 
     def _clamped(self, out, x, t):
-        """A prediction whose x_start has the length of the data."""
+        """Returns a prediction whose x_start has the length of the data."""
         kind, signal = self.scheduler.config.prediction_type, self.scheduler.alphas_cumprod[t].sqrt().to(x.device)
         noise = (1 - signal**2).sqrt()
         x_start = self._rescaled(

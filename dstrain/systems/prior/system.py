@@ -61,10 +61,10 @@ class PriorSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """x_start (B, D), text_embed (B, T) and, where conditioned on, text_encodings (B, L, E), text_mask (B, L).
+        """Returns x_start (B, D), text_embed (B, T) and, where read, text_encodings (B, L, E), text_mask (B, L).
 
         Captions are encoded here where the data lack text embeddings, or encodings that the model reads; then both come
-        from one encoder. ConfigError: widths that differ from the model's, or neither texts nor captions.
+        from one encoder. Raises ConfigError if widths differ from the model's, or there are neither texts nor captions.
         """
         inputs = ("image_embed", "caption", "other_text_embed", "other_caption", *TEXT)
         example = {name: values for name, values in batch.items() if name not in inputs}
@@ -80,11 +80,11 @@ class PriorSystem(System):
         return example
 
     def accepts(self, source: Any) -> None:
-        """Encodes the first pair. ConfigError: widths, missing texts, or a missing encoder of captions."""
+        """Encodes the first pair. Raises ConfigError for other widths, missing texts, or a missing encoder."""
         self.encode({name: values[None] for name, values in source.first().items()})
 
     def fingerprint(self, source: Any) -> str:
-        """The source's, then the statistics of image embeddings and the encoder of captions that are not cached."""
+        """Returns the source's, then the statistics of image embeddings, and the encoder if captions are not cached."""
         result = source.fingerprint()
         if self.config.image_embed_stats is not None:
             result += f" image_embed_stats={hash_network({}, {'mean': self.mean, 'std': self.std})}"
@@ -93,12 +93,12 @@ class PriorSystem(System):
         return result
 
     def _missing(self, names: Container[str]) -> str | None:
-        """The first input that has to be encoded from captions; None where all are cached."""
+        """Returns the first input that has to be encoded from captions; None where all are cached."""
         needed = ("text_embed", "text_encodings") if self.config.text_tokens else ("text_embed",)
         return next((name for name in needed if name not in names), None)
 
     def _texts(self, texts: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-        """The network's text inputs, from cached ones or from captions, which are encoded on the device."""
+        """Returns the network's text inputs, from cached ones or from captions, which are encoded on the device."""
         tokens = self.config.text_tokens
         if missing := self._missing(texts):
             if "caption" not in texts:
@@ -136,7 +136,7 @@ class PriorSystem(System):
         return values
 
     def text_encoder(self, device: torch.device) -> TextEncoder:
-        """The frozen encoder, loaded at the first caption: cached embeddings need none."""
+        """Loads the frozen encoder at the first caption: cached embeddings need none."""
         if self._encoder is None:
             if self.config.text_encoder is None:
                 raise ConfigError(
@@ -147,19 +147,19 @@ class PriorSystem(System):
         return self._encoder.to(device)
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
-        """The training loss: one timestep and one noise for each sample, its text dropped now and then."""
+        """Computes the training loss: one timestep and one noise for each sample, its text dropped now and then."""
         terms = self._losses(nets, example, self.config.text_cond_drop_prob)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """The training loss with every text in place and the similarities of `evaluate_steps`, values (B,)."""
+        """Computes the training loss with every text in place and the similarities of `evaluate_steps`, values (B,)."""
         terms = self._losses(nets, example, drop_prob=0.0)
         return terms | self._similarities(nets, example, self.config.evaluate_steps)
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """The loss and the similarities after chains of num_steps; None takes evaluate_steps, or 64 where it is ()."""
+        """Measures loss and similarities after chains of num_steps; None takes evaluate_steps, or 64 where it is ()."""
         steps = self.config.evaluate_steps or (min(MEASURED_STEPS, self.config.timesteps),)
         terms = self._losses(nets, example, drop_prob=0.0)
         terms.pop("quartile")
@@ -189,7 +189,7 @@ class PriorSystem(System):
     def network_inputs(
         self, conditions: dict[str, Tensor], dropped: Tensor, image_dropped: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The network's keyword arguments. Only a model that has a null text or image drops it; None: as the text."""
+        """Returns the network's keyword arguments. Only a model with a null drops; image_dropped None: as the text."""
         inputs = {name: conditions[name] for name in TEXT if name in conditions}
         inputs.setdefault("text_mask", dropped.new_ones(len(dropped), 0))  # attention is causal only with a mask
         inputs |= {"dropped": dropped} if self.config.text_cond_drop_prob else {}
@@ -197,26 +197,26 @@ class PriorSystem(System):
         return inputs | (image_too if self.config.image_drop_prob else {})
 
     def _rescaled(self, x: Tensor) -> Tensor:
-        """x (..., D) at the length of the data: that of a unit vector times the scale."""
+        """Brings x (..., D) to the length of the data: that of a unit vector times the scale."""
         return F.normalize(x, dim=-1) / self._statistics(x)[1]
 
     def _embedding(self, x: Tensor) -> Tensor:
-        """x_start (..., D) of the chain as an embedding of the data's scale."""
+        """Turns x_start (..., D) of the chain into an embedding of the data's scale."""
         mean, std = self._statistics(x)
         return x * std + mean
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation on a device. They are copied once: a copy in each step would wait for the device."""
+        """Returns mean and deviation on a device, copied once: a copy in each step would wait for the device."""
         if like.device not in self._placed:
             self._placed[like.device] = self.mean.to(like.device), self.std.to(like.device)
         return self._placed[like.device]
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Image embeddings float32 (N, D): for each text the one of num_candidates that is nearest to its embedding.
+        """Draws image embeddings float32 (N, D): for each text the candidate that is nearest to its embedding.
 
         Conditions: text_embed (N, T) and, where the model has text tokens, text_encodings (N, L, E), text_mask (N, L).
-        ConfigError: no text, more steps than the chain has, guidance of a model that was trained without dropped texts.
+        Raises ConfigError without a text, for more steps than the chain has, or for guidance without a null text.
         """
         if "text_embed" not in request.conditions:
             raise ConfigError("prompts: a prior draws for texts; give them with --prompts FILE, one on each line")
@@ -237,7 +237,7 @@ class PriorSystem(System):
         count: int,
         progress: Progress = iter,
     ) -> Tensor:
-        """`count` candidates for each key, all in one chain: (count, N, D)."""
+        """Draws `count` candidates for each key, all in one chain: (count, N, D)."""
         prefixes = ["", *(f"candidate/{j}/" for j in range(1, count))]
 
         def normal(name):
@@ -261,7 +261,7 @@ class PriorSystem(System):
         eta_of(self.sampler(samples.sampler), samples.eta)
 
     def _chained(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """The guided network of one chain. With self_cond it remembers the last x_start for its next call."""
+        """Returns the guided network of one chain. With self_cond it remembers the last x_start for its next call."""
         scale, active = request.guidance_scale, samplers.within(request.guidance_interval, self.diffusion.noise_of)
         if scale != 1 and not self.config.text_cond_drop_prob:
             raise ConfigError(
@@ -315,7 +315,7 @@ class PriorSystem(System):
         return terms
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """The frozen encoder's outputs, on the CPU; the package has the built-in captions'. ConfigError: no encoder."""
+        """Returns the frozen encoder's outputs, on the CPU, or those of the built-in captions, from the package."""
         built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
         if built_in and (embeds := emoji.read_text_embeds(texts)) is not None:
             return self._texts({"text_embed": embeds})
@@ -330,7 +330,7 @@ class PriorSystem(System):
         return weights.adapt_weights(state, self.on_meta(part), self.config, self.mean, self.std)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        """Names stay as they are."""
+        """Keeps names as they are."""
         weights.require_same(diffusers_config, self.config)
         return state, []
 

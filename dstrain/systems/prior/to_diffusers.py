@@ -66,7 +66,7 @@ _NULL = Path("prior") / "null_text.safetensors"
 
 
 def describe_export(system: PriorSystem) -> tuple[str, str, str]:
-    """The class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn` draws."""
+    """Returns the class in diffusers, notes for its user, and Python code that draws from OUT."""
     config, texts = system.config, ["text_embed"]
     width, has_null = config.image_embed_dim, bool(config.text_cond_drop_prob)
     code = _LOAD.format(null=_NULL_TEXT if has_null else "", width=config.text_embed_dim or width)
@@ -91,7 +91,7 @@ def save_export(
 ) -> None:
     """Writes the folder; `statistics` and `classes` are for other systems.
 
-    ConfigError: a field of the model that diffusers' network cannot express.
+    Raises ConfigError if diffusers' network cannot express a field of the model.
     """
     from diffusers import PriorTransformer
 
@@ -115,7 +115,7 @@ def save_export(
 def measure_errors(
     system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Relative errors of predictions with and (if trained) without text, at timesteps over the whole chain."""
+    """Measures relative errors of predictions with and (if trained) without text, at timesteps over the whole chain."""
     from diffusers import PriorTransformer
 
     device, count = example["x_start"].device, len(example["x_start"])
@@ -138,7 +138,7 @@ def measure_errors(
 
 @torch.no_grad()
 def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """What the code of `about` draws, by the trained network and our ancestral sampler: float32 (B, D)."""
+    """Draws what the card's code draws, by the trained network and our ancestral sampler: float32 (B, D)."""
     config, device, generator = system.config, group.device(), torch.Generator().manual_seed(0)
 
     def normal(*shape):

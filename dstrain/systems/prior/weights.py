@@ -36,9 +36,9 @@ _LUCIDRAINS_REMEDIES = (
 
 
 def read_statistics(config: Config) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation float32 (D,) by which embeddings are normalized; a scale is 1 / deviation.
+    """Reads mean and standard deviation float32 (D,) by which embeddings are normalized; a scale is 1 / deviation.
 
-    ConfigError: image_embed_stats cannot be read, or is of another width.
+    Raises ConfigError if image_embed_stats cannot be read, or is of another width.
     """
     dim = config.image_embed_dim
     if config.image_embed_stats is None:
@@ -69,11 +69,11 @@ def read_statistics(config: Config) -> tuple[Tensor, Tensor]:
 def adapt_weights(
     state: dict[str, Tensor], network: nn.Module, config: Config, mean: Tensor, std: Tensor
 ) -> fitting.Fitted:
-    """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
+    """Returns a state dict that fits `network`, of which names and shapes are read, and what was changed.
 
     clip_mean and clip_std come from the recipe, not from the file; both must agree with `mean` and `std` (D,). Null
     texts and the layer of the previous prediction, which published files lack, start at 0.
-    ConfigError: the first other difference, with both sides and the remedy.
+    Raises ConfigError for the first other difference, with both sides and the remedy.
     """
     is_lucidrains = any("causal_transformer." in name for name in state)
     if config.lucidrains is not None:
@@ -116,10 +116,10 @@ def adapt_weights(
 
 
 def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
-    """A state dict of DALLE2-pytorch's DiffusionPrior, or of its network, as LucidrainsPrior takes it.
+    """Returns a state dict of DALLE2-pytorch's DiffusionPrior, or of its network, as LucidrainsPrior takes it.
 
     The schedule comes from the recipe, and must be the file's. Null inputs that a file lacks start at 0.
-    ConfigError: the first difference, with both sides and the remedy.
+    Raises ConfigError for the first difference, with both sides and the remedy.
     """
     shapes, notes = fitting.shapes_of(network), []
     if is_original := any(name.startswith("net.") for name in state):
@@ -172,7 +172,7 @@ def _require_schedule(betas: Tensor | None, config: Config) -> None:
 
 
 def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    """ConfigError: a config.json of diffusers differs from the recipe in what the weights' shapes do not show."""
+    """Raises ConfigError if a config.json of diffusers differs from the recipe where weights do not show it."""
     if config.lucidrains is not None:
         raise ConfigError("weights: the folder is of diffusers' PriorTransformer; leave model.lucidrains out")
     loaded = {"num_attention_heads": 32, "attention_head_dim": 64} | {**diffusers_config}
@@ -182,7 +182,7 @@ def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
 
 
 def require_expressible(config: Config) -> None:
-    """ConfigError: a field that diffusers' PriorTransformer cannot express."""
+    """Raises ConfigError for a field that diffusers' PriorTransformer cannot express."""
     if config.lucidrains is not None:
         raise ConfigError("lucidrains: diffusers' PriorTransformer is another network; take --format safetensors")
     if config.self_cond:

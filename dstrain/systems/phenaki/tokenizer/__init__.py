@@ -8,5 +8,5 @@ __all__ = ["CViViT", "Config", "TokenizerSystem", "build"]
 
 
 def build(config: Config) -> TokenizerSystem:
-    """The system of a config."""
+    """Returns the system of a config."""
     return TokenizerSystem(config)

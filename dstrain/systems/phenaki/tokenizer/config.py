@@ -99,7 +99,7 @@ class Config(SystemConfig):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of a frame in pixels."""
+        """Returns height and width of a frame in pixels."""
         return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
 
     @property
@@ -108,7 +108,7 @@ class Config(SystemConfig):
         return self.channels, *self.size
 
     def network_arguments(self) -> dict[str, Any]:
-        """The arguments of CViViT."""
+        """Returns the arguments of CViViT."""
         names = (
             "dim",
             "codebook_size",
@@ -130,7 +130,7 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """The section; the fields that it leaves out are taken from the data."""
+        """Fills in the fields that the section leaves out, from the data."""
         width, height = run.data.image_size, run.data.height or run.data.image_size
         return {
             "image_size": width if height == width else [height, width],

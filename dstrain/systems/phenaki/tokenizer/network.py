@@ -89,7 +89,7 @@ class CViViT(nn.Module):
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
 
     def forward(self, video: Tensor, frames: Tensor) -> Pass:
-        """(B, T, C, H, W), and the number of real frames of each clip, int64 (B,)."""
+        """Encodes and decodes (B, T, C, H, W), of which `frames` int64 (B,) are real."""
         bias = self.spatial_rel_pos_bias(*self.grid)  # (heads, hw, hw)
         x = self._encode(video, frames, bias)
         real = mark_real(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]
@@ -97,17 +97,17 @@ class CViViT(nn.Module):
         return Pass(self._decode(quantized.x, bias), *quantized[1:])
 
     def encode_tokens(self, video: Tensor, frames: Tensor | None = None) -> Tensor:
-        """(B, T, C, H, W), int64 (B,) or None if all frames are real -> tokens int64 (B, t, h, w)."""
+        """Maps (B, T, C, H, W), int64 (B,) or None if all frames are real -> tokens int64 (B, t, h, w)."""
         if frames is None:
             frames = torch.full((len(video),), video.shape[1], device=video.device)
         return self.vq.encode(self._encode(video, frames, self.spatial_rel_pos_bias(*self.grid)))
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """int64 (B, t, h, w) -> (B, T, C, H, W) in [-1, 1]."""
+        """Maps tokens int64 (B, t, h, w) -> (B, T, C, H, W) in [-1, 1]."""
         return self._decode(self.vq.decode(tokens), self.spatial_rel_pos_bias(*self.grid)).clamp(-1, 1)
 
     def _encode(self, video: Tensor, frames: Tensor, bias: Tensor) -> Tensor:
-        """(B, T, C, H, W), (B,), the spatial bias -> (B, t, h, w, D)."""
+        """Maps (B, T, C, H, W), (B,), the spatial bias -> (B, t, h, w, D)."""
         video = video.to(self.to_patch_emb.weight.dtype)
         counted = mark_counted(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
         video = torch.where(counted[:, :, None, None, None], video, 0.0)  # padding may hold NaN
@@ -119,7 +119,7 @@ class CViViT(nn.Module):
         return self.enc_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x))
 
     def _decode(self, x: Tensor, bias: Tensor) -> Tensor:
-        """(B, t, h, w, D), the spatial bias -> float32 (B, T, C, H, W)."""
+        """Maps (B, t, h, w, D), the spatial bias -> float32 (B, T, C, H, W)."""
         x = self.dec_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x))
         x = self.dec_spatial_transformer(x, bias)
         first = self._pixels(self.to_pixels_first_frame(x[:, :1]), 1)
@@ -127,14 +127,14 @@ class CViViT(nn.Module):
         return wide(torch.cat((first, later), dim=1))
 
     def _patches(self, video: Tensor, length: int) -> Tensor:
-        """(B, t length, C, H, W) -> (B, t, h, w, length C s s), s = patch_size."""
+        """Cuts (B, t length, C, H, W) -> (B, t, h, w, length C s s), s = patch_size."""
         (h, w), s = self.grid, self.patch_size
         batch, count, channels = video.shape[:3]
         x = video.reshape(batch, count // length, length, channels, h, s, w, s)
         return x.permute(0, 1, 4, 6, 2, 3, 5, 7).flatten(4)
 
     def _pixels(self, x: Tensor, length: int) -> Tensor:
-        """The inverse of `_patches`."""
+        """Inverts `_patches`."""
         (h, w), s = self.grid, self.patch_size
         batch, count = x.shape[:2]
         channels = x.shape[-1] // (length * s * s)
@@ -143,15 +143,15 @@ class CViViT(nn.Module):
 
 
 def mark_real(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
-    """Which of `count` latent frames are whole, without padding: int64 (B,) -> bool (B, count)."""
+    """Marks which of `count` latent frames are whole, without padding: int64 (B,) -> bool (B, count)."""
     return torch.arange(count, device=frames.device) < 1 + (frames[:, None] - 1) // temporal_patch_size
 
 
 def count_frames(frames: Tensor, temporal_patch_size: int) -> Tensor:
-    """How many frames lie in whole latent frames; the rest counts as padding: int64 (B,) -> (B,)."""
+    """Counts the frames that lie in whole latent frames; the rest is padding: int64 (B,) -> (B,)."""
     return 1 + temporal_patch_size * ((frames - 1) // temporal_patch_size)
 
 
 def mark_counted(frames: Tensor, temporal_patch_size: int, total: int) -> Tensor:
-    """Which of `total` frames lie in whole latent frames: int64 (B,) -> bool (B, total)."""
+    """Marks which of `total` frames lie in whole latent frames: int64 (B,) -> bool (B, total)."""
     return torch.arange(total, device=frames.device) < count_frames(frames, temporal_patch_size)[:, None]

@@ -64,7 +64,7 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """x_start (B, T, C, H, W) in [-1, 1] and frames (B,), of clips or of images. ConfigError: they do not fit."""
+        """Returns x_start (B, T, C, H, W) in [-1, 1] and frames (B,). Raises ConfigError if they do not fit."""
         example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
         video = batch["video"] if "video" in batch else batch["image"][:, None]  # (B, T, C, H, W)
         require_shape(video, self.config.shape, "channels")
@@ -81,7 +81,7 @@ class TokenizerSystem(System):
         return self.picture_loss.turns("tokenizer", step)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
-        """Reconstruction and quantizer; from the discriminator's start on its critique of one frame, too."""
+        """Computes the loss of reconstruction and quantizer, from its start on also the discriminator's critique."""
         passed = nets["tokenizer"](example["x_start"], example["frames"])
         terms, shares = self._of_codes(passed), {}
         if self._usage is not None:
@@ -99,7 +99,7 @@ class TokenizerSystem(System):
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
     def _judged(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
-        """The terms of a video (B, T, C, H, W), and a loss (B,) whose gradient is theirs with respect to the video."""
+        """Returns the terms of a video (B, T, C, H, W), and a loss (B,) with their gradient by the video."""
         place, x = self._place(example), example["x_start"]
         video = made.detach().requires_grad_()
         terms = {"recon": self._recon(video, example)}
@@ -123,14 +123,14 @@ class TokenizerSystem(System):
         self._usage.observe(seen["shares"])
 
     def _of_codes(self, passed: Pass) -> Terms:
-        """The quantizer's terms that have a gradient; fsq has none."""
+        """Returns the quantizer's terms that have a gradient; fsq has none."""
         if self.config.quantizer == "fsq":
             return {}
         other = "codebook" if self._usage is None else "entropy"
         return {"commitment": passed.commitment, other: getattr(passed, other)}
 
     def _coding(self, terms: Terms) -> Tensor | float:
-        """The quantizer's loss: (B,). Without `diversity`, whose reference moves, it can be compared between steps."""
+        """Returns the quantizer's loss: (B,). Without `diversity`, whose reference moves, steps can be compared."""
         config = self.config
         if config.quantizer == "fsq":
             return 0.0
@@ -149,16 +149,16 @@ class TokenizerSystem(System):
         )
 
     def _recon(self, video: Tensor, example: Example) -> Tensor:
-        """Mean square error over real frames: (B,)."""
+        """Returns the mean square error over real frames: (B,)."""
         return _average_counted((video - example["x_start"]).square().flatten(2).mean(2), self._counted(example))
 
     def _place(self, example: Example) -> Tensor:
-        """The number of a random real frame of each clip: int64 (B,)."""
+        """Draws the number of a random real frame of each clip: int64 (B,)."""
         count = count_frames(example["frames"], self.temporal_patch_size)
         return (rng.uniform(example["key"], "frame") * count).long().minimum(count - 1)
 
     def _counted(self, example: Example) -> Tensor:
-        """Which frames tokens stand for: bool (B, T)."""
+        """Marks the frames that tokens stand for: bool (B, T)."""
         return mark_counted(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
 
     @torch.no_grad()
@@ -174,12 +174,12 @@ class TokenizerSystem(System):
         return terms | {"loss": self.picture_loss.total(terms) + self._coding(terms)} | by_clip | {"usage": usage}
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
+        """Returns perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
         return dict(zip(("perplexity", "dead_tokens"), codebook_usage(means["usage"])))
 
     @torch.no_grad()
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """reconstruction: original and reconstruction side by side, (B, T, C, H, 2W), of single frames (B, C, H, 2W).
+        """Returns reconstruction: original and reconstruction side by side, (B, T, C, H, 2W), of frames (B, C, H, 2W).
 
         After its last real frame a clip stands still.
         """
@@ -200,7 +200,7 @@ class TokenizerSystem(System):
         return nets["tokenizer"].decode_tokens(codes)
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Architecture and all weights; neither how many frames nor how it was trained."""
+        """Returns architecture and all weights; neither how many frames nor how it was trained."""
         architecture = self.config.network_arguments()
         left_out = {"dropout", "inv_temperature"}
         left_out |= {
@@ -212,9 +212,9 @@ class TokenizerSystem(System):
         return architecture | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """The state dict itself: its names and shapes do not depend on image_size or num_frames.
+        """Returns the state dict itself: its names and shapes do not depend on image_size or num_frames.
 
-        ConfigError: the first name or shape that is not the network's, or a file of phenaki-pytorch.
+        Raises ConfigError for a file of phenaki-pytorch, or names the first name or shape that is not the network's.
         """
         if any(".dsconv." in name for name in state):
             raise ConfigError(
@@ -255,10 +255,10 @@ class TokenizerSystem(System):
 
 
 def _take_frame(video: Tensor, place: Tensor) -> Tensor:
-    """One frame of each clip: (B, T, C, H, W), int64 (B,) -> (B, C, H, W)."""
+    """Takes one frame of each clip: (B, T, C, H, W), int64 (B,) -> (B, C, H, W)."""
     return video[torch.arange(len(video), device=place.device), place]
 
 
 def _average_counted(values: Tensor, counted: Tensor) -> Tensor:
-    """Over the frames that count: two (B, T) -> (B,)."""
+    """Averages over the frames that count: two (B, T) -> (B,)."""
     return torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
