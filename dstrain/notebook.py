@@ -11,7 +11,7 @@ from dstrain import recipe, systems
 from dstrain.data.batches import held_out
 from dstrain.data.open import open_sources
 from dstrain.distributed import group
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, Run, trust
 from dstrain.runs import trained
 from dstrain.runs.weights import fit_weights
 from dstrain.sampling.draw import draw_all, score
@@ -106,13 +106,17 @@ def load(
     step: int | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
+    trust_system: str | None = None,
 ) -> TrainedRun:
-    """A run's folder, or what `dstrain export --format safetensors` has made of one.
+    """Loads a run's folder, or what `dstrain export --format safetensors` has made of one.
 
     ema: decay or width of the average to take, None for the recipe's choice. raw: the training weights instead. step:
     of the checkpoint, None for the newest whole one. device: None for the GPU where there is one. dtype: of the
-    weights. ConfigError: it is no such folder, or holds no such weights.
+    weights. trust_system: a package from outside that the folder may name as its system, and that is then imported.
+    ConfigError: it is no such folder, or holds no such weights.
     """
+    if trust_system is not None:
+        trust.trust_system(trust_system)
     if raw and ema is not None:
         raise ConfigError("ema= and raw= choose different weights: give one of the two")
     folder = Path(folder)

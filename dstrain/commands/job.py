@@ -17,6 +17,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Run, format_value
+from dstrain.recipe.trust import is_of_run, trust_system
 from dstrain.runs import folders
 from dstrain.systems.base import System
 from dstrain.tracking.machine import describe_free
@@ -38,7 +39,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     ConfigError: every problem that can be seen at this point. Data and folder are looked at last, and on rank 0.
     """
     world, device_type = world or group.read_place().world, device_type or group.device().type
-    run, problems = check_recipe(recipe.load(find_recipe(options.recipe), options.overrides))
+    run, problems = check_recipe(_read_recipe(options.recipe, options.overrides))
     problems += _list_path_problems(run)
     resolved: dict[str, Any] = {}
     remarks: list[str] = []
@@ -67,9 +68,18 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Run:
     """Returns the Run of a recipe, checked but for its data, which need not be here. Raises ConfigError."""
-    run, problems = check_recipe(recipe.load(find_recipe(path), overrides))
+    run, problems = check_recipe(_read_recipe(path, overrides))
     if problems:
         raise ConfigError(*problems)
+    return run
+
+
+def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
+    """Returns the Run of a recipe, whose system may then be imported, unless only a run's folder names it."""
+    found = find_recipe(path)
+    run = recipe.load(found, overrides)
+    if not is_of_run(found) or any(override.partition("=")[0].strip() == "system" for override in overrides):
+        trust_system(run.system)
     return run
 
 

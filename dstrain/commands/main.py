@@ -96,8 +96,11 @@ def start_verb(name: str) -> None:
 
 def _run_verb(verb: Verb) -> None:
     from dstrain.commands.options.command import Command, parse
+    from dstrain.recipe.trust import trust_system
 
     options: Command = parse(options_of(verb), sys.argv[1:])
+    for name in getattr(options, "trust_system", ()):
+        trust_system(name)
     if not verb.light:
         phases().at("importing torch")
     module = importlib.import_module(f"dstrain.commands.{verb.module}")

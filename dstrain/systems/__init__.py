@@ -1,13 +1,15 @@
 """The systems by name. A system is imported when it is asked for, so that one never needs the libraries of another.
 
 A name is that of a folder beside this file with a system.py (`dit`, `phenaki.tokenizer`), of an entry point of the
-group `dstrain.systems`, or of a package that can be imported (`my_lab.edm`). base.py says what such a package holds.
+group `dstrain.systems`, or of a package that can be imported (`my_lab.edm`), if the user has named it himself
+(recipe/trust.py). base.py says what such a package holds.
 """
 
 import difflib
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -15,25 +17,29 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from dstrain.recipe import ConfigError, list_problems
+from dstrain.recipe.trust import OPTION, is_trusted
 from dstrain.systems.base import Kind, System, SystemConfig
 
 _GROUP = "dstrain.systems"
 
 
 def names() -> list[str]:
-    """The systems of dstrain and of installed packages."""
+    """Returns the names of dstrain's systems and of those of installed packages."""
     root = Path(__file__).parent
     own = [".".join(path.parent.relative_to(root).parts) for path in root.rglob("system.py")]
     return sorted({*own, *_entry_points()})
 
 
 def learners(kind: str) -> list[str]:
-    """The systems of dstrain that learn from a kind of data."""
+    """Returns the names of dstrain's systems that learn from a kind of data."""
     return [name for name in names() if name not in _entry_points() and kind in config_class(name).learns_from]
 
 
 def build(name: str, model: dict[str, Any]) -> System:
-    """The system `name` of a model section. ConfigError: an unknown name or field, or a value out of range."""
+    """Builds the system `name` of a model section.
+
+    Raises ConfigError if the name or a field is unknown, or a value out of range.
+    """
     system = package(name).build(config(name, model))
     if not isinstance(system, System):
         raise ConfigError(f"system: build() of {name} returns a {type(system).__name__}: return a System")
@@ -41,7 +47,7 @@ def build(name: str, model: dict[str, Any]) -> System:
 
 
 def config(name: str, model: dict[str, Any]) -> SystemConfig:
-    """The checked model section of a system. ConfigError as `build`."""
+    """Returns the checked model section of a system. Raises ConfigError as `build`."""
     schema = config_class(name)
     try:
         return schema.model_validate(model)
@@ -50,7 +56,7 @@ def config(name: str, model: dict[str, Any]) -> SystemConfig:
 
 
 def config_class(name: str) -> type[SystemConfig]:
-    """The schema of a system's model section: its fields, defaults and their meaning."""
+    """Returns the schema of a system's model section: its fields, defaults and their meaning."""
     return package(name).Config
 
 
@@ -59,7 +65,10 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def package(name: str) -> ModuleType:
-    """The package of a system. ConfigError: there is none, or it holds no system."""
+    """Returns the package of a system.
+
+    Raises ConfigError if there is none, it holds no system, or it is from outside and its user has not named it.
+    """
     if not all(word.isidentifier() for word in name.replace("-", "_").split(".")) or len(name) > 200:
         raise ConfigError(f"system: {name[:200]!r} is no name of a package: write letters, digits and dots")
     if (Path(__file__).parent.joinpath(*name.split(".")) / "system.py").is_file():
@@ -70,12 +79,17 @@ def package(name: str) -> ModuleType:
         except Exception as error:
             error.add_note(f"This is the entry point {name} = {point.value} of the group {_GROUP}.")
             raise
+    elif not is_trusted(name) and name not in sys.modules:
+        raise ConfigError(
+            f"system: {name!r} is unknown; one of {', '.join(names())}{_suggest(name)}. A package that only a folder "
+            f"names is not imported: if you know it, give {OPTION} {name}"
+        )
     elif _can_be_imported(name):
         module = importlib.import_module(name)
     else:
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"system: {name!r} is unknown; one of {', '.join(names())}, or a package on PYTHONPATH{hint}")
+        raise ConfigError(
+            f"system: {name!r} is unknown; one of {', '.join(names())}, or a package on PYTHONPATH{_suggest(name)}"
+        )
     missing = [word for word in ("Config", "build") if not hasattr(module, word)]
     if missing:
         raise ConfigError(
@@ -90,8 +104,13 @@ def package(name: str) -> ModuleType:
     return module
 
 
+def _suggest(name: str) -> str:
+    near = difflib.get_close_matches(name, names(), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def _can_be_imported(name: str) -> bool:
-    """Whether there is such a package; what goes wrong within it while it is imported is a bug of its own."""
+    """Returns whether there is such a package; a fault within it while it is imported is a bug of its own."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:

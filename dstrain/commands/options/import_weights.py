@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.command import Command, argument, option, words
+from dstrain.commands.options.command import argument, option, words
+from dstrain.commands.options.shared import Trusting
 
 
 @dataclass(frozen=True)
-class ImportOptions(Command):
+class ImportOptions(Trusting):
     """Makes a run's folder of weights from elsewhere, which is then drawn from, evaluated, encoded with or exported as
     one that was trained here; to train on from such weights, give them as init_from= instead.
 

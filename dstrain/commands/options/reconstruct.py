@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import count, parse_widths, positive
-from dstrain.commands.options.command import Command, argument, option
+from dstrain.commands.options.command import argument, option
+from dstrain.commands.options.shared import Trusting
 from dstrain.recipe import ConfigError
 
 
 @dataclass(frozen=True)
-class ReconstructOptions(Command):
+class ReconstructOptions(Trusting):
     """Makes averages (EMAs) of a length that is chosen when training is over, from a run's snapshots.
 
     Each is written to RUN/reconstructed/WIDTH/step_N, and every other command takes it as --ema WIDTH. Memory holds a

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.command import Command, option, words
+from dstrain.commands.options.command import option, words
+from dstrain.commands.options.shared import Trusting
 
 
 @dataclass(frozen=True)
-class ReportOptions(Command):
+class ReportOptions(Trusting):
     """Writes the report of a run as one file that any browser opens offline: curves, pictures through training,
     evaluations, recipe, DeepSpeed settings, hardware, resumes, faults.
 

@@ -13,7 +13,20 @@ GUIDANCE = "of diffusion and flow matching, explained in docs/guides/samplers.md
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights(Command):
+class Trusting(Command):
+    """Reads folders that may name a package from outside as their system."""
+
+    trust_system: tuple[str, ...] = option(
+        (),
+        "import this package as a system, though only a folder names it; dstrain's own systems and installed entry "
+        "points need no such word",
+        metavar="PACKAGE",
+        again=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(Trusting):
     """Chooses among the weights of a run."""
 
     ema: float | None = option(

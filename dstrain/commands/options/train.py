@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_window, positive
-from dstrain.commands.options.command import Command, option, words
+from dstrain.commands.options.command import option, words
+from dstrain.commands.options.shared import Trusting
 from dstrain.commands.options.shipped import DS_CONFIG, RECIPE
 from dstrain.recipe import ConfigError
 from dstrain.runs.resume import Resume
@@ -14,7 +15,7 @@ _FILES = ((".json", "--ds_config"), (".yaml", "--recipe"), (".yml", "--recipe"))
 
 
 @dataclass(frozen=True)
-class RecipeOptions(Command):
+class RecipeOptions(Trusting):
     """Takes a recipe."""
 
     recipe: Path = option(
