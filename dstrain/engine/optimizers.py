@@ -49,7 +49,9 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
     if offloaded:
         import deepspeed
 
-        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        optimizer.register_step_pre_hook(_forget_powers)
+        return optimizer
     if choice.name == "lion":
         return Lion(groups, lr=choice.lr, betas=tuple(choice.betas))
     if choice.name == "adamw8bit":
@@ -59,6 +61,17 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
     if choice.name == "muon":
         return Muon(groups, fused=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def _forget_powers(optimizer: Any, *_: Any) -> None:
+    """Has DeepSpeed's AdamW for the CPU compute its powers of beta from the number of the step, as a resumed run does.
+
+    Where one step follows another, its C++ multiplies the powers of the last step, which no checkpoint holds, by beta:
+    other bits than std::pow gives. An update of no elements, at a step that no run reaches, ends that chain.
+    """
+    nothing = torch.zeros(0)
+    betas = optimizer.param_groups[0]["betas"]
+    optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1 << 40, 0.0, *betas, 0.0, 0.0, True, *[nothing] * 4)
 
 
 def group_weights(

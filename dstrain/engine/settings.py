@@ -280,6 +280,11 @@ def _compare_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
 def _decide_sums(settings: Settings) -> Iterator[str]:
     """Decides that gradients of 16 bits are summed in fp32 where a step has several micro-batches."""
     data_types, own = settings.get("data_types", {}), read_precision(settings)
+    if (weights := data_types.get("param_dtype", own)) != own:
+        yield (
+            f'"data_types.param_dtype" is {json.dumps(weights)}, and the networks compute in {own}: remove it, and '
+            'enable "bf16" or "fp16" for another precision'
+        )
     choice = data_types.get("grad_accum_dtype")
     if choice is None:
         if own != "fp32" and settings["gradient_accumulation_steps"] > 1:
@@ -375,6 +380,8 @@ def _check_mechanism(
             '"zero_optimization.contiguous_gradients" is false at stage 3, where DeepSpeed then frees a gradient of '
             "which a rank owns no part while the GPU still reads it: write true"
         )
+    if (factor := settings.get("gradient_predivide_factor", 1.0)) != 1:
+        yield f'"gradient_predivide_factor" is {factor}, and DeepSpeed knows 1 alone with ZeRO: remove it'
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
     local = zero.get("zero_hpz_partition_size", 1)

@@ -3,10 +3,12 @@
 The runs are of tests/support/brittle.py: two networks, and images whose place in the stream of batches is known.
 """
 
+import contextlib
 import json
 import pickle
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,20 +16,23 @@ import pytest
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.checkpoint.store import Store
 from dstrain.disk import sealed
+from dstrain.engine.settings import resolve_settings
+from dstrain.recipe import ConfigError, load
 from tests.support import brittle
-from tests.support.launch import launch, wait_for
+from tests.support.launch import ROOT, launch, wait_for
 from tests.support.runs import assert_equal_runs, files, finish, metrics, train
 
 pytestmark = pytest.mark.slow
 
 BAD = ("faults.max_skipped=2", "faults.max_rollbacks=5", "faults.spike=20")
+BAD_PLACES = (12, 13, 14, *range(22, 28))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> tuple[Path, Path]:
     """The recipe of data with four bad places, and the folder of its run on 2 ranks that nobody disturbs."""
     folder = tmp_path_factory.mktemp("rollback")
-    recipe = brittle.prepare(folder, white=[12, 13, 14, *range(22, 28)], black=[45])
+    recipe = brittle.prepare(folder, white=BAD_PLACES, black=[45])
     finish(train(folder / "whole", 2, *BAD, recipe=recipe))
     return recipe, folder / "whole"
 
@@ -69,28 +74,46 @@ def test_bad_data_are_passed_over(undisturbed):
         assert a == pytest.approx(b, rel=1e-6)
 
 
-def test_killed_and_stopped_in_trouble(undisturbed):
-    """Oracle: the undisturbed run: the same bits after kill -9 while steps are skipped, after a stop there, after each
-    kind of way back.
+def list_cpu_configs() -> list[str]:
+    """The files of ds_configs/ that train on a CPU."""
+    run, names = load(None), []
+    for path in sorted((ROOT / "ds_configs").glob("*.json")):
+        with contextlib.suppress(ConfigError):
+            resolve_settings(path, 2, "cpu", batch=run.batch, optimizer=run.optimizer, faults=run.faults)
+            names.append(path.name)
+    return names
+
+
+SAMPLED = ("zero2_fp32.json", "zero2_offload.json", "zero3_offload.json")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.faults) for name in list_cpu_configs()]
+)
+def test_killed_and_stopped_in_trouble(tmp_path, name):
+    """Oracle: the undisturbed run: with every file of ds_configs/ the same bits after kill -9 while steps are skipped,
+    after a stop there, and after each kind of way back.
     """
-    recipe, whole = undisturbed
-    folder = whole.with_name("killed")
+    recipe = brittle.prepare(tmp_path, white=BAD_PLACES, black=[45])
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
 
-    def go_on(*words: str, code: int) -> None:
-        finish(train(folder, 2, *BAD, "save.asynchronous=false", *words, recipe=recipe), code=code)
+    def go_on(folder: Path, *words: str, code: int = 0) -> None:
+        finish(train(folder, ROOT / "ds_configs" / name, *BAD, *words, recipe=recipe), code=code)
 
-    go_on("model.kill_after=14", code=247)  # at step 15, after two that are skipped
+    go_on(whole)
+    killed = partial(go_on, folder, "save.asynchronous=false")
+    killed("model.kill_after=14", code=247)  # at step 15, after two that are skipped
     assert Store(folder / "checkpoints").steps() == [5, 10]
-    go_on("model.kill_after=5", code=247)  # from step 10: at the first step behind the way back
+    killed("model.kill_after=5", code=247)  # from step 10: at the first step behind the way back
     assert Store(folder / "checkpoints").steps() == [5, 10]
-    go_on("model.stop_after=2", code=75)  # from step 10: seen at 14, the second that is skipped
+    killed("model.stop_after=2", code=75)  # from step 10: seen at 14, the second that is skipped
     assert Store(folder / "checkpoints").steps() == [5, 10, 14] and course(folder, 14)["in_a_row"] == 2
     assert read_manifest(folder / "checkpoints" / "step_00000014")["extra"]["kind"] == "trouble"
-    go_on("model.kill_after=14", code=247)  # behind the second and third way back
+    killed("model.kill_after=14", code=247)  # behind the second and third way back
     assert Store(folder / "checkpoints").steps() == [10] and Store(folder / "checkpoints").put_aside() == [15]
-    go_on("model.stop_after=1", code=75)  # from step 10: a stop where all is well
+    killed("model.stop_after=1", code=75)  # from step 10: a stop where all is well
     assert Store(folder / "checkpoints").steps() == [10, 13]
-    go_on("model.stop_after=0", "model.kill_after=0", code=0)
+    killed("model.stop_after=0", "model.kill_after=0")
     assert files(folder, 40) == files(whole, 40) and metrics(folder) == metrics(whole)
     assert course(folder, 40) == course(whole, 40)
 

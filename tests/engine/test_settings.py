@@ -207,7 +207,12 @@ def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
         ({"sparse_gradients": True}, ("does not support",)),
         *(
             ({"zero_optimization": {"stage": 2, key: value}}, ("does not support", f'"zero_optimization.{key}"'))
-            for key, value in (("round_robin_gradients", True), ("zenflow", {}))
+            for key, value in (
+                ("round_robin_gradients", True),
+                ("zenflow", {}),
+                ("parameter_alignment", True),
+                ("zero_quantized_nontrainable_weights", True),
+            )
         ),
         (
             {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 1}},
@@ -233,6 +238,8 @@ def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
         ),
         ({"optimizer": {"type": "Lamb"}}, ("Lamb", "adamw")),
         ({"optimizer": {"params": {"fused": True}}}, ("no effect",)),
+        ({"gradient_predivide_factor": 2.0}, ("gradient_predivide_factor", "remove it")),
+        ({"data_types": {"param_dtype": "bf16"}}, ("data_types.param_dtype", "fp32")),
         ({"comms_logger": {"enabled": True, "bunk": 1}}, ("bunk",)),
         ({"timers": 3}, ("DeepSpeed refuses",)),
     ],

@@ -46,7 +46,9 @@ def fake_world(world: int) -> Iterator[None]:
     adam.DeepSpeedCPUAdam.step = _first_step
     cpuinfo.get_cpu_info = dict  # it measures the CPU for a second, and DeepSpeed asks for the vendor
     adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(
-        load=lambda: SimpleNamespace(create_adam=lambda *args: None, destroy_adam=lambda *args: None)
+        load=lambda: SimpleNamespace(
+            **dict.fromkeys(("create_adam", "adam_update", "destroy_adam"), lambda *args: None)
+        )
     )  # it would be compiled
     linear, asked = nn.functional.linear, torch.cuda.is_available
     found = asked()
