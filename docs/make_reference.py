@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from dstrain import systems
-from dstrain.commands.main import reference
-from dstrain.commands.options.command import help_of
+from dstrain.commands.main import VERBS, options_of
+from dstrain.commands.options.command import format_help
 from dstrain.recipe import Run
 from dstrain.recipe.section import find_resume_rule, find_section
 
@@ -190,8 +190,9 @@ def escape(text: str) -> str:
 def make_commands() -> str:
     """Returns the page of commands: what --help shows."""
     lines = [MADE, COMMANDS]
-    for name, command, _ in reference():
-        lines += [f"## {name}\n", *(f"    {line}".rstrip() for line in help_of(command).splitlines()), ""]
+    for name, verb in VERBS.items():
+        text = format_help(options_of(verb))
+        lines += [f"## {name}\n", *(f"    {line}".rstrip() for line in text.splitlines()), ""]
     return "\n".join(lines)
 
 

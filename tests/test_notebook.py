@@ -12,7 +12,7 @@ import torch
 import dstrain
 from dstrain import recipe, systems
 from dstrain.commands.export import ExportOptions, export
-from dstrain.commands.generate import GenerateOptions, generate
+from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError
 from tests.support import checkpoints, counting
@@ -45,7 +45,7 @@ def test_the_lines_of_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(code, "notebook.md", "exec"), names)
-    out = generate(GenerateOptions(folder, num=16, labels=(3, 5), guidance_scale=4, pngs=False))
+    out = generate_samples(GenerateOptions(folder, num=16, labels=(3, 5), guidance_scale=4, pngs=False))
     drawn = np.load(next(out.glob("samples_*.npz")))["arr_0"]
     assert np.array_equal(names["images"].permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy(), drawn)
     assert torch.equal(names["eighth"][0], names["images"][7])

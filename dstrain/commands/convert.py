@@ -42,10 +42,10 @@ class Pictures:
 
 def run_verb(options: ConvertOptions) -> None:
     """Converts, and says what was written."""
-    print(convert(options))
+    print(convert_data(options))
 
 
-def convert(options: ConvertOptions) -> str:
+def convert_data(options: ConvertOptions) -> str:
     """Writes options.out; returns a line that says what there is.
 
     Raises ConfigError if the data are not of the kind.

@@ -45,7 +45,7 @@ _NUM_CHECKED = 8  # images of --data whose size and colours are checked
 def run_verb(options: EvaluateOptions) -> None:
     """Measures, and prints the figures."""
     if options.metrics is None:
-        text = report(*evaluate(options))
+        text = format_report(*evaluate_run(options))
     else:
         with reword_errors(options={} if options.against is None else {"--reference ": "--against "}):
             text = quality.measure_pictures(options)
@@ -53,7 +53,7 @@ def run_verb(options: EvaluateOptions) -> None:
         print(text)
 
 
-def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
+def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     """Measures on all ranks together: the JSON file written (the plot lies beside it), and what it holds.
 
     ConfigError: what cannot be, with the remedy.
@@ -62,9 +62,9 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     begin = time.perf_counter()
     run = trained.read_recipe(options.folder)
     system = systems.build(run.system, run.model)
-    source = Spread(_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
+    source = Spread(_open_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
     if group.rank() == 0:  # stdout is for the figures
-        print(f"data: {options.data or run.data.path}, {_split(options)}: {source.describe()}", file=sys.stderr)
+        print(f"data: {options.data or run.data.path}, {_name_split(options)}: {source.describe()}", file=sys.stderr)
     checkpoint = trained.find_checkpoint(options.folder, options.step, options.ema)
     kinds = trained.choose_kinds(
         system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw
@@ -73,7 +73,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     trained.require_writable(out)
     networks = trained.load_networks(system, checkpoint, kinds, choose_dtype(options.precision))
     with compute_in(options.precision):
-        means = measure(
+        means = measure_source(
             system,
             networks,
             source,
@@ -96,7 +96,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         "system": run.system,
         "step": seal["step"],
         "weights": kinds,
-        "split": _split(options),
+        "split": _name_split(options),
         "samples": len(source),
         "samples_of_split": len(source.whole),
         "num_steps": options.num_steps,
@@ -111,7 +111,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "seconds": round(time.perf_counter() - begin, 3),
     }
-    path = out / f"{_name(options, result)}.json"
+    path = out / f"{_name_result(options, result)}.json"
     if group.rank() == 0:
         atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
         figures.plot_evaluation(path.with_suffix(".png"), result)
@@ -120,7 +120,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
 
 
 @torch.no_grad()
-def measure(
+def measure_source(
     system: System,
     networks: dict[str, nn.Module],
     source: Source,
@@ -143,25 +143,25 @@ def measure(
         batches = held_out(source, batch, group.rank(), group.world(), group.device(), seed)
         for done, samples in enumerate(batches, 1):
             valid = samples.pop("valid")
-            terms = system.measure(networks, system.encode(samples), num_steps, _watched(bar, rounds))
+            terms = system.measure(networks, system.encode(samples), num_steps, _show_steps(bar, rounds))
             means.add(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)  # a system may have shown no steps of its own
     result = means.result()
     for name, value in system.digest(result["curves"]).items():  # it has no standard error, being no mean
         result["figures"][name], result["standard_errors"][name] = value, None
-    return _plain(result)
+    return _make_plain(result)
 
 
-def _plain(value: Any) -> Any:
+def _make_plain(value: Any) -> Any:
     """Figures as JSON has them: tensors become lists, and what is not finite None, since JSON knows no NaN."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _make_plain(inner) for key, inner in value.items()}
     if isinstance(value, Tensor):
-        return [_plain(inner) for inner in value.tolist()]
+        return [_make_plain(inner) for inner in value.tolist()]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _watched(bar: Bar, rounds: int) -> Any:
+def _show_steps(bar: Bar, rounds: int) -> Any:
     """A System's Progress: every batch takes the same steps, so the bar knows its end from the first one on."""
 
     def steps_of(steps: Iterable[int]) -> Iterator[int]:
@@ -174,14 +174,14 @@ def _watched(bar: Bar, rounds: int) -> Any:
     return steps_of
 
 
-def _split(options: EvaluateOptions) -> str:
+def _name_split(options: EvaluateOptions) -> str:
     return "all" if options.data else options.split or "held_out"
 
 
-def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
+def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
     """The samples to measure. ConfigError: the run holds none out, or the data are not such as it was trained on."""
     if options.data is not None:
-        source = _other_data(options, run, classes)
+        source = _open_other_data(options, run, classes)
     elif options.split == "test":
         source = open_split(run.data, "test")
     else:
@@ -199,7 +199,7 @@ def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
     return source
 
 
-def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
+def _open_other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
     path, data, labelled = os.path.expanduser(options.data), run.data, classes is not None and classes > 1
     pairs = "pairs" in systems.config_class(run.system).learns_from
     if options.split is not None:
@@ -276,7 +276,7 @@ def _require_fit(path: str, source: Images, run: Run) -> None:
         raise ConfigError(f"--data {path} holds colour images (3 channels), data.channels is 1: name grey images")
 
 
-def _name(options: EvaluateOptions, result: dict[str, Any]) -> str:
+def _name_result(options: EvaluateOptions, result: dict[str, Any]) -> str:
     """One name for one question: other options write another file, the same ones replace their own."""
     words = [f"step_{result['step']:08d}", figures.name_weights(result)]
     if options.data is not None:
@@ -291,6 +291,6 @@ def _name(options: EvaluateOptions, result: dict[str, Any]) -> str:
     return "_".join([*words, *([options.precision] if options.precision != "fp32" else [])])
 
 
-def report(path: Path, result: dict[str, Any]) -> str:
+def format_report(path: Path, result: dict[str, Any]) -> str:
     """The lines that are printed in the end."""
     return f"{figures.format_table(result)}\n{path} and {path.with_suffix('.png').name}"

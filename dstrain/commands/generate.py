@@ -45,40 +45,43 @@ class ReadyRun:
 
 def run_verb(options: GenerateOptions) -> None:
     """Draws, and says where the samples are."""
-    out = generate(options)
+    out = generate_samples(options)
     if group.rank() == 0:
         print(f"{options.num} samples in {out}")
 
 
-def generate(options: GenerateOptions) -> Path:
+def generate_samples(options: GenerateOptions) -> Path:
     """Draws and writes the samples, on all ranks together; returns their folder. ConfigError: what cannot be drawn."""
     require_precision(options.precision)
-    first, *then = (_open(options.folder, options), *map(_open, options.then))
+    first, *then = (_open_run(options.folder, options), *map(_open_run, options.then))
     _, run, system = first
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
-    clip = _length(options, run, system)
-    images = _begin(options, first, then, clip)
+    clip = _choose_length(options, run, system)
+    images = _read_beginning(options, first, then, clip)
     dtype = choose_dtype(options.precision)
-    guide = options.guide and load_guide(options.guide, system, _guidance_scale(options, run), dtype)
-    runs = [_load(*first, dtype, options.step, options.ema, options.raw), *(_load(*later, dtype) for later in then)]
+    guide = options.guide and load_guide(options.guide, system, _choose_guidance_scale(options, run), dtype)
+    runs = [
+        _load_run(*first, dtype, options.step, options.ema, options.raw),
+        *(_load_run(*later, dtype) for later in then),
+    ]
     if guide:
         runs[0].networks["guide"] = guide
-    scenes = _later_scenes(options, run, system)
-    request, captions = _request(options, run, system, images, clip, sampler)
+    scenes = _encode_later_scenes(options, run, system)
+    request, captions = _make_request(options, run, system, images, clip, sampler)
     out = group.from_first(folder_for(options.out, runs[-1].folder) if group.rank() == 0 else None)
     with explain_write_errors(f"--out {out}", "make room, or name a folder elsewhere"), compute_in(options.precision):
-        _write(options, out, runs, request, captions, scenes, clip)
+        _write_samples(options, out, runs, request, captions, scenes, clip)
     group.barrier()
     return out
 
 
-def _guidance_scale(options: GenerateOptions, run: Run) -> float:
+def _choose_guidance_scale(options: GenerateOptions, run: Run) -> float:
     if options.guidance_scale is not None:
         return options.guidance_scale
     return run.samples.guidance_scale if options.invert is None else 1.0  # guided chains come back less exactly
 
 
-def _write(
+def _write_samples(
     options: GenerateOptions,
     out: Path,
     runs: list[ReadyRun],
@@ -88,7 +91,7 @@ def _write(
     clip: Length | None,
 ) -> None:
     with Bar("drawing", total=options.num, unit="sample") as bar:
-        rounds = _rounds(runs, options, request, scenes, clip)
+        rounds = _draw_rounds(runs, options, request, scenes, clip)
         with reword_errors(options=OPTIONS):
             numbers, samples = next(rounds)  # before the folder is made: this may be refused
         out.mkdir(parents=True, exist_ok=True)
@@ -120,7 +123,7 @@ def _write(
         print(f"--invert: pictures come back to {distance:.3g} of 255 on average, PSNR {psnr:.1f} dB")
 
 
-def _open(folder: Path, options: GenerateOptions | None = None) -> Opened:
+def _open_run(folder: Path, options: GenerateOptions | None = None) -> Opened:
     run = trained.read_recipe(folder)
     with reword_errors(f"{folder}: "):
         if options is not None:
@@ -132,7 +135,7 @@ def _open(folder: Path, options: GenerateOptions | None = None) -> Opened:
     return folder, run, system
 
 
-def _load(
+def _load_run(
     folder: Path,
     run: Run,
     system: System,
@@ -146,7 +149,7 @@ def _load(
     return ReadyRun(folder, run, system, trained.load_networks(system, checkpoint, kinds, dtype))
 
 
-def _length(options: GenerateOptions, run: Run, system: System) -> Length | None:
+def _choose_length(options: GenerateOptions, run: Run, system: System) -> Length | None:
     """How long clips are, None of pictures. ConfigError: options of videos where none are drawn, or that do not fit."""
     values = {
         "--num-frames": options.num_frames,
@@ -177,7 +180,7 @@ def _length(options: GenerateOptions, run: Run, system: System) -> Length | None
     return clip
 
 
-def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None) -> Tensor | None:
+def _read_beginning(options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None) -> Tensor | None:
     """What the first run begins from, where it does: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or embeddings
     float32 (N, D).
 
@@ -203,7 +206,7 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
         exactly = options.prime_frames is not None
         return read_prime(options.prime, run.data, system.temporal_patch_size, clip.primed, exactly)
     if options.invert is not None:
-        return _pictures_to_invert(options, run, system)
+        return _read_pictures_to_invert(options, run, system)
     if then and options.size:
         raise ConfigError("--size: a run of --then takes squares; leave it out")
     if then and clip is not None and then[0][2].starts_from_data:
@@ -248,7 +251,7 @@ def _require_chain(before: Opened, after: Opened) -> None:
         )
 
 
-def _pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> Tensor:
+def _read_pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> Tensor:
     if not system.inverts:
         raise ConfigError(
             f"--invert: {options.folder} trains {run.system}, which carries no pictures to noise; leave it out"
@@ -266,7 +269,7 @@ def _pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> T
     return images
 
 
-def _later_scenes(options: GenerateOptions, run: Run, system: System) -> list[dict[str, Tensor]]:
+def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> list[dict[str, Tensor]]:
     """Conditions of the scenes behind the first, (1, ...) each. All texts are encoded in one call, which loads an
     encoder once. ConfigError: texts are given, and the system takes none.
     """
@@ -280,7 +283,7 @@ def _later_scenes(options: GenerateOptions, run: Run, system: System) -> list[di
     return [{name: values[i : i + 1] for name, values in conditions.items()} for i in range(1, len(options.scenes))]
 
 
-def _request(
+def _make_request(
     options: GenerateOptions, run: Run, system: System, images: Tensor | None, clip: Length | None, sampler: str
 ) -> tuple[Request, list[str] | None]:
     """What the first run is to draw, and the caption of each sample."""
@@ -299,7 +302,7 @@ def _request(
             images=images if options.invert is None else None,
             sampler=sampler or None,
             num_frames=clip and clip.frames,
-            guidance_scale=_guidance_scale(options, run),
+            guidance_scale=_choose_guidance_scale(options, run),
             **chosen,
         )
     if options.invert is not None:
@@ -307,7 +310,7 @@ def _request(
     return request, captions if options.scenes is None else ["; ".join(options.scenes)] * options.num
 
 
-def _rounds(
+def _draw_rounds(
     runs: list[ReadyRun],
     options: GenerateOptions,
     request: Request,
@@ -317,7 +320,7 @@ def _rounds(
     """(numbers, samples) of each round, carried through all scenes or runs."""
     chunk = min(options.batch, options.num)
     first, *then = runs
-    shared = [_shared_labels(request, later, options) for later in then]
+    shared = [_share_labels(request, later, options) for later in then]
     for numbers, samples in draw_rounds(first.system, first.networks, request, chunk):
         seeds = request.seeds[numbers]
         if scenes:
@@ -352,7 +355,7 @@ def _rounds(
         yield numbers, samples
 
 
-def _shared_labels(request: Request, later: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
+def _share_labels(request: Request, later: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
     """The labels that the first run draws, as conditions of a later one, where that takes labels."""
     if "label" not in later.system.conditions(1):
         return {}

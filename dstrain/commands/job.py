@@ -165,7 +165,7 @@ def _check_data_and_folder(
     from dstrain.commands.probe import probe
     from dstrain.data.formats.labels import require_classes
     from dstrain.data.open import describe_data, find_contents, open_sources
-    from dstrain.metrics.in_training import checked_quality
+    from dstrain.metrics.in_training import check_quality
     from dstrain.planning.states import describe_states
 
     source, held_out = open_sources(run.data, verify=True, run=run.directory)
@@ -192,7 +192,7 @@ def _check_data_and_folder(
         config.without_labels,
         own=not (run.data.mixture or run.data.held_out_path),
     )
-    checked_quality(run, system, source, held_out)  # asks for a label of each class
+    check_quality(run, system, source, held_out)  # asks for a label of each class
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
     with _collect_problems(problems := []):
         system.require_expressible()

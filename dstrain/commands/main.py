@@ -95,10 +95,10 @@ def start_verb(name: str) -> None:
 
 
 def _run_verb(verb: Verb) -> None:
-    from dstrain.commands.options.command import Command, parse
+    from dstrain.commands.options.command import Command, parse_options
     from dstrain.recipe.trust import trust_system
 
-    options: Command = parse(options_of(verb), sys.argv[1:])
+    options: Command = parse_options(options_of(verb), sys.argv[1:])
     for name in getattr(options, "trust_system", ()):
         trust_system(name)
     if not verb.light:
@@ -119,12 +119,3 @@ def _run_verb(verb: Verb) -> None:
 def options_of(verb: Verb) -> type:
     """Returns the dataclass of a verb's options."""
     return getattr(importlib.import_module(f"dstrain.commands.options.{verb.module}"), verb.options)
-
-
-def list_references():
-    """Yields (verb, dataclass, entries) of each verb: what the documentation is generated from."""
-    from dstrain.commands.options.command import entries_of
-
-    for name, verb in VERBS.items():
-        command = options_of(verb)
-        yield name, command, list(entries_of(command))

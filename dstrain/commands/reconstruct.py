@@ -60,11 +60,11 @@ def run_verb(options: ReconstructOptions) -> None:
         return
     step, widths = int(made[0].path.name.removeprefix("step_")), [one.width for one in made]
     if quality is None:
-        path, result = sweep.sweep(options.folder, step, widths, options.num, options.batch)
+        path, result = sweep.sweep_loss(options.folder, step, widths, options.num, options.batch)
     else:
         path, result = sweep.sweep_metric(replace(quality, step=step), widths)
     if group.rank() == 0:
-        print(sweep.report(path, result))
+        print(sweep.format_report(path, result))
 
 
 def reconstruct(options: ReconstructOptions) -> list[Made]:

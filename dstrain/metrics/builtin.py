@@ -15,21 +15,21 @@ from dstrain.data.builtin import moving
 from dstrain.data.builtin.fashion import FASHION
 from dstrain.encoders import emoji
 from dstrain.encoders.precision import compute_in
-from dstrain.metrics.clips import grey, items, motions
-from dstrain.metrics.network import Features, by_class, three_channels
+from dstrain.metrics.clips import average_colours, cut_items, find_motions
+from dstrain.metrics.network import Features, make_rgb, sum_by_class
 from dstrain.nn.classifier import BUILTIN, FILE, Classifier
 from dstrain.recipe import ConfigError
 
 SIDE = 28  # pixels of an image that the network sees
 
 
-def prepared(images: Tensor) -> Tensor:
+def prepare_images(images: Tensor) -> Tensor:
     """uint8 (N, C, H, W) -> float32 (N, 1, 28, 28) in [0, 1], as the built-in data have them at that size.
 
     Images of 28 pixels stay as they are. Others are resized to 32, bilinear and antialiased, and their middle 28 are
     taken: so data.image_size shows the items, with a border. Colours become luminance (Rec. 601).
     """
-    images = three_channels(images).float() / 255
+    images = make_rgb(images).float() / 255
     images = torch.einsum("nchw,c->nhw", images, images.new_tensor([0.299, 0.587, 0.114]))[:, None]
     if images.shape[-2:] == (SIDE, SIDE):
         return images
@@ -58,8 +58,8 @@ class Builtin(Features):
         images = images.to(self._device)
         with compute_in("fp32"):
             if images.ndim == 4:
-                return self._network(prepared(images))
-            features, logits = self._network(items(grey(images).flatten(0, 1)))
+                return self._network(prepare_images(images))
+            features, logits = self._network(cut_items(average_colours(images).flatten(0, 1)))
         clips, frames = images.shape[:2]
         return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
 
@@ -80,8 +80,8 @@ class Builtin(Features):
         self.require_captions(captions)
         known = moving.captions()
         labels, asked = torch.tensor([known[caption] for caption in captions], device=logits.device).T
-        item, motion = logits.argmax(1) == labels, motions(grey(images.to(logits.device))) == asked
-        return by_class(labels, len(FASHION), item & motion, torch.ones_like(item), item, motion)
+        item, motion = logits.argmax(1) == labels, find_motions(average_colours(images.to(logits.device))) == asked
+        return sum_by_class(labels, len(FASHION), item & motion, torch.ones_like(item), item, motion)
 
 
 class Emoji(Features):
@@ -96,7 +96,7 @@ class Emoji(Features):
 
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         with compute_in("fp32"):
-            return self.tower.encode(three_channels(images)), None
+            return self.tower.encode(make_rgb(images)), None
 
     def texts(self, captions: list[str]) -> Tensor:
         embeds = emoji.read_text_embeds(captions)

@@ -21,12 +21,12 @@ _BOTH = 0.5  # of the longer axis's path: with one as long on the shorter axis, 
 _EDGE = 0.01  # of the brightness lies beyond either edge of an item
 
 
-def grey(videos: Tensor) -> Tensor:
+def average_colours(videos: Tensor) -> Tensor:
     """uint8 (N, T, C, H, W) -> float32 (N, T, H, W) in [0, 1], the mean of the colours."""
     return videos.float().mean(2) / 255
 
 
-def items(frames: Tensor, side: int = 28) -> Tensor:
+def cut_items(frames: Tensor, side: int = 28) -> Tensor:
     """The item of each frame float32 (N, H, W), as the classifier knows it: float32 (N, 1, side, side).
 
     The item's square is as wide as the clips are made, and lies around the middle between its edges. Its inner 28/32
@@ -36,14 +36,14 @@ def items(frames: Tensor, side: int = 28) -> Tensor:
     shown = 2 * min(height, width) // 3 * 28 / 32  # pixels
     steps = (torch.arange(side, device=frames.device) + 0.5) / side - 0.5  # (side,)
     axes = [
-        2 * (_middle(frames.sum(dim))[:, None] + shown * steps) / length - 1
+        2 * (_find_middle(frames.sum(dim))[:, None] + shown * steps) / length - 1
         for dim, length in ((1, width), (2, height))
     ]  # x and y: (N, side) each
     grid = torch.stack((axes[0][:, None, :].expand(-1, side, -1), axes[1][:, :, None].expand(-1, -1, side)), -1)
     return F.grid_sample(frames[:, None], grid, mode="bilinear", align_corners=False)
 
 
-def motions(videos: Tensor) -> Tensor:
+def find_motions(videos: Tensor) -> Tensor:
     """Of clips float32 (N, T, H, W) the index of the motion in MOTIONS, or NO_MOTION: int64 (N,), T >= 2.
 
     From the centre of brightness in each frame. An item bounces whose paths along both axes are of similar length; else
@@ -52,7 +52,7 @@ def motions(videos: Tensor) -> Tensor:
     """
     height, width = videos.shape[-2:]
     free = min(height, width) - 2 * min(height, width) // 3
-    places = torch.stack([_centre(videos.sum(2)), _centre(videos.sum(3))], -1)  # (N, T, 2): x, y in pixels
+    places = torch.stack([_find_centre(videos.sum(2)), _find_centre(videos.sum(3))], -1)  # (N, T, 2): x, y in pixels
     paths = places.diff(dim=1).abs().sum(1)  # (N, 2)
     net = places[:, -1] - places[:, 0]
     axis = net.abs().argmax(1)  # (N,)
@@ -64,12 +64,12 @@ def motions(videos: Tensor) -> Tensor:
     return torch.where(still | ~places.isfinite().all(2).all(1), NO_MOTION, result)
 
 
-def _centre(profile: Tensor) -> Tensor:
+def _find_centre(profile: Tensor) -> Tensor:
     """The centre of brightness along the last axis, pixels; NaN of black."""
     return (profile * (torch.arange(profile.shape[-1], device=profile.device) + 0.5)).sum(-1) / profile.sum(-1)
 
 
-def _middle(profile: Tensor) -> Tensor:
+def _find_middle(profile: Tensor) -> Tensor:
     """The middle between the two edges of a profile (N, L) of brightness, pixels (N,); of black it is L / 2."""
     share = profile.cumsum(1) / profile.sum(1, keepdim=True)  # up to the right edge of a pixel
     share = torch.where(share.isfinite(), share, torch.linspace(0, 1, profile.shape[1], device=profile.device))
@@ -95,13 +95,13 @@ def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor
 
     videos uint8 (N, T, C, H, W); ends: the frame behind each scene; items (N,) and motions `asked` (N, S), int64.
     """
-    shades = grey(videos)
+    shades = average_colours(videos)
     jumps = shades.diff(dim=1).abs().mean((2, 3))  # (N, T - 1)
     columns, first = [], None
     for number, (begin, end) in enumerate(zip([0, *ends], ends)):
         shown = network(videos[:, begin:end])[1].argmax(1)
         first = shown if first is None else first
-        moves = motions(shades[:, begin:end]) == asked[:, number].to(shown.device)
+        moves = find_motions(shades[:, begin:end]) == asked[:, number].to(shown.device)
         seam = jumps[:, begin - 1] if begin else torch.zeros_like(jumps[:, 0])
         columns.append(
             torch.stack(

@@ -17,25 +17,25 @@ _ROWS = 512  # of a matrix of distances at a time
 _SEED = 2020  # of the choices below, torch-fidelity's
 
 
-def frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
+def measure_frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
     """Squared Frechet distance of two Gaussians (Dowson & Landau 1982), float64 (D,) and (D, D).
 
     The trace of sqrt(S T) is the sum of the singular values of A^T B, where S = A A^T and T = B B^T. So no eigenvalue
     comes out negative, also where samples are fewer than D.
     """
-    cross = torch.linalg.svdvals(_root(covariance).T @ _root(other_covariance)).sum()
+    cross = torch.linalg.svdvals(_factor_covariance(covariance).T @ _factor_covariance(other_covariance)).sum()
     distance = (mean - other_mean).square().sum() + covariance.trace() + other_covariance.trace() - 2 * cross
     return max(distance.item(), 0.0)
 
 
-def _root(covariance: Tensor) -> Tensor:
+def _factor_covariance(covariance: Tensor) -> Tensor:
     """A of S = A A^T, (D, r), without the directions in which S is zero to rounding."""
     values, vectors = torch.linalg.eigh(covariance)
     real = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, real] * values[real].sqrt()
 
 
-def kid(features: Tensor, reference: Tensor, subsets: int = 100, size: int = 1000) -> tuple[float, float]:
+def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: int = 1000) -> tuple[float, float]:
     """Kernel distance of float32 (N, D) and (M, D), its mean over subsets and their deviation (Binkowski et al. 2018).
 
     The unbiased estimate with the kernel (x y / D + 1)^3, of subsets of `size` each, or of all where there are fewer.
@@ -47,12 +47,12 @@ def kid(features: Tensor, reference: Tensor, subsets: int = 100, size: int = 100
         chosen = [torch.from_numpy(random.choice(len(rows), size, replace=False)) for rows in (features, reference)]
         if number % group.world() == group.rank():
             x, y = features[chosen[0].to(features.device)], reference[chosen[1].to(reference.device)]
-            values[number] = _kernel_mean(x, x) + _kernel_mean(y, y) - 2 * _kernel_mean(x, y)
+            values[number] = _average_kernel(x, x) + _average_kernel(y, y) - 2 * _average_kernel(x, y)
     values = group.sum_ranks(values)
     return values.mean().item(), values.std(correction=0).item()
 
 
-def _kernel_mean(x: Tensor, y: Tensor) -> Tensor:
+def _average_kernel(x: Tensor, y: Tensor) -> Tensor:
     """Mean of the kernel over pairs; of one set with itself without the pairs of a row with itself."""
     with compute_in("fp32"):
         kernel = (x @ y.T / x.shape[1] + 1).double().pow_(3)
@@ -61,7 +61,9 @@ def _kernel_mean(x: Tensor, y: Tensor) -> Tensor:
     return (kernel.sum() - kernel.trace()) / (len(x) * (len(x) - 1))
 
 
-def manifold(features: Tensor, reference: Tensor, neighbours: int = 3, near: int = NEIGHBOURS) -> dict[str, float]:
+def measure_manifold(
+    features: Tensor, reference: Tensor, neighbours: int = 3, near: int = NEIGHBOURS
+) -> dict[str, float]:
     """Precision, recall, density and coverage of float32 (N, D) against (M, D).
 
     precision, recall    share of one set within the balls of the other, whose radius is the distance to the third
@@ -72,12 +74,12 @@ def manifold(features: Tensor, reference: Tensor, neighbours: int = 3, near: int
         return dict.fromkeys(("precision", "recall", "density", "coverage"), math.nan)
     center = reference.mean(0)  # distances lose no digits to what all features share
     features, reference = features - center, reference - center
-    own = _radii(features, (neighbours,))[0]
-    other, wide = _radii(reference, (neighbours, near))  # squared, as all distances here
+    own = _find_radii(features, (neighbours,))[0]
+    other, wide = _find_radii(reference, (neighbours, near))  # squared, as all distances here
     inside = torch.zeros(3, dtype=torch.float64, device=features.device)  # in precision, in density; covered
     recalled, nearest = torch.zeros_like(other), torch.full_like(other, math.inf)
-    for rows in _shared(len(features)):
-        squares = _squares(features[rows], reference)  # (rows, M)
+    for rows in _share_rows(len(features)):
+        squares = _square_distances(features[rows], reference)  # (rows, M)
         inside[0] += (squares <= other).any(1).sum()
         inside[1] += (squares <= wide).sum()
         recalled = torch.maximum(recalled, (squares <= own[rows, None]).any(0).float())
@@ -92,31 +94,33 @@ def manifold(features: Tensor, reference: Tensor, neighbours: int = 3, near: int
     }
 
 
-def _shared(count: int) -> list[slice]:
+def _share_rows(count: int) -> list[slice]:
     """This rank's rows of `count`."""
     return [
         slice(begin, min(begin + _ROWS, count)) for begin in range(group.rank() * _ROWS, count, _ROWS * group.world())
     ]
 
 
-def _squares(x: Tensor, y: Tensor) -> Tensor:
+def _square_distances(x: Tensor, y: Tensor) -> Tensor:
     """Squared distances (N, M)."""
     with compute_in("fp32"):
         products = x @ y.T
     return products.mul_(-2).add_(x.square().sum(1)[:, None]).add_(y.square().sum(1)).clamp_(min=0)
 
 
-def _radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
+def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
     """Squared distance of each row to its n-th neighbour among the others, (len(neighbours), N)."""
     radii = torch.zeros(len(neighbours), len(features), device=features.device)
-    for rows in _shared(len(features)):
-        smallest = _squares(features[rows], features).topk(max(neighbours) + 1, largest=False).values  # itself first
+    for rows in _share_rows(len(features)):
+        smallest = (
+            _square_distances(features[rows], features).topk(max(neighbours) + 1, largest=False).values
+        )  # itself first
         for index, number in enumerate(neighbours):
             radii[index, rows] = smallest[:, number]
     return group.sum_ranks(radii)
 
 
-def inception_score(probabilities: Tensor, entropies: Tensor, counts: Tensor) -> tuple[float, float]:
+def score_inception(probabilities: Tensor, entropies: Tensor, counts: Tensor) -> tuple[float, float]:
     """Inception Score (Salimans et al. 2016): mean and deviation over splits of exp of the mean KL to the marginal.
 
     Sums over the samples of each split, float64: of p (S, K), and of sum p log p (S,); counts (S,).

@@ -62,4 +62,4 @@ def open_features(words: str, device: torch.device | None = None) -> Features:
             f"--features {words}: there is no such {'folder' if folder else 'file'}; get "
             f"{SOURCES[kind]}, and give its path"
         )
-    return inception.opened(kind, path, device) if kind in inception.KINDS else _TOWERS[kind](path, device)
+    return inception.open_inception(kind, path, device) if kind in inception.KINDS else _TOWERS[kind](path, device)

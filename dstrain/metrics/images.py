@@ -64,7 +64,7 @@ class Begun(Images):
         yield from self._rest
 
 
-def _turns(count: int, size: int) -> Iterator[range]:
+def _deal_numbers(count: int, size: int) -> Iterator[range]:
     """This rank's numbers below `count`."""
     for begin in range(group.rank() * size, count, size * group.world()):
         yield range(begin, min(begin + size, count))
@@ -76,7 +76,7 @@ def open_set(path: Path, option: str) -> Images:
     ConfigError with `option`: no images there, or a single one.
     """
     path = find_samples(path.expanduser())
-    images = _opened(path, option)
+    images = _open_images(path, option)
     if len(images) < 2:
         raise ConfigError(
             f"{option} {path} holds {len(images)} image{'s' * (len(images) != 1)}, and metrics compare "
@@ -85,10 +85,10 @@ def open_set(path: Path, option: str) -> Images:
     return images
 
 
-def _opened(path: Path, option: str) -> Images:
+def _open_images(path: Path, option: str) -> Images:
     if not path.exists():
         raise ConfigError(f"{option} {path}: there is no such file or folder")
-    with _reading(path, option):
+    with _report_damage(path, option):
         if (path / "run.yaml").is_file():  # its images are grids
             raise ConfigError(
                 f"{option} {path} is a run's folder: draw from it by dstrain generate, and name the "
@@ -119,7 +119,7 @@ def _opened(path: Path, option: str) -> Images:
 
 
 @contextmanager
-def _reading(path: Path, option: str) -> Iterator[None]:
+def _report_damage(path: Path, option: str) -> Iterator[None]:
     try:
         yield
     except ConfigError:  # a ValueError that already says what to do
@@ -143,10 +143,10 @@ class Files(Images):
 
     def batches(self, size: int) -> Iterator[Batch]:
         archive = zipfile.ZipFile(self.archive) if self.archive else None
-        for turn in _turns(len(self), size):
+        for turn in _deal_numbers(len(self), size):
             images = []
             for name in (self.names[number] for number in turn):
-                with _reading(self.path / name, self.option):
+                with _report_damage(self.path / name, self.option):
                     file = archive.open(name) if archive else self.path / name
                     with open_image(file, FORMATS) as image:
                         images.append(to_tensor(convert_mode(image, 3)))
@@ -200,8 +200,8 @@ class Arrays(Images):
         with self._stream() as (stream, shape):
             bytes_each = int(np.prod(shape[1:]))
             start = stream.tell()
-            for turn in _turns(len(self), size):
-                with _reading(self.path, self.option):
+            for turn in _deal_numbers(len(self), size):
+                with _report_damage(self.path, self.option):
                     stream.seek(start + turn[0] * bytes_each)
                     content = stream.read(len(turn) * bytes_each)
                 pixels = np.frombuffer(content, np.uint8).reshape(len(turn), *shape[1:])
@@ -230,7 +230,7 @@ class Sourced(Images):
         return len(self.source)
 
     def batches(self, size: int) -> Iterator[Batch]:
-        for turn in _turns(len(self), size):
+        for turn in _deal_numbers(len(self), size):
             samples, _ = self.source.read_batch(torch.tensor(turn))
             captions = samples.get("caption")
             yield Batch(

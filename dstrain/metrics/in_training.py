@@ -51,7 +51,7 @@ class Quality:
                 "by dstrain evaluate RUN --metrics"
             )
         with reword_errors(options=_OPTIONS):
-            self._networks = table.chosen_networks(metrics, samples.features)
+            self._networks = table.choose_networks(metrics, samples.features)
         own = open_builtin(data, samples.metrics_split)
         if own is None and any(network.name == "builtin" for network in self._networks.values()):
             raise ConfigError(
@@ -84,7 +84,7 @@ class Quality:
         key = json.dumps(
             [
                 {name: network.fingerprint for name, network in networks.items()},
-                sorted(table.needs_of(list(compared))),
+                sorted(table.name_needs(list(compared))),
                 self._source.fingerprint(),
                 [data.image_size, data.height, data.num_frames, data.channels, data.draft],
             ]
@@ -93,14 +93,14 @@ class Quality:
         statistics = {}
         if group.rank() == 0 and path.exists():
             with suppress(ConfigError):  # a damaged file is written anew
-                statistics = reference.read(path, networks.values(), "cpu")
+                statistics = reference.read_reference(path, networks.values(), "cpu")
         statistics = group.from_first(statistics)
-        if table.lacking(compared, statistics):
-            statistics = table.collect(Sourced(self._source), compared, _BATCH, compared=True)
+        if table.list_lacking(compared, statistics):
+            statistics = table.collect_statistics(Sourced(self._source), compared, _BATCH, compared=True)
             if group.rank() == 0:
                 with suppress(ConfigError):  # a full disk: the next start describes them again
-                    reference.write(path, statistics)
-        self._data = {name: _placed(values) for name, values in statistics.items()}
+                    reference.write_reference(path, statistics)
+        self._data = {name: _place_statistics(values) for name, values in statistics.items()}
 
     def measure(
         self, nets: Nets, micro: int, watched: Callable[[Iterable[Any]], Iterator[Any]] = iter
@@ -111,7 +111,9 @@ class Quality:
         """
         drawn = _Drawn(self._system, nets, self._request, self._captions, watched)
         chunk = min(micro, -(-len(drawn) // group.world()))
-        values = table.figures(self._networks, table.collect(drawn, self._networks, chunk), self._data)
+        values = table.compute_figures(
+            self._networks, table.collect_statistics(drawn, self._networks, chunk), self._data
+        )
         return {name: value for name, (value, _) in values.items() if "/" not in name}
 
     def score(self, figures: dict[str, float]) -> float | None:
@@ -151,7 +153,7 @@ class _Drawn(Images):
                 )
 
 
-def _placed(statistics: Statistics) -> Statistics:
+def _place_statistics(statistics: Statistics) -> Statistics:
     """On the rank's device."""
     for field in fields(statistics):
         if isinstance(value := getattr(statistics, field.name), Tensor):
@@ -159,7 +161,7 @@ def _placed(statistics: Statistics) -> Statistics:
     return statistics
 
 
-def checked_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
+def check_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
     """What every.metrics measures; None: nothing. ConfigError as Quality."""
     metrics = run.samples.metrics
     if run.every.metrics and metrics is None:
@@ -181,7 +183,7 @@ def checked_quality(run: Run, system: System, train: Source, unseen: Source | No
 
 def open_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
     """What every.metrics measures, ready to measure; None: nothing. On all ranks together. ConfigError as Quality."""
-    quality = checked_quality(run, system, train, unseen)
+    quality = check_quality(run, system, train, unseen)
     if quality is not None:
         quality.describe(run.directory)
     return quality

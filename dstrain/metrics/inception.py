@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.precision import compute_in
-from dstrain.metrics.network import Features, three_channels
+from dstrain.metrics.network import Features, make_rgb
 from dstrain.recipe import ConfigError
 
 SIDE = 299  # pixels of what the network sees
@@ -27,7 +27,7 @@ _SPATIAL_CHANNELS = 7  # that enter sFID, as in ADM's evaluator
 Convolutions = dict[str, tuple]
 
 
-def _a(pooled: int) -> Convolutions:
+def _describe_a(pooled: int) -> Convolutions:
     return {
         "branch1x1": ("x", 64, 1),
         "branch5x5_1": ("x", 48, 1),
@@ -39,7 +39,7 @@ def _a(pooled: int) -> Convolutions:
     }
 
 
-def _c(width: int) -> Convolutions:
+def _describe_c(width: int) -> Convolutions:
     return {
         "branch1x1": ("x", 192, 1),
         "branch7x7_1": ("x", width, 1),
@@ -54,7 +54,7 @@ def _c(width: int) -> Convolutions:
     }
 
 
-def _blocks() -> dict[str, tuple[str, Convolutions]]:
+def _describe_blocks() -> dict[str, tuple[str, Convolutions]]:
     """Pool and convolutions of each block: mean and max keep the size, halved is the maximum with stride 2."""
     e = {
         "branch1x1": ("x", 320, 1),
@@ -82,14 +82,14 @@ def _blocks() -> dict[str, tuple[str, Convolutions]]:
         "branch7x7x3_4": ("branch7x7x3_3", 192, 3, 2),
     }
     return {
-        "Mixed_5b": ("mean", _a(32)),
-        "Mixed_5c": ("mean", _a(64)),
-        "Mixed_5d": ("mean", _a(64)),
+        "Mixed_5b": ("mean", _describe_a(32)),
+        "Mixed_5c": ("mean", _describe_a(64)),
+        "Mixed_5d": ("mean", _describe_a(64)),
         "Mixed_6a": ("halved", b),
-        "Mixed_6b": ("mean", _c(128)),
-        "Mixed_6c": ("mean", _c(160)),
-        "Mixed_6d": ("mean", _c(160)),
-        "Mixed_6e": ("mean", _c(192)),
+        "Mixed_6b": ("mean", _describe_c(128)),
+        "Mixed_6c": ("mean", _describe_c(160)),
+        "Mixed_6d": ("mean", _describe_c(160)),
+        "Mixed_6e": ("mean", _describe_c(192)),
         "Mixed_7a": ("halved", d),
         "Mixed_7b": ("mean", e),
         "Mixed_7c": ("max", e),
@@ -146,8 +146,8 @@ class Inception(nn.Module):
         self.Conv2d_2b_3x3 = Convolution(32, 64, 3)
         self.Conv2d_3b_1x1 = Convolution(64, 80, 1)
         self.Conv2d_4a_3x3 = Convolution(80, 192, 3, padded=False)
-        width, self.blocks = 192, list(_blocks())
-        for name, (pool, convolutions) in _blocks().items():
+        width, self.blocks = 192, list(_describe_blocks())
+        for name, (pool, convolutions) in _describe_blocks().items():
             self.add_module(name, Block(width, pool, convolutions))
             width = getattr(self, name).width
         self.fc = nn.Linear(width, 1008)
@@ -164,7 +164,7 @@ class Inception(nn.Module):
         return x.mean((2, 3))
 
 
-def as_tensorflow(images: Tensor) -> Tensor:
+def resize_as_tensorflow(images: Tensor) -> Tensor:
     """float32 (N, C, h, w) -> (N, C, 299, 299) as TensorFlow 1 does: bilinear, corners together, nothing smoothed."""
     for axis in (-1, -2):
         size = images.shape[axis]
@@ -176,12 +176,12 @@ def as_tensorflow(images: Tensor) -> Tensor:
     return images
 
 
-def as_pytorch_fid(images: Tensor) -> Tensor:
+def resize_as_pytorch_fid(images: Tensor) -> Tensor:
     """float32 (N, C, h, w) -> (N, C, 299, 299): torch's bilinear, centres of pixels together, nothing smoothed."""
     return F.interpolate(images, (SIDE, SIDE), mode="bilinear", align_corners=False)
 
 
-def as_clean_fid(images: Tensor) -> Tensor:
+def resize_as_clean_fid(images: Tensor) -> Tensor:
     """float32 (N, C, h, w) -> (N, C, 299, 299): Pillow's bicubic in floats, smoothed where it reduces (Parmar 2022)."""
     planes = images.flatten(0, 1).cpu().numpy()
     resized = [np.asarray(Image.fromarray(plane).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) for plane in planes]
@@ -191,9 +191,9 @@ def as_clean_fid(images: Tensor) -> Tensor:
 
 # Resize filter, and the value that becomes 0; 0 becomes -1.
 KINDS = {
-    "inception": (as_tensorflow, 128.0),
-    "pytorch-fid": (as_pytorch_fid, 127.5),
-    "clean-fid": (as_clean_fid, 128.0),
+    "inception": (resize_as_tensorflow, 128.0),
+    "pytorch-fid": (resize_as_pytorch_fid, 127.5),
+    "clean-fid": (resize_as_clean_fid, 128.0),
 }
 
 
@@ -209,7 +209,7 @@ class InceptionFeatures(Features):
 
     def prepared(self, images: Tensor) -> Tensor:
         """uint8 (N, C, h, w) -> what the network takes."""
-        images = three_channels(images).to(self._network.fc.weight.device).float()
+        images = make_rgb(images).to(self._network.fc.weight.device).float()
         return self._resize(images) / self._middle - 1
 
     @torch.no_grad()
@@ -235,7 +235,7 @@ class InceptionSpatial(Features):
         return maps[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1), None  # TensorFlow's order: channels last
 
 
-def opened(kind: str, path: Path, device: torch.device) -> InceptionFeatures:
+def open_inception(kind: str, path: Path, device: torch.device) -> InceptionFeatures:
     """A file of weights as the features of a kind. ConfigError: it holds no weights of this network."""
     network = Inception()
     try:

@@ -57,16 +57,16 @@ class Features(ABC):
                 "leave out the metric accuracy"
             )
         right = logits.argmax(1) == labels
-        return by_class(labels, len(self.classes), right, torch.ones_like(right))
+        return sum_by_class(labels, len(self.classes), right, torch.ones_like(right))
 
 
-def by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
+def sum_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
     """Sums of bool (n,) rows by label: float64 (rows, classes)."""
     sums = torch.zeros(len(rows), classes, dtype=torch.float64, device=labels.device)
     return sums.index_add_(1, labels, torch.stack(rows).double())
 
 
-def three_channels(images: Tensor) -> Tensor:
+def make_rgb(images: Tensor) -> Tensor:
     """Images as RGB, (..., 3, H, W): grey is repeated, RGBA is laid on white, all uint8."""
     channels = images.shape[-3]
     if channels == 4:

@@ -26,13 +26,13 @@ INCEPTIONS = ("inception", "torchscript", "pytorch-fid", "clean-fid")  # network
 _EDM2 = {"fid": INCEPTIONS, "fd_dinov2": ("dinov2",)}
 
 
-def read(path: Path, networks: Iterable[Features], device: torch.device) -> dict[str, Statistics]:
+def read_reference(path: Path, networks: Iterable[Features], device: torch.device) -> dict[str, Statistics]:
     """The statistics that a file holds of these networks, by name; none where it holds images alone.
 
     ConfigError: it cannot be read, or its statistics are of other networks.
     """
     try:
-        arrays = _pickled(path) if path.suffix == ".pkl" else _zipped(path)
+        arrays = _read_pickle(path) if path.suffix == ".pkl" else _read_npz(path)
     except (
         OSError,
         EOFError,
@@ -47,7 +47,7 @@ def read(path: Path, networks: Iterable[Features], device: torch.device) -> dict
             f"--reference {path} cannot be read ({type(error).__name__}: {error}); give a file of ours, "
             "ADM's, EDM's, EDM2's or clean-fid's, or images"
         ) from None
-    statistics = {network.name: _of(network, arrays, path, device) for network in networks}
+    statistics = {network.name: _select_statistics(network, arrays, path, device) for network in networks}
     return {name: of_network for name, of_network in statistics.items() if of_network is not None}
 
 
@@ -61,7 +61,9 @@ def has_images(path: Path) -> bool:
         return "arr_0" in file.files
 
 
-def _of(network: Features, arrays: dict[str, Any], path: Path, device: torch.device) -> Statistics | None:
+def _select_statistics(
+    network: Features, arrays: dict[str, Any], path: Path, device: torch.device
+) -> Statistics | None:
     name, end = network.name, ""
     prefix = f"{name}." if any("." in key for key in arrays) else ""
     if not prefix and name == "inception-spatial":
@@ -73,7 +75,7 @@ def _of(network: Features, arrays: dict[str, Any], path: Path, device: torch.dev
     if mean is None and kept is None:
         return None
     mean, covariance, kept = (
-        _checked(rows, f"--reference {path}: {prefix}{key}", axes)
+        _check_array(rows, f"--reference {path}: {prefix}{key}", axes)
         for rows, key, axes in (
             (mean, f"mu{end}", "D"),
             (covariance, f"sigma{end}", "DD"),
@@ -99,15 +101,15 @@ def _of(network: Features, arrays: dict[str, Any], path: Path, device: torch.dev
         )
     count = arrays.get(f"{prefix}count")
     return Statistics(
-        _tensor(mean, torch.float64, device),
-        _tensor(covariance, torch.float64, device),
+        _make_tensor(mean, torch.float64, device),
+        _make_tensor(covariance, torch.float64, device),
         None if count is None else int(count),
-        _tensor(kept, torch.float32, device),
+        _make_tensor(kept, torch.float32, device),
         None if fingerprint is None else str(fingerprint),
     )
 
 
-def _checked(rows: Any, name: str, axes: str) -> np.ndarray | None:
+def _check_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
     """Numbers with these axes, those of one letter equally long. ConfigError with `name`: they are
     not, or not finite.
     """
@@ -130,11 +132,11 @@ def _checked(rows: Any, name: str, axes: str) -> np.ndarray | None:
     return rows
 
 
-def _tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _make_tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     return None if array is None else torch.from_numpy(array).to(device, dtype)
 
 
-def _zipped(path: Path) -> dict[str, Any]:
+def _read_npz(path: Path) -> dict[str, Any]:
     """All but the images."""
     if not zipfile.is_zipfile(path):  # numpy would advise to read it unsafely
         raise ValueError("it is no whole .npz")
@@ -151,7 +153,7 @@ class _Arrays(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}, and only arrays are read from a .pkl")
 
 
-def _pickled(path: Path) -> dict[str, Any]:
+def _read_pickle(path: Path) -> dict[str, Any]:
     """EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}, by our names."""
     with open(path, "rb") as file:
         content = _Arrays(file).load()
@@ -164,7 +166,7 @@ def _pickled(path: Path) -> dict[str, Any]:
     }
 
 
-def write(path: Path, statistics: dict[str, Statistics]) -> None:
+def write_reference(path: Path, statistics: dict[str, Statistics]) -> None:
     """Writes statistics by name of their network. ConfigError: the disk does not take it."""
     arrays = {}
     for name, of_network in statistics.items():

@@ -29,34 +29,34 @@ class Metric:
     spatial: bool = False  # with the network's `spatial`
 
 
-def _frechet(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
-    return {name: (distances.frechet(drawn.mean, drawn.covariance, reference.mean, reference.covariance), None)}
+def _score_frechet(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+    return {name: (distances.measure_frechet(drawn.mean, drawn.covariance, reference.mean, reference.covariance), None)}
 
 
-def _kid(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
-    return {name: distances.kid(drawn.kept, reference.kept)}
+def _score_kid(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+    return {name: distances.measure_kid(drawn.kept, reference.kept)}
 
 
-def _manifold(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
-    values = distances.manifold(drawn.kept, reference.kept)
+def _score_manifold(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+    values = distances.measure_manifold(drawn.kept, reference.kept)
     names = ("precision", "recall") if name == "pr" else ("density", "coverage")
     return {name: (values[name], None) for name in names}
 
 
-def _inception_score(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
-    return {"inception_score": distances.inception_score(*drawn.scores)}
+def _score_inception(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+    return {"inception_score": distances.score_inception(*drawn.scores)}
 
 
-def _clip_score(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+def _score_texts(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
     return {name: (drawn.text_score, None)}
 
 
-def _retrieval(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+def _score_retrieval(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
     share, candidates = drawn.retrieved
     return {name: (share, None), f"{name}_by_chance": (1 / candidates, None)}
 
 
-def _accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+def _score_accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
     right, number, *parts = drawn.right
     shares = {
         f"{name}/{label}": (share.item(), None)
@@ -69,25 +69,25 @@ def _accuracy(name: str, network: Features, drawn: Statistics, reference: None) 
 
 _MOMENTS, _WITH_LOGITS = ("mean", "covariance"), ("inception", "pytorch-fid", "clean-fid")
 METRICS = {
-    "fid": Metric(INCEPTIONS, _MOMENTS, _frechet),
-    "sfid": Metric(_WITH_LOGITS, _MOMENTS, _frechet, spatial=True),
-    "kid": Metric(INCEPTIONS, ("kept",), _kid),
-    "is": Metric(_WITH_LOGITS, ("scores",), _inception_score, compares=False),
-    "pr": Metric(_IMAGES, ("kept",), _manifold),
-    "dc": Metric(_IMAGES, ("kept",), _manifold),
-    "fd_dinov2": Metric(("dinov2",), _MOMENTS, _frechet),
-    "fd_clip": Metric(("clip",), _MOMENTS, _frechet),
-    "clip_score": Metric(("clip",), ("text_score",), _clip_score, compares=False),
-    "retrieval": Metric(("emoji", "clip"), ("retrieved",), _retrieval, compares=False),
-    "fvd": Metric(("i3d", "videomae"), _MOMENTS, _frechet),
-    "fd": Metric(("builtin",), _MOMENTS, _frechet),
-    "accuracy": Metric(("builtin",), ("right",), _accuracy, compares=False),
+    "fid": Metric(INCEPTIONS, _MOMENTS, _score_frechet),
+    "sfid": Metric(_WITH_LOGITS, _MOMENTS, _score_frechet, spatial=True),
+    "kid": Metric(INCEPTIONS, ("kept",), _score_kid),
+    "is": Metric(_WITH_LOGITS, ("scores",), _score_inception, compares=False),
+    "pr": Metric(_IMAGES, ("kept",), _score_manifold),
+    "dc": Metric(_IMAGES, ("kept",), _score_manifold),
+    "fd_dinov2": Metric(("dinov2",), _MOMENTS, _score_frechet),
+    "fd_clip": Metric(("clip",), _MOMENTS, _score_frechet),
+    "clip_score": Metric(("clip",), ("text_score",), _score_texts, compares=False),
+    "retrieval": Metric(("emoji", "clip"), ("retrieved",), _score_retrieval, compares=False),
+    "fvd": Metric(("i3d", "videomae"), _MOMENTS, _score_frechet),
+    "fd": Metric(("builtin",), _MOMENTS, _score_frechet),
+    "accuracy": Metric(("builtin",), ("right",), _score_accuracy, compares=False),
 }
 # Of the metrics with one figure, those of which the lowest is the best, and the highest.
 LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("accuracy", "clip_score", "retrieval")
 
 
-def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
+def choose_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
     """The network of each metric, opened once each: the first of `paths` (KIND:PATH) that serves, else the built-in.
 
     ConfigError: an unknown metric, a metric without a network, a network that no metric takes, or as `open_features`.
@@ -116,7 +116,7 @@ def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, F
     return {name: opened[words].spatial if METRICS[name].spatial else opened[words] for name, words in chosen.items()}
 
 
-def collect(
+def collect_statistics(
     images: Images,
     networks: dict[str, Features],
     size: int,
@@ -131,7 +131,7 @@ def collect(
     ConfigError: captions or labels are needed, and the set has none; fewer than two images.
     """
     require_enough(len(images))
-    needs = _needs(networks, compared)
+    needs = _list_needs(networks, compared)
     by_name = {network.name: network for network in networks.values()}
     candidates = tuple(islice(dict.fromkeys(images.captions or ()), _CANDIDATES))
     collectors = {
@@ -155,7 +155,7 @@ def collect(
     return {name: collector.result() for name, collector in collectors.items()}
 
 
-def begun(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
+def begin_set(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
     """The set for `collect` with the same arguments, its first batch taken, and checked; on all ranks together. What
     shows without images, which may have to be drawn, is checked before.
 
@@ -170,7 +170,7 @@ def begun(images: Images, networks: dict[str, Features], size: int, keep: int = 
                 network.require_captions(images.captions)
     begun, by_name = Begun(images, size), {network.name: network for network in networks.values()}
     if begun.first is not None:
-        for name, needs in _needs(networks).items():
+        for name, needs in _list_needs(networks).items():
             _require(begun.first, by_name[name], needs)
     return begun
 
@@ -191,7 +191,7 @@ def require_enough(count: int, option: str = "") -> None:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
-def _needs(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
+def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
     """What metrics need of a set, by name of the network. compared: it is the reference."""
     needs: dict[str, set[str]] = {}
     for metric, network in networks.items():
@@ -225,7 +225,7 @@ def _require_kind(network: Features, clips: bool) -> None:
         )
 
 
-def lacking(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
+def list_lacking(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
     """The metrics that compare and for which statistics of a reference do not suffice."""
     return [
         name
@@ -235,13 +235,15 @@ def lacking(networks: dict[str, Features], statistics: dict[str, Statistics]) ->
     ]
 
 
-def needs_of(metrics: Sequence[str]) -> set[str]:
+def name_needs(metrics: Sequence[str]) -> set[str]:
     """What metrics need of a set, as a message says it."""
     words = {"mean": "mean", "covariance": "covariance", "kept": "features"}
     return {words[need] for name in metrics for need in METRICS[name].needs}
 
 
-def figures(networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]) -> Figures:
+def compute_figures(
+    networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]
+) -> Figures:
     """The figures of all metrics in `networks`, from statistics by name of their network; on all ranks together."""
     values: Figures = {}
     for name, network in networks.items():

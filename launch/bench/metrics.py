@@ -65,9 +65,11 @@ def main() -> None:
     tell("the first set collected")
     second = collected(options.num, options.size, options.kept, 0.12)
     tell("the second set collected")
-    tell(f"fid {distances.frechet(first.mean, first.covariance, second.mean, second.covariance):.6g}")
-    tell("kid {:.6g} +- {:.2g}".format(*distances.kid(first.kept, second.kept)))
-    tell(", ".join(f"{name} {value:.6g}" for name, value in distances.manifold(first.kept, second.kept).items()))
+    tell(f"fid {distances.measure_frechet(first.mean, first.covariance, second.mean, second.covariance):.6g}")
+    tell("kid {:.6g} +- {:.2g}".format(*distances.measure_kid(first.kept, second.kept)))
+    tell(
+        ", ".join(f"{name} {value:.6g}" for name, value in distances.measure_manifold(first.kept, second.kept).items())
+    )
     group.leave_group()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from dstrain import recipe, systems
 from dstrain.commands.exits import run_main
-from dstrain.commands.options.arguments import Parser, positive
+from dstrain.commands.options.arguments import Parser, parse_positive
 from dstrain.engine.blocks import prepare
 from dstrain.engine.planning.activations import count_flops, count_kept_bytes
 
@@ -64,7 +64,7 @@ def measure(system: systems.System, choice: str | int, batch: int) -> tuple[int,
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
-    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--batch", type=parse_positive, default=1)
     words = parser.words()
     batch, names = words["batch"], words["recipes"] or list(LARGE)
     built = {name: system_of(name) for name in names}  # a wrong name is reported before the table begins

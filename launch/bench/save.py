@@ -32,7 +32,7 @@ import torch
 
 from dstrain.commands.exits import run_main
 from dstrain.commands.job import Job, prepare_job
-from dstrain.commands.options.command import parse
+from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import JobOptions
 from dstrain.commands.train import describe_job, summarize_job
 from dstrain.distributed import group
@@ -49,7 +49,7 @@ class BenchOptions(JobOptions):
 
 def main() -> None:
     """Parses the command line, measures and prints."""
-    options = parse(BenchOptions, sys.argv[1:])
+    options = parse_options(BenchOptions, sys.argv[1:])
     job = prepare_job(options)
     if options.print_config:
         print(describe_job(job), end="")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from dstrain.commands.exits import run_main
 from dstrain.commands.job import prepare_job
-from dstrain.commands.options.command import parse
+from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import JobOptions
 from dstrain.commands.train import describe_job, summarize_job
 from dstrain.distributed import group
@@ -29,7 +29,7 @@ class BenchOptions(JobOptions):
 
 
 def main() -> None:
-    options = parse(BenchOptions, sys.argv[1:])
+    options = parse_options(BenchOptions, sys.argv[1:])
     job = prepare_job(options)
     if options.print_config:
         print(describe_job(job), end="")

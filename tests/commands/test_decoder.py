@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dstrain import notebook, recipe, rng, systems
-from dstrain.commands.evaluating.quality import QualityOptions, quality
-from dstrain.commands.generate import GenerateOptions, generate
+from dstrain.commands.evaluating.quality import QualityOptions, measure_quality
+from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.job import check_recipe
 from dstrain.data.builtin.emoji import Emoji
 from dstrain.data.cached.embeddings import open_builtin_pairs, read_builtin_captions
@@ -59,7 +59,7 @@ def arrays(out: Path) -> dict[str, np.ndarray]:
 def test_texts_become_pictures(prior, decoder, tmp_path):
     """Oracle: both systems called by hand, one after the other; captions of the built-in pairs need no text encoder."""
     texts = ("blue heart", "Dog Face")
-    out = generate(GenerateOptions(prior, num=2, prompts=texts, then=(decoder,), seed=5, out=tmp_path / "out"))
+    out = generate_samples(GenerateOptions(prior, num=2, prompts=texts, then=(decoder,), seed=5, out=tmp_path / "out"))
     assert len(list((out / "samples").glob("*.png"))) == 2
     assert (out / "prompts.txt").read_text() == "blue heart\nDog Face\n"
     table, rows = open_builtin_pairs().tables["text_embed"], [read_builtin_captions()[text.lower()] for text in texts]
@@ -71,11 +71,13 @@ def test_texts_become_pictures(prior, decoder, tmp_path):
     pictures = pictures.permute(0, 2, 3, 1).numpy()
     assert np.array_equal(arrays(out)["arr_0"], pictures) and not np.array_equal(pictures[0], pictures[1])
     np.save(tmp_path / "two.npy", drawn.numpy())  # other seeds than in the chain
-    alone = generate(GenerateOptions(decoder, num=2, embeddings=tmp_path / "two.npy", out=tmp_path / "b", pngs=False))
+    alone = generate_samples(
+        GenerateOptions(decoder, num=2, embeddings=tmp_path / "two.npy", out=tmp_path / "b", pngs=False)
+    )
     expected = by_hand.sample(2, images=drawn).permute(0, 2, 3, 1).numpy()
     assert np.array_equal(arrays(alone)["arr_0"], expected)
     with pytest.raises(ConfigError, match="text_encoder"):
-        generate(
+        generate_samples(
             GenerateOptions(
                 prior, num=1, prompts=("a text that is no caption",), out=tmp_path / "c", text_encoder=str(tmp_path)
             )
@@ -105,7 +107,7 @@ def test_chains_that_do_not_fit(prior, decoder, tmp_path):
         ({"folder": prior, "then": (pictures,), "prompts": ("blue heart",)}, "begins from noise"),
     ):
         with pytest.raises(ConfigError, match=message):
-            generate(GenerateOptions(num=1, out=tmp_path / "none", **options))
+            generate_samples(GenerateOptions(num=1, out=tmp_path / "none", **options))
 
 
 def test_retrieval_of_real_pictures(tmp_path):
@@ -119,7 +121,7 @@ def test_retrieval_of_real_pictures(tmp_path):
     values = []
     for name, texts in (("own", captions), ("others", np.roll(captions, 1))):
         np.savez(tmp_path / f"{name}.npz", arr_0=pixels, prompts=texts)
-        result = quality(QualityOptions(("retrieval",), images=tmp_path / f"{name}.npz"))[1]["figures"]
+        result = measure_quality(QualityOptions(("retrieval",), images=tmp_path / f"{name}.npz"))[1]["figures"]
         assert result["retrieval_by_chance"] == 0.01
         values.append(result["retrieval"])
     assert values[0] > 0.2 and values[1] < 0.05
@@ -139,7 +141,7 @@ def test_retrieval_by_clip(tmp_path):
         others = [j for j in range(100) if j != i][:99]
         right += all(bool(image @ texts[i] > image @ texts[j]) for j in others)
     for batch in (7, 104):
-        result = quality(
+        result = measure_quality(
             QualityOptions(("retrieval",), (f"clip:{tmp_path / 'clip'}",), images=tmp_path / "x.npz", batch=batch)
         )[1]["figures"]
         assert result["retrieval"] == pytest.approx(right / 104)
@@ -149,4 +151,4 @@ def test_retrieval_by_clip(tmp_path):
         ("x", (), "names of the built-in emoji alone"),
     ):
         with pytest.raises(ConfigError, match=message):
-            quality(QualityOptions(("retrieval",), features, images=tmp_path / f"{path}.npz"))
+            measure_quality(QualityOptions(("retrieval",), features, images=tmp_path / f"{path}.npz"))

@@ -9,7 +9,7 @@ import torch
 from dstrain import recipe, systems
 from dstrain.commands.encode import EncodeOptions, encode
 from dstrain.commands.job import prepare_job
-from dstrain.commands.options.command import parse
+from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import TrainOptions
 from dstrain.data.batches import Batches
 from dstrain.data.cached.latents import Latents
@@ -180,7 +180,9 @@ def test_maskgit_on_clips_themselves(made, tmp_path):
             f"folder={tmp_path / 'run'}",
             *words,
         ]
-        return prepare_job(parse(TrainOptions, ["--recipe", "tests/launch/tiny-phenaki.yaml", *given]), 1, "cpu")
+        return prepare_job(
+            parse_options(TrainOptions, ["--recipe", "tests/launch/tiny-phenaki.yaml", *given]), 1, "cpu"
+        )
 
     assert prepared().run.data.path == str(there)
     none = ("model.unconditional=true", "samples.prompts=null", "samples.guidance_scale=1")

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from dstrain import recipe, systems
-from dstrain.commands.generate import GenerateOptions, generate
+from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.data.decode.pixels import read_pictures
 from dstrain.recipe import ConfigError, Run
 from dstrain.tracking.pictures import Album
@@ -134,7 +134,7 @@ def test_runs_that_cannot_draw(tmp_path, system, model, words, message):
     run = Run.model_validate({"name": "x", "system": system, "model": fields, "samples": {"sampler": "confidence"}})
     (tmp_path / "run.yaml").write_text(recipe.dump(run))
     with pytest.raises(ConfigError, match=message.replace("RUN", str(tmp_path))) as found:
-        generate(GenerateOptions(tmp_path, **words))
+        generate_samples(GenerateOptions(tmp_path, **words))
     assert len(found.value.problems) == 1 and "\n" not in str(found.value)
 
 
@@ -154,7 +154,7 @@ def test_precision(tiny, tmp_path):
     """Oracle: the same pictures in fp32, up to rounding to 8 bits of mantissa, and the same bytes given twice."""
     drawn = []
     for name, words in (("exact", {}), ("again", {}), ("near", {"precision": "bf16"})):
-        out = generate(GenerateOptions(tiny, num=4, num_steps=3, out=tmp_path / name, pngs=False, **words))
+        out = generate_samples(GenerateOptions(tiny, num=4, num_steps=3, out=tmp_path / name, pngs=False, **words))
         drawn.append(np.load(next(out.glob("*.npz")))["arr_0"].astype(float))
     exact, again, near = drawn
     assert np.array_equal(exact, again) and 0 < np.abs(near - exact).mean() < 2
@@ -166,7 +166,7 @@ def test_a_full_disk(tiny, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
         with pytest.raises(ConfigError, match="--out .*/out cannot be written .*File too large.*: make room"):
-            generate(GenerateOptions(tiny, num=2, out=tmp_path / "out"))
+            generate_samples(GenerateOptions(tiny, num=2, out=tmp_path / "out"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
@@ -177,9 +177,9 @@ def drawn(out):
 
 def test_invert(tiny, tmp_path, capsys):
     """Oracle: numpy's distance between the pictures given and those that came back; what does not fit is refused."""
-    given = generate(GenerateOptions(tiny, num=3, num_steps=4, out=tmp_path / "given", pngs=False))
+    given = generate_samples(GenerateOptions(tiny, num=3, num_steps=4, out=tmp_path / "given", pngs=False))
     capsys.readouterr()
-    back = generate(
+    back = generate_samples(
         GenerateOptions(tiny, num=3, num_steps=8, sampler="ddim", invert=given, out=tmp_path / "back", pngs=False)
     )
     error = np.abs(drawn(back) - drawn(given)).mean()
@@ -190,14 +190,14 @@ def test_invert(tiny, tmp_path, capsys):
         ({"then": (tiny,)}, "leave out --low-res, --then and --size"),
     ):
         with pytest.raises(ConfigError, match=message):
-            generate(GenerateOptions(tiny, invert=given, out=tmp_path / "none", **words))
+            generate_samples(GenerateOptions(tiny, invert=given, out=tmp_path / "none", **words))
 
 
 def test_guide(tiny, tmp_path):
     """Oracle: a run that is guided by itself draws as without guidance; another system is refused."""
     words = {"num": 3, "num_steps": 3, "sampler": "dpm++", "pngs": False}
-    plain = generate(GenerateOptions(tiny, guidance_scale=1.0, out=tmp_path / "plain", **words))
-    guided = generate(
+    plain = generate_samples(GenerateOptions(tiny, guidance_scale=1.0, out=tmp_path / "plain", **words))
+    guided = generate_samples(
         GenerateOptions(tiny, guidance_scale=3.0, guide=(tiny, 0.9, None), out=tmp_path / "guided", **words)
     )
     assert np.abs(drawn(plain) - drawn(guided)).max() <= 1
@@ -206,11 +206,11 @@ def test_guide(tiny, tmp_path):
     other.mkdir()
     (other / "run.yaml").write_text(recipe.dump(run.model_copy(update={"model": run.model | {"objective": "flow"}})))
     with pytest.raises(ConfigError, match="--guide .*other: model.diffusion differs"):
-        generate(GenerateOptions(tiny, guide=(other, None, None), **words))
+        generate_samples(GenerateOptions(tiny, guide=(other, None, None), **words))
     with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):
-        generate(GenerateOptions(tiny, guide=(tiny, None, None), guidance_scale=1.0, **words))
+        generate_samples(GenerateOptions(tiny, guide=(tiny, None, None), guidance_scale=1.0, **words))
     assert run.samples.guidance_scale != 1
     given = tmp_path / "given.npz"
     np.savez(given, np.zeros((1, 32, 32, 1), np.uint8))
     with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):  # which --invert takes unless told
-        generate(GenerateOptions(tiny, guide=(tiny, None, None), invert=given, **words | {"sampler": "ddim"}))
+        generate_samples(GenerateOptions(tiny, guide=(tiny, None, None), invert=given, **words | {"sampler": "ddim"}))

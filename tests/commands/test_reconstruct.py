@@ -20,11 +20,11 @@ from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragments import Fragment, shard_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.commands.consolidate import Order, consolidate
-from dstrain.commands.evaluate import EvaluateOptions, evaluate
-from dstrain.commands.evaluating.quality import QualityOptions, quality
-from dstrain.commands.evaluating.sweep import report, sweep, sweep_metric
+from dstrain.commands.evaluate import EvaluateOptions, evaluate_run
+from dstrain.commands.evaluating.quality import QualityOptions, measure_quality
+from dstrain.commands.evaluating.sweep import format_report, sweep_loss, sweep_metric
 from dstrain.commands.export import ExportOptions, export
-from dstrain.commands.generate import GenerateOptions, generate
+from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.reconstruct import USUAL, ReconstructOptions, reconstruct, usable
 from dstrain.disk.sealed import render_sealed
 from dstrain.engine.checkpoint import read_weights
@@ -116,9 +116,9 @@ def test_every_verb_takes_it(made, tmp_path):
     consolidate(Order(folder, tmp_path / "merged", "ema:0.15"))
     assert close(load_file(tmp_path / "merged" / "model.safetensors"), truth)
     assert (tmp_path / "merged" / "recipe.yaml").read_bytes() == (folder / "run.yaml").read_bytes()
-    path, result = evaluate(EvaluateOptions(folder, num=4, num_steps=2, ema=0.15, out=tmp_path / "figures"))
+    path, result = evaluate_run(EvaluateOptions(folder, num=4, num_steps=2, ema=0.15, out=tmp_path / "figures"))
     assert result["weights"] == {"denoiser": "ema.0.15"} and "ema0.15" in path.name
-    out = generate(GenerateOptions(folder, num=1, num_steps=2, ema=0.15, out=tmp_path / "pictures"))
+    out = generate_samples(GenerateOptions(folder, num=1, num_steps=2, ema=0.15, out=tmp_path / "pictures"))
     drawn = torch.tensor(list(Image.open(out / "samples" / "000000.png").convert("L").tobytes()))
     assert torch.equal(drawn, run.sample(1, num_steps=2).flatten().long())
 
@@ -145,7 +145,7 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
     ):
         dstrain.load(folder, ema=0.075, step=7)
     with pytest.raises(ConfigError, match="holds no EMA of decay 0.99; it holds 0.9; reconstructed"):
-        generate(GenerateOptions(folder, num=1, ema=0.99, out=tmp_path / "x"))
+        generate_samples(GenerateOptions(folder, num=1, ema=0.99, out=tmp_path / "x"))
     system = systems.build("dit", other.recipe.model)
     begins = fit_weights(folder / "reconstructed" / "0.15" / "step_00000007", system)["denoiser"][0]
     assert all(
@@ -181,14 +181,16 @@ def test_sweep(made):
     folder, _ = made
     widths = [one.width for one in reconstruct(ReconstructOptions(folder))]
     assert set(WIDTHS) <= set(widths) <= set(USUAL) and 0.01 not in widths
-    path, result = sweep(folder, 7, widths[:3], num=16, batch=8)
+    path, result = sweep_loss(folder, 7, widths[:3], num=16, batch=8)
     assert json.loads(path.read_text()) == result and Image.open(path.with_suffix(".png")).width > 300
     losses = result["scores"]["loss"]
     assert len(losses) == 3 and all(map(math.isfinite, losses)) and len(set(losses)) == 3
-    assert result["best"] == widths[losses.index(min(losses))] and f"best: --ema {result['best']}" in report(
+    assert result["best"] == widths[losses.index(min(losses))] and f"best: --ema {result['best']}" in format_report(
         path, result
     )
-    assert losses[1] == pytest.approx(sweep(folder, 7, widths[1:2], num=16, batch=16)[1]["scores"]["loss"][0], rel=1e-6)
+    assert losses[1] == pytest.approx(
+        sweep_loss(folder, 7, widths[1:2], num=16, batch=16)[1]["scores"]["loss"][0], rel=1e-6
+    )
 
 
 def test_sweep_by_a_metric(made):
@@ -197,10 +199,10 @@ def test_sweep_by_a_metric(made):
     for metric, choose in (("fd", min), ("accuracy", max)):
         options = QualityOptions((metric,), folder=folder, num=8, step=7, batch=4)
         path, result = sweep_metric(options, WIDTHS)
-        alone = [quality(replace(options, ema=width))[1]["figures"][metric] for width in WIDTHS]
+        alone = [measure_quality(replace(options, ema=width))[1]["figures"][metric] for width in WIDTHS]
         assert result["scores"][metric] == alone and result["best"] == WIDTHS[alone.index(choose(alone))]
         assert json.loads(path.read_text()) == result and path.with_suffix(".png").exists()
-        assert f"{metric} of 8 samples at step 7" in report(path, result)
+        assert f"{metric} of 8 samples at step 7" in format_report(path, result)
     with pytest.raises(ConfigError, match="--metric pr: name one of fd, fid"):
         sweep_metric(replace(options, metrics=("pr",)), WIDTHS)
 

@@ -7,8 +7,8 @@ import torch
 
 from dstrain import recipe, rng, systems
 from dstrain.commands.encoding.plan import EncodeOptions, planned
-from dstrain.commands.evaluate import EvaluateOptions, evaluate
-from dstrain.commands.generate import GenerateOptions, generate
+from dstrain.commands.evaluate import EvaluateOptions, evaluate_run
+from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.encoders.precision import compute_in
 from dstrain.recipe import ConfigError
@@ -32,8 +32,8 @@ def test_tf32_is_switched_for_a_while():
 @pytest.mark.parametrize(
     "command",
     [
-        lambda: generate(GenerateOptions(Path("nowhere"), precision="tf32")),
-        lambda: evaluate(EvaluateOptions(Path("nowhere"), precision="tf32")),
+        lambda: generate_samples(GenerateOptions(Path("nowhere"), precision="tf32")),
+        lambda: evaluate_run(EvaluateOptions(Path("nowhere"), precision="tf32")),
         lambda: planned(EncodeOptions(out=Path("out"), first_stage="nowhere", precision="tf32")),
     ],
 )

@@ -128,15 +128,15 @@ def test_what_comes_after_deepspeeds_own_files(checked, tmp_path):
     """
     for stage in (1, 2, 3):
         run = checked[0] / "vae" / f"vae-{stage}"
-        _, result = evaluate.evaluate(
+        _, result = evaluate.evaluate_run(
             evaluate.EvaluateOptions(run, num=8, batch=8, out=tmp_path / f"evaluation{stage}")
         )
         assert result["weights"] == {"autoencoder": "ema.0.9"} and result["step"] == LATE
         assert 0 < result["figures"]["recon"] < 2
     with pytest.raises(ValueError, match="autoencoder in DeepSpeed's own files: merge them with `dstrain consolidate"):
-        evaluate.evaluate(evaluate.EvaluateOptions(run, num=8, raw=True, out=tmp_path / "raw"))
+        evaluate.evaluate_run(evaluate.EvaluateOptions(run, num=8, raw=True, out=tmp_path / "raw"))
     run = checked[0] / "dit" / "dit-2"
-    out = generate.generate(generate.GenerateOptions(run, num=2, num_steps=2, out=tmp_path / "drawn"))
+    out = generate.generate_samples(generate.GenerateOptions(run, num=2, num_steps=2, out=tmp_path / "drawn"))
     assert len(list((out / "samples").glob("0*.png"))) == 2
     with pytest.raises(ValueError, match="denoiser in DeepSpeed's own files: merge them with `dstrain consolidate"):
-        generate.generate(generate.GenerateOptions(run, num=2, raw=True, out=tmp_path / "raw"))
+        generate.generate_samples(generate.GenerateOptions(run, num=2, raw=True, out=tmp_path / "raw"))

@@ -16,7 +16,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from dstrain.commands.convert import ConvertOptions, convert
+from dstrain.commands.convert import ConvertOptions, convert_data
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats import recognise_layout
@@ -43,7 +43,7 @@ def first_image(path: Path) -> object:
     root = path if path.suffix in (".zip", ".npz") else path.parent
     if kind is not None:
         root = Path(os.environ["XDG_CACHE_HOME"], "out")
-        convert(ConvertOptions(kind.removesuffix(".gz"), path if kind == "npz" else path.parent, root))
+        convert_data(ConvertOptions(kind.removesuffix(".gz"), path if kind == "npz" else path.parent, root))
     source = open_images(root, 16)
     return len(source), source.first()["image"].shape
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from dstrain.commands.exits import run_main
 from dstrain.commands.job import prepare_job
-from dstrain.commands.options.command import parse
+from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import TrainOptions
 from tests.support.launch import ROOT, here
 
@@ -223,7 +223,7 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
     """Oracle: the recipe written into the run's folder."""
     from dstrain import recipe
 
-    job = prepare_job(parse(TrainOptions, ["folder=run"]))
+    job = prepare_job(parse_options(TrainOptions, ["folder=run"]))
     (folder / "run").mkdir()
     (folder / "run" / "run.yaml").write_text(recipe.dump(job.run))
     (folder / "run" / "saved").write_text("300")
@@ -236,8 +236,8 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
         and "--allow-change" in err
         and "steps" not in err
     )
-    assert prepare_job(parse(TrainOptions, ["folder=run", "seed=7", "--allow-change"])).run.seed == 7
-    assert prepare_job(parse(TrainOptions, ["folder=run", "seed=7", "--from-scratch"])).run.seed == 7
+    assert prepare_job(parse_options(TrainOptions, ["folder=run", "seed=7", "--allow-change"])).run.seed == 7
+    assert prepare_job(parse_options(TrainOptions, ["folder=run", "seed=7", "--from-scratch"])).run.seed == 7
 
 
 def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
@@ -249,9 +249,9 @@ def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     words = ["folder=run", "--allow-change"]  # the data are not asked about
 
     def precision(*more):
-        return settings.read_precision(prepare_job(parse(TrainOptions, [*words, *more])).settings)
+        return settings.read_precision(prepare_job(parse_options(TrainOptions, [*words, *more])).settings)
 
-    job = prepare_job(parse(TrainOptions, ["folder=run"]))
+    job = prepare_job(parse_options(TrainOptions, ["folder=run"]))
     folders.write_run(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")
     assert precision() == "bf16", "nothing is saved: there is no run to go on with"
     folders.note_saved(job.run.directory, 300)

@@ -29,8 +29,8 @@ def test_frechet_of_diagonal_gaussians():
     turn = torch.linalg.qr(torch.randn(50, 50, dtype=torch.float64, generator=random))[0]
     turned = (turn @ m, turn @ s.diag() @ turn.T, turn @ n, turn @ t.diag() @ turn.T)
     expected = ((m - n).square() + (s.sqrt() - t.sqrt()).square()).sum().item()
-    assert distances.frechet(*turned) == pytest.approx(expected, rel=1e-9)
-    assert distances.frechet(*turned[:2], *turned[:2]) == pytest.approx(0, abs=1e-9)
+    assert distances.measure_frechet(*turned) == pytest.approx(expected, rel=1e-9)
+    assert distances.measure_frechet(*turned[:2], *turned[:2]) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("count", [400, 60])
@@ -41,13 +41,13 @@ def test_frechet_of_pytorch_fid(count, monkeypatch):
     monkeypatch.setattr(reference.linalg, "sqrtm", lambda values, disp: (root(values), None))
     first, second = moments(rows(count, 96, 0)), moments(rows(count + 50, 96, 1, 1.2, 0.1))
     expected = reference.calculate_frechet_distance(*(values.numpy() for values in (*first, *second)))
-    assert distances.frechet(*first, *second) == pytest.approx(expected, rel=1e-4)
+    assert distances.measure_frechet(*first, *second) == pytest.approx(expected, rel=1e-4)
 
 
 def test_kid_of_whole_sets():
     """Oracle: numpy in float64: the unbiased estimate over all pairs, which every subset of a whole set gives."""
     x, y = rows(80, 12, 0), rows(80, 12, 1, shift=0.2)
-    mean, deviation = distances.kid(x, y)
+    mean, deviation = distances.measure_kid(x, y)
     kernels = [(a.double().numpy() @ b.double().numpy().T / 12 + 1) ** 3 for a, b in ((x, x), (y, y), (x, y))]
     off = ~np.eye(80, dtype=bool)
     assert mean == pytest.approx(kernels[0][off].mean() + kernels[1][off].mean() - 2 * kernels[2].mean(), rel=1e-5)
@@ -70,7 +70,7 @@ def test_kid_of_torch_fidelity():
         rng_seed=2020,
         verbose=False,
     )
-    assert distances.kid(x, y) == pytest.approx(
+    assert distances.measure_kid(x, y) == pytest.approx(
         (expected["kernel_inception_distance_mean"], expected["kernel_inception_distance_std"]), rel=1e-4
     )
 
@@ -93,7 +93,7 @@ def test_manifold():
         "density": (cross <= radii(b, 5)).sum() / (5 * len(a)),
         "coverage": (cross <= radii(b, 5)).any(0).mean(),
     }
-    assert distances.manifold(x, y) == pytest.approx(expected, rel=1e-6)
+    assert distances.measure_manifold(x, y) == pytest.approx(expected, rel=1e-6)
     assert 0.2 < expected["recall"] < 0.99 and expected["density"] > 0.2
 
 
@@ -104,20 +104,20 @@ def test_manifold_of_torch_fidelity():
     expected = reference.prc_features_to_metric(
         x, y, prc_neighborhood=3, prc_batch_size=10000, save_cpu_ram=False, verbose=False
     )
-    values = distances.manifold(x, y)
+    values = distances.measure_manifold(x, y)
     assert values["precision"] == pytest.approx(expected["precision"], rel=1e-4)
     assert values["recall"] == pytest.approx(expected["recall"], rel=1e-4)
 
 
 def test_manifold_of_too_few():
     """Oracle: five neighbours need six points."""
-    assert all(math.isnan(value) for value in distances.manifold(rows(5, 4, 0), rows(50, 4, 1)).values())
+    assert all(math.isnan(value) for value in distances.measure_manifold(rows(5, 4, 0), rows(50, 4, 1)).values())
 
 
 def test_inception_score_of_certain_and_of_uncertain_classifiers():
     """Oracle: closed forms: K where every class is met equally and each sample is certain, 1 where none is."""
     counts = torch.tensor([50.0, 50.0]).double()
     certain = torch.full((2, 5), 10.0).double()  # 10 samples of each class, p log p = 0
-    assert distances.inception_score(certain, torch.zeros(2).double(), counts) == pytest.approx((5, 0))
+    assert distances.score_inception(certain, torch.zeros(2).double(), counts) == pytest.approx((5, 0))
     unsure = 50 * math.log(1 / 5) * torch.ones(2).double()
-    assert distances.inception_score(certain, unsure, counts) == pytest.approx((1, 0), abs=1e-12)
+    assert distances.score_inception(certain, unsure, counts) == pytest.approx((1, 0), abs=1e-12)

@@ -6,7 +6,7 @@ import torch
 from torchvision.models import inception
 
 from dstrain.metrics.features import open_features
-from dstrain.metrics.inception import as_clean_fid, as_tensorflow
+from dstrain.metrics.inception import resize_as_clean_fid, resize_as_tensorflow
 from dstrain.recipe import ConfigError
 from tests.metrics.oracles import noise, seeded_inception
 
@@ -67,7 +67,7 @@ def test_clean_fid():
     resize = pytest.importorskip("cleanfid.resize").build_resizer("clean")
     images = noise(2, 28, 400)
     expected = np.stack([resize(image.permute(1, 2, 0).numpy()) for image in images])
-    assert np.array_equal(as_clean_fid(images.float()).permute(0, 2, 3, 1).numpy(), expected)
+    assert np.array_equal(resize_as_clean_fid(images.float()).permute(0, 2, 3, 1).numpy(), expected)
 
 
 def test_tensorflow_resize():
@@ -81,7 +81,7 @@ def test_tensorflow_resize():
     down, right = (place - np.floor(place) for place in places)
     above, below = (image[row][:, columns[0]] * (1 - right) + image[row][:, columns[1]] * right for row in rows)
     expected = above * (1 - down[:, None]) + below * down[:, None]
-    resized = as_tensorflow(torch.from_numpy(image).float()[None, None])[0, 0]
+    resized = resize_as_tensorflow(torch.from_numpy(image).float()[None, None])[0, 0]
     assert np.abs(resized.numpy() - expected).max() < 0.01  # places are float32, as in TensorFlow
 
 

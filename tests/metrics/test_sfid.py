@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain.commands.evaluating.quality import QualityOptions, quality
+from dstrain.commands.evaluating.quality import QualityOptions, measure_quality
 from tests.metrics.oracles import arrays, noise, seeded_inception
 
 
@@ -31,7 +31,7 @@ def test_sfid_of_adm(tmp_path, monkeypatch):
     rows = [maps.permute(0, 2, 3, 1)[..., :7].reshape(len(maps), -1).double().numpy() for maps in seen]
     assert [part.shape for part in rows] == [(4, 2023), (5, 2023)]
     np.savez(tmp_path / "adm.npz", mu_s=rows[1].mean(0), sigma_s=np.cov(rows[1], rowvar=False))
-    figures = quality(
+    figures = measure_quality(
         QualityOptions(
             ("sfid",),
             (f"pytorch-fid:{weights}",),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dstrain import recipe, systems
-from dstrain.commands.evaluating.quality import QualityOptions, quality
-from dstrain.commands.generate import GenerateOptions, generate
+from dstrain.commands.evaluating.quality import QualityOptions, measure_quality
+from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.data.builtin.fashion import FASHION, Fashion
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _paste_item, make_caption
 from dstrain.metrics.clips import SCENES, make_stories, score_scenes, sum_scenes
@@ -129,7 +129,7 @@ def run(tmp_path_factory) -> Path:
 
 def measured(rank: int, folder: Path, out: Path) -> dict[str, float]:
     options = QualityOptions(("scenes",), folder=folder, num=5, seed=3, batch=2, prime_frames=1, out=out)
-    return quality(options)[1]["figures"]
+    return measure_quality(options)[1]["figures"]
 
 
 def test_a_run_tells_stories(run, network, tmp_path):
@@ -140,7 +140,7 @@ def test_a_run_tells_stories(run, network, tmp_path):
     videos = []
     for number, (item, asked) in enumerate(zip(items.tolist(), motions.tolist())):
         texts = tuple(make_caption(FASHION[item], list(MOTIONS)[motion]) for motion in asked)
-        out = generate(
+        out = generate_samples(
             GenerateOptions(
                 run, num=1, seed=3 + number, prime_frames=1, pngs=False, scenes=texts, out=tmp_path / f"{number}"
             )

@@ -29,7 +29,11 @@ def test_of_all_features_at_once(sets):
     (x, logits), (y, _) = (Projected()(batch) for batch in (noise(103, 6, 5), noise(90, 6, 5).clamp(30, 220)))
     values = measured(*sets, 16)
     first, second = ((rows.double().mean(0), torch.from_numpy(np.cov(rows.double().numpy().T))) for rows in (x, y))
-    expected = {"fid": distances.frechet(*first, *second), "kid": distances.kid(x, y)[0], **distances.manifold(x, y)}
+    expected = {
+        "fid": distances.measure_frechet(*first, *second),
+        "kid": distances.measure_kid(x, y)[0],
+        **distances.measure_manifold(x, y),
+    }
     p = logits.double().softmax(1).numpy()[np.random.RandomState(2020).permutation(103)]
     scores = []
     for split in (p[103 * i // 10 : 103 * (i + 1) // 10] for i in range(10)):
@@ -127,7 +131,7 @@ def test_statistics_of_other_shapes(tmp_path, content, message):
     """Oracle: the line that names the file, the array and what it should be."""
     np.savez(tmp_path / "f.npz", **content)
     with pytest.raises(ConfigError, match=f"--reference .*f.npz: {message}"):
-        reference.read(tmp_path / "f.npz", [Projected()], torch.device("cpu"))
+        reference.read_reference(tmp_path / "f.npz", [Projected()], torch.device("cpu"))
 
 
 def test_files_of_statistics(tmp_path):
@@ -140,28 +144,28 @@ def test_files_of_statistics(tmp_path):
     np.savez(tmp_path / "kid.npz", feats=rows)
     statistics = {"fid": {"mu": mu, "sigma": sigma}, "fd_dinov2": {"mu": mu, "sigma": sigma}, "num_images": 50}
     (tmp_path / "edm2.pkl").write_bytes(pickle.dumps(statistics))
-    statistics = reference.read(tmp_path / "adm.npz", [network], device)
+    statistics = reference.read_reference(tmp_path / "adm.npz", [network], device)
     statistics["inception"].kept = torch.from_numpy(rows).float()
     statistics["inception"].count, statistics["inception"].fingerprint = 50, "seeded"
-    reference.write(tmp_path / "ours.npz", statistics)
+    reference.write_reference(tmp_path / "ours.npz", statistics)
     for name in ("adm.npz", "clean.npz", "edm2.pkl", "ours.npz"):
-        found = reference.read(tmp_path / name, [network], device)["inception"]
+        found = reference.read_reference(tmp_path / name, [network], device)["inception"]
         assert np.array_equal(found.mean, mu) and np.array_equal(found.covariance, sigma)
     for name in ("kid.npz", "ours.npz"):
-        found = reference.read(tmp_path / name, [network], device)["inception"]
+        found = reference.read_reference(tmp_path / name, [network], device)["inception"]
         assert np.array_equal(found.kept, rows.astype(np.float32))
     with np.load(tmp_path / "ours.npz") as file:  # other tools know these names
         assert np.array_equal(file["mu"], mu) and np.array_equal(file["sigma"], sigma)
     assert [reference.has_images(tmp_path / name) for name in ("adm.npz", "clean.npz")] == [True, False]
     network.fingerprint = "other"
     with pytest.raises(ConfigError, match="other weights"):
-        reference.read(tmp_path / "ours.npz", [network], device)
+        reference.read_reference(tmp_path / "ours.npz", [network], device)
     network.size = 7
     with pytest.raises(ConfigError, match="24 features, and inception has 7"):
-        reference.read(tmp_path / "adm.npz", [network], device)
+        reference.read_reference(tmp_path / "adm.npz", [network], device)
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Path("x")))
     with pytest.raises(ConfigError, match="only arrays are read"):
-        reference.read(tmp_path / "evil.pkl", [network], device)
+        reference.read_reference(tmp_path / "evil.pkl", [network], device)
 
 
 def test_towers(tmp_path):
@@ -184,20 +188,22 @@ def test_towers(tmp_path):
         open_features(f"dinov2:{tmp_path / 'video'}")
 
     towers.clip(tmp_path / "clip")
-    networks = table.chosen_networks(("clip_score", "fd_clip"), [f"clip:{tmp_path / 'clip'}"])
+    networks = table.choose_networks(("clip_score", "fd_clip"), [f"clip:{tmp_path / 'clip'}"])
     clip, captions = networks["clip_score"], ["a red cat", "the blue dog on the moon"]
     path = arrays(tmp_path / "c.npz", batch, prompts=np.array(captions))
-    statistics = table.collect(images.open_set(path, "--images"), networks, 2)
+    statistics = table.collect_statistics(images.open_set(path, "--images"), networks, 2)
     cosine = torch.cosine_similarity(clip(batch)[0], clip.texts(captions)).mean().item()
-    assert table.figures(networks, statistics, statistics)["clip_score"][0] == pytest.approx(max(100 * cosine, 0))
+    assert table.compute_figures(networks, statistics, statistics)["clip_score"][0] == pytest.approx(
+        max(100 * cosine, 0)
+    )
     with pytest.raises(ConfigError, match="clip_score needs captions"):
-        table.collect(images.open_set(arrays(tmp_path / "d.npz", batch), "--images"), networks, 2)
+        table.collect_statistics(images.open_set(arrays(tmp_path / "d.npz", batch), "--images"), networks, 2)
 
 
 def test_networks_are_chosen(tmp_path):
     """Oracle: the first that serves; what is missing, unused or unknown is refused with the remedy."""
     words = f"torchscript:{detector(tmp_path / 'detector.pt')}"
-    networks = table.chosen_networks(("fid", "pr"), [words])
+    networks = table.choose_networks(("fid", "pr"), [words])
     assert networks["fid"] is networks["pr"] and networks["fid"].size == 96
     for metrics, paths, message in (
         (("is",), (words,), "is needs a network: --features inception:PATH"),
@@ -206,7 +212,7 @@ def test_networks_are_chosen(tmp_path):
         (("fd_dinov2",), (), "hf download"),
     ):
         with pytest.raises(ConfigError, match=message):
-            table.chosen_networks(metrics, paths)
+            table.choose_networks(metrics, paths)
 
 
 def test_torchscript_features(tmp_path):
@@ -226,17 +232,19 @@ def test_fvd_of_clips(tmp_path):
     """Oracle: means of channels and frames, and the Frechet distance of their moments, by numpy."""
     words = f"i3d:{detector(tmp_path / 'i3d.pt', VideoDetector)}"
     clips = noise(2 * 14 * 16, 6, 5).view(2, 14, 16, 3, 6, 5)
-    networks = table.chosen_networks(("fvd",), [words])
+    networks = table.choose_networks(("fvd",), [words])
     paths = [arrays(tmp_path / f"{number}.npz", part) for number, part in enumerate((clips[0], clips[1] // 2))]
-    sides = [table.collect(images.open_set(path, "--images"), networks, 4) for path in paths]
+    sides = [table.collect_statistics(images.open_set(path, "--images"), networks, 4) for path in paths]
     rows = [
         np.concatenate((part.mean((1, 3, 4)), part.mean((2, 3, 4))), 1)
         for part in (clips[0].double().numpy(), (clips[1] // 2).double().numpy())
     ]
     first, second = ((torch.from_numpy(part.mean(0)), torch.from_numpy(np.cov(part.T))) for part in rows)
-    assert table.figures(networks, *sides)["fvd"][0] == pytest.approx(distances.frechet(*first, *second), rel=1e-5)
+    assert table.compute_figures(networks, *sides)["fvd"][0] == pytest.approx(
+        distances.measure_frechet(*first, *second), rel=1e-5
+    )
     with pytest.raises(ConfigError, match="i3d .*: it takes clips, and these are images"):
-        table.collect(images.open_set(arrays(tmp_path / "x.npz", noise(3)), "--images"), networks, 4)
+        table.collect_statistics(images.open_set(arrays(tmp_path / "x.npz", noise(3)), "--images"), networks, 4)
 
 
 def test_labels_are_needed(tmp_path):
@@ -249,4 +257,4 @@ def test_labels_are_needed(tmp_path):
     ):
         path = arrays(tmp_path / f"{name}.npz", noise(9), **others)
         with pytest.raises(ConfigError, match=message):
-            table.collect(images.open_set(path, "--images"), networks, 9)
+            table.collect_statistics(images.open_set(path, "--images"), networks, 9)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.commands.job import prepare_job
-from dstrain.commands.options.command import parse
+from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import TrainOptions
 from dstrain.runs import folders
 from tests.support.launch import ROOT, command, environment
@@ -36,7 +36,7 @@ def test_a_waiting_command_checks_again(tmp_path):
         str(ROOT / "ds_configs" / "zero2_fp32.json"),
         f"folder={folder}",
     ]
-    job = prepare_job(parse(TrainOptions, arguments))
+    job = prepare_job(parse_options(TrainOptions, arguments))
     with folders.lock_folder(folder):
         with open(log, "wb") as output:
             second = subprocess.Popen(

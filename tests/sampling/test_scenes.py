@@ -10,8 +10,8 @@ import torch
 from PIL import Image, ImageSequence
 
 from dstrain import recipe, rng
-from dstrain.commands.generate import GenerateOptions, generate
-from dstrain.commands.options.command import parse
+from dstrain.commands.generate import GenerateOptions, generate_samples
+from dstrain.commands.options.command import parse_options
 from dstrain.data.decode.clips import Cut
 from dstrain.data.sources.videos import open_videos
 from dstrain.recipe import ConfigError, Run
@@ -53,7 +53,7 @@ def brightness(clips: np.ndarray) -> np.ndarray:
 
 def test_files_of_videos(run):
     """Oracle: the frames that the system draws, by hand, in the .npz and, read by Pillow and FFmpeg, in every file."""
-    out = generate(GenerateOptions(run, num=4, prompts=PROMPTS, seed=7, batch=3))
+    out = generate_samples(GenerateOptions(run, num=4, prompts=PROMPTS, seed=7, batch=3))
     clips = arrays(out)
     assert clips.shape == (4, 5, *counting.SIZE, 3) and clips.dtype == np.uint8
     assert brightness(clips).tolist() == [[3 * seed + i for i in range(5)] for seed in range(7, 11)]
@@ -79,7 +79,9 @@ def test_files_of_videos(run):
 
 def test_a_generated_folder_is_data(run, tmp_path):
     """Oracle: what was drawn, read again by the trainer's own source of videos with its captions file."""
-    out = generate(GenerateOptions(run, num=3, prompts=("left", "right"), formats=("gif",), out=tmp_path / "clips"))
+    out = generate_samples(
+        GenerateOptions(run, num=3, prompts=("left", "right"), formats=("gif",), out=tmp_path / "clips")
+    )
     clips = arrays(out)
     with pytest.raises(ConfigError, match=f"write data.path={out / 'samples'}"):
         open_videos(str(out), Cut(5, *counting.SIZE, channels=1), split="train")
@@ -96,11 +98,11 @@ def test_a_generated_folder_is_data(run, tmp_path):
 
 def test_formats_and_one_frame(run):
     """Oracle: the files asked for; a clip of one frame is a picture with its caption in its name."""
-    out = generate(GenerateOptions(run, num=2, formats=("mp4",), fps=25))
+    out = generate_samples(GenerateOptions(run, num=2, formats=("mp4",), fps=25))
     assert {path.suffix for path in (out / "samples").iterdir()} == {".mp4"} and not (out / "captions.jsonl").exists()
     with av.open(str(out / "samples" / "000001.mp4")) as container:
         assert container.streams.video[0].average_rate == 25
-    out = generate(GenerateOptions(run, num=2, num_frames=1, prompts=("a hat",)))
+    out = generate_samples(GenerateOptions(run, num=2, num_frames=1, prompts=("a hat",)))
     assert out.name == "generated_2" and sorted(path.name for path in out.iterdir()) == [
         "captions.jsonl",
         "grid.png",
@@ -109,7 +111,7 @@ def test_formats_and_one_frame(run):
         "samples_2x5x6x3.npz",
     ]
     assert sorted(path.name for path in (out / "samples").iterdir()) == ["000000-a-hat.png", "000001-a-hat.png"]
-    out = generate(GenerateOptions(run, num=2, pngs=False, prompts=("a hat",)))
+    out = generate_samples(GenerateOptions(run, num=2, pngs=False, prompts=("a hat",)))
     first = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
     assert not (out / "samples").exists() and first["file"] is None
 
@@ -118,10 +120,10 @@ def test_the_recipes_own_prompts(tmp_path, monkeypatch):
     """Oracle: the lengths of the recipe's texts and its number of frames, until a command says otherwise."""
     counting.register(monkeypatch)
     run = counting.folder(tmp_path / "run", {"prompts": ["ab", "abc"], "num_frames": 3})
-    assert arrays(generate(GenerateOptions(run, num=3)))[..., 0, 0, 0].tolist() == [[2] * 3, [3] * 3, [2] * 3]
-    assert arrays(generate(GenerateOptions(run, num=1, prompts=("x",), num_frames=5)))[..., 0, 0, 0].tolist() == [
-        [1] * 5
-    ]
+    assert arrays(generate_samples(GenerateOptions(run, num=3)))[..., 0, 0, 0].tolist() == [[2] * 3, [3] * 3, [2] * 3]
+    assert arrays(generate_samples(GenerateOptions(run, num=1, prompts=("x",), num_frames=5)))[
+        ..., 0, 0, 0
+    ].tolist() == [[1] * 5]
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -162,7 +164,7 @@ def test_scenes_go_on(run, kept, expected):
     scene's frames show the length of its text and noise of their own.
     """
     texts = ("one", "then two", "and at last three")
-    out = generate(GenerateOptions(run, num=3, scenes=texts, prime_frames=kept, batch=2, seed=4))
+    out = generate_samples(GenerateOptions(run, num=3, scenes=texts, prime_frames=kept, batch=2, seed=4))
     clips = arrays(out)
     assert clips.shape[1] == expected[-1]
     assert brightness(clips).tolist() == [[3 * seed + i for i in range(expected[-1])] for seed in (4, 5, 6)]
@@ -189,12 +191,12 @@ def test_scenes_go_on(run, kept, expected):
 def on_a_rank(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         counting.register(patch)
-        generate(GenerateOptions(folder, num=5, scenes=("a", "bc"), batch=2, out=folder.parent / "two"))
+        generate_samples(GenerateOptions(folder, num=5, scenes=("a", "bc"), batch=2, out=folder.parent / "two"))
 
 
 def test_two_ranks_write_the_same(run, tmp_path):
     """Oracle: one process's folder, file by file, byte by byte but for the .npz, which holds the same arrays."""
-    one = generate(GenerateOptions(run, num=5, scenes=("a", "bc"), batch=3, out=tmp_path / "one"))
+    one = generate_samples(GenerateOptions(run, num=5, scenes=("a", "bc"), batch=3, out=tmp_path / "one"))
     gloo.run(tmp_path, on_a_rank, run)
     files = sorted(str(path.relative_to(one)) for path in one.rglob("*.*"))
     assert files == sorted(str(path.relative_to(tmp_path / "two")) for path in (tmp_path / "two").rglob("*.*"))
@@ -223,7 +225,7 @@ def written(folder: Path, values: list[int], name: str = "a.gif") -> Path:
 def test_given_frames_are_kept(run, tmp_path, values, asked, given):
     """Oracle: the last frames of the file, exactly, and those that count on from them."""
     path = written(tmp_path / "clips", values)
-    clips = arrays(generate(GenerateOptions(run, num=2, prime=path, prime_frames=asked)))
+    clips = arrays(generate_samples(GenerateOptions(run, num=2, prime=path, prime_frames=asked)))
     wanted = given + [given[-1] + 1 + i for i in range(5 - len(given))]
     assert brightness(clips).tolist() == [wanted, wanted]
     assert (clips[:, : len(given)] == np.array(given)[None, :, None, None, None]).all()
@@ -234,15 +236,17 @@ def test_given_frames_of_a_folder(run, tmp_path):
     """Oracle: the files by name, in turn; of the shortest clip's length; and scenes that go on from there."""
     written(tmp_path / "clips", [10, 20, 30], "b.gif")
     written(tmp_path / "clips", [50], "a.png")
-    clips = arrays(generate(GenerateOptions(run, num=3, prime=tmp_path / "clips", scenes=("x", "yz"), prime_frames=1)))
+    clips = arrays(
+        generate_samples(GenerateOptions(run, num=3, prime=tmp_path / "clips", scenes=("x", "yz"), prime_frames=1))
+    )
     assert brightness(clips).tolist() == [[first + i for i in range(9)] for first in (50, 30, 50)]
 
 
 def test_given_frames_of_an_earlier_run(run, tmp_path):
     """Oracle: the frames that the first command wrote, exactly, by its folder, its .npz or its samples."""
-    first = generate(GenerateOptions(run, num=2))
+    first = generate_samples(GenerateOptions(run, num=2))
     for path in (first, *first.glob("*.npz"), first / "samples"):
-        clips = arrays(generate(GenerateOptions(run, num=2, prime=path)))
+        clips = arrays(generate_samples(GenerateOptions(run, num=2, prime=path)))
         assert np.array_equal(clips[:, :3], arrays(first)[:, -3:])
         assert brightness(clips)[:, 3:].tolist() == [[5, 6], [8, 9]]
 
@@ -303,7 +307,7 @@ def test_wrong_options(run, tmp_path, make, words, message):
     made = make(tmp_path / "made") if make else None
     changes = {"then": (made,)} if words.get("then") else words | ({"prime": made} if made else {})
     with pytest.raises(ConfigError) as refused:
-        generate(GenerateOptions(run, **changes))
+        generate_samples(GenerateOptions(run, **changes))
     assert message in str(refused.value) and len(refused.value.problems) == 1
     assert not list(run.glob("generated*"))
 
@@ -312,7 +316,7 @@ def test_a_sampler_that_is_not_there(tmp_path):
     """Oracle: a run without checkpoints, which would be the next complaint."""
     run = upsampler(tmp_path / "run")
     with pytest.raises(ConfigError, match="--sampler=euler is none of dpm.*ddpm, ddim: name one"):
-        generate(GenerateOptions(run, sampler="euler"))
+        generate_samples(GenerateOptions(run, sampler="euler"))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +329,7 @@ def test_a_system_without_priming(tmp_path, monkeypatch, words, message):
     with pytest.raises(
         ConfigError, match="trains tests.support.counting, which cannot go on from given frames"
     ) as refused:
-        generate(GenerateOptions(run, **words))
+        generate_samples(GenerateOptions(run, **words))
     assert str(refused.value).startswith(message)
 
 
@@ -345,13 +349,13 @@ def test_wrong_words(tmp_path, monkeypatch, words, message):
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        parse(GenerateOptions, ["run", *words])
+        parse_options(GenerateOptions, ["run", *words])
 
 
 def test_words_of_videos(tmp_path):
     """Oracle: the options written by hand."""
     (tmp_path / "story.txt").write_text("one\n\n two \n")
-    found = parse(
+    found = parse_options(
         GenerateOptions,
         [
             "run",

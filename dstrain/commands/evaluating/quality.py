@@ -40,10 +40,10 @@ from dstrain.tracking import figures
 def measure_pictures(options: EvaluateOptions) -> str:
     """Measures pictures as `dstrain evaluate --metrics` asks, or writes a reference; returns the lines to print."""
     asked = options.as_quality(QualityOptions)
-    return report(*quality(asked)) if asked.write_reference is None else write_reference(asked)
+    return format_report(*measure_quality(asked)) if asked.write_reference is None else write_reference(asked)
 
 
-def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
+def measure_quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
     """Measures on all ranks together: the JSON file written, None where there is none, and what it holds.
 
     ConfigError: what cannot be, with the remedy, before anything is drawn.
@@ -56,20 +56,20 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
         trained.require_writable(out)
     if options.metrics == ("scenes",):
         networks, place, kept = {"scenes": open_features("builtin")}, None, {}
-        images, facts = _images(options, run)
+        images, facts = _open_measured(options, run)
         with compute_in(options.precision), reword_errors(options=OPTIONS):
             values = clips.score_scenes(images.sums(networks["scenes"]))
     else:
         _require_enough(options)
-        networks = table.chosen_networks(options.metrics, options.features)
-        images, facts = _images(options, run)
-        compared = _reference(options, run, networks)
+        networks = table.choose_networks(options.metrics, options.features)
+        images, facts = _open_measured(options, run)
+        compared = _open_reference(options, run, networks)
         with compute_in(options.precision), reword_errors(options=OPTIONS):
-            images = table.begun(images, networks, options.batch, options.kept)
+            images = table.begin_set(images, networks, options.batch, options.kept)
         known, place = compared.read(options), compared.place
         with compute_in(options.precision):
-            measured = _collected(images, networks, options)
-        values = table.figures(networks, measured, known)
+            measured = _collect_statistics(images, networks, options)
+        values = table.compute_figures(networks, measured, known)
         kept = {
             name: [len(side[network.name].kept) for side in (measured, known)]
             for name, network in networks.items()
@@ -82,8 +82,8 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
         "samples": len(images),
         "samples_of_split": len(images),
         "num_steps": options.num_steps,
-        "figures": {name: _finite(value) for name, (value, _) in values.items()},
-        "standard_errors": {name: _finite(error) for name, (_, error) in values.items()},
+        "figures": {name: _keep_finite(value) for name, (value, _) in values.items()},
+        "standard_errors": {name: _keep_finite(error) for name, (_, error) in values.items()},
         "curves": {},
         "timesteps": None,
         "quarters": {},
@@ -99,7 +99,7 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "seconds": round(time.perf_counter() - start, 3),
     }
-    path = out and out / f"{_name(options, result)}.json"
+    path = out and out / f"{_name_result(options, result)}.json"
     if path is not None and group.rank() == 0:
         atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
     group.barrier()
@@ -112,7 +112,9 @@ def require_measurable(options: QualityOptions) -> None:
     Nothing is drawn.
     """
     _require_enough(options)
-    _reference(options, trained.read_recipe(options.folder), table.chosen_networks(options.metrics, options.features))
+    _open_reference(
+        options, trained.read_recipe(options.folder), table.choose_networks(options.metrics, options.features)
+    )
 
 
 def _require_enough(options: QualityOptions) -> None:
@@ -132,21 +134,21 @@ def write_reference(options: QualityOptions) -> str:
     trained.require_writable(path.parent, "--write-reference")
     networks = {
         name: network
-        for name, network in table.chosen_networks(options.metrics, options.features).items()
+        for name, network in table.choose_networks(options.metrics, options.features).items()
         if table.METRICS[name].compares
     }
     if not networks:
         raise ConfigError(f"--metrics {','.join(options.metrics)}: these compare with no reference; name fid, say")
     run = trained.read_recipe(options.folder) if options.folder else None
-    images = _own_data(options, run) if run else open_set(options.images, "--images")
-    statistics = _collected(images, networks, options, compared=True)
+    images = _open_own_data(options, run) if run else open_set(options.images, "--images")
+    statistics = _collect_statistics(images, networks, options, compared=True)
     if group.rank() == 0:
-        reference.write(path, statistics)
+        reference.write_reference(path, statistics)
     group.barrier()
     return f"statistics of {len(images):,} images in {path}: {', '.join(statistics)}"
 
 
-def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str, Any]]:
+def _open_measured(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str, Any]]:
     """What is measured, and the entries of the result that say so."""
     if run is None:
         return open_set(options.images, "--images"), {"step": 0, "weights": {}, "split": "all"}
@@ -162,7 +164,7 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
         raise ConfigError(f"--prompts: {options.folder} trains {run.system}, which takes no texts; leave it out")
     if system.draws_embeddings:
         raise ConfigError(f"{options.folder} draws embeddings, and metrics are of pictures: leave out --metrics")
-    source = _begin(options, run) if system.starts_from_data else None
+    source = _open_low_res(options, run) if system.starts_from_data else None
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     checkpoint = trained.find_checkpoint(options.folder, options.step, options.ema)
     kinds = trained.choose_kinds(
@@ -196,7 +198,7 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
     }
 
 
-def _begin(options: QualityOptions, run: Run) -> Source:
+def _open_low_res(options: QualityOptions, run: Run) -> Source:
     """The images that super-resolution begins from: held-out ones, of the training set where none are held out."""
     if options.labels is not None:
         raise ConfigError(f"--labels: {options.folder} draws from images, which have labels of their own: leave it out")
@@ -204,7 +206,7 @@ def _begin(options: QualityOptions, run: Run) -> Source:
     return Spread(train if unseen is None else unseen, options.num)
 
 
-def _own_data(options: QualityOptions, run: Run) -> Images:
+def _open_own_data(options: QualityOptions, run: Run) -> Images:
     """Images of a split of the run's data, cropped as in training; never mirrored."""
     split = options.split or "train"
     source = None if split == "test" else open_builtin(run.data, split)  # codes of them are compared as pictures, too
@@ -233,7 +235,7 @@ class _Reference:
         if self.images is None:
             return self.statistics
         statistics = dict(self.statistics)
-        for name, other in _collected(self.images, self.networks, options, compared=True).items():
+        for name, other in _collect_statistics(self.images, self.networks, options, compared=True).items():
             mine = statistics.get(name, other)
             statistics[name] = replace(
                 other,
@@ -243,7 +245,7 @@ class _Reference:
         return statistics
 
 
-def _reference(options: QualityOptions, run: Run | None, networks: dict[str, Features]) -> _Reference:
+def _open_reference(options: QualityOptions, run: Run | None, networks: dict[str, Features]) -> _Reference:
     """ConfigError: there is none, or it holds less than the metrics need."""
     path = options.reference
     if not any(table.METRICS[name].compares for name in networks):
@@ -251,17 +253,17 @@ def _reference(options: QualityOptions, run: Run | None, networks: dict[str, Fea
     if path is None:
         if run is None:
             raise ConfigError("--images A: name what it is compared with, --against B or --reference FILE")
-        return _Reference({}, _own_data(options, run), networks, f"{run.data.path}, {options.split or 'train'}")
+        return _Reference({}, _open_own_data(options, run), networks, f"{run.data.path}, {options.split or 'train'}")
     statistics = {}
     if path.suffix in reference.SUFFIXES and path.is_file():
-        statistics = reference.read(
+        statistics = reference.read_reference(
             path, {network.name: network for network in networks.values()}.values(), group.device()
         )
-    lacking = table.lacking(networks, statistics)
+    lacking = table.list_lacking(networks, statistics)
     if lacking and not reference.has_images(path):
         by = " and ".join(dict.fromkeys(networks[name].name for name in lacking))
         raise ConfigError(
-            f"--reference {path} holds no {' and no '.join(sorted(table.needs_of(lacking)))} for "
+            f"--reference {path} holds no {' and no '.join(sorted(table.name_needs(lacking)))} for "
             f"--metrics {','.join(lacking)}, which are taken by {by}: give images, or write it with "
             "--write-reference"
         )
@@ -273,12 +275,12 @@ def _reference(options: QualityOptions, run: Run | None, networks: dict[str, Fea
     return _Reference(statistics, images, {name: networks[name] for name in lacking}, str(path))
 
 
-def _collected(
+def _collect_statistics(
     images: Images, networks: dict[str, Features], options: QualityOptions, compared: bool = False
 ) -> dict[str, Statistics]:
     share = f"{len(images)} {'of the reference' if compared else 'images'}"
     with Bar("taking features", total=len(images), unit="image", desc=share) as bar:
-        return table.collect(
+        return table.collect_statistics(
             images,
             networks,
             options.batch,
@@ -288,11 +290,11 @@ def _collected(
         )
 
 
-def _finite(value: float | None) -> float | None:
+def _keep_finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
-def _name(options: QualityOptions, result: dict[str, Any]) -> str:
+def _name_result(options: QualityOptions, result: dict[str, Any]) -> str:
     """One name for one question: other options write another file, the same ones replace their own."""
     question = asdict(options) | {"ema": None, "raw": None, "step": None, "batch": None, "out": None}
     digest = hashlib.blake2b(json.dumps(question, sort_keys=True, default=str).encode(), digest_size=3).hexdigest()
@@ -300,7 +302,7 @@ def _name(options: QualityOptions, result: dict[str, Any]) -> str:
     return "_".join([*words, *options.metrics, f"n{result['samples']}", digest])
 
 
-def report(path: Path | None, result: dict[str, Any]) -> str:
+def format_report(path: Path | None, result: dict[str, Any]) -> str:
     """The lines that are printed in the end."""
     lines = [figures.format_table(result)] if path is None else [figures.format_table(result), f"{path}"]
     against = [f"  against {result['reference']}"] if result["reference"] else []

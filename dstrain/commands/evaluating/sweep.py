@@ -15,7 +15,7 @@ import torch
 
 from dstrain import systems
 from dstrain.checkpoint.layout import RECONSTRUCTED
-from dstrain.commands.evaluating.quality import QualityOptions, quality, require_measurable
+from dstrain.commands.evaluating.quality import QualityOptions, measure_quality, require_measurable
 from dstrain.data.batches import held_out
 from dstrain.data.open import open_sources
 from dstrain.data.source import Source
@@ -32,7 +32,7 @@ from dstrain.tracking import figures
 def require_sweep(folder: Path, options: QualityOptions | None) -> None:
     """ConfigError, before any average is made: the run holds no samples out (options: None), or as `sweep_metric`."""
     if options is None:
-        _unseen(folder, trained.read_recipe(folder))
+        _open_held_out(folder, trained.read_recipe(folder))
         return
     if options.metrics[0] not in (*LOWER, *HIGHER):
         raise ConfigError(f"--metric {options.metrics[0]}: name one of {', '.join((*LOWER, *HIGHER))}")
@@ -40,14 +40,14 @@ def require_sweep(folder: Path, options: QualityOptions | None) -> None:
         require_measurable(options)
 
 
-def _unseen(folder: Path, run: Run) -> Source:
+def _open_held_out(folder: Path, run: Run) -> Source:
     source = open_sources(run.data, run=folder)[1]
     if source is None:
         raise ConfigError(f"--sweep: {folder} holds no samples out: train with data.held_out=0.05, or name a --metric")
     return source
 
 
-def sweep(
+def sweep_loss(
     folder: Path, step: int, widths: Sequence[float], num: int | None = None, batch: int = 32
 ) -> tuple[Path, dict[str, Any]]:
     """Held-out losses of the averages of these widths at `step`, on all ranks together: the JSON file, and its content.
@@ -56,14 +56,14 @@ def sweep(
     at every width. ConfigError: the run holds no samples out.
     """
     run = trained.read_recipe(folder)
-    source, system = Spread(_unseen(folder, run), num), systems.build(run.system, run.model)
+    source, system = Spread(_open_held_out(folder, run), num), systems.build(run.system, run.model)
     scores = []
     for width in widths:
         path = trained.find_checkpoint(folder, step, width)
         networks = trained.load_networks(system, path, trained.choose_kinds(system, path, width), torch.float32)
         batches = held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
         scores.append(score(system, networks, batches))
-    return _written(
+    return _write_scores(
         folder, {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}, "loss", widths, scores
     )
 
@@ -75,12 +75,12 @@ def sweep_metric(options: QualityOptions, widths: Sequence[float]) -> tuple[Path
     """
     require_sweep(options.folder, options)
     metric = options.metrics[0]
-    results = [quality(replace(options, ema=width))[1] for width in widths]
+    results = [measure_quality(replace(options, ema=width))[1] for width in widths]
     facts = {name: results[0][name] for name in ("run", "step", "split", "samples", "reference", "sampling")}
-    return _written(options.folder, facts, metric, widths, [result["figures"] for result in results])
+    return _write_scores(options.folder, facts, metric, widths, [result["figures"] for result in results])
 
 
-def _written(
+def _write_scores(
     folder: Path, facts: dict[str, Any], judge: str, widths: Sequence[float], scores: Sequence[dict[str, float | None]]
 ) -> tuple[Path, dict[str, Any]]:
     """Writes the scores of all widths, of which `judge` chooses the best."""
@@ -100,7 +100,7 @@ def _written(
     return path, result
 
 
-def report(path: Path, result: dict[str, Any]) -> str:
+def format_report(path: Path, result: dict[str, Any]) -> str:
     """The lines that are printed in the end."""
     judge = result["judge"]
     rows = [

@@ -40,21 +40,21 @@ class Parser(argparse.ArgumentParser):
         return words
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     """An argument that counts something: an integer above 0."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
-def count(text: str) -> int:
+def parse_count(text: str) -> int:
     """An integer from 0 on."""
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
-def scale(text: str) -> float:
+def parse_scale(text: str) -> float:
     """A finite number from 0 on."""
     try:
         value = float(text)
@@ -65,9 +65,9 @@ def scale(text: str) -> float:
     return value
 
 
-def share(text: str) -> float:
+def parse_share(text: str) -> float:
     """A fraction from 0 on and below 1."""
-    value = scale(text)
+    value = parse_scale(text)
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction below 1")
     return value
@@ -83,15 +83,15 @@ def parse_part(text: str) -> tuple[int, int]:
 
 def parse_widths(text: str) -> tuple[float, ...]:
     """Relative widths of averages, as 0.05,0.10."""
-    values = tuple(dict.fromkeys(scale(word.strip()) for word in text.split(",")))
+    values = tuple(dict.fromkeys(parse_scale(word.strip()) for word in text.split(",")))
     if not all(0.001 <= value <= WIDEST for value in values):
         raise argparse.ArgumentTypeError(f"{text!r}: a width lies from 0.001 to {WIDEST}, such as 0.05,0.10,0.15")
     return values
 
 
-def portion(text: str) -> float:
+def parse_portion(text: str) -> float:
     """A fraction from 0 to 1."""
-    value = scale(text)
+    value = parse_scale(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction from 0 to 1")
     return value
@@ -99,7 +99,7 @@ def portion(text: str) -> float:
 
 def parse_interval(text: str) -> tuple[float, float]:
     """Two numbers from 0 on, the lower first, as 0.2,1.6."""
-    values = tuple(map(scale, text.split(",")))
+    values = tuple(map(parse_scale, text.split(",")))
     if len(values) != 2 or values[0] > values[1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not LO,HI, such as 0.2,1.6")
     return values
@@ -110,9 +110,9 @@ def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
     RUN@400 and RUN@400:raw.
     """
     run, colon, name = (text, "", "") if Path(text).is_dir() else text.rpartition(":")
-    run, weights = (run, name if name == "raw" else share(name)) if colon else (text, None)
+    run, weights = (run, name if name == "raw" else parse_share(name)) if colon else (text, None)
     folder, at, step = (run, "", "") if Path(run).is_dir() else run.rpartition("@")
-    return (Path(folder), weights, count(step)) if at else (Path(run), weights, None)
+    return (Path(folder), weights, parse_count(step)) if at else (Path(run), weights, None)
 
 
 def parse_window(text: str) -> tuple[int, int, int]:
@@ -134,12 +134,12 @@ def parse_size(text: str) -> tuple[int, int]:
     sides = text.lower().split("x")
     if len(sides) != 2:
         raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in pixels, such as 320x192")
-    return positive(sides[0]), positive(sides[1])
+    return parse_positive(sides[0]), parse_positive(sides[1])
 
 
 def parse_labels(text: str) -> tuple[int, ...]:
     """Classes, as 3,5,5."""
-    return tuple(count(word.strip()) for word in text.split(","))
+    return tuple(parse_count(word.strip()) for word in text.split(","))
 
 
 def choose_from(*known: str) -> Callable[[str], tuple[str, ...]]:
@@ -179,7 +179,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 }
 
 
-def file_size(text: str) -> int:
+def parse_file_size(text: str) -> int:
     """Bytes, as 5GB or 2GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
@@ -187,7 +187,7 @@ def file_size(text: str) -> int:
     return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
 
 
-def binary_size(text: str) -> int:
+def parse_binary_size(text: str) -> int:
     """Bytes, as 256M, which is 2 to the power of 28."""
     factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper())
-    return positive(text[:-1] if factor else text) * (factor or 1)
+    return parse_positive(text[:-1] if factor else text) * (factor or 1)

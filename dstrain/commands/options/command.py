@@ -8,7 +8,7 @@
         folder: Path = argument("RUN", "a run's folder", Path, missing="name the folder of a run")
         num: int = option(16, "samples", positive, name="num-samples", metavar="N")
 
-    options = parse(DrawOptions, argv)
+    options = parse_options(DrawOptions, argv)
 
 The first paragraph of the docstring begins --help, the others end it, before `examples`.
 """
@@ -17,9 +17,9 @@ import argparse
 import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from dstrain.commands.options.arguments import Parser
 from dstrain.recipe import ConfigError
@@ -80,17 +80,7 @@ class Command:
         """Checks options against each other. Raises ConfigError if they do not go together."""
 
 
-class Entry(NamedTuple):
-    """A line of the reference of commands."""
-
-    heading: str
-    name: str  # as typed: --num-samples N
-    type: str
-    default: str
-    text: str
-
-
-def specs_of(command: type[Command]) -> list[tuple[Field, Spec]]:
+def list_specs(command: type[Command]) -> list[tuple[Field, Spec]]:
     """Returns the fields that are options, those of one heading together, keyword-only ones last."""
     found = [(entry, entry.metadata[_SPEC]) for entry in fields(command) if _SPEC in entry.metadata]
     found.sort(key=lambda pair: bool(pair[0].kw_only))
@@ -98,28 +88,19 @@ def specs_of(command: type[Command]) -> list[tuple[Field, Spec]]:
     return sorted(found, key=lambda pair: headings.index(pair[1].heading))
 
 
-def entries_of(command: type[Command]) -> Iterator[Entry]:
-    """Yields a line of the reference for each option."""
-    for entry, spec in specs_of(command):
-        kind = " | ".join(spec.choices) or spec.kind.__name__.strip("_")
-        if isinstance(entry.default, bool):
-            kind = "flag"
-        yield Entry(spec.heading, _shown_name(entry, spec), kind, _shown_default(entry, spec), spec.text)
-
-
-def parse(command: type[C], argv: Sequence[str]) -> C:
+def parse_options(command: type[C], argv: Sequence[str]) -> C:
     """Returns the options that a command line gives, checked. --help prints and ends the process.
 
     Raises ConfigError if there is no such option, a value is none of its kind, or options do not go together.
     """
-    parser = Parser(help_of(command))
-    found, values, words = specs_of(command), {}, list(argv)
+    parser = Parser(format_help(command))
+    found, values, words = list_specs(command), {}, list(argv)
     for entry, spec in found:
         if spec.positional == _BEHIND:
             place = words.index(_BEHIND) if _BEHIND in words else len(words)
             words, values[entry.name] = words[:place], tuple(words[place + 1 :])
     _add_options(parser, [(entry, spec) for entry, spec in found if spec.positional != _BEHIND])
-    values |= _typed(parser, words, any(spec.positional == "*" for _, spec in found))
+    values |= _parse_words(parser, words, any(spec.positional == "*" for _, spec in found))
     for entry, spec in found:
         if spec.missing and not values[entry.name]:
             raise ConfigError(spec.missing)
@@ -143,7 +124,7 @@ def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
             kinds |= {"type": spec.kind, "choices": spec.choices or None}
         if spec.again:
             kinds |= {"action": "append", "default": []}
-        name = _name(entry, spec)
+        name = _name_option(entry, spec)
         names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}", *spec.aliases])
         place = parser
         if spec.rivals:
@@ -153,7 +134,7 @@ def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
         place.add_argument(*names, dest=entry.name, **kinds)
 
 
-def _typed(parser: Parser, words: list[str], overrides: bool) -> dict[str, Any]:
+def _parse_words(parser: Parser, words: list[str], overrides: bool) -> dict[str, Any]:
     """Returns the values that were typed. Raises ConfigError for each word that is unknown."""
     parsed, unknown = (parser.parse_known_intermixed_args if overrides else parser.parse_known_args)(words)
     values = parser.values(parsed)
@@ -162,10 +143,10 @@ def _typed(parser: Parser, words: list[str], overrides: bool) -> dict[str, Any]:
     dashed = [word for word in unknown if word.startswith("-")]
     if not dashed:
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}; --help shows what there is")
-    raise ConfigError(*(_unknown_option(word, parser, overrides) for word in dashed))
+    raise ConfigError(*(_explain_unknown(word, parser, overrides) for word in dashed))
 
 
-def _unknown_option(word: str, parser: argparse.ArgumentParser, overrides: bool) -> str:
+def _explain_unknown(word: str, parser: argparse.ArgumentParser, overrides: bool) -> str:
     known = parser._option_string_actions
     name, equals, value = word.lstrip("-").partition("=")
     if overrides and equals and f"--{name}" not in known:
@@ -178,18 +159,18 @@ def _unknown_option(word: str, parser: argparse.ArgumentParser, overrides: bool)
     return f"{word}: there is no such option{meant}; --help shows what there is"
 
 
-def help_of(command: type[Command]) -> str:
+def format_help(command: type[Command]) -> str:
     """Returns the text of --help."""
     summary, _, notes = inspect.cleandoc(command.__doc__ or "").partition("\n\n")
     first, *other = inspect.cleandoc(command.usage).splitlines()
     lines = [*textwrap.wrap(summary, _WIDTH), "", f"usage:  {first}", *(f"        {line}" for line in other)]
     heading = None
-    for entry, spec in specs_of(command):
+    for entry, spec in list_specs(command):
         if spec.heading != heading:
             lines += ["", f"{spec.heading}:"] if spec.heading else [""]
             heading = spec.heading
-        lines += _rows(_shown_name(entry, spec), spec.text, _shown_default(entry, spec))
-    lines += _rows("-h, --help", "this text", "")
+        lines += _format_rows(_format_name(entry, spec), spec.text, _format_default(entry, spec))
+    lines += _format_rows("-h, --help", "this text", "")
     for paragraph in notes.split("\n\n") if notes else ():
         table = "  " in paragraph
         lines += ["", *(paragraph.splitlines() if table else textwrap.wrap(paragraph, _WIDTH))]
@@ -198,7 +179,7 @@ def help_of(command: type[Command]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows(name: str, text: str, default: str) -> list[str]:
+def _format_rows(name: str, text: str, default: str) -> list[str]:
     if default:
         text = f"{text} ({default})"
     first = f"  {name}".ljust(_LEFT - 2)
@@ -207,17 +188,17 @@ def _rows(name: str, text: str, default: str) -> list[str]:
     )
 
 
-def _name(entry: Field, spec: Spec) -> str:
+def _name_option(entry: Field, spec: Spec) -> str:
     return spec.name or entry.name.replace("_", "-")
 
 
-def _shown_name(entry: Field, spec: Spec) -> str:
+def _format_name(entry: Field, spec: Spec) -> str:
     if spec.positional:
         return spec.metavar
-    return f"--{_name(entry, spec)} {spec.metavar}".rstrip()
+    return f"--{_name_option(entry, spec)} {spec.metavar}".rstrip()
 
 
-def _shown_default(entry: Field, spec: Spec) -> str:
+def _format_default(entry: Field, spec: Spec) -> str:
     if spec.shown is not None:
         return spec.shown
     if isinstance(entry.default, bool) or entry.default in (None, (), MISSING):

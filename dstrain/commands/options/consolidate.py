@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import file_size
+from dstrain.commands.options.arguments import parse_file_size
 from dstrain.commands.options.command import Command, argument, option
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-def weights_kind(text: str) -> str:
+def parse_weights_kind(text: str) -> str:
     """Which weights: raw, ema or ema:DECAY."""
     if not re.fullmatch(r"raw|ema(:.+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither ema, ema:DECAY nor raw")
     return text
 
 
-def part_name(text: str) -> str | None:
+def parse_part_name(text: str) -> str | None:
     """A part's name; None for `all`."""
     return None if text == "all" else text
 
@@ -58,13 +58,13 @@ class Order(Command):
     weights: str | None = option(
         None,
         "ema, ema:DECAY, ema:WIDTH or raw (the run's first average; raw where there is none)",
-        weights_kind,
+        parse_weights_kind,
         metavar="KIND",
     )
     part: str | None = option(
         None,
         "one network of the run (all: every one, in a folder each if they are several)",
-        part_name,
+        parse_part_name,
         metavar="NAME",
     )
     step: int | None = option(None, "which checkpoint of a run (its newest)", int, metavar="N")
@@ -76,7 +76,7 @@ class Order(Command):
         choices=("float32", "bfloat16", "float16"),
     )
     shard_size: int = option(
-        5_000_000_000, "of a file at most, such as 500MB or 2GiB", file_size, metavar="SIZE", shown="5GB"
+        5_000_000_000, "of a file at most, such as 500MB or 2GiB", parse_file_size, metavar="SIZE", shown="5GB"
     )
     trust_pickle: bool = option(
         False,

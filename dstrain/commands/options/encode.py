@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_part, positive, share
+from dstrain.commands.options.arguments import parse_part, parse_positive, parse_share
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import PRECISIONS, Precision, Weights
 from dstrain.recipe import ConfigError
@@ -58,7 +58,7 @@ class EncodeOptions(Weights):
     )
     split: str = option("train", "train, held_out or all", metavar="NAME", choices=("train", "held_out", "all"))
     held_out: float | None = option(
-        None, "share of the folder that is held out (the run's, or 0)", share, metavar="FRACTION"
+        None, "share of the folder that is held out (the run's, or 0)", parse_share, metavar="FRACTION"
     )
     captions: str | None = option(
         None,
@@ -69,7 +69,7 @@ class EncodeOptions(Weights):
     clips: int | None = option(
         None,
         "of videos: so many windows of each, evenly spaced (one, of the middle)",
-        positive,
+        parse_positive,
         metavar="N",
         heading=_CAPTIONS,
     )
@@ -77,13 +77,13 @@ class EncodeOptions(Weights):
         None,
         "of images with X.txt: keep at most so many captions (lines) of each, of which a step draws one (none, or 1 "
         "with --text-encoder)",
-        positive,
+        parse_positive,
         metavar="N",
         heading=_CAPTIONS,
     )
-    image_size: int | None = option(None, "pixels (the run's)", positive, metavar="N")
-    batch: int = option(32, "images or clips of one call of the first stage", positive, metavar="N")
-    shard_size: int = option(4096, "samples of a file", positive, metavar="N")
+    image_size: int | None = option(None, "pixels (the run's)", parse_positive, metavar="N")
+    batch: int = option(32, "images or clips of one call of the first stage", parse_positive, metavar="N")
+    shard_size: int = option(4096, "samples of a file", parse_positive, metavar="N")
     dtype: str = option(
         "float16",
         "of latents and texts: float16 or float32",
@@ -93,7 +93,7 @@ class EncodeOptions(Weights):
     crops: int | None = option(
         None,
         "of images: so many random crops of each, of which a step takes one (the centre)",
-        positive,
+        parse_positive,
         metavar="N",
     )
     crop: str = option(
@@ -114,7 +114,7 @@ class EncodeOptions(Weights):
         heading=_CAPTIONS,
     )
     max_text_len: int | None = option(
-        None, "text tokens (what the encoder takes)", positive, metavar="N", heading=_CAPTIONS
+        None, "text tokens (what the encoder takes)", parse_positive, metavar="N", heading=_CAPTIONS
     )
     part: tuple[int, int] | None = option(
         None,
@@ -123,7 +123,9 @@ class EncodeOptions(Weights):
         parse_part,
         metavar="K/N",
     )
-    max_bad_fraction: float = option(0.01, "unreadable files that are replaced before it ends", share, metavar="F")
+    max_bad_fraction: float = option(
+        0.01, "unreadable files that are replaced before it ends", parse_share, metavar="F"
+    )
     precision: Precision = option("fp32", "of the first stage: fp32, tf32 or bf16", metavar="NAME", choices=PRECISIONS)
     image_encoder: str | None = option(
         None,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dstrain.commands.options.arguments import count, parse_labels, positive, read_lines, split_words
+from dstrain.commands.options.arguments import parse_count, parse_labels, parse_positive, read_lines, split_words
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import PRECISIONS, Precision, Sampling, Weights
 from dstrain.recipe import ConfigError
@@ -52,7 +52,7 @@ class EvaluateOptions(Weights, Sampling):
     num: int | None = option(
         None,
         "as many samples, evenly spaced over the split (all); with --metrics: to draw (50000)",
-        positive,
+        parse_positive,
         name="num-samples",
         metavar="N",
     )
@@ -60,11 +60,13 @@ class EvaluateOptions(Weights, Sampling):
         None,
         "evenly spaced timesteps, a shortened chain with a looser bound (the whole chain); with --metrics: network "
         "evaluations for each picture (the run's samples.num_steps)",
-        positive,
+        parse_positive,
         name="steps",
         metavar="N",
     )
-    batch: int = option(32, "images of one rank at a time; changes figures by rounding alone", positive, metavar="N")
+    batch: int = option(
+        32, "images of one rank at a time; changes figures by rounding alone", parse_positive, metavar="N"
+    )
     precision: Precision = option(
         "fp32",
         "fp32, tf32 or bf16: faster on a GPU, slightly other figures; features are always fp32",
@@ -113,7 +115,7 @@ class EvaluateOptions(Weights, Sampling):
     kept: int | None = option(
         None,
         "features of each set that kid, pr and dc compare (10000)",
-        positive,
+        parse_positive,
         metavar="N",
         heading=_PICTURES,
     )
@@ -123,9 +125,9 @@ class EvaluateOptions(Weights, Sampling):
     prompts: tuple[str, ...] | None = option(
         None, "texts, one a line, repeated", read_lines, metavar="FILE", heading=_DRAWN
     )
-    seed: int | None = option(None, "picture i is a function of S + i (0)", count, metavar="S", heading=_DRAWN)
+    seed: int | None = option(None, "picture i is a function of S + i (0)", parse_count, metavar="S", heading=_DRAWN)
     prime_frames: int | None = option(
-        None, "that a scene takes over from the one before (1)", positive, metavar="K", heading=_DRAWN
+        None, "that a scene takes over from the one before (1)", parse_positive, metavar="K", heading=_DRAWN
     )
 
     def check(self) -> None:
@@ -133,7 +135,7 @@ class EvaluateOptions(Weights, Sampling):
             raise ConfigError("name the folder of a run, for example: dstrain evaluate runs/dit-small")
         if self.metrics is None:
             for name in self._given(_METRICS):
-                raise ConfigError(f"{_flag(name)} is for metrics: name some, as --metrics fid")
+                raise ConfigError(f"{_spell_option(name)} is for metrics: name some, as --metrics fid")
             return
         if self.data is not None:
             raise ConfigError("--data is for bits/dim: with --metrics, name other images as --reference")
@@ -156,7 +158,9 @@ class EvaluateOptions(Weights, Sampling):
             ("reference", ("split",)),
         ):
             for name in self._given(unused) if self._given([present]) else ():
-                raise ConfigError(f"{_flag(name)} changes nothing beside {_flag(present)}: leave it out")
+                raise ConfigError(
+                    f"{_spell_option(name)} changes nothing beside {_spell_option(present)}: leave it out"
+                )
         if self.precision != "fp32" and (self.images or self.write_reference):
             raise ConfigError(f"--precision {self.precision} is of a run that draws: leave it out")
 
@@ -173,8 +177,8 @@ class EvaluateOptions(Weights, Sampling):
         unused = ("images", "write_reference", "reference", "split", "features", "kept", "labels", "prompts")
         for name in self._given(unused):
             raise ConfigError(
-                f"{_flag(name)} changes nothing beside --metrics scenes, which tells its own stories by a run: leave "
-                "it out"
+                f"{_spell_option(name)} changes nothing beside --metrics scenes, which tells its own stories by a run: "
+                "leave it out"
             )
 
     def as_quality(self, kind: type) -> Any:
@@ -186,5 +190,5 @@ class EvaluateOptions(Weights, Sampling):
         return kind(**values)
 
 
-def _flag(name: str) -> str:
+def _spell_option(name: str) -> str:
     return f"--{_NAMES.get(name, name.replace('_', '-'))}"

@@ -4,7 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import choose_from, count, parse_labels, parse_size, positive, read_lines
+from dstrain.commands.options.arguments import (
+    choose_from,
+    parse_count,
+    parse_labels,
+    parse_positive,
+    parse_size,
+    read_lines,
+)
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import GUIDANCE, PRECISIONS, Precision, Sampling, Weights
 
@@ -33,7 +40,7 @@ class GenerateOptions(Weights, Sampling):
         missing="name the folder of a run, for example: dstrain generate runs/dit-small",
     )
     # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
-    num: int = option(16, "pictures", positive, name="num-samples", metavar="N", aliases=("--num",))
+    num: int = option(16, "pictures", parse_positive, name="num-samples", metavar="N", aliases=("--num",))
     labels: tuple[int, ...] | None = option(
         None, "classes, repeated to as many, such as 3,5,5 (every class in turn)", parse_labels, metavar="N,N,..."
     )
@@ -57,7 +64,7 @@ class GenerateOptions(Weights, Sampling):
     embeddings: Path | None = option(
         None, "image embeddings that RUN itself begins from, a .npy (N, D)", Path, metavar="FILE"
     )
-    seed: int = option(0, "picture i is a function of S + i, on any number of ranks", count, metavar="S")
+    seed: int = option(0, "picture i is a function of S + i, on any number of ranks", parse_count, metavar="S")
     size: tuple[int, int] | None = option(
         None,
         "width and height of pictures, such as 320x192, for a run of system dit (the run's samples.size)",
@@ -68,7 +75,7 @@ class GenerateOptions(Weights, Sampling):
         None,
         "network evaluations for each picture (the run's samples.num_steps); with model.decoding.order=frames for "
         "each latent frame of a clip",
-        positive,
+        parse_positive,
         name="steps",
         metavar="N",
     )
@@ -78,7 +85,7 @@ class GenerateOptions(Weights, Sampling):
         metavar="NAME",
         choices=PRECISIONS,
     )
-    batch: int = option(16, "pictures of one rank at a time", positive, metavar="N")
+    batch: int = option(16, "pictures of one rank at a time", parse_positive, metavar="N")
     out: Path | None = option(None, "where to write (RUN/generated, generated_2, ...)", Path, metavar="DIR")
     pngs: bool = option(True, "only the grid and the .npz", name="no-pngs")
     invert: Path | None = option(
@@ -94,7 +101,7 @@ class GenerateOptions(Weights, Sampling):
     num_frames: int | None = option(
         None,
         "of a clip, or of a scene, those included that are given (the run's samples.num_frames)",
-        positive,
+        parse_positive,
         metavar="N",
         heading=_VIDEOS,
     )
@@ -115,11 +122,11 @@ class GenerateOptions(Weights, Sampling):
     prime_frames: int | None = option(
         None,
         "that are given (1 + temporal patch), or that a scene takes over from the one before (1)",
-        positive,
+        parse_positive,
         metavar="K",
         heading=_VIDEOS,
     )
     formats: tuple[str, ...] | None = option(
         None, "of the files: gif,mp4 (both)", choose_from("gif", "mp4"), name="format", metavar="NAMES", heading=_VIDEOS
     )
-    fps: int = option(10, "frames a second", positive, metavar="N", heading=_VIDEOS)
+    fps: int = option(10, "frames a second", parse_positive, metavar="N", heading=_VIDEOS)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import count, scale
-from dstrain.commands.options.command import Command, behind, option, parse
+from dstrain.commands.options.arguments import parse_count, parse_scale
+from dstrain.commands.options.command import Command, behind, option, parse_options
 from dstrain.commands.options.train import TrainOptions
 from dstrain.recipe import ConfigError
 
@@ -26,22 +26,22 @@ class KeepOptions(Command):
     usage: ClassVar[str] = "dstrain keep [options] -- deepspeed [...] --module dstrain train [...]"
 
     words: tuple[str, ...] = behind("-- COMMAND", "the training command, with its launcher")
-    max_restarts: int = option(20, "restarts at most", count, metavar="N")
+    max_restarts: int = option(20, "restarts at most", parse_count, metavar="N")
     backoff: float = option(
-        5.0, "seconds before a restart; doubled with each start that saved no step", scale, metavar="S", shown="5"
+        5.0, "seconds before a restart; doubled with each start that saved no step", parse_scale, metavar="S", shown="5"
     )
     restart_on_stop: bool = option(False, "also after exit code 75: stopped and saved")
 
     @property
     def training(self) -> TrainOptions:
         """The options of the training command. Raises ConfigError if there is none, or it ends at once."""
-        options = parse(TrainOptions, training_words(self.words))
+        options = parse_options(TrainOptions, find_training_words(self.words))
         if options.dry_run or options.print_config:
             raise ConfigError("--dry-run and --print-config end at once: give them without `dstrain keep`")
         return options
 
 
-def training_words(command: Sequence[str]) -> list[str]:
+def find_training_words(command: Sequence[str]) -> list[str]:
     """Returns the arguments of training in a command line: of train.py, of `dstrain train`, or of the module.
 
     Raises ConfigError if it trains nothing.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import binary_size, share
+from dstrain.commands.options.arguments import parse_binary_size, parse_share
 from dstrain.commands.options.command import Command, argument, option, words
 from dstrain.recipe import ConfigError, Data, load
 
@@ -47,12 +47,12 @@ class PackOptions(Command):
         choices=("shards", "tar"),
     )
     shard_bytes: int = option(
-        1 << 28, "bytes of a shard, about; 256M and 1G are understood", binary_size, metavar="N", shown="256M"
+        1 << 28, "bytes of a shard, about; 256M and 1G are understood", parse_binary_size, metavar="N", shown="256M"
     )
     captions: bool = option(False, "captions of images, too; those of videos are always kept")
     images: bool = option(False, "of a folder with videos among images, the images alone")
     max_bad_fraction: float = option(
-        0.01, "files that may be unreadable; they keep their place, empty", share, metavar="F"
+        0.01, "files that may be unreadable; they keep their place, empty", parse_share, metavar="F"
     )
 
     def check(self) -> None:

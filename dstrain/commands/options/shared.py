@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dstrain.commands.options.arguments import count, parse_guide, parse_interval, portion, scale
+from dstrain.commands.options.arguments import parse_count, parse_guide, parse_interval, parse_portion, parse_scale
 from dstrain.commands.options.command import Command, option
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -37,7 +37,9 @@ class Weights(Trusting):
         rivals="weights",
     )
     raw: bool = option(False, "weights: the training weights instead of an average", rivals="weights")
-    step: int | None = option(None, "the step to load (the newest whole one)", count, name="checkpoint", metavar="STEP")
+    step: int | None = option(
+        None, "the step to load (the newest whole one)", parse_count, name="checkpoint", metavar="STEP"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,9 @@ class Sampling(Command):
         "sde; confidence or critic for videos (the run's)",
         metavar="NAME",
     )
-    guidance_scale: float | None = option(None, "classifier-free guidance, 1 is none (the run's)", scale, metavar="S")
+    guidance_scale: float | None = option(
+        None, "classifier-free guidance, 1 is none (the run's)", parse_scale, metavar="S"
+    )
     spacing: str | None = option(
         None,
         "of timesteps: leading, trailing, linspace or karras (the sampler's)",
@@ -58,7 +62,7 @@ class Sampling(Command):
         choices=("leading", "trailing", "linspace", "karras"),
         heading=GUIDANCE,
     )
-    eta: float | None = option(None, "the noise of the sampler (its own)", scale, metavar="E", heading=GUIDANCE)
+    eta: float | None = option(None, "the noise of the sampler (its own)", parse_scale, metavar="E", heading=GUIDANCE)
     guidance_interval: tuple[float, float] | None = option(
         None,
         "where guidance acts: noise levels sigma / alpha (all)",
@@ -67,7 +71,7 @@ class Sampling(Command):
         heading=GUIDANCE,
     )
     guidance_rescale: float | None = option(
-        None, "share of guidance that is rescaled (0)", portion, metavar="F", heading=GUIDANCE
+        None, "share of guidance that is rescaled (0)", parse_portion, metavar="F", heading=GUIDANCE
     )
     guide: tuple[Path, float | str | None, int | None] | None = option(
         None,

@@ -13,7 +13,7 @@ import torchvision
 from PIL import Image
 
 from dstrain.commands import convert as convert_verb
-from dstrain.commands.convert import ConvertOptions, convert
+from dstrain.commands.convert import ConvertOptions, convert_data
 from dstrain.data.open import open_sources
 from dstrain.data.sources.images import open_images
 from dstrain.recipe import ConfigError, Data
@@ -25,7 +25,7 @@ from tests.support.pictures import folder
 
 
 def converted(kind: str, path: Path, out: Path, **more) -> Path:
-    convert(ConvertOptions(kind, path, out, **more))
+    convert_data(ConvertOptions(kind, path, out, **more))
     return out
 
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 from dstrain import recipe, systems
 from dstrain.commands.evaluating import quality as module
-from dstrain.commands.evaluating.quality import Drawn, QualityOptions, quality, report, write_reference
-from dstrain.commands.generate import GenerateOptions, generate
+from dstrain.commands.evaluating.quality import Drawn, QualityOptions, format_report, measure_quality, write_reference
+from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.data.open import open_sources
 from dstrain.data.views import Spread
 from dstrain.metrics import sampled_sets
@@ -49,28 +49,30 @@ def words(tmp_path_factory) -> str:
 
 def work(rank: int, folder: Path, words: str, out: Path) -> dict:
     options = QualityOptions(METRICS, (words,), folder, num=NUM, seed=5, batch=4, out=out, split="held_out")
-    return quality(options)[1]["figures"]
+    return measure_quality(options)[1]["figures"]
 
 
 def test_a_run(run, words, tmp_path):
     """Oracle: the same metrics of the pictures that generate writes, against statistics of the same data; two ranks."""
-    generated = generate(GenerateOptions(run, NUM, seed=5, batch=4, out=tmp_path / "pictures", ema=0.9))
+    generated = generate_samples(GenerateOptions(run, NUM, seed=5, batch=4, out=tmp_path / "pictures", ema=0.9))
     common = {"metrics": METRICS, "features": (words,)}
     data = tmp_path / "data.npz"
     assert "statistics of" in write_reference(
         QualityOptions(**common, folder=run, split="held_out", write_reference=data)
     )
-    of_files = quality(QualityOptions(**common, images=generated, reference=data))[1]
-    assert report(None, of_files).splitlines()[0] == f"{generated.name}: {NUM} images"
+    of_files = measure_quality(QualityOptions(**common, images=generated, reference=data))[1]
+    assert format_report(None, of_files).splitlines()[0] == f"{generated.name}: {NUM} images"
     options = QualityOptions(**common, folder=run, num=NUM, seed=5, batch=4, out=tmp_path / "out", split="held_out")
-    path, result = quality(options)
+    path, result = measure_quality(options)
     assert result["figures"] == pytest.approx(of_files["figures"], rel=1e-6) and len(result["figures"]) == 6
     for figures in gloo.run(tmp_path, work, run, words, tmp_path / "two"):
         assert figures == pytest.approx(result["figures"], rel=1e-6)
-    other = quality(QualityOptions(**common, images=generated, reference=arrays(tmp_path / "n.npz", noise(30))))[1]
+    other = measure_quality(
+        QualityOptions(**common, images=generated, reference=arrays(tmp_path / "n.npz", noise(30)))
+    )[1]
     assert other["figures"]["fid"] < 0.5 * result["figures"]["fid"]  # random weights draw little but noise
     assert json.loads(path.read_text())["figures"] == result["figures"]
-    assert f"{result['figures']['fid']:.5g}" in report(path, result)
+    assert f"{result['figures']['fid']:.5g}" in format_report(path, result)
     ((_name, text, plot),) = _read_evaluations(tmp_path / "out", remarks := [])
     assert not remarks and "21 drawn samples" in text and "fid" in text and not plot.exists()
 
@@ -107,7 +109,7 @@ def test_super_resolution(words, tmp_path, monkeypatch):
     folder = checkpoints.write(tmp_path / "run", run, systems.build("iddpm", run.model).networks())
     unseen = Spread(open_sources(run.data)[1], NUM)
     images, _ = unseen.read_batch(torch.arange(NUM))
-    generated = generate(
+    generated = generate_samples(
         GenerateOptions(
             folder,
             NUM,
@@ -117,7 +119,7 @@ def test_super_resolution(words, tmp_path, monkeypatch):
             low_res=arrays(tmp_path / "a.npz", images["image"]),
         )
     )
-    of_files = quality(
+    of_files = measure_quality(
         QualityOptions(
             METRICS,
             (words,),
@@ -126,20 +128,20 @@ def test_super_resolution(words, tmp_path, monkeypatch):
         )
     )[1]
     monkeypatch.setattr(sampled_sets, "_REQUESTED", 8)
-    result = quality(QualityOptions(METRICS, (words,), folder, num=NUM, seed=5, batch=4, split="held_out"))[1]
+    result = measure_quality(QualityOptions(METRICS, (words,), folder, num=NUM, seed=5, batch=4, split="held_out"))[1]
     assert result["figures"] == pytest.approx(of_files["figures"], rel=1e-6)
     assert result["sampling"]["low_res"].startswith("21 of")
     for figures in gloo.run(tmp_path, work, folder, words, tmp_path / "two"):
         assert figures == pytest.approx(result["figures"], rel=1e-6)
     with pytest.raises(ConfigError, match="--labels: .* draws from images"):
-        quality(QualityOptions(METRICS, (words,), folder, labels=(3,)))
+        measure_quality(QualityOptions(METRICS, (words,), folder, labels=(3,)))
 
 
 @pytest.fixture(scope="module")
 def drawn_files(run, tmp_path_factory) -> tuple[Path, Path]:
     """A folder of PNGs that generate wrote, and seeded weights of Inception."""
     folder = tmp_path_factory.mktemp("files")
-    generated = generate(GenerateOptions(run, 12, seed=5, batch=4, out=folder / "drawn", ema=0.9))
+    generated = generate_samples(GenerateOptions(run, 12, seed=5, batch=4, out=folder / "drawn", ema=0.9))
     return generated / "samples", seeded_inception(folder / "pt_inception.pth")
 
 
@@ -191,7 +193,7 @@ def test_torch_fidelity_reads_what_generate_writes(drawn_files):
         verbose=False,
         samples_find_deep=False,
     )
-    figures = quality(QualityOptions(("is",), (f"inception:{weights}",), images=folder))[1]["figures"]
+    figures = measure_quality(QualityOptions(("is",), (f"inception:{weights}",), images=folder))[1]["figures"]
     assert figures["inception_score"] == pytest.approx(expected["inception_score_mean"], rel=1e-4)
 
 
@@ -202,14 +204,14 @@ def all_of(source) -> torch.Tensor:
 def test_a_guide(run, words, tmp_path):
     """Oracle: a run that is guided by itself draws as without guidance, to rounding; no guidance leaves none to do."""
     common = {"features": (words,), "folder": run, "num": NUM, "batch": 7, "out": tmp_path, "split": "held_out"}
-    plain = quality(QualityOptions(("fid",), guidance_scale=1.0, **common))[1]
-    guided = quality(QualityOptions(("fid",), guidance_scale=3.0, guide=(run, 0.9, 7), **common))[1]
+    plain = measure_quality(QualityOptions(("fid",), guidance_scale=1.0, **common))[1]
+    guided = measure_quality(QualityOptions(("fid",), guidance_scale=3.0, guide=(run, 0.9, 7), **common))[1]
     assert guided["figures"] == pytest.approx(plain["figures"], rel=1e-3)
     assert guided["sampling"]["guide"] == [str(run), "0.9", "7"]
     with pytest.raises(ConfigError, match="--guide .*holds no checkpoint of that step"):
-        quality(QualityOptions(("fid",), guidance_scale=3.0, guide=(run, None, 8), **common))
+        measure_quality(QualityOptions(("fid",), guidance_scale=3.0, guide=(run, None, 8), **common))
     with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):
-        quality(QualityOptions(("fid",), guidance_scale=1.0, guide=(run, None, None), **common))
+        measure_quality(QualityOptions(("fid",), guidance_scale=1.0, guide=(run, None, None), **common))
 
 
 def test_clips_are_no_images(tmp_path, words, monkeypatch):
@@ -217,7 +219,7 @@ def test_clips_are_no_images(tmp_path, words, monkeypatch):
     counting.register(monkeypatch)
     monkeypatch.setattr(module, "read_manifest", lambda checkpoint: {"step": 3})
     with pytest.raises(ConfigError, match=r"torchscript .*: it takes images, and these are clips"):
-        quality(
+        measure_quality(
             QualityOptions(
                 ("fid",),
                 (words,),
@@ -240,7 +242,7 @@ def test_what_is_known_of_clips_is_checked_before_any_is_drawn(tmp_path, monkeyp
         (("accuracy",), ("a cat eating",), "'a cat eating' is no caption of the built-in"),
     ):
         with pytest.raises(ConfigError, match=message):
-            quality(QualityOptions(metrics, folder=run, num=4, prompts=prompts, out=tmp_path / "out"))
+            measure_quality(QualityOptions(metrics, folder=run, num=4, prompts=prompts, out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ def test_refused_before_the_reference_is_read(run, words, tmp_path, monkeypatch,
         options = options | {"images": arrays(tmp_path / "mine.npz", noise(9))}
     monkeypatch.setattr(module._Reference, "read", unread)
     with pytest.raises(ConfigError, match=message):
-        quality(
+        measure_quality(
             QualityOptions(
                 **{
                     "metrics": ("fid",),
@@ -298,7 +300,7 @@ def test_embeddings_are_no_pictures(tmp_path):
     """Oracle: the message, before the data are read: a prior's pairs, which lie in no file here."""
     folder, _ = begun(tmp_path, "tiny-prior", "samples.ema=0.9")
     with pytest.raises(ConfigError, match="draws embeddings, and metrics are of pictures"):
-        quality(QualityOptions(("fd",), folder=folder, num=4))
+        measure_quality(QualityOptions(("fd",), folder=folder, num=4))
 
 
 def test_texts_by_the_slice(tmp_path):
@@ -321,7 +323,7 @@ def test_adm_files(words, tmp_path):
     whole = arrays(tmp_path / "b.npz", other)
     mixed = arrays(tmp_path / "adm.npz", other, mu=np.zeros(96), sigma=np.zeros((96, 96)))
     by_images, by_both = (
-        quality(QualityOptions(("fid", "kid"), (words,), images=images, reference=path))[1]["figures"]
+        measure_quality(QualityOptions(("fid", "kid"), (words,), images=images, reference=path))[1]["figures"]
         for path in (whole, mixed)
     )
     assert by_both["kid"] == by_images["kid"]
@@ -331,7 +333,7 @@ def test_adm_files(words, tmp_path):
     assert by_both["fid"] == pytest.approx((rows.mean(0).square().sum() + rows.var(0).sum()).item(), rel=1e-5)
     np.savez(tmp_path / "c.npz", mu=np.zeros(96), sigma=np.zeros((96, 96)))
     with pytest.raises(ConfigError, match="holds no features for --metrics kid, which are taken by torchscript: give"):
-        quality(QualityOptions(("kid",), (words,), images=images, reference=tmp_path / "c.npz"))
+        measure_quality(QualityOptions(("kid",), (words,), images=images, reference=tmp_path / "c.npz"))
 
 
 @pytest.mark.parametrize(

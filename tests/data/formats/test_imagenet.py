@@ -13,7 +13,7 @@ import torch
 from scipy.io import savemat
 from torchvision.datasets import imagenet as original
 
-from dstrain.commands.convert import ConvertOptions, convert
+from dstrain.commands.convert import ConvertOptions, convert_data
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import UNCAPTIONED, Request
 from dstrain.data.formats.imagenet import read_titles
@@ -142,7 +142,7 @@ def listed(val: Path) -> Path:
         open_sources(Data(path=str(val), image_size=16))
     command = shlex.split(re.search(r"`dstrain convert (.*?)`", str(caught.value)).group(1))
     assert command == ["imagenet-kit", str(val), "--out", f"{val}.csv"]
-    assert convert(ConvertOptions(command[0], Path(command[1]), Path(command[3]))).startswith("6 images in")
+    assert convert_data(ConvertOptions(command[0], Path(command[1]), Path(command[3]))).startswith("6 images in")
     return Path(command[3])
 
 
@@ -171,11 +171,11 @@ def test_a_kit_that_does_not_fit(tmp_path):
     assert open_sources(section)[0].classes == ()
     options = ConvertOptions("imagenet-kit", root / "val", tmp_path / "out.csv")
     with pytest.raises(ConfigError, match="put its labels beside or above it: ILSVRC2012_devkit_t12/"):
-        convert(options)
+        convert_data(options)
     write_kit(root)
     with pytest.raises(ConfigError, match="validation images without class folders: list them once with"):
         open_sources(section)
-    convert(options)
+    convert_data(options)
     table = Data(path=str(options.out), image_size=16)
     assert set(labels_of(open_sources(table)[0]).values()) == {0, 1, 2, 3}
     options.out.unlink()
@@ -189,11 +189,11 @@ def test_a_kit_that_does_not_fit(tmp_path):
     ):
         truth.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ConfigError, match=message):
-            convert(options)
+            convert_data(options)
     (data / "meta.mat").write_bytes(b"MATLAB 5.0 MAT-file" + bytes(200))
     truth.write_text("1\n" * 6)
     with pytest.raises(ConfigError, match="meta.mat cannot be read"):
-        convert(options)
+        convert_data(options)
     assert not options.out.exists()
 
 
