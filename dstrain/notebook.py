@@ -14,7 +14,7 @@ from dstrain.distributed import group
 from dstrain.recipe import ConfigError, Run, trust
 from dstrain.runs import trained
 from dstrain.runs.weights import fit_weights
-from dstrain.sampling.draw import draw_all, score
+from dstrain.sampling.draw import draw_all, score_batches
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
 
@@ -93,7 +93,7 @@ class TrainedRun:
         source = open_sources(self.recipe.data, run=self.folder)[1]
         if source is None:
             raise ConfigError(f"{self.recipe.data.path} has no held-out samples: data.held_out=0.02 keeps a share")
-        return score(
+        return score_batches(
             self.system, self.networks, held_out(source, batch, device=self.device, seed=self.recipe.seed, limit=num)
         )
 

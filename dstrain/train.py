@@ -30,8 +30,8 @@ from dstrain.recipe import NotSaved, Run, dump
 from dstrain.runs import folders, hosts
 from dstrain.runs.resume import Resume
 from dstrain.runs.weights import fit_weights, write_parts
-from dstrain.sampling.draw import score
-from dstrain.sampling.grids import grids
+from dstrain.sampling.draw import score_batches
+from dstrain.sampling.grids import draw_grids
 from dstrain.systems.base import System
 from dstrain.tracking.throughput import Throughput
 from dstrain.tracking.tracker import Tracker
@@ -389,7 +389,7 @@ def draw_samples(training: Training, done: int) -> None:
     """Draws the grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
     training.watchdog.at(done, "samples of step")
     with training.ema.swapped(training.run.samples.ema):
-        for images, name, columns, captions in grids(
+        for images, name, columns, captions in draw_grids(
             training.run, training.system, training.engines.modules, training.shown, training.micro
         ):
             training.tracker.samples(done, images, name, columns, captions)
@@ -404,7 +404,7 @@ def evaluate_loss(training: Training, done: int) -> float | None:
     def means(curves: dict[str, list[float]]) -> dict[str, float]:
         batches = held_out(source, training.micro, group.rank(), group.world(), group.device(), run.seed)
         batches = training.watchdog.each(batches, done, "evaluation of step")
-        return score(training.system, training.engines.modules, batches, curves)
+        return score_batches(training.system, training.engines.modules, batches, curves)
 
     raw = {f"raw/{name}": value for name, value in means({}).items()}
     curves: dict[str, list[float]] = {}

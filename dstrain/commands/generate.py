@@ -27,7 +27,7 @@ from dstrain.runs.trained import load_guide
 from dstrain.sampling.draw import class_columns, draw_all, draw_rounds
 from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, folder_for
 from dstrain.sampling.requests import OPTIONS, make_request
-from dstrain.sampling.scenes import Length, frames_of_scenes, go_on, length, read_prime
+from dstrain.sampling.scenes import Length, choose_length, draw_scenes, frames_of_scenes, read_prime
 from dstrain.systems.base import CHOICES, Request, System
 
 Opened = tuple[Path, Run, System]
@@ -172,7 +172,7 @@ def _choose_length(options: GenerateOptions, run: Run, system: System) -> Length
         raise ConfigError("--prime-frames says what --scenes and --prime go on from: give one of them, or leave it out")
     if options.scenes is not None and (options.prompts or options.labels):
         raise ConfigError("--scenes gives the texts itself: leave out --prompts and --labels")
-    clip = length(
+    clip = choose_length(
         system, options.num_frames or run.samples.num_frames, options.prime_frames, options.scenes is not None
     )
     if going_on and clip.primed >= clip.frames:
@@ -324,7 +324,7 @@ def _draw_rounds(
     for numbers, samples in draw_rounds(first.system, first.networks, request, chunk):
         seeds = request.seeds[numbers]
         if scenes:
-            samples = go_on(
+            samples = draw_scenes(
                 first.system,
                 samples,
                 seeds,

@@ -16,7 +16,7 @@ from torch import Tensor
 from dstrain.diffusion.gaussian import Network, Noise, Progress, at_boundary
 from dstrain.diffusion.likelihood import mean_flat
 from dstrain.diffusion.schedule import LARGEST_NOISE, below_the_top
-from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve, steps_of
+from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve_levels, steps_of
 from dstrain.recipe import ConfigError
 
 SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde", "euler", "heun")  # names, the usual one last
@@ -93,7 +93,7 @@ class FlowMatching:
             return self.integrate(network, x, grid, sampler, progress)
         denoise = _Denoiser(self, network)
         levels = [*map(denoise.level, grid[:-1].tolist()), Level.data()]
-        return solve(sampler, denoise, levels, x, noise, eta, progress)
+        return solve_levels(sampler, denoise, levels, x, noise, eta, progress)
 
     def invert(
         self, network: Network, x_start: Tensor, sampler: str, num_calls: int, spacing: str | None = None

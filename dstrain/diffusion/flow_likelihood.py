@@ -48,8 +48,8 @@ def measured_bits(
     divergences = []
     for step in progress(range(len(grid) - 1)):
         length = grid[step + 1] - grid[step]
-        first, divergence = _field(flow, network, x, grid[step], probe)
-        second, later = _field(flow, network, x + length * first, grid[step + 1], probe)
+        first, divergence = _estimate_divergence(flow, network, x, grid[step], probe)
+        second, later = _estimate_divergence(flow, network, x + length * first, grid[step + 1], probe)
         x = x + length * (first + second) / 2
         divergences.append((divergence + later) / 2)
 
@@ -67,7 +67,9 @@ def measured_bits(
     }
 
 
-def _field(flow: FlowMatching, network: Network, x: Tensor, t: Tensor, probe: Tensor) -> tuple[Tensor, Tensor]:
+def _estimate_divergence(
+    flow: FlowMatching, network: Network, x: Tensor, t: Tensor, probe: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns the velocity (B, ...) and its estimated divergence (B,)."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()

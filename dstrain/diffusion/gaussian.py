@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion import schedule
-from dstrain.diffusion.likelihood import discretized_log_likelihood, expm1, mean_flat, normal_kl, readable
+from dstrain.diffusion.likelihood import discretized_log_likelihood, expm1, is_readable, mean_flat, normal_kl
 from dstrain.recipe import ConfigError
 
 Network = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +36,7 @@ LOSSES = ("mse", "rescaled_mse", "kl", "rescaled_kl")
 class GaussianDiffusion:
     """One chain and one convention of what the network predicts.
 
-    betas             (T,) of this chain; see schedule.betas and schedule.respace.
+    betas             (T,) of this chain; see schedule.make_betas and schedule.respace_betas.
     prediction        what the first half of the network's channels is: eps | x_start | v | previous_x.
     variance          fixed_small (posterior), fixed_large (beta), learned (log variance is an output), learned_range
                       (an output in [-1, 1] between the two). Learned ones double the network's channels.
@@ -76,7 +76,7 @@ class GaussianDiffusion:
         self.original_steps = original_steps or self.num_timesteps
         self.rescale_timesteps = rescale_timesteps
         self.learns_variance = variance.startswith("learned")
-        self.tables = _tables(betas.double(), prediction, variance)  # float64 (T,) each, on the CPU
+        self.tables = _compute_tables(betas.double(), prediction, variance)  # float64 (T,) each, on the CPU
         self._column = {name: k for k, name in enumerate(self.tables)}
         self._stacked: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
         self._times: dict[torch.device, Tensor] = {}
@@ -88,7 +88,7 @@ class GaussianDiffusion:
     def over(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
         """Returns the chain over these timesteps of this one, ascending."""
         return GaussianDiffusion(
-            schedule.respace(self.tables["betas"], timesteps),
+            schedule.respace_betas(self.tables["betas"], timesteps),
             prediction=self.prediction,
             variance=self.variance,
             loss=self.loss,
@@ -231,7 +231,7 @@ class GaussianDiffusion:
         ratio = self._log_ratio(values, x_start, t)  # -u
         rest = torch.addcmul(ratio, expm1(ratio), torch.mul(share, squares).add_(1), value=-1)
         kl = 0.5 * (share.flatten() * mse - mean_flat(rest))
-        if readable(t):  # the costly NLL only for samples at t = 0
+        if is_readable(t):  # the costly NLL only for samples at t = 0
             if not t.all():
                 first = (t == 0).nonzero().flatten()
                 nll = self._decoder_bound(error[first], ratio[first], x_start[first], t[first])
@@ -295,7 +295,7 @@ class GaussianDiffusion:
         return [rows.select(1, self._column[name]) for name in names]
 
 
-def _tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
+def _compute_tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
     """Returns all coefficients by name, float64 (T,)."""
     one = torch.ones(1, dtype=torch.float64)
     alphas_cumprod = torch.cumprod(1 - betas, dim=0)

@@ -42,10 +42,10 @@ def _normal_cdf(x: Tensor) -> Tensor:
 
 def expm1(x: Tensor) -> Tensor:
     """Returns e^x - 1 without cancellation, elementwise."""
-    return _HostExpm1.apply(x) if readable(x) else torch.expm1(x)
+    return _HostExpm1.apply(x) if is_readable(x) else torch.expm1(x)
 
 
-def readable(x: Tensor) -> bool:
+def is_readable(x: Tensor) -> bool:
     """Returns whether the host can read values now: they lie on the CPU, and no graph is being compiled."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress, at_boundary
-from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve, steps_of
+from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve_levels, steps_of
 from dstrain.recipe import ConfigError
 
 
@@ -30,7 +30,7 @@ def ancestral(
     progress: Progress = iter,
 ) -> Tensor:
     """Draws x_start from noise x (B, C, ...) by the chain's own conditionals. DDPM, Algorithm 2."""
-    for draw, (step, t) in enumerate(_descending(diffusion, x, progress)):
+    for draw, (step, t) in enumerate(_walk_down(diffusion, x, progress)):
         mean, log_variance, _ = diffusion.p_mean_variance(network, x, t, clip_denoised)
         eps = noise(draw)
         x = mean + torch.exp(0.5 * log_variance) * eps if step > 0 else mean
@@ -52,7 +52,7 @@ def ddim(
     """
     if eta and noise is None:
         raise ConfigError("eta: above 0 DDIM draws noise at each step; pass `noise`, or eta 0")
-    for draw, (step, t) in enumerate(_descending(diffusion, x, progress)):
+    for draw, (step, t) in enumerate(_walk_down(diffusion, x, progress)):
         _, _, x_start = diffusion.p_mean_variance(network, x, t, clip_denoised)
         direction = diffusion.eps_of(x_start, x, t)
         current, previous = diffusion._at(t, x, "alphas_cumprod", "alphas_cumprod_previous")
@@ -80,10 +80,10 @@ def timesteps_of(diffusion: GaussianDiffusion, sampler: str, num_calls: int, spa
         spacing = "trailing" if count < schedule.FEW else "karras"
     if spacing is None:
         return schedule.space_timesteps(total, schedule.even_spec(total, count, strided=sampler == "ddim"))
-    return schedule.spaced(diffusion.tables["sqrt_recipm1_alphas_cumprod"].tolist(), count, spacing)
+    return schedule.space_by_noise(diffusion.tables["sqrt_recipm1_alphas_cumprod"].tolist(), count, spacing)
 
 
-def sample(
+def sample_chain(
     diffusion: GaussianDiffusion,
     network: Network,
     x: Tensor,
@@ -105,10 +105,10 @@ def sample(
         )
     denoise = ChainDenoiser(diffusion, network, clip_denoised)
     levels = [*map(denoise.level, reversed(timesteps)), Level.data()]
-    return solve(sampler, denoise, levels, x, noise, eta, progress)
+    return solve_levels(sampler, denoise, levels, x, noise, eta, progress)
 
 
-def invert(
+def invert_chain(
     diffusion: GaussianDiffusion,
     network: Network,
     x_start: Tensor,
@@ -167,13 +167,13 @@ def encode_ddim(
     return x
 
 
-def _descending(diffusion: GaussianDiffusion, x: Tensor, progress: Progress) -> Iterator[tuple[int, Tensor]]:
+def _walk_down(diffusion: GaussianDiffusion, x: Tensor, progress: Progress) -> Iterator[tuple[int, Tensor]]:
     """Timesteps from the last to 0, as a number and as int64 (B,)."""
     for step in progress(range(diffusion.num_timesteps - 1, -1, -1)):
         yield step, torch.full((len(x),), step, device=x.device)
 
 
-def guided(
+def guide_network(
     network: Callable[..., Tensor],
     conditions: Mapping[str, Tensor],
     null: Mapping[str, Tensor],
@@ -226,10 +226,10 @@ def guided(
     return guided_network
 
 
-def within(
+def limit_guidance(
     interval: tuple[float, float] | None, noise_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Returns `active` of `guided`, for an interval (low, high) of noise levels sigma / alpha; None is everywhere.
+    """Returns `active` of `guide_network` for an interval (low, high) of noise sigma / alpha; None is everywhere.
 
     noise_of  (x_t, t) -> sigma / alpha (B, 1, ...), t as the network sees it.
     """

@@ -36,7 +36,7 @@ FEW = 6  # steps below which EDM's spacing leaves none for the middle
 BETA_START, BETA_END = 1e-4, 0.02  # DDPM, for 1000 steps
 
 
-def betas(name: str, num_timesteps: int) -> Tensor:
+def make_betas(name: str, num_timesteps: int) -> Tensor:
     """Returns the schedule `name` over `num_timesteps` steps: float64 (T,).
 
     `linear`, `quadratic` and `sigmoid` are scaled by 1000 / T, so that any T ends at about the same noise; other
@@ -53,11 +53,11 @@ def betas(name: str, num_timesteps: int) -> Tensor:
     scale, quad = 1000 / num_timesteps, line(BETA_START**0.5, BETA_END**0.5) ** 2
     table = {
         "linear": line(scale * BETA_START, scale * BETA_END),
-        "cosine": _cosine(num_timesteps),
-        "squaredcos_cap_v2": _cosine(num_timesteps),
+        "cosine": _cosine_betas(num_timesteps),
+        "squaredcos_cap_v2": _cosine_betas(num_timesteps),
         "quad": quad,
-        "warmup10": _warmup(num_timesteps, 0.1),
-        "warmup50": _warmup(num_timesteps, 0.5),
+        "warmup10": _warmup_betas(num_timesteps, 0.1),
+        "warmup50": _warmup_betas(num_timesteps, 0.5),
         "const": line(BETA_END, BETA_END),
         "jsd": 1 / line(num_timesteps, 1),  # 1/T, 1/(T-1), ..., 1
         "quadratic": scale * quad,
@@ -71,14 +71,14 @@ def betas(name: str, num_timesteps: int) -> Tensor:
     return table
 
 
-def _warmup(num_timesteps: int, fraction: float) -> Tensor:
+def _warmup_betas(num_timesteps: int, fraction: float) -> Tensor:
     table = torch.full((num_timesteps,), BETA_END, dtype=torch.float64)
     length = max(int(num_timesteps * fraction), 1)
     table[:length] = torch.linspace(BETA_START, BETA_END, length, dtype=torch.float64)
     return table
 
 
-def _cosine(num_timesteps: int, offset: float = 0.008, largest: float = 0.999) -> Tensor:
+def _cosine_betas(num_timesteps: int, offset: float = 0.008, largest: float = 0.999) -> Tensor:
     """Lets alphas_cumprod follow a squared cosine; the cap avoids a singularity at the end. Equation 17."""
     time = torch.arange(num_timesteps + 1, dtype=torch.float64) / num_timesteps
     remaining = torch.cos((time + offset) / (1 + offset) * (math.pi / 2)) ** 2
@@ -97,7 +97,7 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
             raise ConfigError(f"respacing: {spec!r} is neither a number, numbers with commas, nor ddim and a number")
         if spec.startswith("ddim"):
             count = int(spec.removeprefix("ddim"))
-            if timesteps := _strided(num_timesteps, count):
+            if timesteps := _stride_timesteps(num_timesteps, count):
                 return timesteps
             raise ConfigError(
                 f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as {spec} "
@@ -118,7 +118,7 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
     return sorted(set(timesteps))
 
 
-def _strided(num_timesteps: int, count: int) -> list[int]:
+def _stride_timesteps(num_timesteps: int, count: int) -> list[int]:
     """Returns every k-th timestep from 0 on, `count` of them; [] where there is no such k."""
     chains = (range(0, num_timesteps, stride) for stride in range(1, num_timesteps + 1))
     return next((list(chain) for chain in chains if len(chain) == count), [])
@@ -130,10 +130,10 @@ def even_spec(num_timesteps: int, count: int, strided: bool = False) -> str:
     """
     if not 1 <= count <= num_timesteps:
         raise ConfigError(f"num_steps: {count} is not between 1 and the {num_timesteps} timesteps of the chain")
-    return f"ddim{count}" if strided and _strided(num_timesteps, count) else str(count)
+    return f"ddim{count}" if strided and _stride_timesteps(num_timesteps, count) else str(count)
 
 
-def spaced(noise: Sequence[float], count: int, spacing: str) -> list[int]:
+def space_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int]:
     """Returns `count` timesteps of a chain, ascending, by one of SPACINGS; `noise` (T,) is sigma / alpha of each
     timestep.
 
@@ -163,20 +163,20 @@ def spaced(noise: Sequence[float], count: int, spacing: str) -> list[int]:
     return [min(t, total - count + i) for i, t in enumerate(timesteps)]
 
 
-def karras(count: int, lowest: float, highest: float, rho: float = 7.0) -> list[float]:
+def karras_levels(count: int, lowest: float, highest: float, rho: float = 7.0) -> list[float]:
     """Returns `count` noise levels from `highest` to `lowest`, ever denser. EDM, Equation 5."""
     first, last = highest ** (1 / rho), lowest ** (1 / rho)
     return [(first + i / max(count - 1, 1) * (last - first)) ** rho for i in range(count)]
 
 
 def below_the_top(count: int, lowest: float, highest: float) -> list[float]:
-    """Returns the noise levels of `count` steps but the first, which begins with noise alone: `karras`. Few steps have
-    none to spare for its ends, which are almost noise alone and almost data; those leave them out.
+    """Returns the noise levels of `count` steps but the first, which begins with noise alone, by `karras_levels`. Few
+    steps leave out its ends, which are almost noise alone and almost data.
     """
-    return karras(count + 1, lowest, highest)[1:-1] if count < FEW else karras(count - 1, lowest, highest)
+    return karras_levels(count + 1, lowest, highest)[1:-1] if count < FEW else karras_levels(count - 1, lowest, highest)
 
 
-def respace(original: Tensor, timesteps: Sequence[int]) -> Tensor:
+def respace_betas(original: Tensor, timesteps: Sequence[int]) -> Tensor:
     """Betas of the chain that visits only `timesteps`, with the same marginals there: (T,), K of T -> float64 (K,)."""
     alphas_cumprod = torch.cumprod(1 - original.double(), dim=0)[list(timesteps)]
     previous = torch.cat((torch.ones(1, dtype=torch.float64), alphas_cumprod[:-1]))

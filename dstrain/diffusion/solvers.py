@@ -91,7 +91,7 @@ def unipc(
         here, there = levels[i], levels[i + 1]
         x_start = denoise(x, here)
         if known:
-            x = _corrected(levels[i - 1], here, x_before, known, x_start)
+            x = _correct_step(levels[i - 1], here, x_before, known, x_start)
         known = [*known[-1:], (here.half_log_snr, x_start)]
         estimate = x_start
         if len(known) == 2 and there.sigma:
@@ -102,7 +102,7 @@ def unipc(
     return x
 
 
-def _corrected(here: Level, there: Level, x: Tensor, known: list[tuple[float, Tensor]], following: Tensor) -> Tensor:
+def _correct_step(here: Level, there: Level, x: Tensor, known: list[tuple[float, Tensor]], following: Tensor) -> Tensor:
     """Brings x at `here` to `there` with the prediction `following` that was made there. UniPC, Algorithm 1 (UniC)."""
     newest, x_start = known[-1]
     h = there.half_log_snr - newest
@@ -179,7 +179,7 @@ def steps_of(sampler: str, num_calls: int) -> int:
 
 
 @torch.no_grad()
-def solve(
+def solve_levels(
     sampler: str,
     denoise: Denoiser,
     levels: Sequence[Level],

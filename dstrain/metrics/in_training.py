@@ -24,7 +24,7 @@ from dstrain.metrics.images import Batch, Images, Sourced
 from dstrain.metrics.statistics import Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.sampling.draw import draw_own
-from dstrain.sampling.requests import make_request, of_all
+from dstrain.sampling.requests import make_request, request_all_classes
 from dstrain.systems.base import Nets, Request, System
 
 _BATCH = 100  # pictures of the data that are described at once
@@ -69,7 +69,7 @@ class Quality:
                 "every.metrics=0, and take dstrain evaluate --metrics with a --reference"
             )
         self._request, self._captions = make_request(
-            of_all(samples, data, system), system, samples.metrics_samples, samples.seed
+            request_all_classes(samples, data, system), system, samples.metrics_samples, samples.seed
         )
         if "accuracy" in metrics and self._captions is None and "label" not in self._request.conditions:
             raise ConfigError(

@@ -22,8 +22,8 @@ from dstrain.metrics.statistics import KEPT
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs.trained import Guide
 from dstrain.sampling.draw import draw_own, set_eval_mode
-from dstrain.sampling.requests import make_request, of_all
-from dstrain.sampling.scenes import frames_of_scenes, go_on, length
+from dstrain.sampling.requests import make_request, request_all_classes
+from dstrain.sampling.scenes import choose_length, draw_scenes, frames_of_scenes
 from dstrain.systems.base import CHOICES, Request, System
 
 SAMPLING = ("num_steps", "guidance_scale", *CHOICES)
@@ -76,7 +76,7 @@ class Drawn(Images):
     ) -> None:
         self.options, self.run, self.system, self.networks, self.source = options, run, system, networks, source
         self.num = options.num or 50_000 if source is None else len(source)
-        self.samples = of_all(run.samples, run.data, system)
+        self.samples = request_all_classes(run.samples, run.data, system)
         self.clips = system.num_frames is not None
         self.captions = self.prompts = options.prompts if options.prompts or options.labels else self.samples.prompts
 
@@ -138,7 +138,7 @@ class Stories(Drawn):
                 f"{find_origin(run.data)}, does not draw those from texts: choose other metrics"
             )
         self.num, self.prompts = options.num or 250, None
-        self.length = length(system, self.samples.num_frames, options.prime_frames, True)
+        self.length = choose_length(system, self.samples.num_frames, options.prime_frames, True)
         if self.length.frames < self.length.primed + 2:
             raise ConfigError(
                 f"--metrics scenes: of {self.length.frames} frames {self.length.primed} are taken over, "
@@ -181,4 +181,4 @@ class Stories(Drawn):
         draw = partial(self.system.sample, self.networks)
         with set_eval_mode(self.networks):
             clips = draw(replace(request, seeds=seeds, conditions=first))
-            return go_on(self.system, clips, seeds, later, self.length.primed, request, draw)
+            return draw_scenes(self.system, clips, seeds, later, self.length.primed, request, draw)

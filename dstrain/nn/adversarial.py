@@ -103,7 +103,9 @@ def slope_between(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
     return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
 
 
-def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float | None = None) -> tuple[Tensor, Tensor]:
+def balance_gradients(
+    of_reconstruction: Tensor, of_critique: Tensor, most: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns a factor that makes the critique's gradient as long as the other, and how long it then is, as a share of
     that.
 
@@ -123,14 +125,14 @@ def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float | None =
 
 
 @contextmanager
-def inputs_of(layer: nn.Module) -> Iterator[list[Tensor]]:
+def record_inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
     """Yields a list of what enters a layer within this block, without its graph."""
     entered: list[Tensor] = []
     with layer.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].detach())):
         yield entered
 
 
-def of_filters(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
+def gradient_of_filters(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
     """Returns the gradient with respect to a convolution's filters of side x side, by sample: what entered it (B, c, H,
     W) and the gradient with respect to its output (B, C, H, W) -> float32 (B, C, c, side, side).
 
@@ -147,6 +149,6 @@ def of_filters(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
     return of_all.view(batch, after, before, side, side)
 
 
-def gradient(values: Tensor, picture: Tensor) -> Tensor:
+def gradient_of_picture(values: Tensor, picture: Tensor) -> Tensor:
     """Returns the gradient of each sample's value with respect to its picture: (B,), (B, C, H, W) -> (B, C, H, W)."""
     return torch.autograd.grad(values.sum(), picture)[0]

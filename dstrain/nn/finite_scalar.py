@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dstrain.distributed.group import to_device
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import Quantized
-from dstrain.nn.quantize import wide
+from dstrain.nn.quantize import widen_precision
 from dstrain.recipe import ConfigError
 
 _MARGIN = 1e-3  # share by which the bound exceeds the outermost levels, as published
@@ -34,7 +34,7 @@ class FiniteScalar(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
         """Quantizes (B, ..., dim); `weight` is unused, as there are no terms: (B, ...)."""
-        z = bounded(wide(self.project_in(x)), self.levels)  # (B, ..., d)
+        z = bound_levels(widen_precision(self.project_in(x)), self.levels)  # (B, ..., d)
         rounded = z + (z.round() - z).detach()
         nothing = z.new_zeros(len(x))
         return Quantized(
@@ -48,7 +48,7 @@ class FiniteScalar(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
-        return tokens_of(bounded(wide(self.project_in(x)), self.levels), self.levels)
+        return tokens_of(bound_levels(widen_precision(self.project_in(x)), self.levels), self.levels)
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
@@ -56,7 +56,7 @@ class FiniteScalar(nn.Module):
         return self.project_out(code.to(self.project_out.weight.dtype))
 
 
-def bounded(z: Tensor, levels: tuple[int, ...]) -> Tensor:
+def bound_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
     """Bounds z within half a level of the integers -(L // 2) to (L - 1) // 2, and 0 at 0: (..., d) -> (..., d)."""
     half = [(size - 1) * (1 + _MARGIN) / 2 for size in levels]
     offset = [0.0 if size % 2 else 0.5 for size in levels]
@@ -70,19 +70,19 @@ def tokens_of(z: Tensor, levels: tuple[int, ...]) -> Tensor:
 
     NaN counts as 0, so that a pass that fails yields a token, which a histogram of tokens can count.
     """
-    places = z.nan_to_num().round().long() + _middles(levels, z.device)
-    return (places * _strides(levels, z.device)).sum(-1)
+    places = z.nan_to_num().round().long() + _level_middles(levels, z.device)
+    return (places * _level_strides(levels, z.device)).sum(-1)
 
 
 def levels_of(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
     """Returns the integers that bounded z was rounded to, float32: int64 (...) -> (..., d)."""
     sizes = to_device(torch.tensor(levels), tokens.device)
-    return ((tokens[..., None] // _strides(levels, tokens.device)) % sizes - sizes // 2).float()
+    return ((tokens[..., None] // _level_strides(levels, tokens.device)) % sizes - sizes // 2).float()
 
 
 def code_of(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
     """Integers to about [-1, 1], what the decoder sees: (..., d) -> (..., d)."""
-    return rounded / _middles(levels, rounded.device)
+    return rounded / _level_middles(levels, rounded.device)
 
 
 def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> None:
@@ -100,9 +100,9 @@ def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> Non
         )
 
 
-def _middles(levels: tuple[int, ...], device: torch.device) -> Tensor:
+def _level_middles(levels: tuple[int, ...], device: torch.device) -> Tensor:
     return to_device(torch.tensor([size // 2 for size in levels]), device)
 
 
-def _strides(levels: tuple[int, ...], device: torch.device) -> Tensor:
+def _level_strides(levels: tuple[int, ...], device: torch.device) -> Tensor:
     return to_device(torch.tensor([math.prod(levels[:number]) for number in range(len(levels))]), device)

@@ -37,12 +37,12 @@ def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], 
             )
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_order(name: str) -> list[tuple[int, str]]:
     """Returns a key that sorts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def refill(state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep_last: bool = False) -> list[str]:
+def refill_table(state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep_last: bool = False) -> list[str]:
     """Replaces a table that has another number of rows than the network's, and the same width, by fresh rows.
 
     They are normal with deviation `std`, and the same on every rank. keep_last: the last row, "no label", stays the
@@ -63,7 +63,7 @@ def refill(state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep
     ]
 
 
-def unused(names: Iterable[str]) -> list[str]:
+def note_unused(names: Iterable[str]) -> list[str]:
     """Returns a note on weights of a folder that the network has no place for, [] where there are none."""
     names = sorted(names)
     if not names:

@@ -68,7 +68,7 @@ def dropout_of(share: float) -> nn.Module:
     return nn.Dropout(share) if share else nn.Identity()
 
 
-def named(**layers: nn.Module) -> nn.Sequential:
+def name_layers(**layers: nn.Module) -> nn.Sequential:
     """Chains the layers under the names that they have in published files."""
     return nn.Sequential(OrderedDict(layers))
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.layers import Linear
-from dstrain.nn.quantize import wide
+from dstrain.nn.quantize import widen_precision
 from dstrain.recipe import ConfigError
 
 _GROUP = 10  # most bits of a group
@@ -57,13 +57,13 @@ class LookupFree(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
         """Quantizes (B, ..., dim), with the weight of each token in the terms, (B, ...)."""
-        z = wide(self.project_in(x))  # (B, ..., d)
+        z = widen_precision(self.project_in(x))  # (B, ..., d)
         code = torch.where(z > 0, 1.0, -1.0).to(z.dtype)  # the sign of 0 is -1
         through = z + (code - z).detach()
-        commitment = weighted((z - code).square().mean(-1), weight)
+        commitment = weighted_mean((z - code).square().mean(-1), weight)
         logits = (4 * self.inv_temperature * z).flatten(1, -2)  # (B, N, d)
         of_bits = F.softplus(logits) - logits * logits.sigmoid()  # entropies, from logits of a bit's being set
-        entropy = weighted(of_bits.sum(-1), weight.flatten(1))
+        entropy = weighted_mean(of_bits.sum(-1), weight.flatten(1))
         return Quantized(
             self.project_out(through.to(x.dtype)),
             tokens_of(code),
@@ -75,7 +75,7 @@ class LookupFree(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
-        return tokens_of(wide(self.project_in(x)))
+        return tokens_of(widen_precision(self.project_in(x)))
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
@@ -92,11 +92,11 @@ class CosineQuantizer(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
         """Quantizes (B, ..., dim), with the weight of each token in the terms, (B, ...)."""
-        z = F.normalize(wide(self.project_in(x)), dim=-1)  # (B, ..., D)
+        z = F.normalize(widen_precision(self.project_in(x)), dim=-1)  # (B, ..., D)
         tokens, code = self.codebook(z)
         through = z + (code - z).detach()
         commitment, codebook = (
-            weighted((moved - fixed.detach()).square().sum(-1), weight) for moved, fixed in ((z, code), (code, z))
+            weighted_mean((moved - fixed.detach()).square().sum(-1), weight) for moved, fixed in ((z, code), (code, z))
         )
         return Quantized(
             self.project_out(through.to(x.dtype)),
@@ -109,7 +109,7 @@ class CosineQuantizer(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
-        return self.codebook(F.normalize(wide(self.project_in(x)), dim=-1))[0]
+        return self.codebook(F.normalize(widen_precision(self.project_in(x)), dim=-1))[0]
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
@@ -126,10 +126,10 @@ class UnitCodebook(nn.Embedding):
         tokens = vectors_or_tokens
         if tokens.is_floating_point():
             with torch.no_grad():
-                table = F.normalize(wide(self.weight), dim=-1)
+                table = F.normalize(widen_precision(self.weight), dim=-1)
                 parts = vectors_or_tokens.flatten(0, -2).split(max(_CELLS // len(table), 1))
                 tokens = torch.cat([(part @ table.T).argmax(-1) for part in parts]).view(vectors_or_tokens.shape[:-1])
-        return tokens, F.normalize(wide(F.embedding(tokens, self.weight)), dim=-1)
+        return tokens, F.normalize(widen_precision(F.embedding(tokens, self.weight)), dim=-1)
 
 
 class Usage:
@@ -137,7 +137,7 @@ class Usage:
 
     def __init__(self, bits: int, decay: float = 0.9) -> None:
         self.decay = decay
-        self.q = torch.cat([torch.full((1 << size,), 0.5**size) for size in groups(bits)])  # uniform at first
+        self.q = torch.cat([torch.full((1 << size,), 0.5**size) for size in split_bits(bits)])  # uniform at first
 
     def observe(self, shares: Tensor) -> None:
         """Moves q towards the mean over one step's samples, (N, codes), in the order of the global batch."""
@@ -149,7 +149,7 @@ class Usage:
     def diversity(self, shares: Tensor, bits: int) -> Tensor:
         """Returns -sum_c p(c) log q(c) in nats, whose gradient at q = E p is that of the entropy of the mean: (B,)."""
         self.q = self.q.to(shares.device)
-        uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in groups(bits)])
+        uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in split_bits(bits)])
         return -(shares * ((1 - _UNIFORM) * self.q + _UNIFORM * uniform).log()).sum(1)
 
 
@@ -164,7 +164,7 @@ def bits_of(codebook_size: int) -> int:
     return bits
 
 
-def groups(bits: int) -> list[int]:
+def split_bits(bits: int) -> list[int]:
     """Bits of each group: the fewest groups of at most 10 bits, as equal as possible."""
     count = -(-bits // _GROUP)
     return [bits // count + (number < bits % count) for number in range(count)]
@@ -185,7 +185,7 @@ def code_of(tokens: Tensor, bits: int) -> Tensor:
 def shares_of(logits: Tensor, weight: Tensor) -> Tensor:
     """Averages p(c|z) over a sample's tokens by group: logits of a bit being +1 (B, N, d), (B, N) -> (B, codes)."""
     shares = []
-    for part in logits.split(groups(logits.shape[-1]), dim=-1):
+    for part in logits.split(split_bits(logits.shape[-1]), dim=-1):
         size = part.shape[-1]
         code = code_of(torch.arange(1 << size, device=logits.device), size)  # (codes, size)
         p = (part @ code.T.to(part.dtype) / 2).softmax(-1)  # (B, N, codes)
@@ -193,6 +193,6 @@ def shares_of(logits: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(shares, dim=1)
 
 
-def weighted(values: Tensor, weight: Tensor) -> Tensor:
+def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     """Returns weighted means by sample: two (B, ...) -> (B,)."""
     return (values * weight).flatten(1).sum(1) / weight.flatten(1).sum(1)

@@ -31,7 +31,7 @@ def ssim(picture: Tensor, truth: Tensor) -> Tensor:
     picture.
     """
     channels, height, width = truth.shape[1:]
-    down, across = (_gaussian(min(_WINDOW, side), truth) for side in (height, width))
+    down, across = (_gaussian_window(min(_WINDOW, side), truth) for side in (height, width))
 
     def smooth(x: Tensor) -> Tensor:
         x = F.conv2d(x, down.view(1, 1, -1, 1).expand(channels, -1, -1, -1), groups=channels)
@@ -45,19 +45,19 @@ def ssim(picture: Tensor, truth: Tensor) -> Tensor:
     return (luminance * structure).flatten(1).mean(1)
 
 
-def _gaussian(size: int, like: Tensor) -> Tensor:
+def _gaussian_window(size: int, like: Tensor) -> Tensor:
     distance = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
     weight = torch.exp(-distance.square() / (2 * _SIGMA**2))
     return weight / weight.sum()
 
 
-def likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
+def measure_likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
     """Returns psnr and ssim by sample, of pictures in [-1, 1], clamped to it: two (B, C, H, W) -> (B,) each."""
     picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
     return {"psnr": psnr(picture, truth), "ssim": ssim(picture, truth)}
 
 
-def histogram(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
+def count_tokens(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
     """Returns the share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
 
     The mean of rows over samples is the histogram of all samples, however they were batched. `counted`: not padding.

@@ -43,7 +43,7 @@ class Distance(nn.Module):
         """Returns the distance by sample, of pictures in [-1, 1]: two (B, 1 or 3, H, W) -> float32 (B,)."""
         distance = picture.new_zeros(len(picture), dtype=torch.float32)
         for features, true_features, head in zip(self._stages(picture), self._stages(truth), self.heads):
-            difference = (_unit(features) - _unit(true_features)).square()  # (B, c, h, w)
+            difference = (_unit_length(features) - _unit_length(true_features)).square()  # (B, c, h, w)
             distance = distance + torch.einsum("bchw,c->bhw", difference, head).mean((1, 2)).float()
         return distance
 
@@ -102,7 +102,7 @@ class Perceptual(Distance):
             raise ConfigError(f"model.perceptual.path={path}: no weights are there: {REMEDY}")
         weights: dict[str, Tensor] = {}
         for file in files:
-            weights |= _named(_read(file))
+            weights |= _rename_weights(_read_weights(file))
         needed = self.state_dict()
         for name, tensor in needed.items():
             shape = tuple(weights[name].shape) if name in weights else "absent"
@@ -113,17 +113,17 @@ class Perceptual(Distance):
         self.load_state_dict({name: weights[name].float() for name in needed})
 
 
-def load(path: str) -> Distance:
+def load_distance(path: str) -> Distance:
     """Loads the distance whose weights are at `path`, or the package's own. Raises ConfigError as Perceptual."""
     return OfGarments() if path == BUILTIN else Perceptual(path)
 
 
-def _unit(features: Tensor) -> Tensor:
+def _unit_length(features: Tensor) -> Tensor:
     # clamp: where no unit is active, the gradient of the root would be infinite.
     return features / (features.square().sum(1, keepdim=True).clamp(min=1e-20).sqrt() + 1e-10)
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read_weights(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -137,7 +137,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         ) from None
 
 
-def _named(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _rename_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns our names for torchvision's (features.N), and those of the LPIPS package (net.sliceM.N, linM.model.1)."""
     weights = {}
     for name, tensor in state.items():

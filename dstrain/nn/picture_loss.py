@@ -140,7 +140,7 @@ class PictureLoss:
 
     def _network(self) -> Distance:
         if self.network is None:
-            self.network = perceptual.load(self.judge.path)
+            self.network = perceptual.load_distance(self.judge.path)
         return self.network
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
@@ -166,12 +166,15 @@ class PictureLoss:
         balanced. Leaves picture and truth in the example for the discriminator's turn.
         """
         critique = -nets["discriminator"](picture).flatten(1).mean(1)
-        of_critique = adversarial.gradient(critique, picture if out is None else out)
+        of_critique = adversarial.gradient_of_picture(critique, picture if out is None else out)
         if last is None:
-            factor, share = adversarial.balance(of_mean, of_critique)
+            factor, share = adversarial.balance_gradients(of_mean, of_critique)
         else:
-            factor, share = adversarial.balance(
-                *(adversarial.of_filters(last.entered, of_output, last.side) for of_output in (of_mean, of_critique)),
+            factor, share = adversarial.balance_gradients(
+                *(
+                    adversarial.gradient_of_filters(last.entered, of_output, last.side)
+                    for of_output in (of_mean, of_critique)
+                ),
                 most=_MOST,
             )
         weight = self.discriminator.weight * factor
@@ -207,6 +210,6 @@ class PictureLoss:
         return terms | {"loss": loss.mean().float()}
 
 
-def descending(value: Tensor, pull: Tensor) -> Tensor:
+def descend_by(value: Tensor, pull: Tensor) -> Tensor:
     """Returns a loss that has the mean of `value` and the gradient of the mean of `pull`: (B,) each -> a scalar."""
     return (value.detach() + (pull - pull.detach())).mean()

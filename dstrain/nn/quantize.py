@@ -18,17 +18,17 @@ SAMPLINGS = ("soft", "straight_through", "reinmax")
 _LEAST = 2.0**-25  # below every uniform number but 0, and with a finite logarithm
 
 
-def wide(x: Tensor) -> Tensor:
+def widen_precision(x: Tensor) -> Tensor:
     """Widens x to float32 at least: bfloat16 is too coarse for softmax and logarithms over many tokens."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+def draw_gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """Draws standard Gumbel noise float32, a stream for each key: (B,) -> (B, *shape); between -2.9 and 16.7."""
     return -torch.log(-torch.log(rng.uniform(key, name, shape).clamp(min=_LEAST)))
 
 
-def relax(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:
+def relax_tokens(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:
     """Draws from each categorical over axis 1, as weights of its K tokens: two (B, K, ...), (B,) -> (B, K, ...).
 
     soft              softmax((theta + g) / temperature): a mixture of tokens; the relaxed loss has its exact gradient.

@@ -75,13 +75,13 @@ def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> T
     samples.
     """
     rounds = [
-        group.rows_to_first(images, shares(len(request.seeds), number, chunk))
+        group.rows_to_first(images, count_shares(len(request.seeds), number, chunk))
         for number, (_, images) in enumerate(draw_own(system, nets, request, chunk))
     ]
     return None if rounds[0] is None else torch.cat(rounds)
 
 
-def shares(total: int, round: int, chunk: int) -> list[int]:
+def count_shares(total: int, round: int, chunk: int) -> list[int]:
     """Counts each rank's samples of a round; what its chunk holds beyond repeats others."""
     first = round * chunk * group.world()
     return [min(max(total - first - rank * chunk, 0), chunk) for rank in range(group.world())]
@@ -99,7 +99,7 @@ def picture_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> di
         rows = {name: values[index].to(group.device()) for name, values in batch.items() if name != "valid"}
         with set_eval_mode(nets):
             for name, images in system.pictures(nets, system.encode(rows)).items():
-                pictures.setdefault(name, []).append(group.rows_to_first(images, shares(total, round, chunk)))
+                pictures.setdefault(name, []).append(group.rows_to_first(images, count_shares(total, round, chunk)))
     return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
 
 
@@ -171,7 +171,7 @@ class Means:
 
 
 @torch.no_grad()
-def score(
+def score_batches(
     system: System, nets: Nets, batches: Iterable[Batch], curves: dict[str, list[float]] | None = None
 ) -> dict[str, float]:
     """Means over held-out samples of the system's evaluation terms, the same for any world size.

@@ -13,7 +13,7 @@ from dstrain.sampling.requests import make_request
 from dstrain.systems.base import Nets, System
 
 
-def grids(
+def draw_grids(
     run: Run, system: System, nets: Nets, source: Source, micro: int
 ) -> Iterator[tuple[Tensor | None, str, int | None, list[str] | None]]:
     """Images uint8 (N, ...) on the host of rank 0, None on the others; their name, the grid's columns and captions.

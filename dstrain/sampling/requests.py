@@ -69,7 +69,7 @@ def make_request(
     ), captions
 
 
-def of_all(samples: Samples, data: Data, system: System) -> Samples:
+def request_all_classes(samples: Samples, data: Data, system: System) -> Samples:
     """Returns the section for a set that metrics compare with the data: every class in turn, whatever labels the grids
     show, and every caption of the built-in clips; of other texts the recipe's prompts. Pictures are squares, as the
     data's.

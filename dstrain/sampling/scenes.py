@@ -38,7 +38,7 @@ class Scene:
     frames: int
 
 
-def length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
+def choose_length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
     """Frames of a clip, None for the system's longest, and those of them that are given, None for 1 + p.
 
     Of scenes None stands for 1 given frame: with more, the earlier motion goes on against the text.
@@ -70,7 +70,7 @@ def frames_of_scenes(captions: tuple[str, ...], length: Length) -> list[Scene]:
     return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
 
 
-def go_on(
+def draw_scenes(
     system: System,
     clips: Tensor,
     seeds: Tensor,
@@ -102,7 +102,11 @@ def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) ->
     be read, is too short, or an .npz of another size.
     """
     path = find_samples(path)
-    clips = _of_npz(path, data) if path.suffix == ".npz" else [_read(file, data, primed) for file in _files(path)]
+    clips = (
+        _read_npz(path, data)
+        if path.suffix == ".npz"
+        else [_read_frames(file, data, primed) for file in _list_files(path)]
+    )
     shortest = min(map(len, clips))
     if exactly and shortest < primed:
         raise ConfigError(
@@ -113,7 +117,7 @@ def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) ->
     return torch.stack([clip[-count:] for clip in clips])
 
 
-def _files(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in (*VIDEOS, *PICTURES))
@@ -124,9 +128,9 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read(file: Path, data: Data, most: int) -> Tensor:
+def _read_frames(file: Path, data: Data, most: int) -> Tensor:
     try:
-        clip, real, _ = read_clip(file, Cut(most, *_size(data), data.channels), _LATEST)
+        clip, real, _ = read_clip(file, Cut(most, *_frame_size(data), data.channels), _LATEST)
     except Exception as error:  # a hostile file may raise anything
         raise ConfigError(
             f"--prime {file} cannot be read ({' '.join(str(error).split())[:150]}): give a video or a picture"
@@ -134,11 +138,11 @@ def _read(file: Path, data: Data, most: int) -> Tensor:
     return clip[:real]
 
 
-def _of_npz(path: Path, data: Data) -> Tensor:
+def _read_npz(path: Path, data: Data) -> Tensor:
     with reword_errors("--prime "):
         array = read_samples(path)
     array = array[:, None] if array.ndim == 4 else array
-    size = _size(data)
+    size = _frame_size(data)
     if array.dtype != np.uint8 or array.ndim != 5 or array.shape[2:4] != size or array.shape[4] != 3 or not len(array):
         raise ConfigError(
             f"--prime {path}: arr_0 is {array.dtype} {array.shape}, and this run goes on from uint8 "
@@ -148,5 +152,5 @@ def _of_npz(path: Path, data: Data) -> Tensor:
     return torch.from_numpy(channels).permute(0, 1, 4, 2, 3)
 
 
-def _size(data: Data) -> tuple[int, int]:
+def _frame_size(data: Data) -> tuple[int, int]:
     return data.height or data.image_size, data.image_size

@@ -75,7 +75,7 @@ class Codec(Frozen):
         part = next(iter(system.parts))
         network = system.networks()[part]
         try:
-            network.load_state_dict(_weights(folder, part))
+            network.load_state_dict(_read_weights(folder, part))
         except (OSError, SafetensorError, RuntimeError) as error:  # the last where names or shapes differ
             raise ConfigError(
                 f"{key}: {path} does not hold the weights of {part} that its recipe.yaml asks for "
@@ -167,7 +167,7 @@ def _require_export(folder: Path, key: str) -> None:
     raise ConfigError(f"{key}: {problem}; write one with dstrain export RUN --format safetensors --out FOLDER")
 
 
-def _weights(folder: Path, part: str) -> dict[str, Tensor]:
+def _read_weights(folder: Path, part: str) -> dict[str, Tensor]:
     """Reads the part's state dict: PART.safetensors of an export; of a consolidated run the files in PART/, or in the
     folder itself where it has one part. Raises OSError if there are none.
     """

@@ -113,7 +113,7 @@ def problem(batch: int, size: int, seed: int = 0) -> tuple[Tensor, list[Tensor],
 
 def losses() -> Iterator[Line]:
     """q_sample and the hybrid loss of a learned variance; the network is a constant, so that arithmetic is timed."""
-    betas = schedule.betas("cosine", STEPS)
+    betas = schedule.make_betas("cosine", STEPS)
     plain, fast = PlainDiffusion(betas.numpy()), GaussianDiffusion(betas, loss="rescaled_mse")
     for batch, size in ((2, 64), (8, 64), (32, 64), (32, 32)):
         yield from of_shape(plain, fast, batch, size)

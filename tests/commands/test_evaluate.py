@@ -175,7 +175,7 @@ def test_the_bound_of_a_plain_loop(num_steps, changes):
 @pytest.mark.parametrize("num_steps", [0, 13, -1])
 def test_steps_beyond_the_chain(num_steps):
     """Oracle: a ValueError that says how many there are."""
-    diffusion = GaussianDiffusion(schedule.betas("cosine", 12), variance="fixed_small")
+    diffusion = GaussianDiffusion(schedule.make_betas("cosine", 12), variance="fixed_small")
     with pytest.raises(ValueError, match=f"num_steps: {num_steps} is not between 1 and the 12 timesteps of the chain"):
         measured_bits(diffusion, lambda x, t: x, torch.zeros(2, 1, 4, 4), torch.arange(2), num_steps)
 

@@ -16,7 +16,7 @@ from tests.support.launch import ROOT, environment
 
 def test_losses_are_the_same():
     """Oracle: each other: q_sample, every term and the gradient; with t = 0 and T - 1 among the timesteps."""
-    betas = schedule.betas("cosine", bench_diffusion.STEPS)
+    betas = schedule.make_betas("cosine", bench_diffusion.STEPS)
     sides = bench_diffusion.PlainDiffusion(betas.numpy()), GaussianDiffusion(betas, loss="rescaled_mse")
     x_start, (t, *_), noise, out = bench_diffusion.problem(8, 8)
     x_start = x_start.mul(1.2).clamp(-1, 1)  # the end levels, too

@@ -24,7 +24,7 @@ def test_every_term(num_steps):
     """Oracle: the loss of each timestep by itself, at the noise of its name, whose bound is that of torch.distributions
     (test_gaussian.py); the errors from x_t by their formulas; the prior by torch.distributions.
     """
-    diffusion = GaussianDiffusion(schedule.betas("cosine", STEPS), loss="kl")
+    diffusion = GaussianDiffusion(schedule.make_betas("cosine", STEPS), loss="kl")
     key = rng.keys(1, 2, torch.arange(5))
     x_start = (rng.normal(key, "data", SHAPE).double() * 0.4).clamp(-0.9, 0.9)
     calls = []
@@ -57,6 +57,6 @@ def test_every_term(num_steps):
 
 def test_more_steps_than_there_are():
     """Oracle: the contract: the key and the length of the chain."""
-    diffusion = GaussianDiffusion(schedule.betas("cosine", STEPS))
+    diffusion = GaussianDiffusion(schedule.make_betas("cosine", STEPS))
     with pytest.raises(ConfigError, match="num_steps: 7 is not between 1 and the 6 timesteps"):
         measured_bits(diffusion, network, torch.zeros(1, *SHAPE), rng.keys(0, 0, torch.arange(1)), 7)

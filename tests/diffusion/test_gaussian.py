@@ -7,7 +7,7 @@ import torch
 
 from dstrain.diffusion import gaussian, likelihood, schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.likelihood import readable
+from dstrain.diffusion.likelihood import is_readable
 from tests.support import golden
 
 SHAPE = (5, 2, 4, 4)
@@ -24,7 +24,7 @@ def data():
 
 
 def chain(**kwargs):
-    return GaussianDiffusion(schedule.betas("cosine", 50), **kwargs)
+    return GaussianDiffusion(schedule.make_betas("cosine", 50), **kwargs)
 
 
 def network_of(diffusion, seed=3):
@@ -41,7 +41,7 @@ def network_of(diffusion, seed=3):
 def test_tables_of_iddpm():
     """Oracle: the original's tables at T = 100, cosine."""
     tensors, _ = golden.load("iddpm_hybrid_cosine")
-    tables = GaussianDiffusion(schedule.betas("cosine", 100)).tables
+    tables = GaussianDiffusion(schedule.make_betas("cosine", 100)).tables
     for name, table in tensors.items():
         if name.startswith("table."):
             torch.testing.assert_close(tables[name[6:]], table, rtol=1e-9, atol=1e-12)
@@ -50,7 +50,7 @@ def test_tables_of_iddpm():
 @pytest.mark.parametrize("variance", ["fixed_small", "fixed_large"])
 def test_fixed_variance_at_the_first_timestep(variance):
     """Oracle: by hand: the posterior's of t = 1 at t = 0, where it is 0, in both; from there on beta's, where large."""
-    betas = schedule.betas("linear", 50)
+    betas = schedule.make_betas("linear", 50)
     log_variance = GaussianDiffusion(betas, variance=variance).tables["fixed_log_variance"]
     cumulative = torch.cumprod(1 - betas, 0)
     posterior = betas[1] * (1 - cumulative[0]) / (1 - cumulative[1])
@@ -62,7 +62,7 @@ def test_q_sample_and_posterior(data):
     """Oracle: Equations 4 and 7 of DDPM; at t = 0 the posterior is x_start itself."""
     x_start, t, noise = data
     diffusion = chain()
-    betas = schedule.betas("cosine", 50)
+    betas = schedule.make_betas("cosine", 50)
     alphas = torch.cumprod(1 - betas, 0)
     before = torch.cat((torch.ones(1).double(), alphas[:-1]))
     a, b, p = (table[t].view(-1, 1, 1, 1) for table in (alphas, betas, before))
@@ -134,8 +134,8 @@ def test_accelerator_path_is_the_same(data, monkeypatch):
     """Oracle: the path that may read t, values and gradients."""
     x_start, t, noise = data
     diffusion, found = chain(loss="kl"), []
-    for is_readable in (True, False):
-        monkeypatch.setattr(gaussian, "readable", lambda t: is_readable)
+    for readable in (True, False):
+        monkeypatch.setattr(gaussian, "is_readable", lambda t, readable=readable: readable)
         out = randn(4, (5, 4, 4, 4)).requires_grad_()
         terms = diffusion.training_losses(lambda x, times: out, x_start, t, noise)
         terms["loss"].sum().backward()
@@ -146,8 +146,8 @@ def test_accelerator_path_is_the_same(data, monkeypatch):
 
 def test_what_the_host_may_read():
     """Oracle: by hand: plain tensors on the CPU; not those of a device or of a kind of their own."""
-    assert readable(torch.ones(1)) and not readable(torch.ones(1, device="meta"))
-    assert not readable(torch.nn.Parameter(torch.ones(1)))
+    assert is_readable(torch.ones(1)) and not is_readable(torch.ones(1, device="meta"))
+    assert not is_readable(torch.nn.Parameter(torch.ones(1)))
 
 
 def test_expm1():
@@ -195,7 +195,7 @@ def test_the_least_likelihood():
 def test_float32_agrees_with_float64(data):
     """Oracle: the same losses in float64."""
     x_start, t, noise = data
-    diffusion = GaussianDiffusion(schedule.betas("linear", 1000))
+    diffusion = GaussianDiffusion(schedule.make_betas("linear", 1000))
     t = torch.tensor([0, 1, 400, 998, 999])
     network = network_of(diffusion)
     single = diffusion.training_losses(
@@ -242,8 +242,8 @@ def test_wrong_choices():
         with pytest.raises(ValueError, match=f"{key}: 'x' is unknown"):
             chain(**{key: "x"})
     with pytest.raises(ValueError, match="prediction: eps tells nothing of x_start at the last timestep"):
-        GaussianDiffusion(schedule.betas("jsd", 10))
-    assert GaussianDiffusion(schedule.betas("jsd", 10), prediction="v").num_timesteps == 10
+        GaussianDiffusion(schedule.make_betas("jsd", 10))
+    assert GaussianDiffusion(schedule.make_betas("jsd", 10), prediction="v").num_timesteps == 10
     with pytest.raises(ValueError, match="learn_sigma"):
         chain().training_losses(lambda x, t: x, randn(1), torch.zeros(5, dtype=torch.int64), randn(2))
 

@@ -16,7 +16,7 @@ from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 @pytest.mark.parametrize("kind", [DDIMScheduler, DDPMScheduler])
 def test_the_same_betas(tmp_path, name, kind):
     """Oracle: diffusers' own tables, after a way through scheduler_config.json, against ours in float64."""
-    diffusion = GaussianDiffusion(schedule.betas(name, 500), prediction="v", variance="fixed_small")
+    diffusion = GaussianDiffusion(schedule.make_betas(name, 500), prediction="v", variance="fixed_small")
     kind(**scheduler_arguments(diffusion, name, clip=False)).save_pretrained(tmp_path)
     found = kind.from_pretrained(tmp_path)
     torch.testing.assert_close(found.betas.double(), diffusion.tables["betas"], rtol=1e-6, atol=1e-8)
@@ -26,7 +26,7 @@ def test_the_same_betas(tmp_path, name, kind):
 
 def test_what_they_do_not_know():
     """Oracle: the contract: the prediction and what is known, by name."""
-    diffusion = GaussianDiffusion(schedule.betas("linear", 100), prediction="previous_x", variance="fixed_small")
+    diffusion = GaussianDiffusion(schedule.make_betas("linear", 100), prediction="previous_x", variance="fixed_small")
     with pytest.raises(ValueError, match="prediction: previous_x .* know eps, x_start, v .*safetensors"):
         scheduler_arguments(diffusion, "linear", clip=True)
 
@@ -55,7 +55,7 @@ def test_a_pipeline_of_ours(tmp_path):
         down_block_types=("DownBlock2D",),
         up_block_types=("UpBlock2D",),
     )
-    diffusion = GaussianDiffusion(schedule.betas("cosine", 10), variance="fixed_small")
+    diffusion = GaussianDiffusion(schedule.make_betas("cosine", 10), variance="fixed_small")
     scheduler = DDPMScheduler(**scheduler_arguments(diffusion, "cosine", clip=True))
     save_pipeline(ConditionalUNetPipeline(unet, scheduler), tmp_path)
     add_to_index(tmp_path, id2label={"0": "cat", "1": "dog"})

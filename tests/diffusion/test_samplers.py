@@ -14,13 +14,13 @@ MEAN, STD = 0.3, 0.2  # of the data: a Gaussian
 
 
 def chain(count, **kwargs):
-    full = GaussianDiffusion(schedule.betas("linear", 1000), **{"variance": "fixed_small"} | kwargs)
+    full = GaussianDiffusion(schedule.make_betas("linear", 1000), **{"variance": "fixed_small"} | kwargs)
     return full.respaced(str(count))
 
 
 def optimal(diffusion):
     """E[eps | x_t] for Gaussian data: x_t is Gaussian, too."""
-    table = torch.cumprod(1 - schedule.betas("linear", 1000), 0)
+    table = torch.cumprod(1 - schedule.make_betas("linear", 1000), 0)
 
     def network(x, t):
         a = table[t].view(-1, 1)
@@ -81,7 +81,7 @@ def test_latents_are_not_clipped():
     network, timesteps = lambda x, t: torch.full_like(x, 3.0), range(20)
     for clip, end in (({}, 3.0), ({"clip_denoised": True}, 1.0)):
         for name in ("ddpm", "ddim", "dpm++"):
-            out = samplers.sample(diffusion, network, x, noise, name, timesteps, **clip)
+            out = samplers.sample_chain(diffusion, network, x, noise, name, timesteps, **clip)
             torch.testing.assert_close(out, torch.full_like(x, end))
         for out in (
             samplers.ancestral(diffusion, network, x, noise, **clip),
@@ -130,19 +130,19 @@ def test_guidance(channels):
         return out(x, y)
 
     x, y, null = randn(0, (2, 4, 2, 2)), torch.tensor([1.0, 2.0]), torch.tensor([5.0, 5.0])
-    found = samplers.guided(network, {"y": y}, {"y": null}, 4.0, channels)(x, torch.zeros(2))
+    found = samplers.guide_network(network, {"y": y}, {"y": null}, 4.0, channels)(x, torch.zeros(2))
     count = channels or 4
     conditional, without = out(x, y), out(x, null)
     torch.testing.assert_close(found[:, :count], (without + 4 * (conditional - without))[:, :count])
     assert torch.equal(found[:, count:], conditional[:, count:]) and calls == [4]
-    plain = samplers.guided(network, {"y": y}, {"y": null}, 1.0)(x, torch.zeros(2))
+    plain = samplers.guide_network(network, {"y": y}, {"y": null}, 1.0)(x, torch.zeros(2))
     assert torch.equal(plain, conditional) and calls == [4, 2]
 
 
 def test_bfloat16_network():
     """Oracle: the chain's own precision: float32 in, float32 out."""
     diffusion = chain(5)
-    network = samplers.guided(lambda x, t, y: x.bfloat16(), {"y": torch.ones(2)}, {"y": torch.zeros(2)}, 2.0)
+    network = samplers.guide_network(lambda x, t, y: x.bfloat16(), {"y": torch.ones(2)}, {"y": torch.zeros(2)}, 2.0)
     assert samplers.ddim(diffusion, network, randn(0, (2, 1)).float()).dtype == torch.float32
     assert math.isfinite(
         float(
@@ -160,7 +160,7 @@ def test_guidance_is_rescaled():
     x, y, null = randn(0, (2, 4, 3, 3)), torch.tensor([1.0, 2.0]), torch.tensor([0.5, 3.0])
 
     def rescaled(share):
-        return samplers.guided(network, {"y": y}, {"y": null}, 5.0, rescale=share)(x, torch.zeros(2))
+        return samplers.guide_network(network, {"y": y}, {"y": null}, 5.0, rescale=share)(x, torch.zeros(2))
 
     plain, strong = network(x, None, y).numpy(), rescaled(0.0).numpy()
     for sample in range(2):
@@ -173,7 +173,7 @@ def test_guidance_is_rescaled():
 @pytest.mark.parametrize("guide", [None, lambda x, t, y: 0 * x])
 def test_guidance_interval(sampler, guide):
     """Oracle: the noise levels of the timesteps that are called: the outputs, and the samples of each call, there."""
-    diffusion, guided_at, calls = GaussianDiffusion(schedule.betas("linear", 1000), variance="fixed_small"), {}, {}
+    diffusion, guided_at, calls = GaussianDiffusion(schedule.make_betas("linear", 1000), variance="fixed_small"), {}, {}
 
     def counted(network):
         def call(x, t, **conditions):
@@ -182,13 +182,13 @@ def test_guidance_interval(sampler, guide):
 
         return call
 
-    network = samplers.guided(
+    network = samplers.guide_network(
         counted(lambda x, t, y: 0 * x + y.view(-1, 1)),
         {"y": torch.ones(3)},
         {"y": torch.zeros(3)},
         3.0,
         guide=guide and counted(guide),
-        active=samplers.within((0.2, 5.0), diffusion.noise_of),
+        active=samplers.limit_guidance((0.2, 5.0), diffusion.noise_of),
     )
 
     def watched(x, t):
@@ -197,8 +197,8 @@ def test_guidance_interval(sampler, guide):
         return out
 
     timesteps = samplers.timesteps_of(diffusion, sampler, 10, "trailing")
-    samplers.sample(diffusion, watched, randn(0, (3, 1)), None, sampler, timesteps)
-    alphas = torch.cumprod(1 - schedule.betas("linear", 1000), 0)
+    samplers.sample_chain(diffusion, watched, randn(0, (3, 1)), None, sampler, timesteps)
+    alphas = torch.cumprod(1 - schedule.make_betas("linear", 1000), 0)
     inside = {t: 0.2 <= float((1 / alphas[t] - 1).sqrt()) <= 5.0 for t in timesteps}
     assert guided_at == {t: 3.0 if inside[t] else 1.0 for t in timesteps} and len(set(inside.values())) == 2
     assert calls == {t: 6 if inside[t] else 3 for t in timesteps}
@@ -209,7 +209,7 @@ def test_the_noise_of_a_chain(rescaled):
     """Oracle: the definition, sigma / alpha of the betas' products, at every time as the network
     of the chain sees it.
     """
-    betas = schedule.betas("cosine", 400)
+    betas = schedule.make_betas("cosine", 400)
     diffusion, kept = GaussianDiffusion(betas, rescale_timesteps=rescaled), torch.cumprod(1 - betas, 0)
     t = torch.arange(400)
     found = diffusion.noise_of(torch.zeros(400, 2, 3), diffusion.times(t))
@@ -219,7 +219,7 @@ def test_the_noise_of_a_chain(rescaled):
 
 def test_guidance_where_a_batch_lies_on_both_sides():
     """Oracle: by hand: samples within the interval are guided, and their neighbours outside it are not."""
-    network = samplers.guided(
+    network = samplers.guide_network(
         lambda x, t, y: 0 * x + y.view(-1, 1),
         {"y": torch.ones(2)},
         {"y": torch.zeros(2)},
@@ -237,7 +237,7 @@ def test_autoguidance():
         return lambda x, t, y: calls.append(len(x)) or (factor * x * y.view(-1, 1)).repeat(1, channels)
 
     x, y = randn(0, (3, 2)), torch.tensor([1.0, 2.0, 3.0])
-    out = samplers.guided(of(1.0, 2), {"y": y}, {"y": y * 0}, 2.5, guide=of(0.2, 1))(x, torch.zeros(3))
+    out = samplers.guide_network(of(1.0, 2), {"y": y}, {"y": y * 0}, 2.5, guide=of(0.2, 1))(x, torch.zeros(3))
     conditional = x * y.view(-1, 1)
     torch.testing.assert_close(out[:, :2], 0.2 * conditional + 2.5 * 0.8 * conditional)
     assert torch.equal(out[:, 2:], conditional) and calls == [3, 3]
@@ -257,7 +257,7 @@ def test_spacings(spacing, count):
 @pytest.mark.parametrize("name, count", [("linear", 10), ("cosine", 10), ("cosine", 100), ("linear", 1)])
 def test_karras_spacing(name, count):
     """Oracle: Karras et al. 2022, Equation 5, from sigma 80 to the chain's lowest; all are different timesteps."""
-    diffusion = GaussianDiffusion(schedule.betas(name, 1000), variance="fixed_small")
+    diffusion = GaussianDiffusion(schedule.make_betas(name, 1000), variance="fixed_small")
     found = samplers.timesteps_of(diffusion, "dpm++", count, "karras")
     assert found == sorted(set(found)) and len(found) == count and found[-1] == 999 and found[0] >= 0
     if count == 10:
@@ -279,7 +279,7 @@ def test_few_steps():
     """Oracle: `trailing` written out; for karras Equation 5 without its ends; for both, exact samples of Gaussian data,
     from which steps at almost pure noise and almost data end further away.
     """
-    diffusion = GaussianDiffusion(schedule.betas("linear", 1000), variance="fixed_small")
+    diffusion = GaussianDiffusion(schedule.make_betas("linear", 1000), variance="fixed_small")
     noise = diffusion.tables["sqrt_recipm1_alphas_cumprod"].numpy()
     for sampler, calls, visited in (
         ("dpm++", 2, [499, 999]),
@@ -297,7 +297,7 @@ def test_few_steps():
         assert last == 999 and noise[inner] == pytest.approx(expected, rel=0.02)
 
     def error(timesteps):
-        out = samplers.sample(diffusion, optimal(diffusion), randn(0), None, "dpm++", timesteps)
+        out = samplers.sample_chain(diffusion, optimal(diffusion), randn(0), None, "dpm++", timesteps)
         return float((out - MEAN - STD * randn(0)).square().mean().sqrt()) / STD
 
     for count in (2, 3):
@@ -326,9 +326,9 @@ def test_inverted_by_name():
     """Oracle: encode_ddim over the chain of these timesteps; sampled again, it comes back."""
     diffusion, x_start = chain(1000), MEAN + STD * randn(0, (16, 1))
     network, timesteps = optimal(diffusion), samplers.timesteps_of(diffusion, "ddim", 100)
-    noise = samplers.invert(diffusion, network, x_start, "ddim", timesteps)
+    noise = samplers.invert_chain(diffusion, network, x_start, "ddim", timesteps)
     assert torch.equal(noise, samplers.encode_ddim(diffusion.over(timesteps), network, x_start))
-    again = samplers.sample(diffusion, network, noise, None, "ddim", timesteps)
+    again = samplers.sample_chain(diffusion, network, noise, None, "ddim", timesteps)
     assert float((again - x_start).abs().max()) < 0.1
 
 
@@ -347,9 +347,9 @@ def test_wrong_choices():
     for call, words in (
         (lambda: samplers.timesteps_of(diffusion, "ddim", 5, "karas"), "spacing=karas is none of"),
         (lambda: samplers.timesteps_of(diffusion, "dpm++", 1001), "1001 is not between 1 and the 1000"),
-        (lambda: samplers.sample(diffusion, None, randn(0), None, "unipc", [0], 0.5), "eta=0.5.*unipc"),
-        (lambda: samplers.invert(diffusion, None, randn(0), "ddpm", [0]), "sampler=ddpm cannot be inv"),
-        (lambda: samplers.invert(diffusion, None, randn(0), "ddim", [0], 0.5), "ddim, eta=0.5 cannot"),
+        (lambda: samplers.sample_chain(diffusion, None, randn(0), None, "unipc", [0], 0.5), "eta=0.5.*unipc"),
+        (lambda: samplers.invert_chain(diffusion, None, randn(0), "ddpm", [0]), "sampler=ddpm cannot be inv"),
+        (lambda: samplers.invert_chain(diffusion, None, randn(0), "ddim", [0], 0.5), "ddim, eta=0.5 cannot"),
     ):
         with pytest.raises(ValueError, match=words):
             call()

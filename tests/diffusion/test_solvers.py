@@ -9,7 +9,7 @@ from diffusers import DPMSolverMultistepScheduler, HeunDiscreteScheduler, UniPCM
 
 from dstrain.diffusion import flow, samplers
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.solvers import ETAS, SOLVERS, Level, eta_of, solve, steps_of
+from dstrain.diffusion.solvers import ETAS, SOLVERS, Level, eta_of, solve_levels, steps_of
 
 MEAN, STD = 0.3, 0.2  # of the data
 CHAIN = GaussianDiffusion(torch.linspace(1e-4, 0.02, 700), prediction="x_start", variance="fixed_small")
@@ -81,7 +81,7 @@ def test_stochastic_solvers_keep_the_distribution(solver, eta):
         drawn.append(i)
         return randn(i + 1, (20000, 1))
 
-    out = solve(solver, Exact(), levels, on_path(randn(0, (20000, 1)), levels[0]), noise, eta)
+    out = solve_levels(solver, Exact(), levels, on_path(randn(0, (20000, 1)), levels[0]), noise, eta)
     assert float(out.mean()) == pytest.approx(MEAN, abs=0.006)
     assert float(out.std()) == pytest.approx(STD, rel=0.03)
     assert drawn and drawn == sorted(set(drawn)) and max(drawn) < 101
@@ -92,7 +92,7 @@ def test_the_range_of_added_noise(first, adds):
     """Oracle: Algorithm 2 of the same paper: S_min <= t <= S_max, both ends among them."""
     model = Exact()
     levels = [Level(1.0, first, first), model.nearest(first / 2)]
-    solve("edm", model, levels, on_path(randn(0), levels[0]), lambda i: randn(1), 1.0)
+    solve_levels("edm", model, levels, on_path(randn(0), levels[0]), lambda i: randn(1), 1.0)
     assert (model.calls[0].s > first) == adds
 
 
@@ -105,15 +105,15 @@ def test_no_noise_without_a_higher_level():
 
     levels = levels_of(1)
     x = on_path(randn(0), levels[0])
-    plain = solve("heun", Exact(), levels, x, None, 0.0)
-    assert torch.equal(solve("edm", Coarse(), levels, x, None, 1.0), plain)  # there is no noise to call
+    plain = solve_levels("heun", Exact(), levels, x, None, 0.0)
+    assert torch.equal(solve_levels("edm", Coarse(), levels, x, None, 1.0), plain)  # there is no noise to call
 
 
 @pytest.mark.parametrize("first, calls", [(160.0, 2), (160.1, 1)])
 def test_a_first_step_from_far_above(first, calls):
     """Oracle: by hand: EDM's range ends at 80; from above twice as much the first step is Euler's, with one call."""
     levels, model = [Level(1.0, first, first), Exact().nearest(80.0)], Exact()
-    solve("heun", model, levels, on_path(randn(0), levels[0]), None, 0.0)
+    solve_levels("heun", model, levels, on_path(randn(0), levels[0]), None, 0.0)
     assert len(model.calls) == calls
 
 
@@ -144,7 +144,7 @@ def test_edm_is_algorithm_2(count, eta):
         if following:
             ahead = y + (following - raised) * (slope + (ahead - exact(ahead, following)) / following) / 2
         y = ahead
-    torch.testing.assert_close(solve("edm", model, levels, x, lambda i: randn(i + 1), eta), y)
+    torch.testing.assert_close(solve_levels("edm", model, levels, x, lambda i: randn(i + 1), eta), y)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_against_diffusers(solver, scheduler, options, steps):
     assert sorted({int(t) for t in theirs.timesteps}) == timesteps
     x = randn(0).float()
     network, draws = lambda x, t: predict(int(t[0]), x), lambda i: randn(i + 1).float()
-    ours = samplers.sample(CHAIN, network, x, draws, solver, timesteps)
+    ours = samplers.sample_chain(CHAIN, network, x, draws, solver, timesteps)
     scale = x.new_tensor(float(theirs.init_noise_sigma)) if solver == "heun" else 1.0
     if solver == "heun":  # there the start has the deviation of the noise alone
         x = x / CHAIN.tables["sqrt_alphas_cumprod"][timesteps[-1]].float() / scale
@@ -198,7 +198,7 @@ def test_calls_of_a_chain(sampler, spacing):
             times.extend(t.unique().tolist())
             return x * scale
 
-        x = samplers.sample(
+        x = samplers.sample_chain(
             CHAIN, network, randn(0), lambda i: randn(i), sampler, samplers.timesteps_of(CHAIN, sampler, 15, spacing)
         )
         assert x.isfinite().all()

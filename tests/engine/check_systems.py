@@ -398,7 +398,7 @@ def main(folder: Path) -> None:
     prepare_environment()
     import deepspeed.checkpoint.ds_to_universal  # noqa: F401  once, for all the forks
 
-    kl.blocks()
+    kl.find_blocks()
     preload()
     for stage in range(4):
         zero = {"stage": stage}

@@ -5,12 +5,12 @@ import torch
 
 from dstrain.nn.adversarial import (
     PatchDiscriminator,
-    balance,
-    gradient,
+    balance_gradients,
+    gradient_of_filters,
+    gradient_of_picture,
     hinge,
-    inputs_of,
     least_size,
-    of_filters,
+    record_inputs,
     slope_between,
 )
 
@@ -58,13 +58,13 @@ def test_balance():
     one, other = torch.zeros(3, 1, 2, 2), torch.zeros(3, 1, 2, 2)
     one[:, 0, 0], other[:, 0, 1, 0] = 3.0, torch.tensor([1.5, 0.0, 1e-6])
     one[0, 0, 0, 1] = 4.0
-    factor, share = balance(one, other)
+    factor, share = balance_gradients(one, other)
     torch.testing.assert_close(factor, torch.tensor([5 / 1.5, 18**0.5 / 5e-4, 18**0.5 / 5e-4]))
     torch.testing.assert_close(share, torch.tensor([1.0, 0.0, 1e-6 / 5e-4]))
-    factor, share = balance(one, other, most=7e3)
+    factor, share = balance_gradients(one, other, most=7e3)
     torch.testing.assert_close(factor, torch.tensor([5 / 1.5001, 7e3, 7e3]), rtol=1e-5, atol=0)
     torch.testing.assert_close(share, torch.tensor([1.5 / 1.5001, 0.0, 7e-3 / 18**0.5]), rtol=1e-5, atol=0)
-    assert balance(0 * one, other)[1].tolist() == [0, 0, 0]
+    assert balance_gradients(0 * one, other)[1].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("flatness", [1.0, 1e-6])
@@ -80,7 +80,7 @@ def test_the_share_has_no_scale(flatness):
         larger.requires_grad_()
         reconstruction = of_loss * (larger - target).abs().mean((1, 2, 3))
         critique = flatness * (larger[:, 0] * larger[:, 1].sin()).mean((1, 2))
-        return balance(gradient(reconstruction, larger), gradient(critique, larger))[1]
+        return balance_gradients(gradient_of_picture(reconstruction, larger), gradient_of_picture(critique, larger))[1]
 
     expected = share(1)
     assert bool((expected == 1).all()) if flatness == 1 else bool((expected < 0.01).all())
@@ -94,7 +94,7 @@ def test_gradient_of_filters(side):
     torch.manual_seed(0)
     layer, x = torch.nn.Conv2d(4, 5, side, padding=side // 2), torch.randn(3, 4, 6, 6)
     before = layer(x).detach()
-    with inputs_of(layer) as entered:
+    with record_inputs(layer) as entered:
         out = layer(x.clone().requires_grad_())
     layer(x)
     assert len(entered) == 1 and not entered[0].requires_grad and torch.equal(entered[0], x)
@@ -103,14 +103,14 @@ def test_gradient_of_filters(side):
         torch.autograd.grad((layer(x[number : number + 1]) * of_output[number]).sum(), layer.weight)[0]
         for number in range(3)
     ]
-    torch.testing.assert_close(of_filters(entered[0], of_output, side), torch.stack(each))
+    torch.testing.assert_close(gradient_of_filters(entered[0], of_output, side), torch.stack(each))
     torch.testing.assert_close(out.detach(), before)
 
 
 def test_gradient():
     """Oracle: the derivative of a square, each sample's of its own value only."""
     x = torch.randn(3, 1, 2, 2, requires_grad=True)
-    torch.testing.assert_close(gradient(x.square().flatten(1).sum(1), x), 2 * x.detach())
+    torch.testing.assert_close(gradient_of_picture(x.square().flatten(1).sum(1), x), 2 * x.detach())
 
 
 def test_slope():

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from dstrain.nn import lookup_free
-from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Usage, bits_of, code_of, groups, shares_of, tokens_of
+from dstrain.nn.lookup_free import (
+    CosineQuantizer,
+    LookupFree,
+    Usage,
+    bits_of,
+    code_of,
+    shares_of,
+    split_bits,
+    tokens_of,
+)
 
 
 def signs_of(bits):
@@ -55,7 +64,7 @@ def test_entropies(inv_temperature):
 
 def test_shares_by_group():
     """Oracle: marginals of the softmax over all 2048 codes; as many bits in a group as are told apart jointly."""
-    assert [groups(bits) for bits in (1, 10, 11, 13, 18, 21)] == [[1], [10], [6, 5], [7, 6], [9, 9], [7, 7, 7]]
+    assert [split_bits(bits) for bits in (1, 10, 11, 13, 18, 21)] == [[1], [10], [6, 5], [7, 6], [9, 9], [7, 7, 7]]
     torch.manual_seed(0)
     z = torch.randn(2, 5, 11) * 0.3
     p = posterior(z, 1.0).mean(1).view(2, 64, 32)

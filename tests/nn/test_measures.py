@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dstrain.nn.measures import codebook_usage, histogram, psnr, relative_error, ssim
+from dstrain.nn.measures import codebook_usage, count_tokens, psnr, relative_error, ssim
 
 
 def test_relative_error():
@@ -68,17 +68,17 @@ def test_histogram():
     """Oracle: torch.bincount of each sample."""
     tokens = torch.randint(0, 9, (4, 5, 5))
     expected = torch.stack([torch.bincount(row.flatten(), minlength=9) / 25 for row in tokens])
-    torch.testing.assert_close(histogram(tokens, 9), expected)
+    torch.testing.assert_close(count_tokens(tokens, 9), expected)
     counted = torch.zeros(4, 5, 5, dtype=torch.bool)
     counted[:, :2] = True
-    torch.testing.assert_close(histogram(tokens, 9, counted), histogram(tokens[:, :2], 9))
+    torch.testing.assert_close(count_tokens(tokens, 9, counted), count_tokens(tokens[:, :2], 9))
 
 
 def test_usage_does_not_depend_on_the_batch():
     """Oracle: the histogram of all tokens at once."""
     tokens = torch.randint(0, 6, (8, 4, 4))
     whole = torch.bincount(tokens.flatten(), minlength=6) / tokens.numel()
-    torch.testing.assert_close(histogram(tokens, 6).mean(0), whole)
+    torch.testing.assert_close(count_tokens(tokens, 6).mean(0), whole)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dstrain.sampling.draw import (
     draw_on_first,
     draw_rounds,
     picture_on_first,
-    score,
+    score_batches,
     set_eval_mode,
 )
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
@@ -97,8 +97,8 @@ def together(rank: int) -> dict:
     """What one of two ranks draws and scores."""
     system, nets = Sums(), Sums().networks()
     result = {
-        "scores": {size: score(system, nets, held_out(Numbers(size), 2, rank, 2, seed=7)) for size in SIZES},
-        "uneven": score(system, nets, uneven(rank)),
+        "scores": {size: score_batches(system, nets, held_out(Numbers(size), 2, rank, 2, seed=7)) for size in SIZES},
+        "uneven": score_batches(system, nets, uneven(rank)),
         "draws": {},
         "pictures": {size: picture_on_first(system, nets, system.synthetic(size), 3) for size in SIZES},
         "on first": {sizes: draw_on_first(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS},
@@ -125,7 +125,7 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("size", SIZES)
 def test_scores_of_two_ranks(two, size):
     """Oracle: one process that takes the samples one by one, and the mean of 3 i; a set may be smaller than a batch."""
-    expected = score(Sums(), Sums().networks(), held_out(Numbers(size), 1, seed=7))
+    expected = score_batches(Sums(), Sums().networks(), held_out(Numbers(size), 1, seed=7))
     assert expected["loss"] == 3 * (size - 1) / 2 and expected["odd"] == (size // 2) / size
     for found in two:
         assert found["scores"][size] == pytest.approx(expected, rel=1e-15)
@@ -139,8 +139,8 @@ def test_curves_of_scores():
             return {"loss": example["x_start"][:, 0], "usage": example["x_start"] * torch.tensor([1.0, 10.0, 100.0])}
 
     curves: dict[str, list[float]] = {}
-    assert score(Columns(), {}, uneven(0), curves) == {"loss": 2.0} and curves == {"usage": [2.0, 20.0, 200.0]}
-    assert score(Columns(), {}, uneven(0)) == {"loss": 2.0}
+    assert score_batches(Columns(), {}, uneven(0), curves) == {"loss": 2.0} and curves == {"usage": [2.0, 20.0, 200.0]}
+    assert score_batches(Columns(), {}, uneven(0)) == {"loss": 2.0}
 
 
 def test_every_word_of_a_request_arrives():
@@ -181,7 +181,7 @@ def test_scores_of_padded_batches(batches):
         }
         for batch in batches
     ]
-    found = score(Sums(), Sums().networks(), given)
+    found = score_batches(Sums(), Sums().networks(), given)
     assert set(found) == {"loss", "odd", "noise"}  # no quartile, and no mean over a batch
     assert found["loss"] == pytest.approx(3 * valid.mean(), rel=1e-12)
     assert found["odd"] == pytest.approx((valid % 2).mean(), rel=1e-12)
@@ -198,8 +198,8 @@ def test_filling_may_be_anything():
     def batch(*labels: int) -> Batch:
         return {"label": torch.tensor(labels), "key": torch.tensor(labels), "valid": torch.tensor([True, True, False])}
 
-    assert score(Roots(), {}, [batch(4, 16, -1)]) == {"loss": 3.0}
-    broken = score(Roots(), {}, [batch(4, -16, 1), batch(-1, -16, 1)])
+    assert score_batches(Roots(), {}, [batch(4, 16, -1)]) == {"loss": 3.0}
+    broken = score_batches(Roots(), {}, [batch(4, -16, 1), batch(-1, -16, 1)])
     assert np.isnan(broken["loss"]) and broken["nonfinite_samples"] == 3
 
 
@@ -211,7 +211,7 @@ def test_many_samples_lose_no_digits():
         {"label": part, "key": part, "valid": torch.ones(len(part), dtype=torch.bool)} for part in labels.split(4096)
     ]
     exact = (3 * labels).float().double().mean().item()
-    assert score(Sums(), Sums().networks(), batches)["loss"] == pytest.approx(exact, rel=1e-14)
+    assert score_batches(Sums(), Sums().networks(), batches)["loss"] == pytest.approx(exact, rel=1e-14)
 
 
 # ------------------------------------------------------------------------------------------------------------- drawing
@@ -253,7 +253,7 @@ def test_drawing_and_scoring_need_no_gradient():
             return super().evaluate(nets, example)
 
     draw_all(Watched(), Sums().networks(), request(3), 2)
-    score(Watched(), Sums().networks(), uneven(0))
+    score_batches(Watched(), Sums().networks(), uneven(0))
     assert seen == [False] * 5
 
 
@@ -319,6 +319,8 @@ def test_nothing_drops_out_in_evaluation():
             return {"loss": nets["net"](example["x_start"][:, 0])}
 
     dropping = Dropping()
-    assert score(dropping, {"net": net}, [batch | {"valid": batch["key"] >= 0} for batch in [dropping.synthetic(9)]])
+    assert score_batches(
+        dropping, {"net": net}, [batch | {"valid": batch["key"] >= 0} for batch in [dropping.synthetic(9)]]
+    )
     draw_all(dropping, Sums().networks() | {"other": net}, request(2), 2)
     assert seen == [False] and net.training

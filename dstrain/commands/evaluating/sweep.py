@@ -25,7 +25,7 @@ from dstrain.distributed import group
 from dstrain.metrics.table import HIGHER, LOWER
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.runs import trained
-from dstrain.sampling.draw import score
+from dstrain.sampling.draw import score_batches
 from dstrain.tracking import figures
 
 
@@ -62,7 +62,7 @@ def sweep_loss(
         path = trained.find_checkpoint(folder, step, width)
         networks = trained.load_networks(system, path, trained.choose_kinds(system, path, width), torch.float32)
         batches = held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
-        scores.append(score(system, networks, batches))
+        scores.append(score_batches(system, networks, batches))
     return _write_scores(
         folder, {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}, "loss", widths, scores
     )

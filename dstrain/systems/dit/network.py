@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dstrain.nn.layers import Embedding, Linear, Mlp, Patches, SelfAttention, named, sincos_positions, timestep_features
+from dstrain.nn.layers import (
+    Embedding,
+    Linear,
+    Mlp,
+    Patches,
+    SelfAttention,
+    name_layers,
+    sincos_positions,
+    timestep_features,
+)
 from dstrain.recipe import ConfigError
 
 TIME_FEATURES = 256  # number of sinusoids of a timestep
@@ -62,7 +71,7 @@ class DiT(nn.Module):
         self.grid = input_size // patch_size
         self.x_embedder = PatchEmbed(in_channels, hidden_size, patch_size)
         self.t_embedder = TimestepEmbedder(hidden_size, time_freq)
-        self.y_embedder = named(embedding_table=Embedding(num_classes + (class_dropout_prob > 0), hidden_size))
+        self.y_embedder = name_layers(embedding_table=Embedding(num_classes + (class_dropout_prob > 0), hidden_size))
         if size_conditions:
             self.s_embedder = SizeEmbedder(hidden_size)
         if embedding_dim:

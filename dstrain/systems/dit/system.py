@@ -42,7 +42,7 @@ class DiTSystem(System):
         self.samplers = flow.SAMPLERS if config.objective == "flow" else samplers.SAMPLERS
         self.shape = config.shape()
         self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
-        self.first_stage = _first_stage(config)
+        self.first_stage = _load_first_stage(config)
         self.generates = config.codes is None or self.first_stage is not None
         self.starts_from_data, self.takes_embeddings = config.embedding_dim > 0, config.embedding_dim
         # With cached latents the first stage has no encoder; a picture alone does not say its embedding.
@@ -50,7 +50,7 @@ class DiTSystem(System):
         if config.objective == "diffusion":
             section = config.diffusion
             self.diffusion = GaussianDiffusion(
-                schedule.betas(section.schedule, section.num_steps),
+                schedule.make_betas(section.schedule, section.num_steps),
                 prediction=section.prediction,
                 loss=section.loss,
                 variance="learned_range" if config.learn_sigma else section.fixed_variance,
@@ -220,8 +220,8 @@ class DiTSystem(System):
         else:
             timesteps, clip = samplers.timesteps_of(self.diffusion, sampler, count, spacing), self.models_pixels()
             if images is not None:
-                x = samplers.invert(self.diffusion, network, x_start, sampler, timesteps, request.eta)
-            x_start = samplers.sample(self.diffusion, network, x, noise, sampler, timesteps, request.eta, clip)
+                x = samplers.invert_chain(self.diffusion, network, x_start, sampler, timesteps, request.eta)
+            x_start = samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, clip)
         return to_uint8(self.first_stage.decode(x_start) if self.first_stage else x_start)
 
     def check_sampling(self, samples: Samples) -> None:
@@ -269,7 +269,7 @@ class DiTSystem(System):
             wide, high = request.size or (self.config.image_size,) * 2
             size["size"] = torch.tensor([high, wide, 0, 0, high, wide], device=y.device).expand(len(y), -1)
         process = self.flow if self.config.objective == "flow" else self.diffusion
-        return samplers.guided(
+        return samplers.guide_network(
             nets["denoiser"],
             {"y": y} | size | embed,
             {"y": null} | size | no_embed,
@@ -277,7 +277,7 @@ class DiTSystem(System):
             self.config.guidance_channels,
             rescale=request.guidance_rescale,
             guide=guide,
-            active=samplers.within(request.guidance_interval, process.noise_of),
+            active=samplers.limit_guidance(request.guidance_interval, process.noise_of),
         )
 
     def cannot_draw(self) -> str | None:
@@ -305,10 +305,10 @@ class DiTSystem(System):
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Positions and the class table may differ, see weights.py."""
-        return weights.adapt(state, self.on_meta(part))
+        return weights.adapt_weights(state, self.on_meta(part))
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        return weights.from_diffusers(state, diffusers_config, self.config)
+        return weights.rename_from_diffusers(state, diffusers_config, self.config)
 
     def require_expressible(self) -> None:
         weights.require_expressible(self.config)
@@ -340,7 +340,7 @@ class DiTSystem(System):
         return batch
 
 
-def _first_stage(config: Config) -> Autoencoder | None:
+def _load_first_stage(config: Config) -> Autoencoder | None:
     if config.first_stage is None:
         return None
     section, path = config.first_stage, config.first_stage.path

@@ -108,9 +108,9 @@ def save_export(
     _require_expressible(system, network)
     rows = _NULL if _is_stock(system) else config.num_classes
     state = {name: value.float().cpu() for name, value in network.state_dict().items()}
-    state = weights.to_diffusers(state, len(network.blocks), rows, bool(config.class_dropout_prob))
+    state = weights.rename_to_diffusers(state, len(network.blocks), rows, bool(config.class_dropout_prob))
     with torch.device("meta"):
-        transformer = DiTTransformer2DModel(**weights.arguments(config), num_embeds_ada_norm=rows)
+        transformer = DiTTransformer2DModel(**weights.make_arguments(config), num_embeds_ada_norm=rows)
     transformer.load_state_dict(state, assign=True)
     scheduler, vae = _build_scheduler(system), _load_first_stage(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     noise = torch.randn(len(y), *system.shape, generator=torch.Generator().manual_seed(0)).to(y.device)
     channels = None if _is_stock(system) else config.guidance_channels
     null = {"y": torch.full_like(y, config.num_classes)}
-    network = samplers.guided(nets["denoiser"], {"y": y}, null, _choose_scale(system), channels)
+    network = samplers.guide_network(nets["denoiser"], {"y": y}, null, _choose_scale(system), channels)
     if config.objective == "flow":
         x = system.flow.euler(network, noise, _count_steps(system))
     else:

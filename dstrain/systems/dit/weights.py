@@ -57,7 +57,7 @@ _REMEDIES = (
 )
 
 
-def adapt(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
+def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
     """Fits a state dict to `network` (only its names and shapes are read: meta tensors do), and says what was changed.
 
     Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
@@ -69,8 +69,8 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
     state, notes = dict(state), []
     positions = state.get(_POSITIONS)
     if positions is not None and positions.ndim == 3 and positions.shape[-1] == shapes[_POSITIONS][-1]:
-        state[_POSITIONS] = _interpolated(positions, shapes[_POSITIONS][1], notes)
-    notes += fitting.refill(state, shapes, _CLASSES, std=0.02, keep_last=True)
+        state[_POSITIONS] = _interpolate_positions(positions, shapes[_POSITIONS][1], notes)
+    notes += fitting.refill_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
     for added in _ADDED:
         fresh = [name for name in shapes if name.startswith(added)]
         if fresh and not any(name in state for name in fresh):
@@ -78,12 +78,12 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
             state |= {name: torch.zeros(shapes[name]) for name in fresh}
             state[f"{added}.mlp.0.weight"].normal_(std=0.02, generator=generator)
             notes.append(f"{added}: not in the file; these conditions begin as zero")
-    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _REMEDIES)
+    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural_order), _REMEDIES)
     return state, notes
 
 
-def _interpolated(positions: Tensor, count: int, notes: list[str]) -> Tensor:
-    """Positions (1, count, D) from those of another square grid. Others stay, and `adapt` reports their shapes."""
+def _interpolate_positions(positions: Tensor, count: int, notes: list[str]) -> Tensor:
+    """Interpolates positions to (1, count, D) from another square grid; of no square they stay."""
     old, new = round(positions.shape[1] ** 0.5), round(count**0.5)
     if old == new or old * old != positions.shape[1]:
         return positions
@@ -93,7 +93,7 @@ def _interpolated(positions: Tensor, count: int, notes: list[str]) -> Tensor:
     return grid.flatten(2).transpose(1, 2).contiguous().to(positions.dtype)
 
 
-def to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: bool) -> dict[str, Tensor]:
+def rename_to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: bool) -> dict[str, Tensor]:
     """Returns the state dict of a DiTTransformer2DModel whose label table has `rows` + 1 rows; the last is "no label".
 
     Rows without a class repeat the last one. Where the network has no "no label", they are 0.
@@ -102,15 +102,17 @@ def to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: b
     classes, null = (table[:-1], table[-1:]) if has_null else (table, torch.zeros_like(table[:1]))
     state = {**state, _CLASSES: torch.cat((classes, null.expand(rows + 1 - len(classes), -1)))}
     renamed: dict[str, Tensor] = {}
-    for name, diffusers_names in _names(depth):
+    for name, diffusers_names in _pair_names(depth):
         value = state[name]
         parts = value.chunk(3) if ".qkv." in name else [value] * len(diffusers_names)
         renamed |= {other: part.detach().clone().contiguous() for other, part in zip(diffusers_names, parts)}
     return renamed
 
 
-def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config) -> fitting.Fitted:
-    """Returns a DiTTransformer2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its
+def rename_from_diffusers(
+    state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config
+) -> fitting.Fitted:
+    """Returns a DiTTransformer2DModel's weights under our names, for `adapt_weights`, and notes. diffusers_config: its
     config.json.
 
     Raises ConfigError for another class, a field that differs from the recipe's, missing weights, or blocks whose
@@ -118,16 +120,16 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
     """
     _require_same(diffusers_config, config)
     depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
-    for name, diffusers_names in _names(depth):
+    for name, diffusers_names in _pair_names(depth):
         missing = [other for other in diffusers_names if other not in unused]
         if missing:
             raise ConfigError(f"weights: {missing[0]} is missing, num_layers in config.json is {depth}; fetch it again")
         parts = {other: unused.pop(other) for other in diffusers_names}
-        renamed[name] = torch.cat(list(parts.values())) if ".qkv." in name else _shared(parts)
-    notes = fitting.unused(unused)
+        renamed[name] = torch.cat(list(parts.values())) if ".qkv." in name else _share_copies(parts)
+    notes = fitting.note_unused(unused)
     grid = diffusers_config["sample_size"] // diffusers_config["patch_size"]
     renamed[_POSITIONS] = sincos_positions(renamed["x_embedder.proj.weight"].shape[0], grid, grid)[None]
-    renamed[_CLASSES] = _unpadded(renamed[_CLASSES], config, notes)
+    renamed[_CLASSES] = _cut_padding(renamed[_CLASSES], config, notes)
     if config.time_freq == "official":
         notes.append(
             "time_freq=official: right for weights converted from published ones; those that diffusers has "
@@ -136,7 +138,7 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
     return renamed, notes
 
 
-def _names(depth: int) -> Iterator[tuple[str, list[str]]]:
+def _pair_names(depth: int) -> Iterator[tuple[str, list[str]]]:
     """Yields our name of each weight, and diffusers': three for qkv, and one in each block for an embedder's."""
     for kind in ("weight", "bias"):
         for name, other in _ENDS.items():
@@ -154,7 +156,7 @@ def _names(depth: int) -> Iterator[tuple[str, list[str]]]:
     )
 
 
-def _shared(copies: dict[str, Tensor]) -> Tensor:
+def _share_copies(copies: dict[str, Tensor]) -> Tensor:
     """Returns the weight that all blocks hold a copy of. Raises ConfigError if the copies differ."""
     first = next(iter(copies.values()))
     for name, copy in copies.items():
@@ -166,7 +168,7 @@ def _shared(copies: dict[str, Tensor]) -> Tensor:
     return first
 
 
-def _unpadded(table: Tensor, config: Config, notes: list[str]) -> Tensor:
+def _cut_padding(table: Tensor, config: Config, notes: list[str]) -> Tensor:
     """Returns the table without the rows that only fill up diffusers' table: all repeat its last row."""
     count = config.num_classes
     if len(table) <= count or not torch.equal(table[count:], table[-1:].expand_as(table[count:])):
@@ -179,9 +181,9 @@ def _unpadded(table: Tensor, config: Config, notes: list[str]) -> Tensor:
 
 
 def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    expected, size = arguments(config), diffusers_config.get("sample_size")
+    expected, size = make_arguments(config), diffusers_config.get("sample_size")
     del expected["norm_eps"]  # 1e-5 in folders that were converted from weights trained with 1e-6
-    del expected["sample_size"]  # `adapt` interpolates positions to another resolution
+    del expected["sample_size"]  # `adapt_weights` interpolates positions to another resolution
     if diffusers_config.get("out_channels", 0) is None:
         diffusers_config = {**diffusers_config, "out_channels": diffusers_config.get("in_channels")}
     fitting.require_config(diffusers_config, CLASSES, "dit", expected, _FIELDS)
@@ -217,7 +219,7 @@ def require_expressible(config: Config) -> None:
         )
 
 
-def arguments(config: Config) -> dict[str, Any]:
+def make_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments of the same network in diffusers, but for the size of its label table."""
     shape = config.network_shape()
     return {

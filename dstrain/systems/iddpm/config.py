@@ -105,13 +105,13 @@ class Config(SystemConfig):
         if self.channel_mult is None and self.image_size not in CHANNEL_MULT:
             raise ConfigError(
                 f"channel_mult must be given where image_size is {self.image_size}, for example "
-                f"{_proposal(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}"
+                f"{_propose_mults(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}"
             )
         mults, sides = self.mults, self.sides
         if not mults or min(mults) < 1:
             raise ConfigError(
                 f"channel_mult {list(mults)} needs a factor of 1 or more for each level, for example "
-                f"{_proposal(self.image_size)}"
+                f"{_propose_mults(self.image_size)}"
             )
         unit = 2 ** (len(mults) - 1)
         if self.image_size % unit:
@@ -125,8 +125,8 @@ class Config(SystemConfig):
         unknown = [side for side in self.attention_resolutions if side not in sides]
         if unknown:
             raise ConfigError(
-                f"attention_resolutions: {_text(unknown)} never occurs; the levels of image_size "
-                f"{self.image_size} are {_text(sides)}"
+                f"attention_resolutions: {_join_numbers(unknown)} never occurs; the levels of image_size "
+                f"{self.image_size} are {_join_numbers(sides)}"
             )
         if self.num_channels % GROUPS:
             raise ConfigError(
@@ -141,7 +141,7 @@ class Config(SystemConfig):
                 f"small_size {self.small_size} does not divide image_size {self.image_size} into a "
                 "smaller picture; take a half or a quarter of it"
             )
-        schedule.betas(self.noise_schedule, self.diffusion_steps)  # some schedules need more steps
+        schedule.make_betas(self.noise_schedule, self.diffusion_steps)  # some schedules need more steps
         try:
             self.respaced_steps()
         except ValueError as error:
@@ -160,7 +160,7 @@ class Config(SystemConfig):
             widths = [factor * self.num_channels for factor in sorted(factors)]
             if indivisible := [width for width in widths if width % heads]:
                 raise ConfigError(
-                    f"{key} {heads} does not divide {_text(indivisible)}, the channels of a level with "
+                    f"{key} {heads} does not divide {_join_numbers(indivisible)}, the channels of a level with "
                     "attention; take another number of heads or num_channels"
                 )
 
@@ -257,7 +257,7 @@ class Config(SystemConfig):
         }
 
 
-def _proposal(image_size: int) -> list[int]:
+def _propose_mults(image_size: int) -> list[int]:
     """Proposes a channel_mult for any size: halved while even and above 8, at most as often as 256 is."""
     levels = 1
     while levels < 6 and image_size % 2**levels == 0 and image_size // 2 ** (levels - 1) > 8:
@@ -265,5 +265,5 @@ def _proposal(image_size: int) -> list[int]:
     return [1] + [2] * (levels - 1)
 
 
-def _text(numbers: Any) -> str:
+def _join_numbers(numbers: Any) -> str:
     return ", ".join(map(str, numbers))

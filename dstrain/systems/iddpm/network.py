@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import dropout_of, named, timestep_features
+from dstrain.nn.layers import dropout_of, name_layers, timestep_features
 
 GROUPS = 32  # of every normalization
 
@@ -72,7 +72,7 @@ class UNet(nn.Module):
                 self.input_blocks.append(Stage(*layers))
                 skips.append(channels)
             if level < last:
-                self.input_blocks.append(Stage(named(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1))))
+                self.input_blocks.append(Stage(name_layers(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1))))
                 skips.append(channels)
 
         self.middle_block = Stage(res(channels, channels), AttentionBlock(channels, num_heads), res(channels, channels))
@@ -86,7 +86,7 @@ class UNet(nn.Module):
                     layers.append(AttentionBlock(channels, num_heads_upsample or num_heads))
                 if level and index == num_res_blocks:
                     layers.append(
-                        named(
+                        name_layers(
                             repeat=nn.Upsample(scale_factor=2, mode="nearest"),
                             conv=nn.Conv2d(channels, channels, 3, padding=1),
                         )

@@ -45,7 +45,7 @@ class IDDPMSystem(System):
         self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
         self.takes_sizes = not self.starts_from_data
         self.diffusion = GaussianDiffusion(
-            schedule.betas(config.noise_schedule, config.diffusion_steps), **config.diffusion_arguments()
+            schedule.make_betas(config.noise_schedule, config.diffusion_steps), **config.diffusion_arguments()
         )
         self._chains = {"": self.diffusion}  # respaced chains by their spec
         self.uniform = UniformSampler(config.diffusion_steps)
@@ -78,7 +78,7 @@ class IDDPMSystem(System):
         """
         if self.config.has_null:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
-            example = example | {"label": torch.where(dropped, self.config.num_classes, _label(example))}
+            example = example | {"label": torch.where(dropped, self.config.num_classes, _require_label(example))}
         t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
         terms = self._losses(nets, example, t)
         weighted = {name: term if name == "quartile" else weight * term for name, term in terms.items()}
@@ -114,7 +114,7 @@ class IDDPMSystem(System):
     def _arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns what the network is told beside x_t and t, under its names."""
         arguments = {"low_res": conditions["low_res"]} if self.starts_from_data else {}
-        return arguments | ({"y": _label(conditions)} if self.config.class_cond else {})
+        return arguments | ({"y": _require_label(conditions)} if self.config.class_cond else {})
 
     def guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns the denoiser with its conditions filled in, guided away from the null label as the request asks."""
@@ -125,13 +125,13 @@ class IDDPMSystem(System):
             )
         arguments = self._arguments(conditions)
         null = {"y": torch.full_like(arguments["y"], self.config.num_classes)} if self.config.has_null else {}
-        return samplers.guided(
+        return samplers.guide_network(
             nets["denoiser"],
             arguments,
             arguments | null,
             request.guidance_scale,
             rescale=request.guidance_rescale,
-            active=samplers.within(request.guidance_interval, self.diffusion.noise_of),
+            active=samplers.limit_guidance(request.guidance_interval, self.diffusion.noise_of),
         )
 
     @torch.no_grad()
@@ -174,8 +174,8 @@ class IDDPMSystem(System):
 
         if "invert" in conditions:
             x_start = self.encode({"image": conditions["invert"]})["x_start"]
-            x = samplers.invert(self.diffusion, network, x_start, sampler, timesteps, request.eta)
-        return to_uint8(samplers.sample(self.diffusion, network, x, noise, sampler, timesteps, request.eta, True))
+            x = samplers.invert_chain(self.diffusion, network, x_start, sampler, timesteps, request.eta)
+        return to_uint8(samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, True))
 
     def _timesteps(self, sampler: str, request: Request) -> list[int]:
         """Returns the timesteps of timestep_respacing where it keeps as many, else by the request's spacing or evenly,
@@ -254,14 +254,14 @@ class IDDPMSystem(System):
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Fits the label table, too, see weights.py."""
-        return weights.adapt(state, self.on_meta(part), self.config)
+        return weights.adapt_weights(state, self.on_meta(part), self.config)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        return weights.from_diffusers(state, diffusers_config, self.config)
+        return weights.rename_from_diffusers(state, diffusers_config, self.config)
 
     def require_expressible(self) -> None:
         """Checks the network and the chain."""
-        weights.arguments(self.config)
+        weights.make_arguments(self.config)
         scheduler_arguments(self.diffusion, self.config.noise_schedule, clip=True)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
@@ -282,7 +282,7 @@ class IDDPMSystem(System):
         self.timesteps.load_state_dict(state)
 
 
-def _label(conditions: dict[str, Tensor]) -> Tensor:
+def _require_label(conditions: dict[str, Tensor]) -> Tensor:
     if "label" not in conditions:
         raise ConfigError("label: the data hold none, and class_cond is set; give labels, or class_cond=false")
     return conditions["label"]

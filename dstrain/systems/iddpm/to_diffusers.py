@@ -1,6 +1,6 @@
 """A trained IDDPM as a folder for diffusers: a pipeline that draws. See dstrain/commands/export.py.
 
-    unet/              UNet2DModel; weights.arguments refuses what it cannot express. A super-resolution UNet has twice
+    unet/              UNet2DModel; weights.py refuses what it cannot express. A super-resolution UNet has twice
                        the input channels: x, and beside it the small picture stretched to x's size
     scheduler/         DDPMScheduler, learned variances included; DDIMScheduler.from_config takes it, too
     model_index.json   of a DDPMPipeline; it gives neither labels nor small pictures, then it is of
@@ -96,11 +96,11 @@ def save_export(
     from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 
     config = system.config
-    arguments, scheduler = weights.arguments(config), _build_scheduler(system)
+    arguments, scheduler = weights.make_arguments(config), _build_scheduler(system)
     state = {name: value.float().cpu() for name, value in nets["denoiser"].state_dict().items()}
     with torch.device("meta"):
         unet = UNet2DModel(**arguments)
-    unet.load_state_dict(weights.to_diffusers(state, config), assign=True)
+    unet.load_state_dict(weights.rename_to_diffusers(state, config), assign=True)
     folder.mkdir(parents=True, exist_ok=True)
     if not config.class_cond and not system.starts_from_data:
         DDPMPipeline(unet, scheduler).save_pretrained(folder)

@@ -63,7 +63,7 @@ _HIDDEN = (
 )
 
 
-def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
+def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
     """Fits a state dict to `network` (only its names and shapes are read: meta tensors do), and says what to know of
     it.
 
@@ -76,8 +76,8 @@ def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitti
     shapes = fitting.shapes_of(network)
     state = dict(state)
     notes = _fit_null(state, config) if config.class_cond and _LABELS in state else []
-    notes += fitting.refill(state, shapes, _LABELS, std=1.0)
-    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_place), _REMEDIES)
+    notes += fitting.refill_table(state, shapes, _LABELS, std=1.0)
+    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_sort_key), _REMEDIES)
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
     hidden += [
         f"{name}={value}"
@@ -106,7 +106,7 @@ def _fit_null(state: dict[str, Tensor], config: Config) -> list[str]:
     ]
 
 
-def _place(name: str) -> tuple[int, ...]:
+def _sort_key(name: str) -> tuple[int, ...]:
     """Returns a key that sorts names in the order of the network."""
     return tuple(
         int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
@@ -149,7 +149,7 @@ _FIELDS = {
 }
 
 
-def arguments(config: Config) -> dict[str, Any]:
+def make_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments of the same network in diffusers. Raises ConfigError for a flag that UNet2DModel
     cannot express.
     """
@@ -185,15 +185,15 @@ def arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Returns the state dict of a UNet2DModel with these `arguments`."""
+def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Returns the state dict of a UNet2DModel with `make_arguments`."""
     renamed = {
         f"{diffusers_name}.{kind}": state[f"{name}.{kind}"]
-        for name, diffusers_name in _layers(config)
+        for name, diffusers_name in _pair_layers(config)
         for kind in ("weight", "bias")
         if f"{name}.{kind}" in state
     }
-    for name, diffusers_name, heads in _attentions(config):
+    for name, diffusers_name, heads in _pair_attentions(config):
         output = f"{diffusers_name}.to_out.0.weight"
         renamed[output] = renamed[output].squeeze(2)
         for kind in ("weight", "bias"):
@@ -202,41 +202,43 @@ def to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tenso
             for third, part in zip(_QKV, rows.unbind(1)):
                 renamed[f"{diffusers_name}.{third}.{kind}"] = part.flatten(0, 1)
     if _learns_times(config):
-        renamed[_TIMES] = _times(config)
+        renamed[_TIMES] = _time_features(config)
     return {name: value.detach().clone().contiguous() for name, value in renamed.items()}
 
 
-def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config) -> fitting.Fitted:
-    """Returns a UNet2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its config.json.
+def rename_from_diffusers(
+    state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config
+) -> fitting.Fitted:
+    """Returns a UNet2DModel's weights under our names, for `adapt_weights`. diffusers_config: its config.json.
 
-    Raises ConfigError for another class, a field that differs from the recipe's, or timesteps. `adapt` reports missing
-    weights.
+    Raises ConfigError for another class, a field that differs from the recipe's, or timesteps. Missing weights are
+    reported by `adapt_weights`.
     """
     _require_same(diffusers_config, config)
     state, renamed = dict(state), {}
-    expected = _times(config)
+    expected = _time_features(config)
     times = state.pop(_TIMES, expected)
     if times.shape != expected.shape or not torch.allclose(times.float(), expected, rtol=0, atol=1e-5):
         raise ConfigError(
             f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
             f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with"
         )
-    for name, diffusers_name, heads in _attentions(config):
+    for name, diffusers_name, heads in _pair_attentions(config):
         for kind in ("weight", "bias"):
             parts = [state.pop(f"{diffusers_name}.{third}.{kind}", None) for third in _QKV]
             if all(part is not None for part in parts):
                 rows = torch.stack([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
                 renamed[f"{name}.qkv.{kind}"] = rows[..., None] if kind == "weight" else rows
-    for name, diffusers_name in _layers(config):
+    for name, diffusers_name in _pair_layers(config):
         for kind in ("weight", "bias"):
             if (value := state.pop(f"{diffusers_name}.{kind}", None)) is not None:
                 is_map = name.endswith(".proj_out") and kind == "weight"
                 renamed[f"{name}.{kind}"] = value[..., None] if is_map else value
-    return renamed, fitting.unused(state)
+    return renamed, fitting.note_unused(state)
 
 
 def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    expected = arguments(config) | {
+    expected = make_arguments(config) | {
         "class_embed_type": None,
         "add_attention": True,
         "mid_block_scale_factor": 1,
@@ -249,8 +251,8 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
     if loaded["attn_norm_num_groups"] is None and not config.use_scale_shift_norm:
         loaded["attn_norm_num_groups"] = loaded["norm_num_groups"]
     if expected["num_class_embeds"] is not None and loaded["num_class_embeds"] is not None:
-        del expected["num_class_embeds"]  # `adapt` takes another number of rows
-    heads, needed = (_heads(config, values["attention_head_dim"]) for values in (loaded, expected))
+        del expected["num_class_embeds"]  # `adapt_weights` takes another number of rows
+    heads, needed = (_count_heads(config, values["attention_head_dim"]) for values in (loaded, expected))
     del expected["attention_head_dim"]  # None and one width for all may mean the same
     fitting.require_config(loaded, ("UNet2DModel",), "iddpm", expected, _FIELDS)
     if heads != needed:
@@ -260,12 +262,12 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
         )
 
 
-def _heads(config: Config, width: int | None) -> list[int]:
+def _count_heads(config: Config, width: int | None) -> list[int]:
     """Heads of each level with attention and of the middle, from diffusers' width of a head; None is one head."""
-    return [1 if width is None else channels // width for channels in _attending(config)]
+    return [1 if width is None else channels // width for channels in _attending_channels(config)]
 
 
-def _attending(config: Config) -> list[int]:
+def _attending_channels(config: Config) -> list[int]:
     """Channels of the levels with attention and of the middle."""
     return [
         factor * config.num_channels
@@ -276,7 +278,7 @@ def _attending(config: Config) -> list[int]:
 
 def _head_width(config: Config) -> int | None:
     """Returns diffusers' one width of a head for all levels; the recipe has one number of heads for all levels."""
-    widths = sorted({channels // config.num_heads for channels in _attending(config)})
+    widths = sorted({channels // config.num_heads for channels in _attending_channels(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
         raise ConfigError(
             f"num_heads_upsample: diffusers' UNet2DModel has as many heads on the way up as on the way "
@@ -298,18 +300,18 @@ def _learns_times(config: Config) -> bool:
     return config.rescale_timesteps and config.diffusion_steps != 1000
 
 
-def _times(config: Config) -> Tensor:
+def _time_features(config: Config) -> Tensor:
     """Returns the sinusoids of every timestep as the network sees it, (T, num_channels)."""
     scale = 1000.0 / config.diffusion_steps if config.rescale_timesteps else 1.0
     return timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 
 
-def _layers(config: Config) -> Iterator[tuple[str, str]]:
+def _pair_layers(config: Config) -> Iterator[tuple[str, str]]:
     """Yields the names of the layers but for qkv, here and in diffusers. A network may lack some, such as
     skip_connection.
     """
     yield from _ENDS.items()
-    for name, diffusers_name, kind in _places(config):
+    for name, diffusers_name, kind in _pair_blocks(config):
         if kind == "change of size":
             yield name, diffusers_name
         else:
@@ -317,14 +319,14 @@ def _layers(config: Config) -> Iterator[tuple[str, str]]:
             yield from ((f"{name}.{a}", f"{diffusers_name}.{b}") for a, b in layers.items())
 
 
-def _attentions(config: Config) -> Iterator[tuple[str, str, int]]:
+def _pair_attentions(config: Config) -> Iterator[tuple[str, str, int]]:
     """Yields the names of the attentions, here and in diffusers, and their heads."""
-    for name, diffusers_name, kind in _places(config):
+    for name, diffusers_name, kind in _pair_blocks(config):
         if kind == "attention":
             yield name, diffusers_name, config.heads_upsample if name.startswith("output") else config.num_heads
 
 
-def _places(config: Config) -> Iterator[tuple[str, str, str]]:
+def _pair_blocks(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields every block in the order of the network: its name here, its name in diffusers, and its kind."""
     attends, last = [side in config.attention_resolutions for side in config.sides], len(config.mults) - 1
     number = 0

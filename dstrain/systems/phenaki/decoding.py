@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dstrain import rng
-from dstrain.nn.quantize import gumbel
+from dstrain.nn.quantize import draw_gumbel
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Decoding
 from dstrain.systems.phenaki.masking import compute_ratio, mark_lowest
@@ -89,7 +89,7 @@ def _decode_together(
         share = compute_ratio(torch.full_like(num_free, done, dtype=torch.float64))
         again = torch.minimum((num_free * share).floor().long().clamp(min=1), num_free)
         if criticize is None:
-            confidence = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * gumbel(
+            confidence = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * draw_gumbel(
                 key, f"choice/{step}", (count,)
             )
             again = torch.minimum(again, (masked.sum(1) - 1).clamp(min=0))  # each step draws one token at least

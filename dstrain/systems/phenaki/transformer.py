@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear, dropout_of
-from dstrain.nn.quantize import wide
+from dstrain.nn.quantize import widen_precision
 from dstrain.recipe import ConfigError
 
 _HIDDEN = -10000.0  # added to scores of hidden tokens: its exp is 0, float16 can hold it
@@ -202,7 +202,7 @@ class UnitNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(wide(x), dim=-1, eps=1e-6).to(x.dtype) * self.weight
+        return F.normalize(widen_precision(x), dim=-1, eps=1e-6).to(x.dtype) * self.weight
 
 
 class FeedForward(nn.Module):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dstrain.nn.layers import Linear
-from dstrain.nn.quantize import wide
+from dstrain.nn.quantize import widen_precision
 
 _ROW_MULTIPLE = 64  # their number is a multiple of it; of fewer below 512
 
@@ -92,7 +92,7 @@ def _chunk_logits(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterato
     """Logits (C, V) of each chunk of rows, computed in the precision of the layer."""
     for first in range(0, len(x), size):
         rows = slice(first, first + size)
-        yield rows, wide(torch.addmm(bias, x[rows], weight.t()))
+        yield rows, widen_precision(torch.addmm(bias, x[rows], weight.t()))
 
 
 def _draw_ids(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:

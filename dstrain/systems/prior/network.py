@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import Linear, dropout_of, named, timestep_features
+from dstrain.nn.layers import Linear, dropout_of, name_layers, timestep_features
 
 EXTRA_TOKENS = 4  # text embed, timestep, noisy image embed, learned query
 _HIDDEN = -10000.0  # added to the scores of tokens that a token may not see
@@ -132,9 +132,11 @@ class PriorBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attn1 = Attention(width, heads, dropout)
         self.norm3 = nn.LayerNorm(width)
-        self.ff = named(
+        self.ff = name_layers(
             net=nn.Sequential(
-                named(proj=Linear(width, 4 * width), gelu=nn.GELU()), dropout_of(dropout), Linear(4 * width, width)
+                name_layers(proj=Linear(width, 4 * width), gelu=nn.GELU()),
+                dropout_of(dropout),
+                Linear(4 * width, width),
             )
         )
 

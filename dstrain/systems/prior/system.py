@@ -48,7 +48,9 @@ class PriorSystem(System):
         self.averaged, self.samplers = ("denoiser",), samplers.SAMPLERS
         self.shape, self.draws_embeddings = (config.image_embed_dim,), config.image_embed_dim
         self.diffusion = GaussianDiffusion(
-            schedule.betas(config.beta_schedule, config.timesteps), prediction=config.prediction, variance="fixed_small"
+            schedule.make_betas(config.beta_schedule, config.timesteps),
+            prediction=config.prediction,
+            variance="fixed_small",
         )
         self.timesteps = UniformSampler(config.timesteps)
         self.mean, self.std = weights.read_statistics(config)  # (D,) each
@@ -251,7 +253,7 @@ class PriorSystem(System):
         sampler, noise = self.sampler(request.sampler), lambda i: normal(f"noise/{i}")
         spacing = request.spacing or ("linspace" if sampler == "ddim" else None)
         timesteps = samplers.timesteps_of(self.diffusion, sampler, request.num_steps, spacing)
-        x = samplers.sample(self.diffusion, network, x, noise, sampler, timesteps, request.eta, progress=progress)
+        x = samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, progress=progress)
         if self.config.sampling_final_clamp_l2norm:
             x = self._rescaled(x)
         return self._embedding(x).view(count, len(keys), -1)
@@ -262,7 +264,10 @@ class PriorSystem(System):
 
     def _chained(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns the guided network of one chain. With self_cond it remembers the last x_start for its next call."""
-        scale, active = request.guidance_scale, samplers.within(request.guidance_interval, self.diffusion.noise_of)
+        scale, active = (
+            request.guidance_scale,
+            samplers.limit_guidance(request.guidance_interval, self.diffusion.noise_of),
+        )
         if scale != 1 and not self.config.text_cond_drop_prob:
             raise ConfigError(
                 "guidance_scale: this model has no null text, since text_cond_drop_prob is 0; sample "
@@ -275,7 +280,7 @@ class PriorSystem(System):
         def network(x_t: Tensor, t: Tensor) -> Tensor:
             own = {"self_cond": last.pop() if last else torch.zeros_like(x_t)} if self.config.self_cond else {}
             out = at_boundary(
-                samplers.guided(
+                samplers.guide_network(
                     nets["denoiser"], inputs | own, null | own, scale, active=active, rescale=request.guidance_rescale
                 )(x_t, t)
             )

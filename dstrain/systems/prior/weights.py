@@ -111,7 +111,7 @@ def adapt_weights(
                 f"{name}: absent in the file, begins at 0"
                 + ("; guide samples only after training with dropped texts" if name.startswith("null") else "")
             )
-    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _REMEDIES)
+    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural_order), _REMEDIES)
     return state, sorted(notes)
 
 
@@ -124,7 +124,7 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
     shapes, notes = fitting.shapes_of(network), []
     if is_original := any(name.startswith("net.") for name in state):
         _require_schedule(state.get("noise_scheduler.betas"), config)
-        notes = fitting.unused(name for name in state if not name.startswith(("net.", "noise_scheduler.")))
+        notes = fitting.note_unused(name for name in state if not name.startswith(("net.", "noise_scheduler.")))
         state = {name.removeprefix("net."): values for name, values in state.items() if name.startswith("net.")}
     rotary = [name for name in state if name.endswith("rotary_emb.freqs")]
     if bool(rotary) != config.lucidrains.rotary_emb and (rotary or is_original):
@@ -156,12 +156,14 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
             notes.append(
                 f"{name}: absent in the file, begins at 0; guide samples only after training with dropped texts"
             )
-    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _LUCIDRAINS_REMEDIES)
+    fitting.require_fit(
+        state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural_order), _LUCIDRAINS_REMEDIES
+    )
     return state, sorted(notes)
 
 
 def _require_schedule(betas: Tensor | None, config: Config) -> None:
-    expected = torch.as_tensor(schedule.betas(config.beta_schedule, config.timesteps)).float()
+    expected = torch.as_tensor(schedule.make_betas(config.beta_schedule, config.timesteps)).float()
     if betas is not None and (betas.shape != expected.shape or not torch.allclose(betas.float(), expected, rtol=1e-3)):
         ends = f", from {float(betas.flatten()[0]):.3g} to {float(betas.flatten()[-1]):.3g}," if betas.numel() else ""
         raise ConfigError(

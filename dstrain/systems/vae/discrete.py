@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.lookup_free import CosineQuantizer
-from dstrain.nn.quantize import Codebook, relax, wide
+from dstrain.nn.quantize import Codebook, relax_tokens, widen_precision
 from dstrain.recipe import ConfigError
 from dstrain.systems.vae.losses import from_logit_laplace
 
@@ -41,7 +41,7 @@ class DiscreteVAE(nn.Module):
     """Images to tokens and back.
 
     quantizer       gumbel, fsq with its `levels`, or cosine.
-    sampling        gumbel: how `forward` draws tokens, see nn/quantize.relax.
+    sampling        gumbel: how `forward` draws tokens, see nn/quantize.relax_tokens.
     logit_laplace   the decoder has 2C outputs, means and logarithms of scales of a logit-Laplace distribution.
     normalization   means and standard deviations by channel; None: 0.5 and 0.5, for alpha 0 and 1.
     """
@@ -92,23 +92,25 @@ class DiscreteVAE(nn.Module):
     def forward(self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None) -> Relaxed | Rounded:
         """Images in [0, 1]; for relaxed tokens Gumbel noise (B, K, h, w) and temperatures (B,)."""
         if self.quantizer is None:
-            logits = wide(self._encoded(x))  # (B, K, h, w)
-            tokens = relax(logits, noise, temperature, self.sampling)
-            return Relaxed(wide(self.decoder(self.codebook(tokens))), logits)
+            logits = widen_precision(self._encoded(x))  # (B, K, h, w)
+            tokens = relax_tokens(logits, noise, temperature, self.sampling)
+            return Relaxed(widen_precision(self.decoder(self.codebook(tokens))), logits)
         vectors = self._encoded(x).movedim(1, -1)  # (B, h, w, D)
         coded = self.quantizer(vectors, vectors.new_ones(vectors.shape[:-1], dtype=torch.float32))
-        return Rounded(wide(self.decoder(channels_first(coded.x))), coded.tokens, coded.commitment, coded.codebook)
+        return Rounded(
+            widen_precision(self.decoder(channels_first(coded.x))), coded.tokens, coded.commitment, coded.codebook
+        )
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens (gumbel: the likeliest) of images in [0, 1]: (B, C, H, W) -> int64 (B, h, w)."""
         if self.quantizer is None:
-            return wide(self._encoded(x)).argmax(1)
+            return widen_precision(self._encoded(x)).argmax(1)
         return self.quantizer.encode(self._encoded(x).movedim(1, -1))
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Images in [0, 1]: int64 (B, h, w) -> (B, C, H, W)."""
         vectors = self.codebook(tokens) if self.quantizer is None else channels_first(self.quantizer.decode(tokens))
-        return self.pixels(wide(self.decoder(vectors))).clamp(0, 1)
+        return self.pixels(widen_precision(self.decoder(vectors))).clamp(0, 1)
 
     def pixels(self, out: Tensor) -> Tensor:
         """Returns the decoder's output as images, about in [0, 1]: (B, C or 2C, H, W) -> (B, C, H, W)."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.nn.measures import codebook_usage, histogram, likeness
-from dstrain.nn.quantize import gumbel, kl_to_uniform
+from dstrain.nn.measures import codebook_usage, count_tokens, measure_likeness
+from dstrain.nn.quantize import draw_gumbel, kl_to_uniform
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
 from dstrain.systems.vae.config import Config
@@ -70,8 +70,10 @@ class DiscreteSystem(AutoencoderSystem):
         terms, coding = self._coding(passed, example)
         terms |= self.distance(nets, passed.out, example)
         tokens, loss = self._tokens(passed), self.picture_loss.total(terms) + coding
-        usage = histogram(tokens, self.codebook_size)
-        return terms | {"loss": loss} | likeness(self.decode(nets, tokens), example["x_start"]) | {"usage": usage}
+        usage = count_tokens(tokens, self.codebook_size)
+        return (
+            terms | {"loss": loss} | measure_likeness(self.decode(nets, tokens), example["x_start"]) | {"usage": usage}
+        )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """Returns perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
@@ -87,7 +89,7 @@ class DiscreteSystem(AutoencoderSystem):
         x = (example["x_start"] + 1) / 2
         if not self.relaxed:
             return nets["autoencoder"](x)
-        noise = gumbel(example["key"], "gumbel", self.latent_shape)
+        noise = draw_gumbel(example["key"], "gumbel", self.latent_shape)
         return nets["autoencoder"](x, noise, self._schedules(example)[0])
 
     def _schedules(self, example: Example) -> tuple[Tensor, Tensor]:
@@ -125,7 +127,7 @@ class DiscreteSystem(AutoencoderSystem):
         recon = (
             losses.logit_laplace(out, x)
             if kind == "logit_laplace"
-            else losses.error(kind, out, nets["autoencoder"].normalize.do(x))
+            else losses.mean_error(kind, out, nets["autoencoder"].normalize.do(x))
         )
         if not self.picture_loss.perceives:
             return {"recon": recon}

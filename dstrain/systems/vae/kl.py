@@ -76,7 +76,7 @@ class KLAutoencoder(nn.Module):
         return self.decoder(latents).float()
 
 
-def blocks() -> tuple[type[nn.Module], ...]:
+def find_blocks() -> tuple[type[nn.Module], ...]:
     """Returns the network's repeated units: one for each resolution."""
     from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UpDecoderBlock2D
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.encoders.autoencoder import identify_autoencoder
-from dstrain.nn.measures import likeness
+from dstrain.nn.measures import measure_likeness
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import kl, losses
 from dstrain.systems.vae.config import Config
@@ -53,7 +53,7 @@ class KLSystem(AutoencoderSystem):
     def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
         """Returns the picture, the divergence (kl, in nats a sample) and its weighted value."""
         passed = self._pass(nets, example)
-        kl = _divergence(passed)
+        kl = _kl_to_normal(passed)
         return passed.picture, {"kl": kl}, self._weighted(kl)
 
     def picture(self, nets: Nets, out: Tensor) -> Tensor:
@@ -66,9 +66,9 @@ class KLSystem(AutoencoderSystem):
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """Terms without the adversary; psnr and ssim of the reconstruction; moments of posterior samples by channel."""
         passed = self._pass(nets, example)
-        terms = {"kl": _divergence(passed)} | self.distance(nets, passed.picture, example)
+        terms = {"kl": _kl_to_normal(passed)} | self.distance(nets, passed.picture, example)
         loss = self.picture_loss.total(terms) + self._weighted(terms["kl"])
-        return terms | {"loss": loss} | likeness(passed.picture, example["x_start"]) | _moments(passed)
+        return terms | {"loss": loss} | measure_likeness(passed.picture, example["x_start"]) | _average_moments(passed)
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """Returns latent_std over all samples and channels, and scaling_factor, 1 / latent_std, which gives unit
@@ -87,7 +87,7 @@ class KLSystem(AutoencoderSystem):
 
     def distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
         x = example["x_start"]
-        return {"recon": losses.error(self.kl.reconstruction, out, x)} | self.picture_loss.perceptual(out, x)
+        return {"recon": losses.mean_error(self.kl.reconstruction, out, x)} | self.picture_loss.perceptual(out, x)
 
     def _weighted(self, kl: Tensor) -> Tensor:
         return self.kl.kl_weight * kl / self.values
@@ -110,22 +110,22 @@ class KLSystem(AutoencoderSystem):
         """Passes: AutoencoderKL takes every choice of model.kl."""
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        return kl.blocks()
+        return kl.find_blocks()
 
 
 def latent_std(means: dict[str, Tensor]) -> float:
-    """Returns the deviation over all places and channels, from the means over data of `_moments`, (c,) each."""
+    """Returns the deviation over all places and channels, from the means over data of `_average_moments`, (c,) each."""
     variance = means["latent_square"].double().mean() - means["latent_mean"].double().mean().square()
     return variance.sqrt().item()
 
 
-def _divergence(passed: Pass) -> Tensor:
+def _kl_to_normal(passed: Pass) -> Tensor:
     """Returns the KL of the posterior from the standard normal, in nats, summed over the latents: (B,)."""
     mean, log_variance = passed.mean, passed.log_variance
     return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
 
 
-def _moments(passed: Pass) -> Terms:
+def _average_moments(passed: Pass) -> Terms:
     """Returns means over places of posterior samples: latent_mean and latent_square, (B, c) each; exact rather than
     drawn.
     """

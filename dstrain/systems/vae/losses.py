@@ -17,7 +17,7 @@ EPS = 0.1
 LEAST_LOG_SCALE = -6.0
 
 
-def error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
+def mean_error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
     """Returns the error of one kind: two (B, C, H, W) -> (B,)."""
     return _ERRORS[kind](picture, truth, reduction="none").flatten(1).mean(1)
 

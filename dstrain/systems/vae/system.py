@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.nn.adversarial import gradient, inputs_of
+from dstrain.nn.adversarial import gradient_of_picture, record_inputs
 from dstrain.nn.fitting import Fitted, Remedies
-from dstrain.nn.picture_loss import LastLayer, PictureLoss, descending
+from dstrain.nn.picture_loss import LastLayer, PictureLoss, descend_by
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
@@ -60,7 +60,7 @@ class AutoencoderSystem(System):
         """Computes reconstruction and what its code costs; from the discriminator's start on its critique, too."""
         discriminator, last = self.config.kind.discriminator, self.last_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
-        with inputs_of(last) if by_last_layer else nullcontext([]) as entered:
+        with record_inputs(last) if by_last_layer else nullcontext([]) as entered:
             out, terms, coding = self.passed(nets, example)
         if not self.picture_loss.adversarial:
             terms |= self.distance(nets, out, example)
@@ -68,7 +68,7 @@ class AutoencoderSystem(System):
         else:
             leaf = out.detach().requires_grad_()
             terms |= self.distance(nets, leaf, example)
-            of_distance = gradient(self.picture_loss.total(terms), leaf)
+            of_distance = gradient_of_picture(self.picture_loss.total(terms), leaf)
             layer = LastLayer(entered[0], last.kernel_size[0]) if by_last_layer else None
             critique, of_critique = self.picture_loss.critique(
                 nets, example, self.picture(nets, leaf), example["x_start"], of_distance, leaf, layer
@@ -76,7 +76,7 @@ class AutoencoderSystem(System):
             terms |= critique
             value = self.picture_loss.total(terms) + terms["critique_weight"] * terms["critique"] + coding
             pull = (out * (of_distance + of_critique)).flatten(1).sum(1) + coding
-            loss = descending(value, pull)
+            loss = descend_by(value, pull)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
 
     @abstractmethod
@@ -112,7 +112,7 @@ class AutoencoderSystem(System):
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Fits files of the original trainers, see weights.py."""
-        return weights.adapt(state, self.on_meta(part), self.remedies[part])
+        return weights.adapt_weights(state, self.on_meta(part), self.remedies[part])
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         """Leaves the names as they are."""

@@ -17,7 +17,9 @@ _ATTENTION = re.compile(r"(attentions\.\d+\.)(query|key|value|proj_attn)\.")
 _NEW_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> tuple[dict[str, Tensor], list[str]]:
+def adapt_weights(
+    state: dict[str, Tensor], network: nn.Module, remedies: Remedies
+) -> tuple[dict[str, Tensor], list[str]]:
     """Fits a state dict to `network`, which may be on the meta device, and says what was changed.
 
     Raises ConfigError for the first difference that cannot be bridged, with both shapes, or for placeholder weights.

@@ -20,7 +20,7 @@ from dstrain.data.open import open_sources, open_split, require_contents
 from dstrain.data.source import BadSample
 from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import Data
-from dstrain.sampling.draw import score
+from dstrain.sampling.draw import score_batches
 from tests.support import gloo
 from tests.support.launch import environment
 
@@ -444,7 +444,7 @@ def _means(rank: int, path: str, world: int) -> dict[str, float]:
     torch.manual_seed(0)
     nets = system.networks()
     source = open_pairs(path, (0.4, 0.6, 0), "validation", world)
-    return score(system, nets, held_out(source, 4, rank, world))
+    return score_batches(system, nets, held_out(source, 4, rank, world))
 
 
 def test_means_over_uneven_ranks(tmp_path):

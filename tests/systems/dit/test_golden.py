@@ -23,7 +23,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def diffusion():
-    return GaussianDiffusion(schedule.betas("linear", 1000))
+    return GaussianDiffusion(schedule.make_betas("linear", 1000))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -78,7 +78,7 @@ def test_chains(tiny, diffusion, chain):
     x, y = tensors["x"], tensors["y"]
     scale = 4.0 if "cfg4" in chain else 1.0
     null = torch.full_like(y, meta["config"]["num_classes"])
-    guided = samplers.guided(network, {"y": y}, {"y": null}, scale, channels=3)
+    guided = samplers.guide_network(network, {"y": y}, {"y": null}, scale, channels=3)
 
     def noise(i):
         return golden.stream(f"noise/{i}", x.shape)

@@ -74,8 +74,8 @@ def test_another_square_is_that_of_diffusers():
     """Oracle: diffusers' DiTTransformer2DModel of the same weights at a size that it was not made for."""
     net = network(time_freq="diffusers", learn_sigma=True)
     config = systems.config("dit", TINY | {"time_freq": "diffusers"})
-    theirs = DiTTransformer2DModel(**weights.arguments(config), num_embeds_ada_norm=10).eval()
-    theirs.load_state_dict(weights.to_diffusers(net.state_dict(), 2, 10, True), strict=False)
+    theirs = DiTTransformer2DModel(**weights.make_arguments(config), num_embeds_ada_norm=10).eval()
+    theirs.load_state_dict(weights.rename_to_diffusers(net.state_dict(), 2, 10, True), strict=False)
     x, t, y = torch.randn(2, 1, 12, 12), torch.tensor([3, 400]), torch.tensor([1, 9])
     with torch.no_grad():
         assert torch.allclose(net(x, t, y), theirs(x, t, y).sample, atol=1e-4)
@@ -181,7 +181,7 @@ def test_size_conditions_begin_as_nothing():
     """Oracle: the outputs of the model without them, whose weights it begins with, to the bit; then they matter."""
     plain = network(4)
     told = DiT(8, 2, 1, 32, 2, 2, num_classes=10, size_conditions=True)
-    state, notes = weights.adapt(plain.state_dict(), told)
+    state, notes = weights.adapt_weights(plain.state_dict(), told)
     told.load_state_dict(state)
     assert any("s_embedder" in note for note in notes)
     x, t, y = torch.randn(2, 1, 6, 12), torch.tensor([3, 400]), torch.tensor([1, 9])
@@ -192,7 +192,7 @@ def test_size_conditions_begin_as_nothing():
     torch.nn.init.normal_(told.s_embedder.mlp[2].weight)
     assert not torch.allclose(told(x, t, y, size=sizes), told(x, t, y, size=sizes.flip(0)))
     with pytest.raises(ConfigError, match="data.size_conditions"):
-        weights.adapt(told.state_dict(), plain)
+        weights.adapt_weights(told.state_dict(), plain)
 
 
 def test_a_model_of_sizes_learns_and_draws():

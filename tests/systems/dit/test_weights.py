@@ -76,7 +76,7 @@ def test_files(tmp_path, kind):
         )
     found = read_state(path)
     assert same(found, state)
-    fitted, notes = weights.adapt(found, small())
+    fitted, notes = weights.adapt_weights(found, small())
     assert same(fitted, state) and notes == []
     small().load_state_dict(fitted)
 
@@ -104,7 +104,7 @@ def test_unreadable_files(tmp_path):
 
 def test_other_resolution():
     """Oracle: the network's own positions, which a smooth interpolation comes near within the trained range."""
-    state, notes = weights.adapt(small().state_dict(), small(input_size=16))
+    state, notes = weights.adapt_weights(small().state_dict(), small(input_size=16))
     assert state["pos_embed"].shape == (1, 64, 32) and notes == ["pos_embed: interpolated from 4 x 4 to 8 x 8 patches"]
     small(input_size=16).load_state_dict(state)
     # Patch (i, j) of 8 x 8 lies at (i - 0.5) / 2 of 4 x 4; the middle columns are away from the border.
@@ -116,7 +116,7 @@ def test_other_resolution():
 def test_other_classes(classes):
     """Oracle: the row of "no label" stays, all else but the table is untouched."""
     before, network = small().state_dict(), small(num_classes=classes)
-    state, notes = weights.adapt(before, network)
+    state, notes = weights.adapt_weights(before, network)
     network.load_state_dict(state)
     table = state.pop("y_embedder.embedding_table.weight")
     assert torch.equal(table[-1], before.pop("y_embedder.embedding_table.weight")[-1])
@@ -140,4 +140,4 @@ def test_what_does_not_fit(changes, words):
     with torch.device("meta"):
         network = DiT(**SMALL | changes)
     with pytest.raises(ValueError, match=words):
-        weights.adapt(small().state_dict(), network)
+        weights.adapt_weights(small().state_dict(), network)

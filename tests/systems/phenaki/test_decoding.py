@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain import rng
-from dstrain.nn.quantize import gumbel
+from dstrain.nn.quantize import draw_gumbel
 from dstrain.systems.phenaki.config import Decoding
 from dstrain.systems.phenaki.decoding import decode_tokens
 
@@ -125,7 +125,10 @@ def test_confidence_keeps_the_likeliest():
         )
         for step in range(steps - 1):
             before, after = seen[step].flatten(), seen[step + 1].flatten()
-            trust = certainty.flatten() + noise * (1 - (step + 1) / steps) * gumbel(keys(1), f"choice/{step}", (32,))[0]
+            trust = (
+                certainty.flatten()
+                + noise * (1 - (step + 1) / steps) * draw_gumbel(keys(1), f"choice/{step}", (32,))[0]
+            )
             kept, masked = trust[before & ~after], trust[after]
             assert bool((after <= before).all()) and float(kept.min()) > float(masked.max())
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
-from dstrain.nn.quantize import wide
+from dstrain.nn.quantize import widen_precision
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.transformer import PositionBias, Transformer, build_alibi
 
@@ -124,7 +124,7 @@ class CViViT(nn.Module):
         x = self.dec_spatial_transformer(x, bias)
         first = self._pixels(self.to_pixels_first_frame(x[:, :1]), 1)
         later = self._pixels(self.to_pixels(x[:, 1:]), self.temporal_patch_size)
-        return wide(torch.cat((first, later), dim=1))
+        return widen_precision(torch.cat((first, later), dim=1))
 
     def _patches(self, video: Tensor, length: int) -> Tensor:
         """Cuts (B, t length, C, H, W) -> (B, t, h, w, length C s s), s = patch_size."""

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.nn.adversarial import gradient
+from dstrain.nn.adversarial import gradient_of_picture
 from dstrain.nn.fitting import require_fit, shapes_of
 from dstrain.nn.lookup_free import Usage, bits_of
-from dstrain.nn.measures import codebook_usage, histogram, likeness
-from dstrain.nn.picture_loss import PictureLoss, descending
+from dstrain.nn.measures import codebook_usage, count_tokens, measure_likeness
+from dstrain.nn.picture_loss import PictureLoss, descend_by
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
@@ -95,7 +95,7 @@ class TokenizerSystem(System):
             judged, pull = self._judged(nets, passed.video, example)
             terms |= judged
             value = self.picture_loss.total(terms) + terms["critique_weight"] * terms["critique"] + coding
-            loss = descending(value, pull + coding)
+            loss = descend_by(value, pull + coding)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
     def _judged(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
@@ -103,12 +103,12 @@ class TokenizerSystem(System):
         place, x = self._place(example), example["x_start"]
         video = made.detach().requires_grad_()
         terms = {"recon": self._recon(video, example)}
-        of_recon = gradient(terms["recon"], video)  # (B, T, C, H, W)
+        of_recon = gradient_of_picture(terms["recon"], video)  # (B, T, C, H, W)
         frame, truth = _take_frame(made.detach(), place).requires_grad_(), _take_frame(x, place)
         of_frame = torch.zeros_like(frame)
         if perceived := self.picture_loss.perceptual(frame, truth):
             terms |= perceived
-            of_frame = self.config.perceptual.weight * gradient(terms["perceptual"], frame)
+            of_frame = self.config.perceptual.weight * gradient_of_picture(terms["perceptual"], frame)
         # Balanced as if this frame were the whole clip: in the mean over frames both then have the weight 1 / count.
         count = count_frames(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
         of_mean = count * _take_frame(of_recon, place) + of_frame
@@ -167,10 +167,10 @@ class TokenizerSystem(System):
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
         terms = self._of_codes(passed) | self._distances(passed.video, example)
         counted, tokens = self._counted(example), passed.tokens
-        by_frame = likeness(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
+        by_frame = measure_likeness(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
         by_clip = {name: _average_counted(values.view(counted.shape), counted) for name, values in by_frame.items()}
         real = mark_real(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
-        usage = histogram(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
+        usage = count_tokens(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return terms | {"loss": self.picture_loss.total(terms) + self._coding(terms)} | by_clip | {"usage": usage}
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
