@@ -1,12 +1,15 @@
 """How a command ends: with one message for what a user can mend, with a traceback for what is a fault of the code."""
 
+import atexit
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from dstrain.distributed import exit_codes
 from dstrain.distributed.launcher import Place, read_place
@@ -23,17 +26,45 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
     at, see distributed/progress.py.
     """
     _wait_briefly()
+    began = _has_exchanged()
     try:
         if _require_place().world > 1:
             presence().announce()
         with phases() if speaks else nullcontext():
             _run_main(main)
+        code = exit_codes.DONE
+        _note_end(code)
     except SystemExit as ended:
-        _note_end(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
-        if group := _find_group():
-            group.quit_among_others(ended.code)
-        raise
-    _note_end(exit_codes.DONE)
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        _note_end(code)
+        if began == _has_exchanged():
+            raise
+    except Exception:
+        if began == _has_exchanged():
+            raise
+        sys.excepthook(*sys.exc_info())
+        code = exit_codes.BUG
+    if began != _has_exchanged():
+        _quit_python(code)
+
+
+def _has_exchanged() -> bool:
+    """Returns whether this process has begun a process group, and so has threads of gloo, NCCL and DeepSpeed."""
+    return "dstrain.engine.start" in sys.modules and sys.modules["dstrain.engine.start"].exchanged
+
+
+def _quit_python(code: int) -> NoReturn:
+    """Ends this process with an exit code as Python does, but leaves its modules and objects as they are.
+
+    Threads of gloo outlive their process group, which DeepSpeed goes on holding. One that frees a tensor while the
+    interpreter shuts down waits for the interpreter's lock, and that aborts the process: its exit code is the abort's.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _wait_briefly() -> None:

@@ -92,7 +92,7 @@ def leave_group(seconds: float = 60.0) -> None:
                 store.wait([f"dstrain/all_{event}"], patience)
     except dist.DistError:
         pass
-    dist.destroy_process_group()  # ends its threads, too: see quit_among_others
+    dist.destroy_process_group()
     forget_group()
 
 
@@ -148,18 +148,6 @@ def end_process(error: BaseException) -> None:
         print(f"error: {explain_loss(error) or error}", file=sys.stderr, flush=True)
     finally:  # printing fails where the reader of stderr has gone
         os._exit(1)
-
-
-def quit_among_others(code: int | str | None) -> None:
-    """Ends this process with an exit code where there is a process group; in one process it does nothing.
-
-    A thread of gloo that frees a tensor while the interpreter shuts down takes the interpreter's lock, which aborts the
-    process: the exit code would be the abort's.
-    """
-    if world() > 1:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def new_group() -> dist.ProcessGroup | None:

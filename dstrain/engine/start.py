@@ -19,6 +19,7 @@ from dstrain.engine import prepare_environment
 from dstrain.recipe import ConfigError
 
 _OPERATOR = "deepspeed_shm_comm"  # also the name of its folder
+exchanged = False  # Whether this process has begun a process group, whose threads may outlive it.
 
 
 def start_group(timeout_minutes: float = 30) -> None:
@@ -49,6 +50,8 @@ def start_group(timeout_minutes: float = 30) -> None:
         own = group.device().index
         deepspeed.get_accelerator().current_stream = lambda device=own: torch.cuda.current_stream(device)
     if not group.is_started():
+        global exchanged
+        exchanged = True
         # A timeout that is given to the first group alone does not hold for those that DeepSpeed and we make later.
         groups, timeout = torch.distributed.distributed_c10d, timedelta(minutes=timeout_minutes)
         groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
@@ -87,6 +90,9 @@ def import_deepspeed() -> ModuleType:
     try:
         with suppress(ImportError):
             import deepspeed.runtime.zero.muon.original_muon
+        with suppress(ImportError):
+            # The destructor of an engine imports it, perhaps amid another import, where that is a KeyError (gh-106176).
+            import deepspeed.module_inject.auto_ep_comm
     finally:
         compiler.compile = original
     return deepspeed

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.launch import environment
+from tests.support.launch import environment, free_port
 
 PROGRAM = "from dstrain.commands.exits import run_main; run_main(lambda: __import__('torch'))"
 
@@ -26,3 +26,38 @@ def test_idle_threads_wait_briefly(choice, spins):
     )
     read = [line.split(" = ")[1] for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
     assert read == [spins], done.stderr[-2000:]
+
+
+# A rank that ends while gloo's thread still frees tensors of Python, as it does where DeepSpeed holds the group.
+BUSY = """
+import sys, torch, torch.distributed as dist
+from dstrain.commands.exits import run_main
+from dstrain.engine.start import start_group
+def main():
+    start_group(1)
+    for _ in range(5000):
+        dist.all_reduce(torch.zeros(2000), async_op=True)
+    sys.held = dist.group.WORLD
+    dist.destroy_process_group()
+    if sys.argv[1] == "raise":
+        raise KeyError("on purpose")
+    raise SystemExit(75)
+run_main(main)
+"""
+
+
+def test_threads_of_a_group_do_not_end_a_rank():
+    """Oracle: the exit codes 75 and 1: the interpreter's end would take the lock from gloo's thread, and so abort."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUSY, ending],
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for rank, ending in enumerate(("stop", "raise"))
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [75, 1], errors
+    assert "KeyError: 'on purpose'" in errors[1] and "terminate called" not in "".join(errors)

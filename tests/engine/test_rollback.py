@@ -113,8 +113,8 @@ def test_killed_and_stopped_in_trouble(tmp_path, name):
     assert Store(folder / "checkpoints").steps() == [10] and Store(folder / "checkpoints").put_aside() == [15]
     killed("model.stop_after=1", code=75)  # from step 10: a stop where all is well
     assert Store(folder / "checkpoints").steps() == [10, 13]
-    killed("model.stop_after=22", "model.kill_after=0", code=75)  # long behind the last way back, from 29 to 25
-    assert Store(folder / "checkpoints").steps()[-1] == 32
+    killed("model.stop_after=42", "model.kill_after=0", code=75)  # long behind the last way back, from 29 to 25
+    assert Store(folder / "checkpoints").steps()[-1] == 35
     killed("model.stop_after=0")
     assert files(folder, 40) == files(whole, 40) and metrics(folder) == metrics(whole)
     assert course(folder, 40) == course(whole, 40)

@@ -13,9 +13,7 @@ def preload() -> None:
     from dstrain.engine.start import import_deepspeed
 
     deepspeed = import_deepspeed()
-    # torch's optimizers import the second. The third is imported when an engine is collected: should that fall into
-    # another import, Python 3.11 raises a KeyError there (gh-106176).
-    for name in ("deepspeed.runtime.zero.stage3", "torch._dynamo", "deepspeed.module_inject.auto_ep_comm"):
+    for name in ("deepspeed.runtime.zero.stage3", "torch._dynamo"):  # torch's optimizers import the second
         importlib.import_module(name)
     for name in systems.names():
         systems.package(name)
