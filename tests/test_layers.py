@@ -374,7 +374,7 @@ BUDGETS = {
     "commands": 3866,
     "data": 6714,
     "diffusion": 875,
-    "disk": 175,
+    "disk": 230,
     "distributed": 758,
     "encoders": 331,
     "engine": 2329,

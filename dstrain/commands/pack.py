@@ -22,7 +22,7 @@ from PIL import Image
 from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.commands.options.pack import PackOptions
 from dstrain.data.decode.pixels import FORMATS
-from dstrain.data.files.storage import is_storage_fault, read_text, require_regular, retry
+from dstrain.data.files.storage import is_storage_fault, require_regular, retry
 from dstrain.data.formats import packed
 from dstrain.data.formats.base import Layout
 from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, hash_file
@@ -33,6 +33,7 @@ from dstrain.data.open import BuiltinData, find_contents, open_section_index
 from dstrain.data.source import Item
 from dstrain.data.sources.captioned import hash_texts
 from dstrain.disk import atomic, sealed, small
+from dstrain.disk.texts import read_text, split_lines
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError, Data, NotRead, explain_write_errors
@@ -306,14 +307,14 @@ def _write_shard(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixe
 def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes: tuple[str, ...]) -> None:
     """Members as webdataset names them: 000000012.jpg, .cls with the number of its class, .txt with its caption.
 
-    Several captions stand in .json, as "caption". `first`: the number of the first sample.
+    Several captions, or one of several lines, stand in .json, as "caption". `first`: the number of the first sample.
     """
     with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for number, (name, content, label, captions) in enumerate(samples, first):
             members = {_suffix(name, content, suffixes): content}
             if label is not None:
                 members["cls"] = str(label).encode()
-            if len(captions) == 1:
+            if len(captions) == 1 and split_lines(captions[0]) == captions:
                 members["txt"] = captions[0].encode("utf-8", "replace")
             elif captions:
                 members["json"] = json.dumps({"caption": captions}).encode()

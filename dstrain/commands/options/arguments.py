@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dstrain.disk.small import read_text
+from dstrain.disk.texts import read_text, split_lines
 from dstrain.recipe import WIDEST, ConfigError
 
 
@@ -157,7 +157,7 @@ def choose_from(*known: str) -> Callable[[str], tuple[str, ...]]:
 def read_lines(text: str) -> tuple[str, ...]:
     """The lines of a text file that are not empty."""
     try:
-        lines = tuple(line.strip() for line in read_text(text).splitlines() if line.strip())
+        lines = split_lines(read_text(Path(text)))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise argparse.ArgumentTypeError(f"{text} cannot be read as a text file: {reason}") from None

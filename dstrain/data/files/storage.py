@@ -78,8 +78,3 @@ def require_regular(path: str | os.PathLike) -> None:
     """Raises ConfigError if it is no file, whose opening may wait for ever; OSError if it is not there."""
     if kind := small.describe_kind(path):
         raise ConfigError(f"it is {kind}, and no file")
-
-
-def read_text(path: Path) -> str:
-    """Returns a caption: the text of a file without the white space around it."""
-    return small.read_text(path).strip()

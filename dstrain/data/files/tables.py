@@ -4,7 +4,10 @@ Nothing in a table is believed: a line has at most 16 MB, a parquet file is read
 are needed, and text that is no UTF-8 is refused with its line.
 """
 
+import codecs
 import csv
+import io
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +18,7 @@ from dstrain.disk.small import parse_json
 from dstrain.recipe import ConfigError, NotRead
 
 _LONGEST = 1 << 24  # bytes of a line
+_LINES = 1000  # of a text in a table, at most
 # Bytes that the needed columns of a row group may have: a page of it is unpacked as a whole, and a row may be a bomb.
 _SMALL, _WIDEST, _LARGEST = 1 << 26, 1 << 12, 1 << 32  # any row group; for each of its rows; at most
 
@@ -73,23 +77,26 @@ def _decode(line: bytes, number: int, where: str) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
+        encoding = "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise ConfigError(
             f"{where}, line {number}: byte {line[error.start]:#x} is no UTF-8: write the file in UTF-8, "
-            "as `iconv -f LATIN1 -t UTF-8 OLD > NEW` does for text in Latin-1"
+            f"as `iconv -f {encoding} -t UTF-8 OLD > NEW` does for text in {encoding}"
         ) from None
 
 
 class _Csv(Table):
-    delimiter, separators = ",", "commas"
-
     def _reader(self) -> "csv.DictReader[str]":
-        return csv.DictReader(read_lines(self.files, self.name, self.where), delimiter=self.delimiter)
+        # A quotation mark that is left open, or stands amid a field, must not swallow rows.
+        return csv.DictReader(read_lines(self.files, self.name, self.where), strict=True)
 
     def columns(self) -> list[str]:
         try:
             names = [name for name in self._reader().fieldnames or () if name]
         except csv.Error as error:
             raise ConfigError(f"{self.where}, line 1: {error}") from None
+        return self._require_distinct(names)
+
+    def _require_distinct(self, names: list[str]) -> list[str]:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"{self.where}, line 1: two columns are called {twice}: rename or remove one")
         return names
@@ -101,7 +108,7 @@ class _Csv(Table):
                 if any(row.get(None, ())):  # The reader puts fields beyond the first line's columns there.
                     raise ConfigError(
                         f"{self.where}, line {reader.line_num}: more fields than the first line has: put "
-                        f"quotation marks around text with {self.separators}"
+                        "quotation marks around text with commas"
                     )
                 yield reader.line_num, row
         except csv.Error as error:
@@ -111,7 +118,69 @@ class _Csv(Table):
 
 
 class _Tsv(_Csv):
-    delimiter, separators = "\t", "tabs"
+    """Fields between tabs. A quotation mark is a character like others, but in a field that is quoted as a whole."""
+
+    def columns(self) -> list[str]:
+        return self._require_distinct(next((fields for _, fields in self._records()), []))
+
+    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        records = self._records()
+        _, names = next(records, (1, []))
+        for number, fields in records:
+            if len(fields) < len(names) or any(fields[len(names) :]):
+                raise ConfigError(
+                    f"{self.where}, line {number}: {len(fields)} fields, and the first line has {len(names)}: put one "
+                    "tab between two fields, and quotation marks around text with tabs"
+                )
+            yield number, dict(zip(names, fields))
+
+    def _records(self) -> Iterator[tuple[int, list[str]]]:
+        """Yields the number of the last line and the fields of each record that is not blank."""
+        lines: Iterator[tuple[int, str]] = enumerate(read_lines(self.files, self.name, self.where), 1)
+        number, line, width = *next(lines, (0, "")), 0
+        while line:
+            fields = [_unquote(field) for field in line.rstrip("\r\n").split("\t")]
+            more: list[tuple[int, str]] = []
+            if _leaves_open(fields[-1]):  # quoted text may go on; then a quotation mark ends it, at the end of a field
+                for follower in itertools.islice(lines, _LINES):
+                    more.append(follower)
+                    if '"' in follower[1].replace('""', ""):
+                        break
+            whole = line + "".join(text for _, text in more)
+            quoted = _parse_quoted(whole) if more or (width and len(fields) != width) else None
+            if quoted is None:
+                lines = itertools.chain(more, lines)
+            elif more and len(fields) == width and all(text.count("\t") == width - 1 for _, text in more):
+                raise ConfigError(
+                    f"{self.where}, line {number}: a quotation mark is left open, and the next one is in line "
+                    f"{more[-1][0]}: take it away, or double it"
+                )
+            else:
+                number, fields = more[-1][0] if more else number, quoted
+            if any(fields):
+                width = width or len(fields)
+                yield number, fields
+            number, line = next(lines, (0, ""))
+
+
+def _unquote(field: str) -> str:
+    """Returns what a field says that is quoted from its first to its last character; others as they are."""
+    inner = field[1:-1].replace('""', "")
+    quoted = len(field) > 1 and field[0] == field[-1] == '"' and '"' not in inner
+    return field[1:-1].replace('""', '"') if quoted else field
+
+
+def _leaves_open(field: str) -> bool:
+    return field.startswith('"') and '"' not in field[1:].replace('""', "")
+
+
+def _parse_quoted(text: str) -> list[str] | None:
+    """Returns the fields of a record by the rules of csv; None if it breaks them, or is several records."""
+    try:
+        records = list(csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True))
+    except csv.Error:
+        return None
+    return records[0] if len(records) == 1 else None
 
 
 class _Jsonl(Table):

@@ -73,6 +73,7 @@ class Layout(ABC):
 
     kind: ClassVar[str]  # as the table of docs/guides/data.md calls it: "zip with dataset.json"
     columns_read: ClassVar[tuple[str, ...]] = ()  # keys of data.columns that it heeds
+    labels_written: bool = False  # labels are texts as people wrote them: numbers where all of them are, else names
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         self.root, self.files, self.request = root, files, request

@@ -3,18 +3,17 @@
 A captions file has lines NAME<TAB>CAPTION, or is a .csv or .jsonl with `file` and `caption`; names as below the folder.
 """
 
-import csv
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from dstrain.data.files.listing import join_few
-from dstrain.data.files.local import Files
+from dstrain.data.files.local import Files, LocalFiles
+from dstrain.data.files.tables import open_table, read_lines
 from dstrain.data.formats.base import Request, Sample
 from dstrain.data.formats.folders import Folders
-from dstrain.disk.small import require_file
+from dstrain.disk.texts import list_captions
 from dstrain.recipe import ConfigError
 
 
@@ -113,40 +112,28 @@ def read_captions(file: Path) -> dict[str, str]:
     where = f"data.captions={file}"
     if file.exists() and not file.is_file():
         raise ConfigError(f"{where} is no file: name one with a line for each clip")
-    try:
-        require_file(file)
-        with open(file, encoding="utf-8-sig", newline="") as lines:
-            rows = list(_parse_rows(lines, file.suffix.lower()))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     texts: dict[str, str] = {}
-    for number, name, caption in rows:
-        if not isinstance(name, str) or not isinstance(caption, str) or not name or not caption.strip():
+    for number, name, value in _iterate_rows(file, where):
+        captions = list_captions(value) if isinstance(value, str) else ()
+        if not isinstance(name, str) or not name or not captions:
             raise ConfigError(
                 f"{where}, line {number}: no file and caption in it; write NAME<TAB>CAPTION, or a .csv "
                 "or .jsonl with `file` and `caption`"
             )
         if name in texts:
             raise ConfigError(f"{where}, line {number}: {name} a second time; keep one")
-        texts[name] = caption.strip().encode("utf-8", "replace").decode()
+        texts[name] = captions[0]
     return texts
 
 
-def _parse_rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Any, Any]]:
+def _iterate_rows(file: Path, where: str) -> Iterator[tuple[int, Any, Any]]:
     """Yields (line number, file name, caption) of each line of a captions file, None for what a line lacks."""
-    if suffix == ".csv":
-        table = csv.DictReader(lines)
-        yield from ((table.line_num, row.get("file"), row.get("caption")) for row in table)
+    files = LocalFiles(str(file.parent))
+    if file.suffix.lower() in (".csv", ".jsonl"):
+        for number, row in open_table(files, file.name, where).rows(("file", "caption")):
+            yield number, row.get("file"), row.get("caption")
         return
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if suffix == ".jsonl":
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            yield number, *((row.get("file"), row.get("caption")) if isinstance(row, dict) else (None, None))
-        else:
-            name, _, caption = line.rstrip("\r\n").partition("\t")
-            yield number, name, caption or None
+    for number, line in enumerate(read_lines(files, file.name, where), 1):
+        name, _, caption = line.rstrip("\r\n").partition("\t")
+        if line.strip():
+            yield number, name, caption

@@ -20,7 +20,9 @@ from typing import Any
 
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
+from dstrain.data.formats.labels import ClassList
 from dstrain.disk.small import parse_json
+from dstrain.disk.texts import list_captions
 from dstrain.recipe import ConfigError, NotRead
 
 HUB = "hf-dataset:"
@@ -46,6 +48,7 @@ class Tables(Layout):
     """Files with a column of images; a sample's name is that of its file and its row there."""
 
     suffix: str
+    labels_written = True
     columns_read = ("image", "label", "caption")
 
     @cached_property
@@ -122,6 +125,8 @@ class Tables(Layout):
             label = row[columns.label]
             if isinstance(label, bool):
                 label = int(label)
+            elif isinstance(label, str):
+                label = ClassList().read(label, f"{self.request.key}={self.root}: {place.name}")
             in_range = isinstance(label, int) and 0 <= label < (len(self.classes) or 1 << 31)
             if not in_range and not isinstance(label, str):
                 raise ConfigError(
@@ -130,8 +135,7 @@ class Tables(Layout):
                     "out, or take another split"
                 )
         for name in columns.captions:
-            texts = row[name] if isinstance(row[name], list) else [row[name]]
-            captions += [str(text or "").strip() for text in texts]
+            captions += list_captions(row[name])
         if columns.captions and not captions:
             captions = [""]  # Without a text, it will be a bad sample.
         return Sample(place, label, tuple(captions))

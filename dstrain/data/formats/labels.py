@@ -14,6 +14,7 @@ A line is a class: the name of its folder. If all lines begin with a synset (n01
     golden retriever                          any other name is the whole line
 """
 
+import io
 import os
 import re
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any
 
 from dstrain.data.source import Source
 from dstrain.disk import small
+from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, parse_number, read_label
 from dstrain.recipe import ConfigError
 
 SYNSET = re.compile(r"n\d{8}")
@@ -61,6 +63,21 @@ class ClassList:
             )
         return place
 
+    def read(self, value: Any, at: str) -> int | str | None:
+        """Returns the label that a text, or a value of JSON, says; without a list as text; None if it says none.
+
+        Raises ConfigError if it is neither a whole number nor a name, or the list does not have it.
+        """
+        try:
+            text = read_label(value, self.places)
+        except ValueError as error:
+            raise ConfigError(
+                f"{at}: {error}: mend it, name the column of labels, data.columns={{label: NAME}}, or write "
+                "data.labels=none"
+            ) from None
+        number = None if text is None or text in self.places or not self.classes else parse_number(text)
+        return None if text is None else self.number(text if number is None else number, at)
+
     def prefix(self, name: str, at: str) -> int | str:
         """Returns the class before the first `_` in a file's name, as ADM reads CLASS_name.png.
 
@@ -84,7 +101,7 @@ def read_class_list(path: str | None) -> ClassList:
         return ClassList()
     where = f"data.class_list={path}"
     try:
-        lines = [line.strip() for line in small.read_text(path).lstrip("\ufeff").splitlines()]
+        lines = [clean_text(line) for line in io.StringIO(decode_text(small.read_bytes(path, LONGEST_TEXT)), None)]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{where} cannot be read ({' '.join(str(error).split())}): name a text file (UTF-8) with a class a line"
@@ -130,7 +147,7 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
         return None
     rows = content["labels"] or []
     try:
-        labels = dict(rows)
+        labels = {name: label if type(label) is int else parse_number(read_label(label) or "") for name, label in rows}
     except (TypeError, ValueError):
         labels = {"": None}
     for name, label in labels.items():

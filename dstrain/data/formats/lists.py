@@ -19,6 +19,7 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import TABLES, Table, open_table, read_lines
 from dstrain.data.formats.base import Layout, Place, Request, Sample, file_exists
 from dstrain.data.formats.labels import ClassList, read_class_list
+from dstrain.disk.texts import TEXT_NAMES, list_captions
 from dstrain.recipe import ConfigError
 
 COLUMNS = {  # names by which a column is known, the first that is there counts
@@ -36,13 +37,11 @@ COLUMNS = {  # names by which a column is known, the first that is there counts
         "video_path",
     ),
     "label": ("label", "class", "class_name", "category"),
-    "caption": ("caption", "captions", "text", "prompt"),
+    "caption": TEXT_NAMES,
 }
 _METADATA = tuple(f"metadata{suffix}" for suffix in TABLES)
 _NAMED = 20  # columns that a message names
 _LOOKED = 20  # first rows whose files are looked for
-_NUMBER = re.compile(r"-?[0-9]{1,19}(\.0+)?")  # a whole number as tables write it
-_FRACTION = re.compile(r"[-+]?[0-9]*\.[0-9]*[1-9][0-9]*")  # a score, which would be a class of its own in each row
 _LINE = re.compile(r"(\S.*?\.[A-Za-z0-9]{2,5})(?:\s+(\d{1,9}))?\s*")
 _CLASSES = "classInd.txt"  # of UCF-101: lines such as 1 ApplyEyeMakeup
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
@@ -60,7 +59,6 @@ class TableList(Layout):
         super().__init__(root, files, request)
         self.names = read_class_list(request.class_list)
         self.classes = self.names.classes
-        self.numbers: bool | None = None
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -87,13 +85,12 @@ class TableList(Layout):
         table = self._open()
         columns = self._columns(table)
         label = columns["label"] if self.request.labels == "auto" else []
-        if label and self.numbers is None:
-            self.numbers = not self.classes and _are_numbers(table, label)
+        self.labels_written = bool(label)
         base = self._base(table, columns)
         for line, row in table.rows([column for kind in columns.values() for column in kind], int(group)):
             at = f"{table.where}, {table.noun} {line}"
             path = self._path(row, columns["path"], at)
-            captions = [text for column in columns["caption"] for text in _read_captions(row.get(column), at)]
+            captions = [text for column in columns["caption"] for text in _list_captions(row.get(column), at)]
             if columns["caption"] and not captions:
                 captions = [""]  # Without a text, it will be a bad sample.
             yield Sample(
@@ -147,22 +144,9 @@ class TableList(Layout):
         return path.removeprefix("./")
 
     def _label(self, label: Any, at: str) -> int | str:
-        if isinstance(label, float) and label.is_integer():  # pandas writes so where a column has gaps.
-            label = int(label)
-        if type(label) is not int and (not isinstance(label, str) or not label.strip()):
+        label = self.names.read(label, at)
+        if label is None:
             raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
-        label = label.strip() if isinstance(label, str) else label
-        if isinstance(label, str) and _FRACTION.fullmatch(label) and label not in self.names.places:
-            raise ConfigError(
-                f"{at}: the label {label} is neither a whole number nor a name: name the column of "
-                "labels, data.columns={label: NAME}, or write data.labels=none"
-            )
-        if self.numbers or (self.classes and label not in self.names.places):
-            label = int(str(label).partition(".")[0]) if _is_number(label) else label
-        if self.classes:
-            return self.names.number(label, at)
-        if type(label) is int and not 0 <= label < 1 << 20:
-            raise ConfigError(f"{at}: the label {label} is no number from 0 to {(1 << 20) - 1:,}")
         return label
 
     def _unlabelled(self, path: str, at: str) -> str | int | None:
@@ -315,20 +299,12 @@ def _find_metadata(root: str, files: Files, request: Request) -> list[Table]:
     return tables
 
 
-def _read_captions(value: Any, at: str) -> Iterator[str]:
-    """Yields the captions in a value: a text, or a list of texts; none where it is empty.
-
-    Raises ConfigError if it is neither.
-    """
-    for text in value if isinstance(value, list) else [value]:
-        if text is None:
-            continue
-        if not isinstance(text, str):
-            raise ConfigError(
-                f"{at}: {str(text)[:60]} is no caption: name the column of texts, data.columns={{caption: NAME}}"
-            )
-        if text.strip():
-            yield text.strip().encode("utf-8", "replace").decode()
+def _list_captions(value: Any, at: str) -> tuple[str, ...]:
+    """Returns the captions in a value, see `list_captions`. Raises ConfigError if it is no text."""
+    try:
+        return list_captions(value)
+    except ValueError as error:
+        raise ConfigError(f"{at}: {error}: name the column of texts, data.columns={{caption: NAME}}") from None
 
 
 def _is_list(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
@@ -352,19 +328,3 @@ def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tu
             f"{join_few(columns, _NAMED) or 'nothing'}: write one of these"
         )
     return names
-
-
-def _are_numbers(table: Table, columns: list[str]) -> bool:
-    """Returns whether all labels are whole numbers: "10" then is 10, and not the name of a class."""
-    for group in range(table.groups()):
-        if not all(_is_number(row.get(columns[0])) for _, row in table.rows(columns, group)):
-            return False
-    return True
-
-
-def _is_number(label: Any) -> bool:
-    return (
-        type(label) is int
-        or (isinstance(label, float) and label.is_integer())
-        or (isinstance(label, str) and _NUMBER.fullmatch(label.strip()) is not None)
-    )

@@ -18,9 +18,9 @@ from dstrain.data.files.local import Files
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import UNCAPTIONED, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
-from dstrain.data.formats.lists import COLUMNS
 from dstrain.data.source import BadSample, reading
 from dstrain.disk import small
+from dstrain.disk.texts import LONGEST_TEXT, parse_sidecar
 
 _TEXTS = (".txt", ".json")
 _LOOKED = 100  # first images beside which captions are looked for
@@ -73,8 +73,7 @@ class Beside(Folders):
             path = Path(self.root, file)
             try:
                 with reading(file, path):
-                    text = retry(partial(small.read_text, path))
-                    captions = split_captions(text) if file.endswith(".txt") else find_captions(text)
+                    captions = parse_sidecar(file, retry(partial(small.read_bytes, path, LONGEST_TEXT)))
             except BadSample:
                 return _UNREADABLE
             if captions or file.endswith(".txt"):
@@ -86,20 +85,3 @@ class Beside(Folders):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_texts": []}
-
-
-def split_captions(text: str) -> tuple[str, ...]:
-    """Returns the captions in a text, one a line."""
-    return tuple(line.strip() for line in text.splitlines() if line.strip())
-
-
-def find_captions(text: str | bytes) -> tuple[str, ...]:
-    """Returns the captions in a JSON object; () if it has none. Raises ValueError if it is no JSON."""
-    content = small.parse_json(text)
-    value = (
-        next((content[name] for name in COLUMNS["caption"] if name in content), None)
-        if (isinstance(content, dict))
-        else None
-    )
-    texts = value if isinstance(value, list) else [value]
-    return tuple(text.strip() for text in texts if isinstance(text, str) and text.strip())

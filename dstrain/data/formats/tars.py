@@ -11,7 +11,6 @@ are read; links, devices and sparse files are passed over. Of several images of 
 one name none.
 """
 
-import contextlib
 import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -20,13 +19,12 @@ from dstrain.data.files.listing import listing_errors
 from dstrain.data.files.local import Files
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
-from dstrain.data.formats.sidecars import find_captions, split_captions
 from dstrain.disk import small
+from dstrain.disk.texts import clean_text, decode_text, find_captions, split_lines
 from dstrain.recipe import ConfigError, NotRead
 
 MAX_BYTES = 1 << 28  # of a member that is read
 _MOST_TEXT = 1 << 20  # of a text that is read
-_LONGEST_LABEL = 1000  # characters
 _MOST_HEADER = 1 << 20  # of a long name or of further attributes
 _UNPACK = {
     ".tar.gz": "gunzip {}",
@@ -46,6 +44,7 @@ class Tars(Layout):
     """
 
     kind = "webdataset tars"
+    labels_written = True
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -79,7 +78,7 @@ class Tars(Layout):
 
     def samples(self, part: str) -> Iterator[Sample]:
         members = self._members(part)
-        labelled = any(sample.get("cls", sample.get("label")) is not None for sample in members.values())
+        labelled = any(_find_label(sample) is not None for sample in members.values())
         for key in sorted(members):
             sample = members[key]
             if "place" not in sample:
@@ -90,7 +89,8 @@ class Tars(Layout):
                         "with one dot"
                     )
                 continue
-            if labelled and "damaged" in sample and sample.get("cls", sample.get("label")) is None:
+            own = _find_label(sample)
+            if labelled and "damaged" in sample and own is None:
                 raise ConfigError(
                     f"{self.request.key}={self.root}: {part}: {sample['damaged']} is empty or damaged, "
                     "and other samples have labels: mend it, take its sample out, or write "
@@ -100,8 +100,12 @@ class Tars(Layout):
             if self.request.captions and not captions and self.request.noun != "clips":
                 self.leave_out(UNCAPTIONED)
                 continue
-            label = self.label(sample.get("cls", sample.get("label")), key)
-            yield Sample(Place(f"{part}/{key}", 0, *sample["place"]), label, captions)
+            name = f"{part}/{key}"
+            if self.request.labels == "auto":
+                label = self.class_list.read(own, f"{self.request.key}={self.root}: {name}")
+            else:
+                label = self.label(own, key)
+            yield Sample(Place(name, 0, *sample["place"]), label, captions)
 
     def seen(self) -> Iterator[str]:
         for part in self.parts():
@@ -168,25 +172,28 @@ class Tars(Layout):
         if kind in sample or not (wants_captions if kind == "txt" else wants_labels if kind == "cls" else True):
             return
         file.seek(member.offset_data)
-        content = file.read(min(member.size, _MOST_TEXT))
-        if kind == "txt":
-            sample[kind] = split_captions(_decode_text(content)) or ("",)  # a caption that cannot be read: a bad sample
-        elif kind == "cls":
-            sample[kind] = _parse_label(_decode_text(content))
-            if sample[kind] is None:
+        content = file.read(min(member.size, _MOST_TEXT + 1))
+        sample[kind] = None
+        try:
+            if len(content) > _MOST_TEXT:
+                raise ValueError(f"more than {_MOST_TEXT} bytes")
+            text = decode_text(content)
+            if kind == "txt":
+                sample["txt"] = split_lines(text) or ("",)
+            elif kind == "cls":
+                sample["cls"] = clean_text(text) or None
+                if sample["cls"] is None:
+                    sample["damaged"] = member.name
+            else:
+                section = small.parse_json(text)
+                sample["captions"] = find_captions(section) if wants_captions else ()
+                label = section.get("label") if wants_labels and isinstance(section, dict) else None
+                sample["label"] = label if isinstance(label, str | int | float) else None  # not boxes, say
+        except ValueError:
+            if kind == "txt":
+                sample["txt"] = ("",)  # a caption that cannot be read: a bad sample
+            else:
                 sample["damaged"] = member.name
-        else:
-            sample[kind] = True
-            try:
-                sample["captions"] = find_captions(content) if wants_captions else ()
-                section = small.parse_json(content)
-            except ValueError:
-                sample["damaged"] = member.name
-                return
-            with contextlib.suppress(ValueError, AttributeError):  # no label, or no section
-                label = section.get("label")
-                if wants_labels and type(label) in (int, str):
-                    sample["label"] = label if type(label) is int else _parse_label(label)
 
 
 class _Headers:
@@ -220,16 +227,6 @@ def _is_tar(name: str) -> bool:
     return name.lower().endswith(_ENDS)
 
 
-def _decode_text(content: bytes) -> str:
-    """Returns a text without the white space around it, empty where it is no UTF-8: a caption that cannot be read."""
-    try:
-        return content.decode("utf-8").strip()
-    except UnicodeDecodeError:
-        return ""
-
-
-def _parse_label(text: str) -> int | str | None:
-    """Returns a number or the name of a class. Raises ValueError if it is too long for either."""
-    if len(text) > _LONGEST_LABEL:
-        raise ValueError(f"a label has {len(text):,} characters")
-    return int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else text or None
+def _find_label(sample: dict[str, Any]) -> Any:
+    """Returns what the .cls of a sample says, or without one the .json; None if there is nothing."""
+    return sample.get("cls", sample.get("label"))

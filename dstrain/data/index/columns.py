@@ -15,11 +15,13 @@ from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, hash_columns, hash_name
 from dstrain.data.index.verified import write_sums
 from dstrain.disk import atomic, sealed
+from dstrain.disk.texts import parse_number
 from dstrain.recipe import ConfigError, explain_write_errors
 
 ELSEWHERE = "make room, or name another folder for the index with data.index=FOLDER"
 _RENUMBERED = "label.new"  # the column of labels, once classes are sorted
-_LARGEST = 1 << 30  # label
+_LARGEST = 1 << 30  # label of a number that no text says
+_MOST_CLASSES = 1 << 20  # of labels that are numbers in texts
 _CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
 
 
@@ -189,14 +191,20 @@ class Columns:
             return (), []
         where = f"{layout.request.key}={layout.root}"
         if kind == "str":
-            classes = classes or tuple(sorted(names))
-            places = {name: place for place, name in enumerate(classes)}
+            written = layout.labels_written and layout.request.labels == "auto" and not classes
+            numbers = [parse_number(name) for name in names] if written else [None]
+            if None in numbers:
+                classes = classes or tuple(sorted(names))
+                places = {name: place for place, name in enumerate(classes)}
+            else:
+                places = dict(zip(names, numbers))
+                classes = _name_numbers(places, where)
             if unknown := [name for name in names if name not in places]:
                 raise ConfigError(
                     f"{where}: the labels {join_few(unknown)} are not among the {len(classes)} classes "
                     f"{join_few(classes)}"
                 )
-            if list(classes) != names:
+            if list(map(places.get, names)) != list(range(len(names))):
                 self._renumber(columns, np.array([places[name] for name in names], np.int32))
         counts = np.zeros(len(classes), np.int64)
         for start in range(0, self.number, CHUNK):
@@ -212,7 +220,7 @@ class Columns:
 
     def _renumber(self, columns: dict[str, Any], places: np.ndarray) -> None:
         """Puts the label of each sample in another column, or file: the old one is what one can go on from."""
-        old = columns["label"]
+        old = columns.get("label", np.broadcast_to(np.int32(0), self.number))  # a column of zeros is left out
         if self.folder is None:
             columns["label"] = places[old]
             return
@@ -220,3 +228,12 @@ class Columns:
             for start in range(0, self.number, CHUNK):
                 file.write(places[old[start : start + CHUNK]].tobytes())
         columns["label"] = np.memmap(self.folder / _RENUMBERED, np.int32, "r")
+        self.sizes["label"] = columns["label"].nbytes
+
+
+def _name_numbers(places: dict[str, int], where: str) -> tuple[str, ...]:
+    """Returns the classes 0, 1, 2 ... of labels that are all numbers. Raises ConfigError if one is out of range."""
+    wrong = next((name for name, number in places.items() if not 0 <= number < _MOST_CLASSES), None)
+    if wrong is not None:
+        raise ConfigError(f"{where}: the label {wrong} is no number from 0 to {_MOST_CLASSES - 1:,}: mend it")
+    return tuple(map(str, range(max(places.values()) + 1)))

@@ -23,7 +23,7 @@ from dstrain.data.bucket_order import BucketOrder
 from dstrain.data.cached.rows import pack_caption
 from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, Listing, read_clip
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.storage import read_text, retry
+from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.clips import Clips
 from dstrain.data.index.build import open_index
@@ -31,6 +31,7 @@ from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.source import Item, Source, reading
 from dstrain.data.sources.captioned import add_captions
+from dstrain.disk.texts import read_text
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)

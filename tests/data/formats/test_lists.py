@@ -116,7 +116,7 @@ def test_columns_by_name(tmp_path, kind):
         SUFFIXES, captions=True, columns={"path": "url_local", "caption": ["short", "long"], "label": "category"}
     )
     samples = listed(path, request)
-    assert [sample.label for sample in samples] == [0, 5, 10, 15, 20, 25]
+    assert [int(sample.label) for sample in samples] == [0, 5, 10, 15, 20, 25]
     assert [sample.captions for sample in samples] == [
         (*((f"a{n}", f"b{n}") if kind in ("jsonl", "parquet") else (f"a{n}",)), f"long {n}") for n in range(6)
     ]

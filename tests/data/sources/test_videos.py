@@ -120,7 +120,7 @@ def test_fingerprint_notices_changes(tmp_path):
         ("a.jsonl", '{"file": "v0.webp"}\n', "line 1: no file and caption"),
         ("a.jsonl", "[1]\n", "line 1"),
         ("a.jsonl", "nonsense\n", "line 1"),
-        ("a.txt", b"\xff\xfe\t\n", "cannot be read"),
+        ("a.txt", b"\xff\xfe\t\n", "no UTF-8.*iconv -f UTF-16"),
         (None, "", "cannot be read"),
     ],
 )

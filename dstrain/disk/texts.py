@@ -1,0 +1,98 @@
+"""Labels and texts as people write them: one parser of each, for every form of data and for prompts.
+
+A text is UTF-8, or UTF-16 behind a byte order mark, and that mark is no part of it. A caption or a prompt ends where a
+line ends, at a line feed or a carriage return. Other separators, such as U+2028 or a form feed, belong to the text.
+
+A label is a whole number or the name of a class. 10, "10", 10.0 and "10.0" are one number; true is the name "true", as
+tables write it. Labels are numbers where all labels of the data are, and names else (index/columns.py).
+"""
+
+import codecs
+import math
+import re
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from dstrain.disk import small
+
+TEXT_NAMES = ("caption", "captions", "text", "prompt")  # of a column, or of an entry in a JSON object; the first counts
+_LONGEST_LABEL = 1000  # characters
+LONGEST_TEXT = 16 * small.MEGABYTE  # of a file
+_NUMBER = re.compile(r"-?[0-9]{1,19}(\.0*)?")  # a whole number as tables write it
+_FRACTION = re.compile(r"[-+]?[0-9]*\.[0-9]*[1-9][0-9]*")  # a score, which would be a class of its own in each row
+_LINE_ENDS = re.compile(r"\r\n|\r|\n")
+
+
+def decode_text(content: bytes) -> str:
+    """Returns the text in the bytes of a file. Raises UnicodeDecodeError, a ValueError, if there is none."""
+    marked = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if marked else "utf-8-sig")
+
+
+def clean_text(text: str) -> str:
+    """Returns a text without the white space and the byte order marks around it."""
+    return text.strip().strip("\ufeff").strip()
+
+
+def split_lines(text: str) -> tuple[str, ...]:
+    """Returns the lines of a text that are not blank: captions or prompts, one a line."""
+    return tuple(line for line in map(clean_text, _LINE_ENDS.split(text)) if line)
+
+
+def list_captions(value: Any) -> tuple[str, ...]:
+    """Returns the captions in a value of a table or of JSON: a text, or a list of texts; () where there is none.
+
+    Raises ValueError if it is neither.
+    """
+    texts = [text for text in (value if isinstance(value, list) else [value]) if text is not None]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"{str(text)[:60]} is no caption")
+    # Half a character, which JSON may hold, becomes a question mark, as in the index.
+    return tuple(text.encode("utf-8", "replace").decode() for text in map(clean_text, texts) if text)
+
+
+def find_captions(content: Any) -> tuple[str, ...]:
+    """Returns the captions in a JSON object that stands beside a sample; () where it has none."""
+    if isinstance(content, dict):
+        value = next((content[name] for name in TEXT_NAMES if name in content), None)
+        texts = value if isinstance(value, list) else [value]
+        return list_captions([text for text in texts if isinstance(text, str)])
+    return ()
+
+
+def parse_sidecar(name: str, content: bytes) -> tuple[str, ...]:
+    """Returns the captions in the bytes of X.txt, one a line, or of X.json. Raises ValueError if these are damaged."""
+    text = decode_text(content)
+    return find_captions(small.parse_json(text)) if name.lower().endswith(".json") else split_lines(text)
+
+
+def read_label(value: Any, names: Container[str] = ()) -> str | None:
+    """Returns a label as text, a whole number without a fraction; None if there is none.
+
+    names: known classes, which may look like anything. Raises ValueError if it is neither a whole number nor a name.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"{str(value)[:60]} is no label")
+    text = clean_text(str(value).lower() if isinstance(value, bool) else str(value))
+    if text in names:
+        return text
+    if len(text) > _LONGEST_LABEL:
+        raise ValueError(f"a label has {len(text):,} characters")
+    if _FRACTION.fullmatch(text) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(f"the label {text} is neither a whole number nor a name")
+    number = parse_number(text)
+    return text or None if number is None else str(number)
+
+
+def parse_number(text: str) -> int | None:
+    """Returns the whole number that a text is, None if it is none."""
+    return int(text.partition(".")[0]) if _NUMBER.fullmatch(text) else None
+
+
+def read_text(path: Path) -> str:
+    """Reads the text of a file, its caption. Raises OSError, or ValueError if it is no text."""
+    return clean_text(decode_text(small.read_bytes(path, LONGEST_TEXT)))
