@@ -14,7 +14,7 @@ from dstrain.data.formats.base import Request
 from dstrain.data.formats.clips import read_captions
 from dstrain.data.sources.images import open_images
 from dstrain.disk.texts import decode_text, list_captions, parse_sidecar, read_label, split_lines
-from dstrain.encoders.text import captions_of
+from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError
 from tests.support.pictures import picture
 
@@ -89,7 +89,7 @@ def write_form(form: str, root: Path, labels: list[object], captions: list[objec
 def read_form(path: Path) -> tuple[list[int], list[str]]:
     source = open_images(path, 16, split="all", request=Request(SUFFIXES, captions=True))
     items = [source[index] for index in range(len(source))]
-    return [item["label"] for item in items], [captions_of(item["caption"][None])[0] for item in items]
+    return [item["label"] for item in items], [unpack_captions(item["caption"][None])[0] for item in items]
 
 
 @pytest.mark.parametrize("form", ["tar cls txt", "tar json", "csv", "tsv", "jsonl", "parquet"])
