@@ -6,7 +6,6 @@ variance (0.18215 for Stable Diffusion's). The weights are those of a diffusers 
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.frozen import Frozen
+from dstrain.encoders.frozen import Frozen, explain_loading
 from dstrain.encoders.precision import Precision, cast_weights, choose_precision, compute_in
-from dstrain.recipe import ConfigError
 
 # The keys of AutoencoderKL's config that decide the codes, with diffusers' defaults. Only other values than these enter
 # a fingerprint, so that an autoencoder keeps its fingerprint where another version of diffusers adds or lacks a key.
@@ -131,30 +129,19 @@ def _find_dtype(network: nn.Module) -> torch.dtype:
     return next(network.parameters()).dtype
 
 
-def _may_be_hub_name(path: str) -> bool:
-    """Tells whether a path that is no folder can be a name on the hub, where an unknown one costs half a minute."""
-    owner, _, _name = path.partition("/")
-    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()
-
-
 def _load_autoencoder(path: str) -> nn.Module:
     from diffusers import AutoencoderKL  # slow to import, and only users of a first stage need it
 
-    folder = Path(path)
-    if folder.is_dir() and not (folder / "config.json").is_file() and (folder / "vae").is_dir():
-        folder = folder / "vae"
-    if not folder.is_dir() and not _may_be_hub_name(path):
-        raise ConfigError(
-            f"first_stage.path: there is no folder {path}; export one first with dstrain export RUN "
-            f"--out {path}, save one there with AutoencoderKL.from_pretrained(NAME).save_pretrained"
-            "(FOLDER), or give a name on the hub, as stabilityai/sd-vae-ft-mse"
-        )
-    try:
+    remedy = (
+        f"export one first with dstrain export RUN --out {path}, save one there with "
+        "AutoencoderKL.from_pretrained(NAME).save_pretrained(FOLDER), or give a name on the hub, as "
+        "stabilityai/sd-vae-ft-mse"
+    )
+    with explain_loading("AutoencoderKL", "first_stage.path", path, "config.json and *.safetensors", remedy):
+        folder = Path(path)
+        if not (folder / "config.json").is_file() and (folder / "vae").is_dir():
+            folder = folder / "vae"
+        # low_cpu_mem_usage=False keeps diffusers from warning that accelerate is missing.
         return AutoencoderKL.from_pretrained(
-            str(folder) if folder.is_dir() else path, use_safetensors=True, low_cpu_mem_usage=False
-        )  # else a warning about accelerate
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"first_stage.path: no AutoencoderKL can be loaded from {path!r} ({error}); give a folder "
-            "with config.json and *.safetensors, or a hub name that this machine can reach"
-        ) from error
+            str(folder), use_safetensors=True, low_cpu_mem_usage=False, local_files_only=folder.is_dir()
+        )

@@ -1,13 +1,22 @@
-"""What all frozen encoders share: how they stay frozen, and the messages about a folder that holds none."""
+"""Frozen networks of others, and the one place that lets transformers and diffusers read them.
 
+A folder of an encoder may come from anybody. Of its files only JSON, safetensors and vocabularies are read: its code is
+not imported (auto_map), its pickles are not opened, no other library is loaded because its config names it, nobody is
+asked a question, and the network is not tried for a folder that is there.
+"""
+
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
 from dstrain.recipe import ConfigError
+
+_ATTENTION = (None, "eager", "sdpa")  # others are kernels, which transformers would download and load
 
 
 class Frozen(nn.Module):
@@ -18,13 +27,19 @@ class Frozen(nn.Module):
 
 
 @contextmanager
-def explain_loading(kind: str, key: str, path: str, content: str) -> Iterator[None]:
+def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = "") -> Iterator[None]:
     """Explains what fails in a block that loads a `kind` of network from a folder with `content`, or by a hub name.
 
-    Raises ConfigError, which names the `key`, if the path looks like a folder and is none, or the block fails to read.
+    remedy  where the path is neither; with it a name on the hub has an owner, which old ones of text encoders lack.
+    Raises ConfigError, which names the `key`, if the path is no folder and no name, or the block fails to read.
     """
-    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
-        raise ConfigError(f"{key}: there is no folder {path}; give one that holds {content}, or a name on the hub")
+    if not (Path(path).is_dir() or (_may_be_hub_name(path) and ("/" in path or not remedy))):
+        remedy = remedy or f"give one that holds {content}, or a name on the hub"
+        raise ConfigError(f"{key}: there is no folder {path}; {remedy}")
+    if (Path(path) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{key}: {path} holds an adapter, and the network under it would come from elsewhere: merge it"
+        )
     try:
         yield
     except (OSError, ValueError) as error:
@@ -34,6 +49,52 @@ def explain_loading(kind: str, key: str, path: str, content: str) -> Iterator[No
         ) from error
 
 
+def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
+    """Returns what a class of transformers reads from a folder or hub name, by `from_pretrained`."""
+    from transformers import dynamic_module_utils
+
+    # A class that is not told trust_remote_code would ask, and run code for a "y". At 0 seconds it does not ask.
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    return loader.from_pretrained(path, trust_remote_code=False, local_files_only=Path(path).is_dir(), **options)
+
+
+def read_config(path: str) -> Any:
+    """Reads the config of a network of transformers. Raises ValueError if it asks for code of somebody else."""
+    from transformers import AutoConfig  # slow to import, and only users of such networks need it
+
+    config = read_pretrained(AutoConfig, path)
+    for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
+        if getattr(part, "_attn_implementation", None) not in _ATTENTION:
+            raise ValueError(f"config.json asks for the kernel {part._attn_implementation}; leave it out there")
+        if getattr(part, "quantization_config", None) is not None:
+            raise ValueError("config.json has a quantization_config, and quantized weights are not read")
+    return config
+
+
+def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Module:
+    """Reads a network of transformers with a config of `read_config`, from safetensors alone."""
+    return read_pretrained(loader, path, config=config, use_safetensors=True, **options)
+
+
+def read_json(key: str, path: str, name: str) -> Any:
+    """Reads a JSON file of an encoder's folder or hub page; None if it has none of that name."""
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    try:
+        return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError:
+        raise ConfigError(f"{key}: {name} of {path} is no JSON; fetch it again") from None
+
+
 def shorten_error(error: Exception) -> str:
     """Returns an error's message without line breaks, at most 200 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
+def _may_be_hub_name(path: str) -> bool:
+    """Tells whether a path that is no folder can be a name on the hub, where an unknown one costs half a minute."""
+    owner = path.partition("/")[0]
+    return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()

@@ -2,14 +2,13 @@
 towers whose features metrics compare: DINOv2 for images, VideoMAE for clips, from local folders.
 """
 
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dstrain.encoders.frozen import Frozen, explain_loading
+from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network
 from dstrain.recipe import ConfigError
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as both were trained
@@ -33,8 +32,7 @@ class ImageEncoder(Frozen):
         self.eval().requires_grad_(False)
         self.embed_dim = self.projection.out_features
         self.image_size = self.model.config.image_size
-        file = Path(path) / "preprocessor_config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        config = read_json("image_encoder", path, "preprocessor_config.json") or {}
         for name, values in (("mean", config.get("image_mean", CLIP_MEAN)), ("std", config.get("image_std", CLIP_STD))):
             # float32 even where zero.Init creates tensors in the compute dtype, whose rounding would shift every pixel.
             self.register_buffer(name, torch.tensor(values).float().view(3, 1, 1), persistent=False)
@@ -52,42 +50,41 @@ class ImageEncoder(Frozen):
 
 
 def _load_tower(path: str) -> tuple[nn.Module, nn.Module]:
-    """CLIP's image tower and its projection."""
+    """Returns CLIP's image tower and its projection."""
     # Slow to import, and only users of images need it.
-    from transformers import AutoConfig, CLIPModel, CLIPVisionModelWithProjection
+    from transformers import CLIPModel, CLIPVisionModelWithProjection
 
     kinds = {"clip": CLIPModel, "clip_vision_model": CLIPVisionModelWithProjection}
     with explain_loading("CLIP model", "image_encoder", path, "config.json and *.safetensors"):
-        kind = AutoConfig.from_pretrained(path).model_type
-        if kind not in kinds:
-            raise ConfigError(f"it is of type {kind}, and only CLIP is known here")
-        model = kinds[kind].from_pretrained(path, use_safetensors=True)
+        config = read_config(path)
+        if config.model_type not in kinds:
+            raise ConfigError(f"it is of type {config.model_type}, and only CLIP is known here")
+        model = read_network(kinds[config.model_type], path, config)
         return model.vision_model, model.visual_projection
 
 
 class VisionTower(Frozen):
     """Images or clips to one vector each, without gradient.
 
-    path    a folder with config.json and *.safetensors
+    folder  holds config.json and *.safetensors
     kind    dinov2: the class token after the last norm, as FD-DINOv2 takes it (Stein et al. 2023); videomae: the mean
             of all tokens
 
     Attributes: dim (D), num_frames of a clip (None for images).
-    Raises ConfigError where nothing of that kind can be loaded from `path`.
+    Raises ConfigError where nothing of that kind can be loaded from `folder`.
     """
 
-    def __init__(self, path: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str) -> None:
         super().__init__()
-        from transformers import AutoConfig, AutoModel  # slow to import, and only its users need it
+        path = str(folder.absolute())  # A name on the hub is none here.
+        from transformers import AutoModel  # slow to import, and only its users need it
 
-        with explain_loading(f"{kind} model", "--features", str(path), "config.json and *.safetensors"):
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with explain_loading(f"{kind} model", "--features", path, "config.json and *.safetensors"):
+            config = read_config(path)
             if not config.model_type.startswith(kind):
-                raise ConfigError(f"--features {kind}:{path}: the folder holds a model of type {config.model_type}")
+                raise ConfigError(f"--features {kind}:{folder}: the folder holds a model of type {config.model_type}")
             # In fp32, also where the folder's weights are halves.
-            self.model = AutoModel.from_pretrained(
-                path, use_safetensors=True, local_files_only=True, dtype=torch.float32, attn_implementation="sdpa"
-            )
+            self.model = read_network(AutoModel, path, config, dtype=torch.float32, attn_implementation="sdpa")
         self.eval().requires_grad_(False)
         self.dim, self.kind = config.hidden_size, kind
         self.num_frames = getattr(config, "num_frames", None)

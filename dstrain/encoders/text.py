@@ -6,12 +6,11 @@ Two kinds are read, by a local folder or a name on the Hugging Face hub:
     sentence    any encoder with token states, such as MiniLM or T5's: text_embed is their mean, or the first one where
                 the 1_Pooling/config.json of sentence-transformers says so (Reimers & Gurevych 2019)
 
-text_encodings are the last token states; text_mask is true at tokens of the text and false at padding. Weights are read
-from safetensors only, never from pickled files.
+text_encodings are the last token states; text_mask is true at tokens of the text and false at padding. What is longer
+than an encoder or a model reads is cut in training, caches and prompts alike: `describe_cut` counts it and says so.
 """
 
-import json
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,8 +18,10 @@ from torch import Tensor, nn
 
 from dstrain.distributed.group import to_device
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.frozen import Frozen, explain_loading
+from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network, read_pretrained
 from dstrain.recipe import ConfigError
+
+_TEXTS = 64  # texts encoded at once
 
 
 class TextEncoder(Frozen):
@@ -52,6 +53,14 @@ class TextEncoder(Frozen):
         config = {"class": type(self.model).__name__} | ({"pooling": "cls"} if self.pooling == "cls" else {})
         return hash_network(config, self.state_dict() | dict(self.named_buffers()))
 
+    def count_tokens(self, captions: list[str]) -> list[int]:
+        """Counts the tokens of each caption, those included that are cut and those that mark beginning and end."""
+        return [len(ids) for ids in self.tokenizer(captions, verbose=False)["input_ids"]]
+
+    def describe_cut(self, captions: list[str], what: str) -> str:
+        """Says how much of the captions is cut, see the function; "" if nothing is."""
+        return describe_cut(self.count_tokens(captions), self.max_length, what)
+
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
         """Returns text_embed float32 (N, D), text_encodings float32 (N, L, E), text_mask bool (N, L), on its device.
@@ -75,6 +84,43 @@ class TextEncoder(Frozen):
         return {"text_embed": embed, "text_encodings": encodings, "text_mask": mask.bool()}
 
 
+def load_text_encoder(path: str | None, max_length: int | None = None, expected: str | None = None) -> TextEncoder:
+    """Loads the encoder that model.text_encoder names. Raises ConfigError if there is none, or another one."""
+    if path is None:
+        raise ConfigError(
+            "model.text_encoder: texts are to be encoded and none is named; give the folder or hub name of the encoder "
+            "that the data were encoded with (generate: --text-encoder)"
+        )
+    encoder = TextEncoder(path, max_length)
+    if expected is not None and (loaded := encoder.fingerprint()) != expected:
+        raise ConfigError(
+            f"text_encoder: {path} is the encoder {loaded}, the encodings of the data are of {expected} "
+            "(text_encoder_fingerprint); name the one of the data"
+        )
+    return encoder
+
+
+def encode_distinct(texts: list[str], encode: Callable[[list[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Encodes each distinct text once, some at a time, and returns a row for each of `texts`, (N, ...)."""
+    row_of: dict[str, int] = {}
+    rows = torch.tensor([row_of.setdefault(text, len(row_of)) for text in texts])
+    distinct = list(row_of)
+    parts = [encode(distinct[first : first + _TEXTS]) for first in range(0, len(distinct), _TEXTS)]
+    return {name: torch.cat([part[name] for part in parts])[rows] for name in parts[0]}
+
+
+def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "tokens") -> str:
+    """Says how many texts (`what`: prompts, captions) of these lengths are cut after `longest` units; "" if none is."""
+    lengths = list(lengths)
+    cut = [length - longest for length in lengths if length > longest]
+    if not cut:
+        return ""
+    return (
+        f"{what}: {len(cut):,} of {len(lengths):,} are cut: {longest} {unit} of a text are read, and they have up to "
+        f"{longest + max(cut)}; {sum(cut):,} {unit} are left out"
+    )
+
+
 def unpack_captions(packed: Tensor) -> list[str]:
     """Captions as batches hold them, UTF-8 padded with zeros, as strings: uint8 (N, bytes) -> N strings."""
     return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in packed.cpu().numpy()]
@@ -83,12 +129,13 @@ def unpack_captions(packed: Tensor) -> list[str]:
 def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
     """Returns the encoder, CLIP's projection (None for others) and the tokenizer."""
     # Slow to import, and only users of captions need it.
-    from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPModel, CLIPTextModelWithProjection
+    from transformers import AutoModel, AutoTokenizer, CLIPModel, CLIPTextModelWithProjection
 
     kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection}
     with explain_loading("text encoder", "text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
-        kind = kinds.get(AutoConfig.from_pretrained(path).model_type, AutoModel)
-        model, tokenizer = kind.from_pretrained(path, use_safetensors=True), AutoTokenizer.from_pretrained(path)
+        config = read_config(path)
+        kind = kinds.get(config.model_type, AutoModel)
+        model, tokenizer = read_network(kind, path, config), read_pretrained(AutoTokenizer, path)
         if kind is not AutoModel:
             return model.text_model, model.text_projection, tokenizer
         return model.get_encoder() if model.config.is_encoder_decoder else model, None, tokenizer
@@ -108,14 +155,14 @@ def _set_padding(tokenizer: Any, path: str) -> None:
 
 def _read_pooling(path: str) -> str:
     """Reads how a sentence encoder makes one vector of its token states. Raises ConfigError unless by mean or cls."""
-    for module in _read_json(path, "modules.json") or []:
+    for module in read_json("text_encoder", path, "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):
             raise ConfigError(
                 f"text_encoder: {path} ends with a layer of kind {kind} (modules.json), which is not "
                 "read here; take an encoder without it"
             )
-    config = _read_json(path, "1_Pooling/config.json")
+    config = read_json("text_encoder", path, "1_Pooling/config.json")
     if config is None:
         return "mean"
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
@@ -132,16 +179,3 @@ def _read_pooling(path: str) -> str:
             "all tokens or the first one (cls) is known here; take another encoder"
         )
     return known[modes[0]]
-
-
-def _read_json(path: str, name: str) -> Any:
-    """Reads a JSON file of an encoder's folder or hub page; None if it has none of that name."""
-    from transformers.utils import cached_file
-
-    file = cached_file(
-        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
-    try:
-        return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
-    except ValueError:
-        raise ConfigError(f"text_encoder: {name} of {path} is no JSON; fetch it again") from None

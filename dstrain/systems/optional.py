@@ -65,6 +65,10 @@ class Prompted:
         """Conditions for one sample for each text, (N, ...) each. Raises ConfigError if the system takes none."""
         raise ConfigError(f"a {type(self).__name__} takes no texts")
 
+    def describe_cut(self, texts: list[str], what: str) -> str:
+        """Says how much of texts (`what`: prompts, captions) is cut, since the model does not read it; "" if none."""
+        return ""
+
     @property
     def takes_pictures(self) -> bool:
         """Returns whether samples can begin from pictures or frames."""

@@ -342,6 +342,9 @@ class PhenakiSystem(System):
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
         return self.texts.of_texts(texts)
 
+    def describe_cut(self, texts: list[str], what: str) -> str:
+        return self.texts.describe_cut(texts, what)
+
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """Returns prime: videos uint8 (N, K, C, H, W) to go on from; pictures (N, C, H, W) are videos of one frame."""
         video = images if images.ndim == 5 else images[:, None]

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from dstrain.distributed.group import to_device
-from dstrain.encoders.text import TextEncoder, unpack_captions
+from dstrain.encoders.text import TextEncoder, describe_cut, encode_distinct, load_text_encoder, unpack_captions
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Config
 
 NAMES = ("words", "text_encodings", "text_mask")
 _WORD = re.compile(r"\w+")
 _CAPTION_BYTES = 512  # size of a caption in a batch
-_PROMPTS = 64  # texts encoded at once
 _REMEMBERED = 256  # most texts whose inputs are remembered for the next call
 
 TextInputs = dict[str, Tensor]  # words int64 (N, L); or text_encodings (N, L, E), text_mask (N, L)
@@ -69,10 +68,9 @@ class Reader:
             raise ConfigError("prompts: this model is unconditional and reads no texts; leave them out")
         row_of, inputs = self._last
         if not row_of.keys() >= set(texts):
-            row_of = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-            distinct, cpu = list(row_of), torch.device("cpu")
-            batches = [self._read(distinct[i : i + _PROMPTS], cpu) for i in range(0, len(distinct), _PROMPTS)]
-            inputs = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+            distinct, cpu = list(dict.fromkeys(texts)), torch.device("cpu")
+            row_of = {text: row for row, text in enumerate(distinct)}
+            inputs = encode_distinct(distinct, lambda some: self._read(some, cpu))
             self._last = (row_of, inputs) if len(row_of) <= _REMEMBERED else ({}, {})
             if self._cached:
                 self.encoder = None
@@ -102,6 +100,12 @@ class Reader:
         reads = self.config.text_encodings_dim is not None and not self._cached and not self.config.unconditional
         return f" text_encoder={self._loaded().fingerprint()}" if reads else ""
 
+    def describe_cut(self, texts: list[str], what: str) -> str:
+        """Says how much of the texts the model cannot read; "" if it reads all."""
+        if self.config.text_encodings_dim is not None:
+            return self._loaded().describe_cut(texts, what)
+        return describe_cut(map(len, map(split_words, texts)), self.config.max_text_len, what, "words")
+
     @property
     def _cached(self) -> bool:
         """Tells whether the data hold text encodings."""
@@ -109,20 +113,9 @@ class Reader:
 
     def _loaded(self) -> TextEncoder:
         """Loads the encoder at the first caption: cached encodings need none."""
+        config = self.config
         if self.encoder is None:
-            if self.config.text_encoder is None:
-                raise ConfigError(
-                    "model.text_encoder: texts are to be encoded and none is named; give the folder or "
-                    "hub name of the encoder of the data's encodings (generate: --text-encoder)"
-                )
-            encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len)
-            expected = self.config.text_encoder_fingerprint
-            if expected is not None and (loaded := encoder.fingerprint()) != expected:
-                raise ConfigError(
-                    f"text_encoder: {self.config.text_encoder} is the encoder {loaded}, the encodings of "
-                    f"the data are of {expected} (text_encoder_fingerprint); name the one of the data"
-                )
-            self.encoder = encoder
+            self.encoder = load_text_encoder(config.text_encoder, config.max_text_len, config.text_encoder_fingerprint)
         return self.encoder
 
 
@@ -131,11 +124,16 @@ def select_texts(tensors: dict[str, Tensor]) -> TextInputs:
     return {name: tensors[name] for name in NAMES if name in tensors}
 
 
+def split_words(text: str) -> list[str]:
+    """Returns the words that are hashed, in lower case."""
+    return _WORD.findall(text.lower())
+
+
 def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
     """Ids of hashed words, int64 (N, max_text_len); later words are left out."""
     rows = []
     for text in texts:
-        words = _WORD.findall(text.lower())[:max_text_len]
+        words = split_words(text)[:max_text_len]
         ids = [1 + zlib.crc32(word.encode()) % (num_words - 1) for word in words]
         rows.append(ids + [0] * (max_text_len - len(ids)))
     return torch.tensor(rows, dtype=torch.int64).view(len(texts), max_text_len)

@@ -21,7 +21,7 @@ from dstrain.diffusion.solvers import eta_of
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders import emoji
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.text import TextEncoder, unpack_captions
+from dstrain.encoders.text import TextEncoder, encode_distinct, load_text_encoder, unpack_captions
 from dstrain.nn.fitting import Fitted
 from dstrain.recipe import ConfigError, Samples
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
@@ -32,7 +32,6 @@ from dstrain.systems.prior.network import PriorBlock, PriorTransformer
 
 TEXT = ("text_embed", "text_encodings", "text_mask")
 MEASURED_STEPS = 64  # the paper's samples take as many
-_PROMPTS = 64  # texts encoded at once
 
 
 class PriorSystem(System):
@@ -140,12 +139,7 @@ class PriorSystem(System):
     def text_encoder(self, device: torch.device) -> TextEncoder:
         """Loads the frozen encoder at the first caption: cached embeddings need none."""
         if self._encoder is None:
-            if self.config.text_encoder is None:
-                raise ConfigError(
-                    "model.text_encoder: texts are to be encoded and none is named; give the folder or "
-                    "hub name of the encoder of the data's embeddings (generate: --text-encoder)"
-                )
-            self._encoder = TextEncoder(self.config.text_encoder, self.config.text_tokens or None)
+            self._encoder = load_text_encoder(self.config.text_encoder, self.config.text_tokens or None)
         return self._encoder.to(device)
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
@@ -319,16 +313,24 @@ class PriorSystem(System):
             terms |= {f"similarity/{count}/{name}": value for name, value in cosines.items()}
         return terms
 
+    def _read_built_in(self, texts: list[str]) -> Tensor | None:
+        """Returns the package's text embeddings of built-in captions; None where the encoder is needed."""
+        built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
+        return emoji.read_text_embeds(texts) if built_in else None
+
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
         """Returns the frozen encoder's outputs, on the CPU, or those of the built-in captions, from the package."""
-        built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
-        if built_in and (embeds := emoji.read_text_embeds(texts)) is not None:
+        if (embeds := self._read_built_in(texts)) is not None:
             return self._texts({"text_embed": embeds})
-        encoder, row_of = self.text_encoder(torch.device("cpu")), {}
-        rows = torch.tensor([row_of.setdefault(text, len(row_of)) for text in texts])
-        distinct = list(row_of)
-        batches = [self._texts(encoder.encode(distinct[i : i + _PROMPTS])) for i in range(0, len(distinct), _PROMPTS)]
-        return {name: torch.cat([batch[name] for batch in batches])[rows] for name in batches[0]}
+        encoder = self.text_encoder(torch.device("cpu"))
+        return encode_distinct(texts, lambda some: self._texts(encoder.encode(some)))
+
+    def describe_cut(self, texts: list[str], what: str) -> str:
+        return (
+            ""
+            if self._read_built_in(texts) is not None
+            else self.text_encoder(torch.device("cpu")).describe_cut(texts, what)
+        )
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Statistics must be the recipe's, and null texts may be missing, see weights.py."""
