@@ -376,7 +376,7 @@ BUDGETS = {
     "diffusion": 875,
     "disk": 230,
     "distributed": 758,
-    "encoders": 331,
+    "encoders": 365,
     "engine": 2329,
     "metrics": 1231,
     "nn": 763,

@@ -50,7 +50,7 @@ def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = 
 
 
 def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
-    """Returns what a class of transformers reads from a folder or hub name, by `from_pretrained`."""
+    """Returns what a class of transformers reads from a folder or hub name; of networks safetensors alone."""
     from transformers import dynamic_module_utils
 
     # A class that is not told trust_remote_code would ask, and run code for a "y". At 0 seconds it does not ask.
@@ -69,11 +69,6 @@ def read_config(path: str) -> Any:
         if getattr(part, "quantization_config", None) is not None:
             raise ValueError("config.json has a quantization_config, and quantized weights are not read")
     return config
-
-
-def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Module:
-    """Reads a network of transformers with a config of `read_config`, from safetensors alone."""
-    return read_pretrained(loader, path, config=config, use_safetensors=True, **options)
 
 
 def read_json(key: str, path: str, name: str) -> Any:
