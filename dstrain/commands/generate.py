@@ -19,7 +19,7 @@ from dstrain.data.cached.embeddings import find_encoder
 from dstrain.data.cached.rows import read_embeddings
 from dstrain.data.decode.pixels import read_pictures
 from dstrain.distributed import group
-from dstrain.distributed.progress import Bar
+from dstrain.distributed.progress import Bar, phases
 from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import trained
@@ -305,6 +305,9 @@ def _make_request(
             guidance_scale=_choose_guidance_scale(options, run),
             **chosen,
         )
+    texts = [*(options.scenes or dict.fromkeys(captions or ()))]
+    if texts and (cut := system.describe_cut(texts, option.partition(":")[0] or "samples.prompts")):
+        phases().say(cut)
     if options.invert is not None:
         request.conditions["invert"] = images[torch.arange(options.num) % len(images)]
     return request, captions if options.scenes is None else ["; ".join(options.scenes)] * options.num

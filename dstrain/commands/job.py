@@ -182,6 +182,7 @@ def _check_data_and_folder(
         )
     system.accepts(source)
     _require_samples(run, system)
+    cut = system.describe_cut([*run.samples.prompts], "samples.prompts") if run.samples.prompts else ""
     config = systems.config(run.system, run.model)
     require_classes(
         run.data.path,
@@ -194,6 +195,7 @@ def _check_data_and_folder(
     )
     check_quality(run, system, source, held_out)  # asks for a label of each class
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
+    remarks += [cut] if cut else []
     with _collect_problems(problems := []):
         system.require_expressible()
     if options.dry_run:

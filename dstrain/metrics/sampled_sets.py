@@ -13,7 +13,7 @@ from dstrain.data.builtin.moving import MOTIONS, MOVING, captions
 from dstrain.data.open import find_origin
 from dstrain.data.source import Source
 from dstrain.distributed import group
-from dstrain.distributed.progress import Bar
+from dstrain.distributed.progress import Bar, phases
 from dstrain.encoders.precision import Precision
 from dstrain.metrics.clips import SCENES, make_stories, sum_scenes
 from dstrain.metrics.images import Batch, Images
@@ -79,6 +79,8 @@ class Drawn(Images):
         self.samples = request_all_classes(run.samples, run.data, system)
         self.clips = system.num_frames is not None
         self.captions = self.prompts = options.prompts if options.prompts or options.labels else self.samples.prompts
+        if self.prompts and (cut := system.describe_cut([*self.prompts], "prompts")):
+            phases().say(cut)
 
     def __len__(self) -> int:
         return self.num
