@@ -21,8 +21,8 @@ from dstrain.data.cached.shards import read_index
 from dstrain.data.decode.clips import VIDEOS, Cut
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import list_class_folders, listing_errors
-from dstrain.data.formats.base import Layout, Request
+from dstrain.data.files.local import LocalFiles
+from dstrain.data.formats.base import Layout, Request, peek_files
 from dstrain.data.formats.imagenet import split_root
 from dstrain.data.index.build import find_cache_folder, open_index, run_on_first
 from dstrain.data.index.index import Index
@@ -459,15 +459,8 @@ def _lacks_frames(data: Data) -> ConfigError:
 
 
 def _holds_videos(path: str) -> bool:
-    """Returns whether a folder, or its first class, has videos in it and no images."""
-    root, has_videos = Path(path), False
-    with listing_errors(root):
-        classes = list_class_folders(root)[:1]
-    for name in ("", *classes) if root.is_dir() else ():
-        with listing_errors(root), os.scandir(root / name) as entries:
-            for entry in entries:
-                suffix = os.path.splitext(entry.name)[1].lower()
-                if suffix in SUFFIXES:
-                    return False
-                has_videos = has_videos or suffix in VIDEOS or suffix == ".gif"
-    return has_videos
+    """Returns whether a folder has videos in it, and no images, as far as a look at some of its files shows."""
+    if not os.path.isdir(path):
+        return False
+    suffixes = {os.path.splitext(name)[1].lower() for name in peek_files(LocalFiles(path))}
+    return suffixes.isdisjoint(SUFFIXES) and not suffixes.isdisjoint((*VIDEOS, ".gif"))

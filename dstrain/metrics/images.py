@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from dstrain.data.decode.pixels import FORMATS, SUFFIXES, convert_mode, find_samples, open_image, to_tensor
+from dstrain.data.files.listing import walk_files
+from dstrain.data.files.local import is_hidden_path
+from dstrain.data.files.zipped import list_members
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.encoders.text import unpack_captions
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, reword_errors
 
 
 @dataclass
@@ -95,24 +98,12 @@ def _open_images(path: Path, option: str) -> Images:
                 "folder that it wrote"
             )
         if path.is_dir():
-            return Files(
-                path,
-                sorted(
-                    file.relative_to(path).as_posix()
-                    for file in path.rglob("*")
-                    if file.suffix.lower() in SUFFIXES and file.is_file()
-                ),
-                None,
-                option,
-            )
+            return Files(path, sorted(walk_files(path, "", SUFFIXES)), None, option)
         if path.suffix == ".zip":
-            with zipfile.ZipFile(path) as archive:
-                return Files(
-                    path,
-                    sorted(name for name in archive.namelist() if Path(name).suffix.lower() in SUFFIXES),
-                    path,
-                    option,
-                )
+            with reword_errors(f"{option} {path}: "), open(path, "rb") as file:
+                names = [member.orig_filename for member in list_members(file)]
+            names = [name for name in names if name.lower().endswith(SUFFIXES) and not is_hidden_path(name)]
+            return Files(path, sorted(names), path, option)
         if path.suffix == ".npz":
             return Arrays(path, option)
     raise ConfigError(f"{option} {path}: name a folder of images, a .zip of images, or an .npz with arr_0")

@@ -15,6 +15,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, read_clip
 from dstrain.data.decode.pixels import find_samples, read_samples
+from dstrain.data.files.listing import walk_files
 from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.systems.base import Request, System
 
@@ -120,7 +121,7 @@ def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) ->
 def _list_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in (*VIDEOS, *PICTURES))
+    files = [path / name for name in sorted(walk_files(path, "", (*VIDEOS, *PICTURES)))]
     # generate writes each clip as a GIF, which is exact, and as an MP4.
     files = [file for file in files if file.suffix != ".mp4" or file.with_suffix(".gif") not in files]
     if not files:

@@ -20,10 +20,11 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from dstrain.data.files.listing import walk_files
 from dstrain.data.files.storage import require_regular, retry
 from dstrain.recipe import ConfigError
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # compared in lower case
+SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".pjpeg", ".pjp", ".webp", ".bmp")  # compared in lower case
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")  # by content; Pillow's other parsers stay out of reach
 # 512 MiB a worker at Pillow's 4 bytes a pixel: above any camera (a 100 megapixel back fits), and below the 179
 # megapixels at which Pillow refuses by itself.
@@ -66,13 +67,18 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own cap follows
         try:
-            opened = Image.open(file, formats=formats)
+            with Image.open(file, formats=formats) as image:
+                require_below_cap(image.width, image.height)
+                yield image
         except UnidentifiedImageError:
             _refuse_video(file)
             raise UnidentifiedImageError("it is no image that Pillow can read") from None  # its own names an address
-        with opened as image:
-            require_below_cap(image.width, image.height)
-            yield image
+        except ValueError as error:
+            if "MAX_TEXT" not in str(error):
+                raise
+            raise ConfigError(
+                "its texts have more than 1 MB: take them out, as `mogrify -strip FILE` of ImageMagick does"
+            ) from None
 
 
 def _refuse_video(file: str | Path | BinaryIO) -> None:
@@ -175,7 +181,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
     """
     path = find_samples(path)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+        files = [path / name for name in sorted(walk_files(path, "", SUFFIXES))]
         if not files:
             raise ConfigError(f"{path} holds no pictures ({', '.join(SUFFIXES)}): name another")
         try:

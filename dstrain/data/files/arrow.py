@@ -24,6 +24,7 @@ _MAGIC = b"ARROW1\0\0"  # before the stream in a file with a footer
 _BATCH = 256  # rows of a parquet file that are decoded at a time, at most
 _BATCH_BYTES = 1 << 26  # bytes of these rows, where each is as large as the whole column
 _BUFFER = 1 << 16  # bytes that are read at a time from a column of a parquet file
+_LARGEST_FOOTER = 1 << 26  # bytes in which the end of another file before this one is looked for
 _SEARCHED = 64  # bytes of a value that are searched for, before all of it is compared
 
 
@@ -49,7 +50,13 @@ class ArrowFile:
                 message = pa.ipc.read_message(self._bytes.slice(at))
             if message.type == "record batch":
                 yield at, self._read_batch(message)
+            elif message.type == "schema" and at > self._start:
+                break
             at += 8 + len(message.metadata) + (message.body.size if message.body is not None else 0)
+        footer = self._bytes[-10:-6].to_pybytes() if self._start else b""  # its size stands before the last magic
+        rest = int.from_bytes(footer, "little") + 10 if self._start else 0
+        if at + len(_END) + rest != self._bytes.size:
+            raise _say_joined(self.where, at)
 
     def value(self, at: int, row: int, column: str) -> Any:
         """Returns a value of the record batch that begins at the byte `at`."""
@@ -122,6 +129,19 @@ class ParquetFile:
             return PlainChunk(start, self.files.span(self.name, start, chunk.total_compressed_size))
         return None
 
+    def require_one(self) -> None:
+        """Raises ConfigError if another file stands before this one, and the footer is of the last one alone."""
+        groups = (self._metadata.row_group(group) for group in range(self.num_groups))
+        ends = [
+            (chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size
+            for group in groups
+            for chunk in map(group.column, range(group.num_columns))
+        ]
+        end = max(ends, default=0)
+        rest = self.files.stat(self.name).size - end - self._metadata.serialized_size - 8
+        if b"PAR1PAR1" in self.files.span(self.name, end, min(rest, _LARGEST_FOOTER)):
+            raise _say_joined(self.where, end)
+
     def is_compressed(self, column: str) -> bool:
         """Returns whether the values of a column are compressed in the first row group."""
         own = [chunk for chunk in self._chunks(0, [column]) if chunk.path_in_schema in (column, f"{column}.bytes")]
@@ -186,6 +206,13 @@ def _refusing_damage(where: str, kind: str) -> Iterator[None]:
             f"{where} is no readable {kind} file ({' '.join(str(error).split())[:200]}): it is cut "
             "off or damaged; make it anew, or take it away"
         ) from None
+
+
+def _say_joined(where: str, at: int) -> ConfigError:
+    return ConfigError(
+        f"{where} goes on behind its end at byte {at:,}: several files were joined as they are, and only one of them "
+        "would be read: keep each as a file of its own"
+    )
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:

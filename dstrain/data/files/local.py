@@ -1,6 +1,7 @@
 """Files below a root, by relative names with slashes: on a disk here, or behind an address in remote.py."""
 
 import errno
+import fnmatch
 import os
 import re
 import stat
@@ -27,6 +28,7 @@ class Files(ABC):
 
     root: str
     far = False  # at an address: what is needed soon is worth reading ahead
+    pattern: str | None = None  # of the names in the root that count, such as train-*.tar; None: all
 
     @abstractmethod
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
@@ -57,6 +59,11 @@ def is_hidden(name: str) -> bool:
     return name[0] == "." or name in ("__MACOSX", "@eaDir")
 
 
+def is_hidden_path(name: str) -> bool:
+    """Returns whether a part of a relative name is hidden, such as __MACOSX/a/0.png."""
+    return any(is_hidden(part) for part in name.split("/") if part not in ("", ".", ".."))
+
+
 def is_folder(entry: os.DirEntry) -> bool:
     """Returns whether an entry is a folder or a link to one; a link to itself leads nowhere, as a dangling one."""
     try:
@@ -75,10 +82,10 @@ def list_below(names: Iterable[str], folder: str) -> list[tuple[str, bool]]:
 
 
 class LocalFiles(Files):
-    """A folder, a single file, or the files of a pattern such as shards/{00..99}.tar, on this machine.
+    """A folder, a single file, or the files of a pattern such as shards/{00..99}.tar or x/*.tar, on this machine.
 
     single: the name of a single file, which is the only one below the root. Of a pattern, names are relative to the
-    last folder before its first brace or star, and whether the files are there shows when they are read.
+    last folder before its first brace or star; whether files of braces are there shows when they are read.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -88,7 +95,7 @@ class LocalFiles(Files):
         self.root = os.path.dirname(path) if self.single else path
         base = find_base(path)
         if base is not None and not os.path.exists(path):
-            self.root = base
+            self.root, self.pattern = base, find_pattern(path)
             self.listed = [name[len(base) :].lstrip("/") for name in expand_braces(path)] if "{" in path else []
         self.root = str(Path(self.root))
 
@@ -96,7 +103,8 @@ class LocalFiles(Files):
         if self.listed:
             return list_below(self.listed, folder)
         with os.scandir(os.path.join(self.root, folder)) as entries:
-            return sorted((entry.name, is_folder(entry)) for entry in entries if not is_hidden(entry.name))
+            names = sorted((entry.name, is_folder(entry)) for entry in entries if not is_hidden(entry.name))
+        return names if self.pattern is None else select_names(names, self.pattern)
 
     def stat(self, name: str) -> Stat:
         status = os.stat(os.path.join(self.root, name))
@@ -121,8 +129,15 @@ class LocalFiles(Files):
         return Path(self.root, name)
 
 
+def select_names(names: list[tuple[str, bool]], pattern: str) -> list[tuple[str, bool]]:
+    """Returns the files among `names` that fit a pattern such as train-*.tar."""
+    return [(name, is_folder) for name, is_folder in names if not is_folder and fnmatch.fnmatchcase(name, pattern)]
+
+
 def require_there(data: str, files: Files) -> None:
-    """Raises ConfigError if a pattern names files that are not on the disk; messages call it `data`."""
+    """Raises ConfigError if a pattern names no file, or files that are not on the disk; messages call it `data`."""
+    if files.pattern is not None and not files.names():
+        raise ConfigError(f"{data} fits no file: correct the pattern")
     listed = files.listed if isinstance(files, LocalFiles) else []
     looked = [*listed[:: max(1, len(listed) // _LOOKED)], *listed[-1:]]
     absent = next((name for name in looked if not os.path.exists(files.local(name))), None)
@@ -137,6 +152,19 @@ def find_base(path: str) -> str | None:
     """Returns the last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet, else None."""
     place = re.search(r"[{*]", path)
     return path[: place.start()].rpartition("/")[0] if place else None
+
+
+def find_pattern(path: str) -> str | None:
+    """Returns the last part of a path with a star, such as train-*.tar; None if it has none.
+
+    Raises ConfigError if a star stands in the name of a folder, or beside braces.
+    """
+    if "*" not in path:
+        return None
+    folder, _, name = path.rpartition("/")
+    if "*" in folder or "{" in path:
+        raise ConfigError(f"{path}: a star stands for names of files in one folder, without braces: write FOLDER/*.tar")
+    return name
 
 
 def expand_braces(pattern: str) -> list[str]:

@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dstrain.data.files.cache import DiskCache
-from dstrain.data.files.local import Files, LocalFiles, Stat, expand_braces, find_base, is_hidden, list_below
+from dstrain.data.files.local import (
+    Files,
+    LocalFiles,
+    Stat,
+    expand_braces,
+    find_base,
+    find_pattern,
+    is_hidden,
+    list_below,
+    select_names,
+)
 from dstrain.data.files.storage import retry
 from dstrain.recipe import Cache, ConfigError, NotRead
 
@@ -107,6 +117,7 @@ class RemoteFiles(Files):
         self._folders = {""}
         self._queue: queue.Queue | None = None  # of what is read ahead
         self.root, self._addresses = _take_apart(root)  # the latter by name; {}: those of a folder, which lists them
+        self.pattern = None if self._addresses else find_pattern(root)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_queue": None}
@@ -128,7 +139,7 @@ class RemoteFiles(Files):
                 self._folders.add(known)
             elif entry.get("size") is not None:
                 self._stats[known] = _read_stat(entry)
-        return sorted(names)
+        return sorted(names) if self.pattern is None else select_names(sorted(names), self.pattern)
 
     def stat(self, name: str) -> Stat:
         if name in self._folders:  # Its version changes when files come or go.

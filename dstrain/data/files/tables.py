@@ -51,6 +51,12 @@ class Table(ABC):
         return False
 
 
+def match_names(known: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Returns those of a table's names that are known, in the order of `known`; File_Name is file_name, too."""
+    found = {name.strip().lower(): name for name in names} | {name: name for name in names}
+    return [found[name] for name in known if name in found]
+
+
 def open_table(files: Files, name: str, where: str) -> Table:
     """Returns the table in a file whose suffix is one of TABLES."""
     return TABLES["." + name.lower().rpartition(".")[2]](files, name, where)
@@ -75,13 +81,18 @@ def read_lines(files: Files, name: str, where: str) -> Iterator[str]:
 
 def _decode(line: bytes, number: int, where: str) -> str:
     try:
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        if "\0" not in text:
+            return text
+        at = line.index(0)
     except UnicodeDecodeError as error:
-        encoding = "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
-        raise ConfigError(
-            f"{where}, line {number}: byte {line[error.start]:#x} is no UTF-8: write the file in UTF-8, "
-            f"as `iconv -f {encoding} -t UTF-8 OLD > NEW` does for text in {encoding}"
-        ) from None
+        at = error.start
+    wide = b"\0" in line or line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding = "UTF-16" if wide else "LATIN1"
+    raise ConfigError(
+        f"{where}, line {number}: byte {line[at]:#x} is no UTF-8: write the file in UTF-8, "
+        f"as `iconv -f {encoding} -t UTF-8 OLD > NEW` does for text in {encoding}"
+    )
 
 
 class _Csv(Table):

@@ -65,8 +65,12 @@ def list_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
             members, end = archive.infolist(), archive.start_dir
             file.seek(-_END.size - len(archive.comment), io.SEEK_END)
             _, disk, _, _, count, *_ = _END.unpack(file.read(_END.size))
+            file.seek(0)
+            joined = file.read(4) == b"PK\3\4" and min((member.header_offset for member in members), default=1) > 0
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, StructError) as error:
         raise ConfigError(f"it is no zip file, or its directory, at its end, is cut off or damaged ({error})") from None
+    if joined:
+        raise ConfigError("another zip file stands before it in one file: keep each as a file of its own")
     if disk not in (0, _UNKNOWN):
         raise ConfigError("it is one of several that are one zip file: join them with zip -s 0 OLD.zip --out NEW.zip")
     if count not in (_UNKNOWN, len(members) & _UNKNOWN):

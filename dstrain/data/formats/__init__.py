@@ -9,6 +9,7 @@ from dstrain.data.files.remote import SCHEMES, is_address, open_files
 from dstrain.data.files.tables import TABLES
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.clips import Clips
+from dstrain.data.formats.competing import refuse_several
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.hugging_face import HUB, ArrowTables, HubTables, ParquetTables
 from dstrain.data.formats.lists import Metadata, PathList, TableList, WebVid
@@ -65,6 +66,7 @@ def open_data_files(path: str, request: Request) -> Files:
 
 def recognise_layout(path: str, files: Files, request: Request) -> Layout:
     """Returns the layout of the data at a path. Raises ConfigError if they have none of the forms above."""
+    refuse_several(path, files, request)
     refuse_unconverted(path, files, request)
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):

@@ -13,11 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from dstrain.data.files.local import Files, LocalFiles, is_folder
+from dstrain.data.files.local import Files, LocalFiles, is_folder, is_hidden
 from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.recipe import Cache, NotRead
 
 _PEEKED = 4096  # names of a folder by which its form is judged
+_TRIED = 8  # folders of each
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 _OTHER_VIDEOS = (".mpg", ".mpeg", ".wmv", ".flv", ".3gp", ".ogv", ".mts", ".m2ts")  # of types that are not read
 PICTURES = (  # of types that are not read
@@ -162,13 +163,23 @@ def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
 
     A folder that cannot be listed has none.
     """
-    if not isinstance(files, LocalFiles) or files.listed:
+    if not isinstance(files, LocalFiles) or files.listed or files.pattern:
         return files.names(folder)
     try:
         with os.scandir(files.local(folder)) as entries:
-            return sorted((entry.name, is_folder(entry)) for entry in islice(entries, _PEEKED) if entry.name[0] != ".")
+            return sorted(
+                (entry.name, is_folder(entry)) for entry in islice(entries, _PEEKED) if not is_hidden(entry.name)
+            )
     except OSError:
         return []
+
+
+def peek_files(files: Files, folder: str = "", deep: int = 3) -> Iterator[str]:
+    """Yields some files of some folders, files before folders: the data may be anything, and large."""
+    start, names = f"{folder}/" if folder else "", peek_names(files, folder)
+    yield from (start + name for name, inner in names if not inner)
+    for name in [name for name, inner in names if inner][: _TRIED if deep else 0]:
+        yield from peek_files(files, start + name, deep - 1)
 
 
 def _describe_left_out(counts: Mapping[str, int]) -> str:

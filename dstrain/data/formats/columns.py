@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from dstrain.data.files.arrow import holds_bytes
+from dstrain.data.files.tables import match_names
 from dstrain.data.formats.base import Request
 from dstrain.recipe import ConfigError
 
@@ -22,6 +23,12 @@ class Columns(NamedTuple):
     label: str | None
     captions: tuple[str, ...]
     classes: tuple[str, ...]  # names of a ClassLabel; (): there are none
+    kinds: tuple[str, ...]  # what the columns hold, in this order
+
+    def describe(self) -> str:
+        """Returns what a message calls them."""
+        names = (self.image, *filter(None, [self.label]), *self.captions)
+        return ", ".join(f"{kind} in {name}" for name, kind in zip(names, self.kinds))
 
 
 def choose_columns(schema: pa.Schema, request: Request, root: str) -> Columns:
@@ -49,9 +56,11 @@ def choose_columns(schema: pa.Schema, request: Request, root: str) -> Columns:
     classes = tuple(map(str, names)) if isinstance(names, list) else ()
     captions = tuple(chosen.get("caption", ()))
     if not captions:
-        texts = (name for name in _CAPTIONS if name in schema.names and _is_text(schema.field(name).type))
-        captions = tuple(texts)[:1]
-    return Columns(images[0], label, captions if request.captions else (), classes)
+        texts = [name for name in match_names(_CAPTIONS, schema.names) if _is_text(schema.field(name).type)]
+        captions = tuple(texts[:1])
+    captions = captions if request.captions else ()
+    kinds = ["images", *(_name_kind(schema.field(name).type) for name in (label, *captions) if name)]
+    return Columns(images[0], label, captions, classes, tuple(kinds))
 
 
 def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
@@ -62,7 +71,7 @@ def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
     of_clips = request.noun == "clips"
     if marked := [name for name in _marked_as(schema, "Video" if of_clips else "Image") if name in fitting]:
         return marked
-    named = [name for name in (*_CLIPS * of_clips, *_IMAGES) if name in fitting]
+    named = match_names((*_CLIPS * of_clips, *_IMAGES), fitting)
     return named[:1] or [name for name in fitting if pa.types.is_struct(schema.field(name).type)]
 
 
@@ -73,10 +82,9 @@ def _choose_label(schema: pa.Schema, chosen: dict[str, list[str]], request: Requ
     """
     if request.labels == "none":
         return None
-    label = next((name for name in (*chosen.get("label", ()), *_LABELS) if name in schema.names), None)
-    if label is None:
-        marked = _marked_as(schema, "ClassLabel")
-        label = marked[0] if len(marked) == 1 else None
+    marked = _marked_as(schema, "ClassLabel")
+    found = [*chosen.get("label", ()), *match_names(_LABELS, schema.names), *(marked if len(marked) == 1 else ())]
+    label = found[0] if found else None
     if label is None or _is_label(schema.field(label).type):
         return label
     if "label" not in chosen and pa.types.is_nested(schema.field(label).type):
@@ -91,6 +99,15 @@ def _is_label(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):  # Categories of pandas come so.
         kind = kind.value_type
     return pa.types.is_integer(kind) or pa.types.is_boolean(kind) or _is_string(kind)
+
+
+def _name_kind(kind: pa.DataType) -> str:
+    """Returns what a column of labels or captions holds, however wide its numbers and offsets are."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if _is_string(kind):
+        return "texts"
+    return "numbers" if pa.types.is_integer(kind) or pa.types.is_boolean(kind) else "lists"
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -15,6 +15,7 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.labels import LABELS, read_labels, refuse_splits
 from dstrain.data.formats.no_samples import explain_no_samples
+from dstrain.data.formats.unconverted import describe_conversion
 from dstrain.recipe import ConfigError
 
 
@@ -58,13 +59,17 @@ class Folders(Layout):
         classes = list_class_folders(root)
         refuse_splits(root, classes, request.key)
         full = [name for name in classes if next(walk_files(root, name, request.suffixes), None) is not None]
-        flat = [name for name, deeper in self.files.names() if not deeper and name.lower().endswith(request.suffixes)]
+        top = [name for name, inner in self.files.names() if not inner]
+        flat = [name for name in top if name.lower().endswith(request.suffixes)]
         if not flat and not full:
             raise explain_no_samples(self)
-        if full == [SAMPLES] and all(Path(name).stem == "grid" for name in flat):
+        arrays = [name for name in top if name.startswith("samples_") and name.endswith(".npz")]
+        if all(Path(name).stem == "grid" for name in flat) and (full == [SAMPLES] or (arrays and not full)):
+            remedy = f"{SAMPLES}: write {request.key}={root / SAMPLES}" if full else arrays[0]
+            if not full:
+                remedy += f": {describe_conversion('npz', str(root / arrays[0]), request.key)}"
             raise ConfigError(
-                f"{request.key}={root}: `dstrain generate` wrote this folder, and its samples are in "
-                f"{SAMPLES}: write {request.key}={root / SAMPLES}"
+                f"{request.key}={root}: `dstrain generate` wrote this folder, and its samples are in {remedy}"
             )
         if flat and full:
             raise ConfigError(

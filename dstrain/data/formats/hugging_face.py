@@ -5,22 +5,23 @@
     FOLDER/data/train-00000-of-00002.parquet, test-...          as on the hub; also FOLDER/data/train-*.parquet, FILE
     hf-dataset:USER/NAME, hf-dataset:USER/NAME:SPLIT            Arrow files to which `datasets` downloads it
 
-Where there are splits, the data are train, and held out is validation or test. pyarrow reads all of them and knows the
-columns by their types: images are bytes, or a struct of bytes and path; labels are ClassLabel, or a column `label`.
+Where there are splits, the data are train, and held out is validation or test. A split is named by a word of a file's
+name, else by the innermost folder that has no other name; all files name one, or none does. pyarrow reads all of them
+and knows the columns by their types: images are bytes, or a struct of bytes and path; labels are ClassLabel, or a
+column `label`. Every file has the first one's columns; numbers of a ClassLabel follow the names.
 """
 
 import os
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from dstrain.data.files.listing import join_few
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
-from dstrain.data.formats.labels import ClassList
+from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
 from dstrain.disk.small import parse_json
 from dstrain.disk.texts import list_captions
 from dstrain.recipe import ConfigError, NotRead
@@ -34,9 +35,11 @@ SPLITS = {
     "val": "validation",
     "dev": "validation",
     "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
 }  # words in names of files
 _UNSEEN = ("validation", "test")
-_TRIED = 8  # folders of each, before it is known that the data are such files
 _DEEP = 3  # folders below each other in which files are looked for
 _MAPPED = 256  # Arrow files that a process keeps open
 _ROW = 1 << 24  # rows of a record batch or row group; above them the place of that
@@ -51,14 +54,17 @@ class Tables(Layout):
     labels_written = True
     columns_read = ("image", "label", "caption")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what only listing needs."""
+        return {name: value for name, value in self.__dict__.items() if name != "_splits"}
+
     @cached_property
     def columns(self) -> Any:
-        from dstrain.data.formats.columns import choose_columns
-
-        return choose_columns(self._open(self._chosen()[0]).schema, self.request, self.root)
+        """Returns the columns of the first file, a `columns.Columns`."""
+        return self._choose_columns(self._chosen()[0])
 
     def parts(self) -> list[str]:
-        self.classes = self.columns.classes
+        self.classes = self.class_list.classes or self.columns.classes
         return self._chosen()
 
     def watched(self) -> list[str]:
@@ -66,13 +72,19 @@ class Tables(Layout):
         return [*sorted({"", *(part.rpartition("/")[0] for part in parts)}), *parts]
 
     def unseen(self) -> str | None:
-        splits = self._splits()
+        splits = self._splits
         name = next((name for name in _UNSEEN if name in splits), None) if "train" in splits else None
         return None if name is None else self._path_of(name, splits[name])
 
+    def advice(self) -> str:
+        chosen, remarks = self._chosen(), [super().advice()]
+        if others := [f"{name} {len(files)}" for name, files in self._splits.items() if files != chosen]:
+            remarks.append(f"files of other splits are not among them, {', '.join(others)}")
+        return "; ".join(filter(None, remarks))
+
     def _chosen(self) -> list[str]:
         """Returns the files of the split that is read: train, or the only one."""
-        splits = self._splits()
+        splits = self._splits
         chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
         if chosen is None:
             raise ConfigError(
@@ -81,17 +93,30 @@ class Tables(Layout):
             )
         return chosen
 
+    @cached_property
     def _splits(self) -> dict[str, list[str]]:
-        """Returns the files of each split by its name.
+        """Finds the files of each split by its name; "": of a pattern, or where no file names a split.
 
-        Files whose names say no split are one called "", where there is no other.
+        Raises ConfigError if some files name a split, and others, which have images, do not.
         """
         splits: dict[str, list[str]] = {}
-        pattern = _pattern(self.root)
-        for name in find_files(self.files, self.suffix, pattern):
-            words = re.split(r"[^a-z]+", name.lower()) if pattern is None else ()
-            splits.setdefault(next((SPLITS[word] for word in words if word in SPLITS), ""), []).append(name)
-        return {name: files for name, files in splits.items() if name} or splits
+        for name in find_files(self.files, self.suffix):
+            splits.setdefault("" if self.files.pattern else _name_split(name), []).append(name)
+        if len(splits) > 1 and "" in splits:
+            unnamed = [name for name in splits.pop("") if self._has_images(name)]
+            if unnamed:
+                named = [name for files in splits.values() for name in files]
+                pattern = os.path.join(self.root, os.path.dirname(unnamed[0]), f"*{self.suffix}")
+                raise ConfigError(
+                    f"{self.request.key}={self.root}: {join_few(named, 3)} name a split, and {join_few(unnamed, 3)} "
+                    f"do not: write {self.request.key}='{pattern}' for all files there, or move some away"
+                )
+        return splits
+
+    def _has_images(self, part: str) -> bool:
+        from dstrain.data.formats.columns import find_image_columns
+
+        return bool(find_image_columns(self._open(part).schema, self.request))
 
     def _path_of(self, split: str, names: list[str]) -> str:
         """Returns what data.path would be for a split alone."""
@@ -105,40 +130,61 @@ class Tables(Layout):
         """Returns an ArrowFile or a ParquetFile."""
         raise NotImplementedError
 
-    def _open_alike(self, part: str) -> Any:
-        """Returns a file that has the columns of the first one. Raises ConfigError if it lacks one."""
-        file = self._open(part)
-        if missing := {self.columns.image, *self._text_columns} - set(file.schema.names):
+    def _choose_columns(self, part: str) -> Any:
+        from dstrain.data.formats.columns import choose_columns
+
+        return choose_columns(self._open(part).schema, self.request, self._where(part))
+
+    def _open_alike(self, part: str) -> tuple[Any, list[int | str]]:
+        """Returns a file, and what its numbers of a ClassLabel are called in the first file, or in data.class_list.
+
+        Raises ConfigError if its columns or the names of its labels are not those of the first.
+        """
+        first, own = self.columns, self._choose_columns(part)
+        if own._replace(classes=first.classes) != first:
             raise ConfigError(
-                f"{self._where(part)} has no column {', '.join(sorted(missing))}, as "
-                f"the first file has; it has {', '.join(file.schema.names)}"
+                f"{self._where(part)} has {own.describe()}, and {self._chosen()[0]} {first.describe()}: write it "
+                "anew with the same columns, or take it away"
             )
-        return file
+        names, unknown = own.classes, [name for name in own.classes if name not in set(first.classes)]
+        if unknown or bool(names) != bool(first.classes) or (names != first.classes and len(set(names)) < len(names)):
+            raise ConfigError(
+                f"{self._where(part)} names its labels {join_few(names) or 'not at all'}, and {self._chosen()[0]} "
+                f"{join_few(first.classes) or 'not at all'}, so that its numbers may mean others: write it anew with "
+                "the same ClassLabel, or take it away"
+            )
+        if self.class_list.classes:
+            return self._open(part), list(names)
+        return self._open(part), [
+            at if names == first.classes else first.classes.index(name) for at, name in enumerate(names)
+        ]
 
     def _where(self, part: str) -> str:
         return f"{self.request.key}={self.root}: {part}"
 
-    def _sample(self, place: Place, row: dict[str, Any]) -> Sample:
-        """Returns a sample with its label and captions."""
+    def _sample(self, place: Place, row: dict[str, Any], names: list[int | str]) -> Sample:
+        """Returns a sample with its label and captions. names: see `_open_alike`."""
         columns, label, captions = self.columns, None, []
         if columns.label is not None:
             label = row[columns.label]
             if isinstance(label, bool):
                 label = int(label)
             elif isinstance(label, str):
-                label = ClassList().read(label, f"{self.request.key}={self.root}: {place.name}")
-            in_range = isinstance(label, int) and 0 <= label < (len(self.classes) or 1 << 31)
+                label = self.class_list.read(label, f"{self.request.key}={self.root}: {place.name}")
+            in_range = isinstance(label, int) and 0 <= label < (len(names) or 1 << 31)
             if not in_range and not isinstance(label, str):
                 raise ConfigError(
                     f"{self.request.key}={self.root}: {place.name} has the {columns.label} {label!r}, "
                     "which is no class (-1: it is kept secret): write data.labels=none to leave labels "
                     "out, or take another split"
                 )
+            if in_range and names:
+                label = names[label]
         for name in columns.captions:
             captions += list_captions(row[name])
         if columns.captions and not captions:
             captions = [""]  # Without a text, it will be a bad sample.
-        return Sample(place, label, tuple(captions))
+        return Sample(place, self.label(label, place.name), tuple(captions))
 
     def _image(self, value: Any) -> bytes | Path:
         """Returns the bytes of an image, or where the table names a file instead, its path."""
@@ -163,26 +209,28 @@ class ArrowTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return wants_images(request) and _first_file(files, cls.suffix, root) is not None
+        return _find_first(files, cls.suffix) is not None
 
     def samples(self, part: str) -> Iterator[Sample]:
         from dstrain.data.files.arrow import list_rows
 
-        for at, batch in self._open_alike(part).batches():
+        file, names = self._open_alike(part)
+        for at, batch in file.batches():
             for row, values in enumerate(list_rows(batch.select(self._text_columns))):
-                yield self._sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values)
+                yield self._sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values, names)
 
     def read(self, place: Place) -> bytes | Path:
         at, row = divmod(place.offset, _ROW)
         file = self._open(place.name.rsplit("/", 2)[0])
         return self._image(file.value(at * 8, row, self.columns.image))
 
+    @cached_property
     def _splits(self) -> dict[str, list[str]]:
         names = {name for name, _ in self.files.names()}
         if "dataset_dict.json" in names:
             splits = self._read_list("dataset_dict.json", "splits")
             return {SPLITS.get(str(name).lower(), str(name)): self._saved(f"{name}/") for name in splits}
-        return {"": self._saved("")} if "state.json" in names else super()._splits()
+        return {"": self._saved("")} if "state.json" in names else super()._splits
 
     def _path_of(self, split: str, names: list[str]) -> str:
         folder = names[0].rpartition("/")[0]
@@ -232,7 +280,7 @@ class HubTables(ArrowTables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return root.startswith(HUB) and wants_images(request)
+        return root.startswith(HUB)
 
     def _load(self) -> None:
         """Finds the Arrow files of each split, and downloads them where they are not in the cache yet."""
@@ -255,6 +303,7 @@ class HubTables(ArrowTables):
         folders = [os.path.dirname(path) for paths in self._by_split.values() for path in paths]
         self.files = LocalFiles(os.path.commonpath(folders))
 
+    @cached_property
     def _splits(self) -> dict[str, list[str]]:
         return {
             SPLITS.get(split.lower(), split): [os.path.relpath(path, self.files.root) for path in paths]
@@ -275,7 +324,7 @@ class ParquetTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        first = _first_file(files, cls.suffix, root) if wants_images(request) else None
+        first = _find_first(files, cls.suffix)
         if first is None:
             return False
         from dstrain.data.files.arrow import holds_bytes
@@ -298,7 +347,8 @@ class ParquetTables(Tables):
         return "; ".join(filter(None, remarks))
 
     def samples(self, part: str) -> Iterator[Sample]:
-        file, image, count = self._open_alike(part), self.columns.image, 0
+        (file, names), image, count = self._open_alike(part), self.columns.image, 0
+        file.require_one()
         for group in range(file.num_groups):
             chunk = file.plain(group, image)
             for row, values in enumerate(file.rows(group, [*self._text_columns, *([image] if chunk else [])])):
@@ -310,7 +360,7 @@ class ParquetTables(Tables):
                         chunk = None  # It is coded, and so is the rest of the row group.
                     else:
                         offset, size = at, len(content)
-                yield self._sample(Place(f"{part}/{count}", 0, offset, size), values)
+                yield self._sample(Place(f"{part}/{count}", 0, offset, size), values, names)
                 count += 1
 
     def read(self, place: Place) -> bytes | Path:
@@ -330,37 +380,25 @@ class ParquetTables(Tables):
         return _open_parquet(self.files, part, self._where(part))
 
 
-def wants_images(request: Request) -> bool:
-    """Returns whether images are wanted, and not clips."""
-    return ".png" in request.suffixes
-
-
-def find_files(
-    files: Files, suffix: str, pattern: str | None = None, peeks: bool = False, folder: str = "", deep: int = _DEEP
-) -> Iterator[str]:
-    """Yields the files with a suffix at some depth, in the order of their names.
-
-    pattern: files directly in the folder alone, that it fits. peeks: looks at some names of some folders only, files
-    before folders, since the data may be anything, and large.
-    """
-    names = peek_names(files, folder) if peeks else files.names(folder)
-    if peeks:
-        names = [name for name in names if not name[1]] + [name for name in names if name[1]][:_TRIED]
-    for name, is_folder in names:
+def find_files(files: Files, suffix: str, folder: str = "", deep: int = _DEEP) -> Iterator[str]:
+    """Yields the files with a suffix at some depth, in the order of their names."""
+    for name, is_folder in files.names(folder):
         path = f"{folder}/{name}" if folder else name
-        if is_folder and deep and pattern is None:
-            yield from find_files(files, suffix, None, peeks, path, deep - 1)
-        elif not is_folder and name.lower().endswith(suffix) and (pattern is None or fnmatch(name, pattern)):
+        if is_folder and deep:
+            yield from find_files(files, suffix, path, deep - 1)
+        elif not is_folder and name.lower().endswith(suffix):
             yield path
 
 
-def _first_file(files: Files, suffix: str, root: str) -> str | None:
-    return next(find_files(files, suffix, _pattern(root), peeks=True), None)
+def _find_first(files: Files, suffix: str) -> str | None:
+    return next((name for name in peek_files(files) if name.lower().endswith(suffix)), None)
 
 
-def _pattern(root: str) -> str | None:
-    """Returns the last part of a path with *, such as train-*.parquet."""
-    return root.rpartition("/")[2] if "*" in root else None
+def _name_split(path: str) -> str:
+    """Returns the split that a file belongs to, by a word of its name, else by a folder; "": it names none."""
+    *folders, name = path.lower().split("/")
+    words = re.split(r"[^a-z]+", name) + folders[::-1]
+    return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
 def _encoded(value: Any) -> bytes | None:

@@ -15,7 +15,6 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from dstrain.data.files.listing import listing_errors
 from dstrain.data.files.local import Files
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
@@ -48,15 +47,9 @@ class Tars(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        """Returns whether there are tar files, and no images or folders beside them, which captions may have."""
         if _names_several(root):
             return _is_tar(root)
-        if request.captions:
-            with listing_errors(root, request.key):
-                return any(not folder and _is_tar(name) for name, folder in files.names())
-        names = peek_names(files)
-        beside = any(folder or name.lower().endswith(request.suffixes) for name, folder in names)
-        return not beside and any(_is_tar(name) for name, _ in names)
+        return any(_is_tar(name) for name, is_folder in peek_names(files) if not is_folder)
 
     def parts(self) -> list[str]:
         """Returns the shards. Raises ConfigError if a tar file is compressed, in which nothing can be read by its

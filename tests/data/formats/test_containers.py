@@ -18,7 +18,7 @@ from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files import zipped as zip_files
 from dstrain.data.files.local import LocalFiles, expand_braces
-from dstrain.data.formats import LAYOUTS, recognise_layout
+from dstrain.data.formats import recognise_layout
 from dstrain.data.formats.base import UNCAPTIONED, Request
 from dstrain.data.open import open_sources
 from dstrain.data.source import BadSample
@@ -262,15 +262,6 @@ def test_a_label_below_zero_in_a_tar(tmp_path):
         writer.write({"__key__": "a", "png": b"", "cls": b"-1"})
     with pytest.raises(ConfigError, match="the label -1 is no number from 0"):
         open_images(tmp_path, 16)
-
-
-def test_one_form_each(tmp_path, plain):
-    """Oracle: the table of layouts: a plain folder with an archive of itself beside its classes stays a folder."""
-    (plain / "all.tar").write_bytes(b"")
-    (plain / "all.zip").write_bytes(b"")
-    assert len(open_images(plain, 16)) == CLASSES * EACH
-    names = [layout.__name__ for layout in LAYOUTS]
-    assert len(set(names)) == len(names)
 
 
 def test_labels_and_class_list(tmp_path, plain):

@@ -210,7 +210,7 @@ def test_files_that_are_not_there(tmp_path):
     [
         ("l.csv", b"path,text\nc0/000.png,x\nc0/001.png,caf\xe9\n", "line 3: byte 0xe9 is no UTF-8.*iconv"),
         ("l.jsonl", '{"path": "a"}\n{"path": "caf\u00e9"}\n'.encode("latin-1"), "line 2: byte 0xe9 is no UTF-8"),
-        ("l.csv", "path\n".encode("utf-16"), "line 1: byte 0xff is no UTF-8"),
+        ("l.csv", "path\n".encode("utf-16"), "line 1: byte 0xff is no UTF-8.*iconv -f UTF-16 "),
         ("l.csv", b"", "l.csv is empty: write a first line with the names"),
         ("l.csv", b"path,text\n", "has no rows"),
         ("l.csv", b"path,text\nc0/000.png,x\n,y\n", "line 3: no path in the column path"),

@@ -302,7 +302,7 @@ def write(path):
         ),
         (
             lambda root: (write(root / "a.zip"), write(root / "b.zip")),
-            "name the file, data.path=.*root/[ab].zip; data.m",
+            r"a zip file \(a.zip: data.path=.*/a.zip\) and a zip file \(b.zip: .*/b.zip\): name one .*data.mixture=",
         ),
         (lambda root: (write(root / "readme"), write(root / "a.rar")), "holds a.rar: unpack it first"),
         (lambda root: write(root / "a.bin"), "holds a.bin: docs/guides/data.md has all forms that are read"),

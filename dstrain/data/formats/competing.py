@@ -1,0 +1,84 @@
+"""Where forms of data compete: a folder with several of them is refused, since one alone would be read in silence.
+
+    00000.tar beside banner.png; photos.zip beside class folders; data/train.parquet beside assets/teaser.png
+    MNIST/raw/ and FashionMNIST/raw/; cifar-10-batches-py/ beside cifar-100-python/; a CIFAR beside pictures
+
+Names decide, of some folders and files. What a large folder holds besides is counted when it is listed (base.py).
+"""
+
+import os
+import shlex
+from contextlib import suppress
+
+from dstrain.data.files.listing import join_few
+from dstrain.data.files.local import Files, LocalFiles
+from dstrain.data.files.tables import open_table
+from dstrain.data.formats.base import Request, file_exists, peek_files, peek_names
+from dstrain.data.formats.packed import INDEX
+from dstrain.data.formats.unconverted import CIFAR, IDX, LMDB_DATA
+from dstrain.recipe import ConfigError
+
+_TABLES = "parquet files"
+_TRIED = 8  # of them are opened, since lists of files are no form of their own
+Form = tuple[str, str]  # what it is called, and its folder or file below the root; "": it is not alone there
+
+
+def refuse_several(root: str, files: Files, request: Request) -> None:
+    """Checks that a folder holds one form of data. Raises ConfigError, which lists them, if there are several."""
+    if files.pattern or not (files.far or os.path.isdir(root)):
+        return
+    forms = _find_forms(files, request)
+    if len(forms) > 1:
+        texts = []
+        for (noun, place), names in forms.items():
+            path = shlex.quote(f"{root.rstrip('/')}/{place}")
+            texts.append(f"{noun} ({join_few(names, 2)}{f': {request.key}={path}' if place else ''})")
+        raise ConfigError(
+            f"{request.key}={root} holds several forms of data, {' and '.join(texts)}: name one of them, or move the "
+            "others away; data.mixture='[{path: A}, {path: B}]' takes several"
+        )
+
+
+def _find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
+    """Returns the names of some files of each form in a folder."""
+    names = list(peek_files(files)) if isinstance(files, LocalFiles) else [name for name, _ in peek_names(files)]
+    forms: dict[Form, list[str]] = {}
+    for name in names:
+        if form := _name_form(name, files, request):
+            forms.setdefault(form, []).append(name)
+    tables = [name for form in forms if form[0] == _TABLES for name in forms[form]]
+    if len(forms) > 1 and tables and not any(_holds_files(files, name) for name in tables[:_TRIED]):
+        forms = {form: names for form, names in forms.items() if form[0] != _TABLES}
+    merged: dict[Form, list[str]] = {}
+    for (noun, place), names in forms.items():
+        same = [other for other in forms if other[0] == noun]
+        several = noun in (request.noun, _TABLES, "Arrow files") and len(same) > 1
+        merged.setdefault((noun, "" if several else place), []).extend(names)
+    return merged
+
+
+def _name_form(name: str, files: Files, request: Request) -> Form | None:
+    """Returns the form of which a file is a part; None if it is of none, or only belongs to another file."""
+    folder, _, own = name.rpartition("/")
+    start, suffix = f"{folder}/" if folder else "", os.path.splitext(own)[1].lower()
+    if IDX.fullmatch(own):
+        return "MNIST's idx files", folder
+    for form, (train, *others) in CIFAR.items():
+        if own == train[0] and all(file_exists(files, start + other) for other in others):
+            return f"CIFAR ({form})", folder
+    if own == LMDB_DATA or suffix == ".lmdb":
+        return "LMDB environments", ""
+    if own == INDEX:
+        return "shards of dstrain pack", folder
+    if suffix == ".zip":
+        return "a zip file", name
+    if own.lower().endswith(request.suffixes):
+        return request.noun, name.partition("/")[0] if folder else ""
+    nouns = {".tar": "tar files", ".arrow": "Arrow files", ".parquet": _TABLES}
+    return (nouns[suffix], folder or f"*{suffix}") if suffix in nouns else None
+
+
+def _holds_files(files: Files, name: str) -> bool:
+    with suppress(ConfigError):  # A table that cannot be read is no form.
+        return open_table(files, name, name).holds_files()
+    return False
