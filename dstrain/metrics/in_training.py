@@ -27,6 +27,7 @@ from dstrain.sampling.draw import draw_own
 from dstrain.sampling.requests import make_request, request_all_classes
 from dstrain.systems.base import Nets, Request, System
 
+Watched = Callable[[Iterable[Any]], Iterator[Any]]  # passes rounds on, one by one
 _BATCH = 100  # pictures of the data that are described at once
 _OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics: "}  # the recipe's words
 
@@ -102,14 +103,12 @@ class Quality:
                     reference.write_reference(path, statistics)
         self._data = {name: _place_statistics(values) for name, values in statistics.items()}
 
-    def measure(
-        self, nets: Nets, micro: int, watched: Callable[[Iterable[Any]], Iterator[Any]] = iter
-    ) -> dict[str, float]:
+    def measure(self, nets: Nets, micro: int, watched: Watched = iter) -> dict[str, float]:
         """samples.metrics of what the networks draw, at most `micro` pictures of a rank at a time; not those by class.
 
         On all ranks together, and the same on all of them. `watched` passes the rounds on, one by one.
         """
-        drawn = _Drawn(self._system, nets, self._request, self._captions, watched)
+        drawn = _Drawn(self, nets, watched)
         chunk = min(micro, -(-len(drawn) // group.world()))
         values = table.compute_figures(
             self._networks, table.collect_statistics(drawn, self._networks, chunk), self._data
@@ -125,32 +124,34 @@ class Quality:
 
 
 class _Drawn(Images):
-    """What networks draw of a request, each rank its own share."""
+    """A set that networks draw of a request, each rank its own share."""
 
-    def __init__(
-        self,
-        system: System,
-        nets: Nets,
-        request: Request,
-        captions: list[str] | None,
-        watched: Callable[[Iterable[Any]], Iterator[Any]],
-    ) -> None:
-        self.system, self.nets, self.request, self.captions, self.watched = system, nets, request, captions, watched
+    def __init__(self, quality: Quality, nets: Nets, watched: Watched) -> None:
+        self.quality, self.nets, self.watched = quality, nets, watched
+        self.captions = quality._captions
 
     def __len__(self) -> int:
-        return len(self.request.seeds)
+        return len(self.quality._request.seeds)
 
     def batches(self, size: int) -> Iterator[Batch]:
-        labels = self.request.conditions.get("label")
-        for numbers, images in self.watched(draw_own(self.system, self.nets, self.request, size)):
-            numbers = numbers[numbers < len(self)]
-            if len(numbers):
-                yield Batch(
-                    numbers,
-                    images[: len(numbers)],
-                    None if labels is None else labels[numbers],
-                    self.captions and [self.captions[number] for number in numbers.tolist()],
-                )
+        quality = self.quality
+        return draw_batches(quality._system, self.nets, quality._request, self.captions, size, self.watched)
+
+
+def draw_batches(
+    system: System, nets: Nets, request: Request, captions: list[str] | None, size: int, watched: Watched = iter
+) -> Iterator[Batch]:
+    """Yields this rank's share of what networks draw of a request, at most `size` samples at a time."""
+    labels, count = request.conditions.get("label"), len(request.seeds)
+    for numbers, images in watched(draw_own(system, nets, request, size)):
+        numbers = numbers[numbers < count]
+        if len(numbers):
+            yield Batch(
+                numbers,
+                images[: len(numbers)],
+                None if labels is None else labels[numbers],
+                captions and [captions[number] for number in numbers.tolist()],
+            )
 
 
 def _place_statistics(statistics: Statistics) -> Statistics:
