@@ -16,8 +16,9 @@ from dstrain.data.source import Source
 from dstrain.data.views import Spread
 from dstrain.distributed import group
 from dstrain.distributed.exit_codes import DONE, STOPPED
+from dstrain.distributed.pieces import Pieces, end_piece
 from dstrain.distributed.progress import phases
-from dstrain.distributed.stops import Stops
+from dstrain.distributed.stops import Stopped, Stops, open_stops
 from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
@@ -36,6 +37,8 @@ from dstrain.systems.base import System
 from dstrain.tracking.throughput import Throughput
 from dstrain.tracking.tracker import Tracker
 
+_FIRST_STEP = 12.0  # seconds that the first step may take to end, once a stop is asked for: all before it is saved
+
 
 @dataclass(frozen=True)
 class Training:
@@ -53,6 +56,7 @@ class Training:
     quality: Quality | None  # what every.metrics measures
     micro: int  # samples of a rank in one call of the networks
     stops: Stops
+    pieces: Pieces  # of what may be left for a stop
     watchdog: Watchdog
     tracker: Tracker
     throughput: Throughput
@@ -60,39 +64,57 @@ class Training:
     first: int  # the step that it begins with
 
     def close(self) -> None:
-        """Lets a save in flight end, ends the workers, and puts back the handlers of signals."""
+        """Lets a save in flight end, and ends the workers."""
         for part in (self.saves, self.throughput, self.batches, self.tracker):
             part.close()
-        self.stops.restore()
 
 
 def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     """Trains to run.steps from the folder's newest whole checkpoint, or as `resume` says; returns DONE or STOPPED."""
-    lock = folders.lock_folder(run.directory) if group.read_place().rank == 0 else nullcontext()  # one run in a folder
+    first = group.read_place().rank == 0
+    lock = folders.lock_folder(run.directory) if first else nullcontext()  # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
+    stops = open_stops()
+    stops.watch(run.directory if first else None, run.faults.orphan_check)
     with lock, Watchdog(run.directory, *limits) as watchdog:
-        training = set_up(run, settings, resume, watchdog)
+        training = set_up(run, settings, resume, watchdog, stops)
         try:
-            done = run_steps(training)
-            finish_run(training, done)
+            done, left = run_steps(training)
+            finish_run(training, done, left)
         except (RuntimeError, FloatingPointError, NotSaved) as error:
+            if stops.patience is not None and stops.requested():
+                raise Stopped from error  # another rank has left at once, too
             watchdog.lost(error)
             training.tracker.fell(group.describe_fall(error), page=isinstance(error, FloatingPointError))
             raise
         finally:
             training.close()
-    return DONE if done == run.steps else STOPPED
+    return DONE if done == run.steps and not left else STOPPED
 
 
-def run_steps(training: Training) -> int:
-    """Takes steps until the run is complete or stopped early, and saves the last one; returns how many are done."""
+def run_steps(training: Training) -> tuple[int, bool]:
+    """Takes steps until the run is complete or stopped early, and saves the last one.
+
+    Returns how many steps are done, and whether a stop has cut short what follows the last one.
+    """
     run, every, done, stop = training.run, training.run.every, training.first, False
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
-    catch_up(training, done)
-    while done < run.steps and not stop:
+    training.stops.defer(_FIRST_STEP)  # so far all is saved, and so it is until the first step has ended
+    left = catch_up(training, done)
+    while done < run.steps and not (stop or left):
         training.watchdog.at(done + 1)
         ballot = group.Ballot(lambda: training.stops.requested() or training.batches.problem is not None)
-        losses = take_step(done, run, training.system, engines, training.batches, tracker, course.shift, ballot.cast)
+        try:
+            with training.pieces.breakable():
+                losses = take_step(
+                    done, run, training.system, engines, training.batches, tracker, course.shift, ballot.cast
+                )
+        except Stopped:  # before the step has changed anything
+            if done > training.first:
+                record_step(training, done, stop=True)
+            left = True
+            break
+        training.stops.defer(None)
         training.ema.update(done, engines.applied())
         done += 1
         throughput.at(done, losses)
@@ -103,8 +125,6 @@ def run_steps(training: Training) -> int:
             done, stop = go_back(training, done, trouble), False  # raises where there is no way back
             continue
         last = stop or done == run.steps
-        if stop:
-            training.stops.settle()
         if is_due(every.report, done) or last:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks} | training.batches.drawn(done)
             tracker.report(done, throughput.figures(done) | counts | engines.figures())
@@ -113,39 +133,56 @@ def run_steps(training: Training) -> int:
             for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
         ):
             with throughput.paused():
-                record_step(training, done, stop)
-    if stop:
+                left = record_step(training, done, stop)
+    if stop or left:
+        training.stops.settle()
         end_without_data(training, done)
-    return done
+    return done, left
 
 
-def record_step(training: Training, done: int, stop: bool) -> None:
-    """Does what is due after a step: saves first, since drawing and evaluating may fail. Raises NotSaved if the folder
-    is gone.
+def record_step(training: Training, done: int, stop: bool) -> bool:
+    """Does what is due after a step: saves first, since drawing and evaluating may fail, or be left for a stop. Returns
+    whether they were. Raises NotSaved if the folder is gone.
     """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_folder(run.directory)
-    judges = [
-        judge
-        for judge, interval, source in (
-            (evaluate_loss, every.evaluate, training.held_out),
-            (measure_quality, every.metrics, training.quality),
-        )
-        if source is not None and is_due(interval, done, last) and not stop
-    ]
-    chooses = {True: evaluate_loss, False: None}.get(run.save.best, measure_quality)
-    quality = chooses(training, done) if chooses in judges else None  # only save.best waits for its score
-    best = quality is not None and training.saver.improves(quality)
-    routine = (is_due(every.save, done) or best) and training.course.state.good
     training.watchdog.at(done, "save of step")
-    if routine or last:
-        training.saves.save(done, last, quality, routine)  # training goes on while it is written
+    good = training.course.state.good
+    saved = last or (is_due(every.save, done) and good)
+    if saved:
+        training.saves.save(done, last, routine=is_due(every.save, done) and good)  # written while training goes on
     training.saves.averages.take(done, done == run.steps, last)
-    if is_due(every.sample, done, last) and not stop:
-        draw_samples(training, done)
-    for judge in judges:
-        if judge is not chooses:
-            judge(training, done)
+    left = not stop and not measure_step(training, done, saved)
+    if left and not saved:
+        training.saves.save(done, True, routine=False)
+    return left
+
+
+def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, ...] = (False, False, False)) -> bool:
+    """Draws and measures what is due of a step, but for what the run's folder holds of pictures, held-out figures and
+    metrics. Returns whether no stop has cut that short.
+
+    The score of save.best goes to the step's checkpoint; a step that is not `saved`, and the best, is saved with it.
+    """
+    every, last = training.run.every, done == training.run.steps
+    tasks: tuple[tuple[Callable[[Training, int], float | None], int, Any], ...] = (
+        (draw_samples, every.sample, training.shown),
+        (evaluate_loss, every.evaluate, training.held_out),
+        (measure_quality, every.metrics, training.quality),
+    )
+    try:
+        for (task, interval, source), has in zip(tasks, held):
+            if source is None or has or not is_due(interval, done, last):
+                continue
+            with training.pieces.breakable():
+                score = task(training, done)
+            if score is not None and saved:
+                training.saver.note_score(done, score)
+            elif score is not None and training.saver.improves(score) and training.course.state.good:
+                training.saves.save(done, score=score)
+    except Stopped:
+        return False
+    return True
 
 
 def end_without_data(training: Training, done: int) -> None:
@@ -157,17 +194,13 @@ def end_without_data(training: Training, done: int) -> None:
         raise problem
 
 
-def catch_up(training: Training, done: int) -> None:
-    """Draws and evaluates what was due at the step that a run goes on from, where it was killed before that."""
-    every, last = training.run.every, done == training.run.steps
-    drawn, evaluated, measured = training.tracker.holds(done)
-    training.saves.averages.take(done, last, wait=True)
-    if done and not drawn and is_due(every.sample, done, last):
-        draw_samples(training, done)
-    if done and not evaluated and training.held_out and is_due(every.evaluate, done, last):
-        evaluate_loss(training, done)
-    if done and not measured and training.quality and is_due(every.metrics, done, last):
-        measure_quality(training, done)
+def catch_up(training: Training, done: int) -> bool:
+    """Draws and measures what was due at the step that a run goes on from, where it ended before that. Returns whether
+    a stop has cut that short.
+    """
+    held = training.tracker.holds(done)
+    training.saves.averages.take(done, done == training.run.steps, wait=True)
+    return done > 0 and not measure_step(training, done, True, held)
 
 
 def go_back(training: Training, done: int, trouble: str) -> int:
@@ -201,6 +234,8 @@ def take_step(
     watched: list[dict[str, Tensor]] = []
     losses: dict[str, list[Tensor]] = {}
     for micro, batch in enumerate(batches.at(step + shift)):  # batch["key"]: randomness belongs to a sample
+        if micro:
+            end_piece()
         if vote and micro + 1 == batches.accumulation:
             vote()
         if shift:
@@ -223,11 +258,12 @@ def take_step(
     return losses
 
 
-def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog) -> Training:
+def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog, stops: Stops) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `resume`."""
     folder, say = run.directory, phases().say
     start_group(run.faults.timeout_minutes)
     watchdog.talk()
+    stops.share(group.open_store())
     hosts.check_hosts(run, settings)  # before anything is moved or written
     source, held_out_source = open_sources(run.data, run=folder)
     if group.rank() == 0:
@@ -236,7 +272,6 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
     hosts.run_on_first(lambda: folders.prepare_start(run, system.fingerprint(source), resume))
-    stops = Stops(folder if group.rank() == 0 else None, run.faults.orphan_check)
 
     for network in system.frozen():
         network.to(group.device())
@@ -323,6 +358,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         quality,
         micro,
         stops,
+        Pieces(stops),
         watchdog,
         tracker,
         throughput,
@@ -372,15 +408,18 @@ def load_weights(
     return step
 
 
-def finish_run(training: Training, done: int) -> None:
-    """Hands the trained weights to the tracker, reports how the run ended, and leaves the group of ranks."""
+def finish_run(training: Training, done: int, left: bool) -> None:
+    """Hands the trained weights to the tracker, reports how the run ended, and leaves the group of ranks.
+
+    `left`: a stop has cut short what follows the last step.
+    """
     run, tracker, saved = training.run, training.tracker, training.saver.newest
     training.watchdog.at(done, "end at step")
-    if training.first < saved == run.steps:
+    if training.first < saved == run.steps and not left:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
         tracker.model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
-    tracker.note(folders.describe_end(run, run.directory, training.first, done, saved, training.stops.reason))
+    tracker.note(folders.describe_end(run, run.directory, training.first, done, saved, training.stops.reason, left))
     tracker.finish(done)
     group.leave_group()  # signals are still caught and ignored: all is saved
 
@@ -389,9 +428,8 @@ def draw_samples(training: Training, done: int) -> None:
     """Draws the grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
     training.watchdog.at(done, "samples of step")
     with training.ema.swapped(training.run.samples.ema):
-        for images, name, columns, captions in draw_grids(
-            training.run, training.system, training.engines.modules, training.shown, training.micro
-        ):
+        shown = draw_grids(training.run, training.system, training.engines.modules, training.shown, training.micro)
+        for images, name, columns, captions in [*shown]:  # all or none are written: catch_up tells by one of them
             training.tracker.samples(done, images, name, columns, captions)
 
 
@@ -399,11 +437,11 @@ def evaluate_loss(training: Training, done: int) -> float | None:
     """Reports held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights, and
     the EMA's curves, whose axis is not the timestep, such as the use of each token. Returns the loss for save.best.
     """
+    training.watchdog.at(done, "evaluation of step")
     run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
 
     def means(curves: dict[str, list[float]]) -> dict[str, float]:
         batches = held_out(source, training.micro, group.rank(), group.world(), group.device(), run.seed)
-        batches = training.watchdog.each(batches, done, "evaluation of step")
         return score_batches(training.system, training.engines.modules, batches, curves)
 
     raw = {f"raw/{name}": value for name, value in means({}).items()}
@@ -423,11 +461,7 @@ def measure_quality(training: Training, done: int) -> float | None:
     first = next(iter(run.ema.names), None) if run.samples.ema is None else run.samples.ema
     for average in run.ema.names or (None,):
         with training.ema.swapped(average):
-            figures = training.quality.measure(
-                training.engines.modules,
-                training.micro,
-                lambda rounds: training.watchdog.each(rounds, done, "metrics of step"),
-            )
+            figures = training.quality.measure(training.engines.modules, training.micro)
         scores |= {name if average == first else f"ema_{average:g}/{name}": value for name, value in figures.items()}
     training.tracker.scores(done, scores, kind="metrics")
     return training.quality.score(scores)

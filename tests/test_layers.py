@@ -47,6 +47,7 @@ RULES = {
     "metrics": (*GROUND, "nn", "encoders", "data"),
     "sampling": (*GROUND, "data", "tracking", "systems.base"),
     "metrics.in_training": (*GROUND, "metrics", "data", "sampling", "systems.base"),
+    "metrics.sampled_sets": (*GROUND, "metrics", "encoders", "data", "sampling", "runs", "systems.base"),
     "__main__": ("commands.main",),
     "commands.main": (*GROUND, "commands", "engine.start", "__version__"),
     "commands.options": (*GROUND, "runs.resume"),
@@ -86,8 +87,6 @@ VERBS = (
             "generate",
             "evaluate",
             "evaluating.quality",
-            "evaluating.results",
-            "evaluating.sampled_sets",
             "encode",
             "consolidate",
             "export",
@@ -106,9 +105,8 @@ VERBS = (
     ),
 )
 A_VERB_OF_VERBS = {
-    "commands.evaluating.quality": ("commands.evaluating.results", "commands.evaluating.sampled_sets"),
-    "commands.evaluating.sweep": ("commands.evaluating.quality", "commands.evaluating.results"),
-    "commands.evaluate": ("commands.evaluating.quality", "commands.evaluating.results"),
+    "commands.evaluating.sweep": ("commands.evaluating.quality",),
+    "commands.evaluate": ("commands.evaluating.quality",),
     "commands.reconstruct": ("commands.evaluating.sweep",),
 }
 A_SCRIPT = ("commands", "distributed", "recipe", "engine.start", "tracking.report", "train")
@@ -377,7 +375,7 @@ BUDGETS = {
     "data": 6714,
     "diffusion": 875,
     "disk": 230,
-    "distributed": 758,
+    "distributed": 850,  # with stops in every phase, and launches told apart
     "encoders": 365,
     "engine": 2329,
     "metrics": 1231,

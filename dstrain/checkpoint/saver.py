@@ -135,6 +135,11 @@ class Saver:
         else:
             self.newest, self._failures = pending.step, 0
 
+    def note_score(self, step: int, score: float) -> None:
+        """Adds its score to a step that is saved, or about to be."""
+        self.wait()
+        self.store.note_score(step, score)
+
     @property
     def under_way(self) -> bool:
         """Whether this rank is still writing."""

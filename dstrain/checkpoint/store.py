@@ -156,6 +156,17 @@ class Store:
         ]
         return min(scored)[::-1] if scored else None
 
+    def note_score(self, step: int, score: float) -> None:
+        """Adds a score to the manifest of a step, which is saved before it is measured; nothing if it is not there."""
+
+        def write() -> None:
+            body = read_manifest(self._path(step))
+            body["extra"] |= {"score": score, "metric": self.metric}
+            atomic.write_file(self._path(step) / NAME, render_sealed(body), make=False)
+            self._delete_outdated()
+
+        self._on_first(write)
+
     def list_good(self, before: int, bad_from: int | None = None) -> list[int]:
         """Lists the steps up to `before` to go back to from trouble: the routine ones, or those of stops where there is
         no other.

@@ -5,8 +5,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -15,6 +15,7 @@ from dstrain.distributed import exit_codes
 from dstrain.distributed.launcher import Place, read_place
 from dstrain.distributed.presence import presence
 from dstrain.distributed.progress import phases
+from dstrain.distributed.stops import Stopped, open_stops
 from dstrain.recipe import ConfigError, NotRead, NotSaved
 
 
@@ -31,12 +32,12 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
         if _require_place().world > 1:
             presence().announce()
         with phases() if speaks else nullcontext():
-            _run_main(main)
+            _run_main(main, speaks)
         code = exit_codes.DONE
         _note_end(code)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        _note_end(code)
+        _note_end(code, isinstance(ended, Stopped))
         if began == _has_exchanged():
             raise
     except Exception:
@@ -67,6 +68,22 @@ def _quit_python(code: int) -> NoReturn:
     os._exit(code)
 
 
+@contextmanager
+def _hear_stops() -> Iterator[None]:
+    """Ends the command, inside, as soon as it hears of a stop, until training defers that."""
+    stops = open_stops()
+    try:
+        yield
+    except (Stopped, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not (stops.at_once and stops.requested()):
+            raise
+        if stops.patience is not None:  # of a lost rank: it has left, too
+            stops.leave()
+        raise Stopped from None
+    finally:
+        stops.restore()
+
+
 def _wait_briefly() -> None:
     """Lets OpenMP's threads, which wait busily for their next work, soon fall asleep: beside other work on the cores a
     training is several times faster so, and as fast on idle ones. libgomp reads it when torch is loaded.
@@ -88,16 +105,20 @@ def _find_group() -> ModuleType | None:
     return sys.modules.get("dstrain.distributed.group")
 
 
-def _note_end(code: int) -> None:
-    """How this rank ends, for a supervisor, and for the other ranks here, which a fault of this one would end, too."""
+def _note_end(code: int, at_once: bool = False) -> None:
+    """Writes down how this rank ends, for a supervisor and for the other ranks here.
+
+    They go on where all ranks end so, and end with this one after a fault, or where it has left its work at once.
+    """
     exit_codes.note_code(code)
-    if code in (exit_codes.DONE, exit_codes.STOPPED):
+    if code in (exit_codes.DONE, exit_codes.STOPPED) and not at_once:
         presence().leave()
 
 
-def _run_main(main: Callable[[], None]) -> None:
+def _run_main(main: Callable[[], None], hears: bool) -> None:
     try:
-        main()
+        with _hear_stops() if hears else nullcontext():
+            main()
     except KeyboardInterrupt:  # of other commands than training, which saves when it hears Ctrl-C
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None

@@ -111,7 +111,7 @@ def check_recipe(run: Run) -> tuple[Run, list[str]]:
         if unknown := [label for label in labels if classes is not None and label >= classes]:
             problems.append(
                 f"samples.labels={list(labels)}: {unknown} are not below model.{config.num_labels_field}="
-                f"{classes}; labels are 0 to {(classes or 0) - 1}"
+                f"{classes}; labels are 0 to {classes - 1}"
             )
         problems += config.conflicts(run)
     return run, problems
@@ -196,8 +196,7 @@ def _check_data_and_folder(
     check_quality(run, system, source, held_out)  # asks for a label of each class
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
     remarks += [cut] if cut else []
-    problems: list[str] = []
-    with _collect_problems(problems):
+    with _collect_problems(problems := []):
         system.require_expressible()
     if options.dry_run:
         remarks += [f"`dstrain export` will not write this run for diffusers: {problem}" for problem in problems]

@@ -95,7 +95,7 @@ class _Supervisor:
                     "as deepspeed or python"
                 ) from None
             if self._signal:  # it came while the command was being started
-                self._pass_on(self._signal, None)
+                self._pass_on(self._signal)
             code = self._process.wait()
             self._end_the_rest()
             if (self._folder / "run.yaml").exists():

@@ -18,12 +18,12 @@ from dstrain.checkpoint.layout import COMMON, RECONSTRUCTED, shard_name
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.store import Store
 from dstrain.commands.evaluating import sweep
-from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.commands.options.reconstruct import ReconstructOptions
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.combine import Combined, Snapshot, group_snapshots, hash_snapshots
+from dstrain.metrics.sampled_sets import QualityOptions
 from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import trained
 
@@ -44,10 +44,10 @@ def run_verb(options: ReconstructOptions) -> None:
     quality = None
     if options.sweep:
         if options.metric:
-            quality = EvaluateOptions(
-                metrics=(options.metric,),
-                features=options.features,
-                folder=options.folder,
+            quality = QualityOptions(
+                (options.metric,),
+                options.features,
+                options.folder,
                 reference=options.reference,
                 num=options.num,
                 batch=options.batch,
@@ -60,9 +60,11 @@ def run_verb(options: ReconstructOptions) -> None:
         return
     step, widths = int(made[0].path.name.removeprefix("step_")), [one.width for one in made]
     if quality is None:
-        sweep.sweep_loss(options.folder, step, widths, options.num, options.batch)
+        path, result = sweep.sweep_loss(options.folder, step, widths, options.num, options.batch)
     else:
-        sweep.sweep_metric(replace(quality, step=step), widths)
+        path, result = sweep.sweep_metric(replace(quality, step=step), widths)
+    if group.rank() == 0:
+        print(sweep.format_report(path, result))
 
 
 def reconstruct(options: ReconstructOptions) -> list[Made]:
@@ -145,10 +147,9 @@ def _write(last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store]
     folders = {}
     phases().at(f"writing averages of step {last.step}")
     for width, store in stores.items():
-        folder = store.begin(last.step, need * len(stores) if group.rank() == 0 else 0)
-        if folder is None:
+        folders[width] = store.begin(last.step, need * len(stores) if group.rank() == 0 else 0)
+        if folders[width] is None:
             raise ConfigError(f"--ema {width}: {store.error}")
-        folders[width] = folder
     hashed: dict[float, Any] = {width: {} for width in stores}
     failed, share = None, (group.rank(), group.world())
     try:

@@ -1,16 +1,19 @@
 """Training as a command: checks the job, and trains it, prints it, or says that it is in order."""
 
 import json
+import signal
 
 from dstrain.commands.job import Job, prepare_job
 from dstrain.commands.options.train import TrainOptions
 from dstrain.distributed.progress import phases
+from dstrain.distributed.stops import open_stops
 from dstrain.engine import settings
 from dstrain.recipe import dump
 
 
 def run_verb(options: TrainOptions) -> None:
     """Trains. Raises SystemExit with the exit code of training."""
+    open_stops().hear(signal.SIGINT)
     phases().at("checking recipe, data and folder")
     job = prepare_job(options)
     if options.print_config:

@@ -150,6 +150,11 @@ def end_process(error: BaseException) -> None:
         os._exit(1)
 
 
+def open_store() -> dist.Store | None:
+    """Returns a connection of its own to the store of the process group; None in one process."""
+    return dist.distributed_c10d._get_default_store().clone() if world() > 1 else None
+
+
 def new_group() -> dist.ProcessGroup | None:
     """A gloo group, for exchanges on the host that do not wait for the GPU's queue. All ranks make it together."""
     made = dist.new_group(backend="gloo") if world() > 1 else None

@@ -3,15 +3,17 @@
 A launcher ends all ranks when one has died. Ranks that were started by hand, or by srun without --kill-on-bad-exit,
 would wait for it until faults.timeout_minutes, where they have not met yet or compute on GPUs. So each rank writes its
 pid into a file of the launch, in the folder for temporary files, and looks at those of the others. Ranks of one launch
-have one parent, their launcher or the script that started them: two commands on one machine never know each other.
+have one parent, their launcher or the script that started them: two commands on one machine never know each other. A
+parent may start the same ranks again: then each finds a file of its own number, and enters the next attempt.
 
-    TMP/dstrain-UID/LAUNCH/RANK-PID    start time of the process; removed by a rank that ends as it should
+    TMP/dstrain-UID/LAUNCH/ATTEMPT/RANK    pid and start time of the process; or that it has left as it should
 """
 
 import contextlib
 import functools
 import hashlib
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -24,11 +26,12 @@ from dstrain.distributed.processes import read_birth
 
 Process = tuple[int, str]  # pid and start time
 
-_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")  # what a launch shares, too
+# What a launch shares, too.
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
 class Presence:
-    """The other ranks of this launch on this machine.
+    """Knows the other ranks of this launch on this machine.
 
     patience: seconds that this rank has to end by itself, with a better message, once another has died.
     """
@@ -36,53 +39,38 @@ class Presence:
     def __init__(self, patience: float = 20.0):
         self._patience = patience
         self._file: Path | None = None
-        self._began = _read_start()
-        self._alive: dict[int, Process] = {}  # those that have been seen alive
 
     def announce(self) -> None:
         """Writes down this process and watches the others in a thread of its own; nothing where no file can be made."""
-        folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / _name_launch()
+        folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / name_launch()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.parent.stat().st_uid != os.getuid():  # pids that others wrote would be believed
+            if folder.parent.lstat().st_uid != os.getuid():  # pids that others wrote would be believed
                 return
-            temporary = folder / f".{os.getpid()}"
-            temporary.write_text(read_birth(os.getpid()))
-            temporary.rename(folder / f"{read_place().rank}-{os.getpid()}")
+            self._file = _enter_attempt(folder)
         except OSError:
             return
-        self._file = folder / f"{read_place().rank}-{os.getpid()}"
         threading.Thread(target=self._watch, name="presence", daemon=True).start()
 
     def others(self) -> dict[int, Process]:
-        """The other ranks of this launch here that have not left, dead ones included.
-
-        The first process of a rank that was seen alive stays the one that counts, whatever is started beside it. A file
-        that an earlier launch has left is known by its age.
-        """
-        dead, present, mine = {}, set(), self._file
-        for path in sorted(mine.parent.glob("[0-9]*-*")) if mine else ():
-            try:
-                rank, pid = map(int, path.name.split("-"))
-                process, written = (pid, path.read_text()), path.stat().st_mtime
-            except (OSError, ValueError):  # it has just left
-                continue
-            if rank == read_place().rank:
-                continue
-            present.add((rank, process))
-            if read_birth(pid) == process[1]:
-                self._alive.setdefault(rank, process)
-            elif written >= self._began:
-                dead[rank] = process
-        return {rank: process for rank, process in (dead | self._alive).items() if (rank, process) in present}
+        """Returns the other ranks of this launch here that have not left, dead ones included."""
+        mine, found = self._file, {}
+        for path in sorted(mine.parent.glob("*")) if mine else ():
+            with contextlib.suppress(OSError, ValueError):  # it has left, or is only just written
+                pid, born = path.read_text().split()
+                if path != mine:
+                    found[int(path.name)] = (int(pid), born)
+        return found
 
     def leave(self) -> None:
-        """This rank ends as it should: the others go on."""
+        """Ends this rank as it should: the others go on. Its file stays as long as another's does."""
         mine, self._file = self._file, None
         if mine:
             with contextlib.suppress(OSError):
-                mine.unlink()
-                mine.parent.rmdir()  # by the last rank
+                mine.write_text("left")
+                if all(path.read_text() == "left" for path in mine.parent.iterdir()):
+                    shutil.rmtree(mine.parent)
+                    mine.parent.parent.rmdir()  # unless there is another attempt
 
     def _watch(self) -> None:
         since: float | None = None
@@ -103,12 +91,12 @@ class Presence:
 
 @functools.cache
 def presence() -> Presence:
-    """This process's own."""
+    """Returns this process's own."""
     return Presence()
 
 
-def _name_launch() -> str:
-    """A name that the ranks of one launch on this machine share; containers are machines, too."""
+def name_launch() -> str:
+    """Returns a name that the ranks of one launch on this machine share; containers are machines, too."""
     try:
         processes = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -118,7 +106,15 @@ def _name_launch() -> str:
     return hashlib.sha1(repr(words).encode()).hexdigest()[:16]
 
 
-def _read_start() -> float:
-    """When this process began, in seconds of time.time()."""
-    ticks = int(read_birth(os.getpid()) or 0)
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+def _enter_attempt(folder: Path) -> Path:
+    """Writes this process into the newest attempt in which no process has had its rank, else into the next one."""
+    attempt = max((int(path.name) for path in folder.iterdir()), default=0)
+    while True:
+        mine = folder / str(attempt) / str(read_place().rank)
+        mine.parent.mkdir(exist_ok=True, mode=0o700)
+        try:
+            with open(mine, "x", encoding="ascii") as file:
+                file.write(f"{os.getpid()} {read_birth(os.getpid())}")
+            return mine
+        except FileExistsError:
+            attempt += 1

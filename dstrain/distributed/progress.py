@@ -1,7 +1,7 @@
 """What a run is at, on rank 0: a line for each phase of its beginning, and a word wherever nothing is heard for long.
 
     main thread    say("data: ..."): a line at once, which also goes to log.txt once there is one
-                   at("listing data/images"): nothing is printed yet
+                   at("listing data/images"), beat(): nothing is printed yet; the watchdog sees that work goes on
     a thread       after 20 s without a line: "still listing data/images, for 20 s, at folder.py:33 (_scan)", and again
 
 It imports no torch, since that alone may take half a minute from a network file system. Words go to stderr, and into no
@@ -35,8 +35,9 @@ class Phases(AbstractContextManager):
 
     def __init__(self, quiet: float = 20.0) -> None:
         self._quiet = quiet
-        self._phase = ("beginning", time.monotonic())
-        self._heard = time.monotonic()  # when the last line was printed
+        self.beaten = time.monotonic()  # when the main thread last made progress: the watchdog's clock
+        self._phase = ("beginning", self.beaten)
+        self._heard = self.beaten  # when the last line was printed
         self._settled = False
         self._lines: list[str] = []  # said, and not in log.txt yet
         self._left = threading.Event()
@@ -55,9 +56,18 @@ class Phases(AbstractContextManager):
         self._left.set()
 
     def at(self, phase: str) -> None:
-        """The main thread is at this from now on, or still."""
+        """Says what the main thread is at from now on, or still: it makes progress."""
+        self.beat()
         if phase != self._phase[0]:
-            self._phase = (phase, time.monotonic())
+            self._phase = (phase, self.beaten)
+
+    def beat(self) -> None:
+        """Says that the main thread has done a piece of what it is at: a time stamp, without lock or exchange."""
+        self.beaten = time.monotonic()
+
+    @property
+    def phase(self) -> str:
+        return self._phase[0]
 
     def say(self, *lines: str) -> None:
         """Prints lines on rank 0, and keeps them for its log."""

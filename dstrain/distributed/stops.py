@@ -1,39 +1,88 @@
 """When to stop early: SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, a file named `stop`, a launcher that has gone.
 
-A handler only sets a flag. The ranks vote on it with each step's last micro-batch and count the votes after the step
-(group.Ballot), so that all save the same step and end together.
-DeepSpeed's launcher leaves its ranks running when it is killed. So a rank checks at each step that the launchers which
-started it still run, or its ssh session on another machine. A second Ctrl-C ends at once, without saving. Under nohup
-SIGHUP, which a closed terminal sends, stays ignored.
+    at once       while nothing is unsaved (every verb, and the start of training): the main thread leaves what it is at
+    at a look     while training: the ranks vote on it with each step's last micro-batch (group.Ballot) and between the
+                  pieces of long work (pieces.py), so that all save the same step and end together
+
+A handler only notes the reason. A thread looks for the other reasons, tells the other ranks over the store, and ends a
+process with nothing unsaved whose main thread does not come back from C, such as an exchange that waits.
+DeepSpeed's launcher leaves its ranks running when it is killed, so each rank watches the launchers which started it, or
+its ssh session on another machine. A second Ctrl-C ends at once, without saving. Under nohup SIGHUP, which a closed
+terminal sends, stays ignored.
 """
 
+import functools
 import os
+import select
 import signal
+import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import read_birth, read_command, read_parent
+from dstrain.distributed.progress import phases
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
 _REMOTE = "deepspeed.launcher.launch"
 _SHELLS = ("sh", "bash", "dash", "zsh")
+_KEY = "dstrain/stop"
+_TICK = 0.5  # seconds between two looks of the thread
+_PATIENCE = 8.0  # seconds that the main thread has to leave where nothing is unsaved
+
+
+class Stopped(SystemExit):
+    """Leaves work for which a stop does not wait. Where nobody catches it, it ends the process with 75."""
+
+    def __init__(self) -> None:
+        super().__init__(exit_codes.STOPPED)
 
 
 class Stops:
-    """The reasons to stop that this rank has seen; installs its handlers when made, in the main thread."""
+    """The reasons to stop that this rank has seen; installs its handlers when made, in the main thread.
 
-    def __init__(self, folder: Path | None, watch_launcher: bool = True):
+    patience: seconds after which the process ends whatever its main thread does, where nothing is unsaved; None: never.
+    """
+
+    def __init__(self, folder: Path | None = None, watch_launcher: bool = True, at_once: bool = False):
         self.reason: str | None = None
-        self._interrupted = False
-        self._file = folder / "stop" if folder else None  # only one rank has to watch it
-        self._launchers = _find_launchers() if watch_launcher else []
-        self._before = {
-            number: signal.signal(number, self._note)
-            for number in SIGNALS
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-        }
+        self.at_once, self.patience = at_once, _PATIENCE if at_once else None
+        self._interrupted = self._left = False
+        self._launchers = _find_launchers()
+        self.watch(folder, watch_launcher)
+        self._store: Any = None
+        self._before: dict[int, Any] = {}
+        self.hear(*(number for number in SIGNALS if number != signal.SIGINT or not at_once))
+        self._closed, self._main = threading.Event(), threading.get_ident()
+        self._numbers, numbers = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wakeup_before = signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(numbers,), name="stops", daemon=True).start()
+
+    def hear(self, *numbers: int) -> None:
+        """Takes signals as a stop. Ctrl-C interrupts every verb but training."""
+        for number in numbers:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before.setdefault(number, signal.signal(number, self._note))
+
+    def watch(self, folder: Path | None, launcher: bool = True) -> None:
+        """Looks for the file `stop` in a folder, on one rank, and for the launchers only if they are to be watched."""
+        self._file = folder / "stop" if folder else None
+        self._launchers = self._launchers if launcher else []
+
+    def share(self, store: Any) -> None:
+        """Tells the other ranks over a store, and hears of them."""
+        self._store = store
+
+    def defer(self, patience: float | None) -> None:
+        """Leaves it to the main thread to look, from here on. See the class for `patience`."""
+        self.at_once, self.patience = False, patience
+        if self._left:  # its exception was raised where nobody let it through
+            raise Stopped
 
     def requested(self) -> bool:
         """Whether this rank has a reason to stop; cheap enough for every step."""
@@ -49,17 +98,72 @@ class Stops:
             with suppress(OSError):  # the run is saved in any case
                 self._file.rmdir() if self._file.is_dir() else self._file.unlink()
 
+    def leave(self) -> None:
+        """Says why a process ends that has nothing unsaved, once the other ranks can know of it."""
+        if self._store is not None:
+            self._exchange()
+            time.sleep(4 * _TICK)
+        self.settle()
+        print(
+            f"{Path(sys.argv[0]).name}: stopped ({self.reason}) while {phases().phase}: nothing was unsaved; "
+            "the same command goes on",
+            file=sys.stderr,
+            flush=True,
+        )
+
     def restore(self) -> None:
         """Puts the earlier handlers back."""
+        if not self._closed.is_set():
+            signal.set_wakeup_fd(self._wakeup_before)
+            self._closed.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        open_stops.cache_clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
         self._interrupted |= number == signal.SIGINT
-        self.reason = self.reason or name
+        self.reason = self.reason or signal.Signals(number).name
+        if self.at_once and not self._left:
+            self._left = True
+            raise Stopped
+
+    def _listen(self, numbers: int) -> None:
+        heard: float | None = None
+        while not self._closed.is_set():
+            if select.select([self._numbers], [], [], _TICK)[0]:
+                # The main thread may be in C for long, and run no handler.
+                for number in os.read(self._numbers, 64):
+                    if number in self._before:
+                        self.reason = self.reason or signal.Signals(number).name
+            self._exchange()
+            if not self.requested() or self._closed.is_set():
+                continue
+            heard = heard or time.monotonic()
+            if self.at_once and not self._left:
+                signal.pthread_kill(self._main, signal.SIGTERM)
+            if self.patience is not None and time.monotonic() - heard > self.patience:
+                self.leave()
+                exit_codes.note_code(exit_codes.STOPPED)
+                os._exit(exit_codes.STOPPED)
+        os.close(self._numbers)
+        os.close(numbers)
+
+    def _exchange(self) -> None:
+        try:
+            if self._store is not None and self.requested():
+                self._store.set(_KEY, "")
+            elif self._store is not None and self._store.check([_KEY]):
+                self.reason = self.reason or "another rank was stopped"
+        except RuntimeError:  # the store has ended, and with it the run
+            self._store = None
+
+
+@functools.cache
+def open_stops() -> Stops:
+    """Returns this process's own, which ends it at once until training defers that."""
+    return Stops(at_once=True)
 
 
 def _find_launchers() -> list[tuple[int, str]]:

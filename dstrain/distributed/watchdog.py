@@ -1,12 +1,13 @@
 """Sees a run that hangs: writes the stacks of all ranks, names the one at fault, and ends the run.
 
-    main thread     says at each step and phase where it stands: a time stamp, without lock or exchange
+    main thread     says at each step and phase where it stands, and at each piece of work that it goes on (progress.py)
     watch           a thread that looks every second how long that is ago; after too long it asks who is at fault
     talk            a thread that tells the other ranks where this one stands, over the store of the process group
 
-A step takes too long at `factor` times the median of the steps so far, at least `least` seconds; the first steps, saves
-and pictures only at `most` seconds. Nothing is done while a rank that answers is within its own limit: rank 0 may
-be writing pictures, for which the others wait. Time during which the whole process was suspended does not count.
+A step takes too long at `factor` times the median of the steps so far, at least `least` seconds. All else, the start
+and the first steps included, takes too long when no piece of it has ended for `most` seconds, however long the whole
+lasts. Nothing is done while a rank that answers is within its own limit: rank 0 may be writing pictures, for which the
+others wait. Time during which the whole process was suspended does not count.
 """
 
 import faulthandler
@@ -19,11 +20,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,8 +32,6 @@ from dstrain.distributed import exit_codes, group
 from dstrain.distributed.presence import presence
 from dstrain.distributed.processes import find_line, is_debugged, is_suspended, print_on_request, read_birth
 from dstrain.distributed.progress import phases
-
-T = TypeVar("T")
 
 STEP = "step"
 _FIRST = 5  # steps before a median is trusted
@@ -51,7 +50,7 @@ class Stand:
     pid: int
     step: int
     phase: str
-    seconds: float  # spent in it
+    seconds: float  # since the last piece of it ended
     overdue: bool
     where: str  # the innermost line of dstrain that its main thread is in
     waits: bool  # whether that is within an exchange with other ranks
@@ -77,13 +76,13 @@ class Watchdog(AbstractContextManager):
         self._closed, self._ending = threading.Event(), threading.Lock()
         self._heard: dict[int, tuple[Stand, float]] = {}  # the others' latest words, and when they came
         self._main = threading.get_ident()
+        phases().beat()
         print_on_request()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def talk(self) -> None:
         """From here on the ranks hear of each other; once the process group stands."""
-        if group.world() > 1:
-            store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own
+        if store := group.open_store():
             threading.Thread(target=self._talk, args=(store,), name="talk", daemon=True).start()
 
     def at(self, step: int, phase: str = STEP) -> None:
@@ -94,12 +93,6 @@ class Watchdog(AbstractContextManager):
             self._steps.append(now - since)
         self._now = (phase, step, now)
         phases().at(f"{phase} {step}")
-
-    def each(self, batches: Iterable[T], step: int, phase: str) -> Iterator[T]:
-        """The batches, each of them a phase of its own."""
-        for batch in batches:
-            self.at(step, phase)
-            yield batch
 
     def lost(self, error: BaseException) -> None:
         """If an error tells that the others are lost: writes the stacks after a timeout, ends suspended ranks here.
@@ -133,8 +126,7 @@ class Watchdog(AbstractContextManager):
             if now - last > _TICK + _SUSPENDED or is_debugged(self._main):
                 self._base = now
             last = now
-            phase, _, since = self._now
-            overdue = now - max(since, self._base) > self._limit(phase)
+            overdue = now - max(phases().beaten, self._base) > self._limit(self._now[0])
             began = began if self._overdue and overdue else now  # when it became overdue
             self._overdue = overdue
             suspended = self._stopped() if overdue else set()
@@ -164,9 +156,9 @@ class Watchdog(AbstractContextManager):
         )
 
     def _stand(self, beat: int = 0) -> Stand:
-        phase, step, since = self._now
+        phase, step, _ = self._now
         where, waits = find_line(self._main)
-        seconds = round(time.monotonic() - max(since, self._base), 1)
+        seconds = round(time.monotonic() - max(phases().beaten, self._base), 1)
         return Stand(
             group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits, beat
         )

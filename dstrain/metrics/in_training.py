@@ -6,11 +6,10 @@ the same on any number of ranks. The data are described once, and the result is 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from dstrain.data.builtin.moving import MOVING
 from dstrain.data.open import find_origin, open_builtin
 from dstrain.data.source import Source
 from dstrain.distributed import group
+from dstrain.distributed.progress import phases
 from dstrain.metrics import reference, table
 from dstrain.metrics.images import Batch, Images, Sourced
 from dstrain.metrics.statistics import Statistics
@@ -27,7 +27,6 @@ from dstrain.sampling.draw import draw_own
 from dstrain.sampling.requests import make_request, request_all_classes
 from dstrain.systems.base import Nets, Request, System
 
-Watched = Callable[[Iterable[Any]], Iterator[Any]]  # passes rounds on, one by one
 _BATCH = 100  # pictures of the data that are described at once
 _OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics: "}  # the recipe's words
 
@@ -96,6 +95,7 @@ class Quality:
             with suppress(ConfigError):  # a damaged file is written anew
                 statistics = reference.read_reference(path, networks.values(), "cpu")
         statistics = group.from_first(statistics)
+        phases().at("describing the data for every.metrics")
         if table.list_lacking(compared, statistics):
             statistics = table.collect_statistics(Sourced(self._source), compared, _BATCH, compared=True)
             if group.rank() == 0:
@@ -103,12 +103,12 @@ class Quality:
                     reference.write_reference(path, statistics)
         self._data = {name: _place_statistics(values) for name, values in statistics.items()}
 
-    def measure(self, nets: Nets, micro: int, watched: Watched = iter) -> dict[str, float]:
+    def measure(self, nets: Nets, micro: int) -> dict[str, float]:
         """samples.metrics of what the networks draw, at most `micro` pictures of a rank at a time; not those by class.
 
-        On all ranks together, and the same on all of them. `watched` passes the rounds on, one by one.
+        On all ranks together, and the same on all of them.
         """
-        drawn = _Drawn(self, nets, watched)
+        drawn = _Drawn(self._system, nets, self._request, self._captions)
         chunk = min(micro, -(-len(drawn) // group.world()))
         values = table.compute_figures(
             self._networks, table.collect_statistics(drawn, self._networks, chunk), self._data
@@ -124,34 +124,25 @@ class Quality:
 
 
 class _Drawn(Images):
-    """A set that networks draw of a request, each rank its own share."""
+    """What networks draw of a request, each rank its own share."""
 
-    def __init__(self, quality: Quality, nets: Nets, watched: Watched) -> None:
-        self.quality, self.nets, self.watched = quality, nets, watched
-        self.captions = quality._captions
+    def __init__(self, system: System, nets: Nets, request: Request, captions: list[str] | None) -> None:
+        self.system, self.nets, self.request, self.captions = system, nets, request, captions
 
     def __len__(self) -> int:
-        return len(self.quality._request.seeds)
+        return len(self.request.seeds)
 
     def batches(self, size: int) -> Iterator[Batch]:
-        quality = self.quality
-        return draw_batches(quality._system, self.nets, quality._request, self.captions, size, self.watched)
-
-
-def draw_batches(
-    system: System, nets: Nets, request: Request, captions: list[str] | None, size: int, watched: Watched = iter
-) -> Iterator[Batch]:
-    """Yields this rank's share of what networks draw of a request, at most `size` samples at a time."""
-    labels, count = request.conditions.get("label"), len(request.seeds)
-    for numbers, images in watched(draw_own(system, nets, request, size)):
-        numbers = numbers[numbers < count]
-        if len(numbers):
-            yield Batch(
-                numbers,
-                images[: len(numbers)],
-                None if labels is None else labels[numbers],
-                captions and [captions[number] for number in numbers.tolist()],
-            )
+        labels = self.request.conditions.get("label")
+        for numbers, images in draw_own(self.system, self.nets, self.request, size):
+            numbers = numbers[numbers < len(self)]
+            if len(numbers):
+                yield Batch(
+                    numbers,
+                    images[: len(numbers)],
+                    None if labels is None else labels[numbers],
+                    self.captions and [self.captions[number] for number in numbers.tolist()],
+                )
 
 
 def _place_statistics(statistics: Statistics) -> Statistics:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from dstrain.distributed.progress import phases
 from dstrain.metrics import distances
 from dstrain.metrics.features import BUILT_IN, SOURCES, open_features
 from dstrain.metrics.images import Batch, Begun, Images
@@ -151,6 +152,7 @@ def collect_statistics(
         for name, collector in collectors.items():
             _require(batch, by_name[name], needs[name])
             collector.add(batch.numbers, batch.images, batch.labels, batch.captions)
+        phases().beat()
         progress(len(batch.numbers))
     return {name: collector.result() for name, collector in collectors.items()}
 

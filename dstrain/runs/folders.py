@@ -292,11 +292,15 @@ def _make_earlier(folder: Path) -> Path:
     return folder / f"earlier_{number}"
 
 
-def describe_end(run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None) -> str:
-    """The last line of training: how the run ended, and what to do next. `reason`: why it was stopped early."""
-    if first == run.steps:
+def describe_end(
+    run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None, left: bool = False
+) -> str:
+    """Returns the last line of training: how the run ended, and what to do next. `reason`: why it was stopped early;
+    `left`: before what is due after the last step was drawn and measured.
+    """
+    if first == run.steps and not left:
         return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."
-    if done == run.steps:
+    if done == run.steps and not left:
         drawn = f", samples in {folder / 'samples'}" if (folder / "samples").is_dir() else ""
         return f"complete: {done} steps, saved in {folder / 'checkpoints'}{drawn}"
     reason = reason or "another rank was stopped"

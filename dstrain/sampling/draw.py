@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed import group
+from dstrain.distributed.pieces import end_piece
 from dstrain.systems.base import Batch, Nets, Request, System, Terms
 
 
 @contextmanager
 def set_eval_mode(nets: Nets) -> Iterator[None]:
-    """Sets the networks to evaluation mode, without dropout, and afterwards to the mode they had."""
-    modes = [
-        (module, module.training) for net in nets.values() if isinstance(net, nn.Module) for module in net.modules()
-    ]
+    """Sets the networks to evaluation mode, without dropout, and afterwards to the mode they had. Inside, each call of
+    them ends a piece of work (distributed/pieces.py).
+    """
+    networks = [net for net in nets.values() if isinstance(net, nn.Module)]
+    modes = [(module, module.training) for net in networks for module in net.modules()]
+    hooks = [net.register_forward_pre_hook(lambda *_: end_piece(), prepend=True) for net in networks]
     for module, _ in modes:
         module.training = False
     try:
@@ -29,6 +32,8 @@ def set_eval_mode(nets: Nets) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+        for hook in hooks:
+            hook.remove()
 
 
 def draw_rounds(
@@ -56,6 +61,7 @@ def draw_own(
     """
     total, world, device = len(request.seeds), group.world(), device or group.device()
     for begin in range(0, total, chunk * world):
+        end_piece()
         numbers = begin + group.rank() * chunk + torch.arange(chunk)
         index = numbers % total
         conditions = {name: value[index].to(device) for name, value in request.conditions.items()}
@@ -182,6 +188,7 @@ def score_batches(
     """
     means = Means()
     for batch in batches:
+        end_piece()
         valid = batch.pop("valid")
         with set_eval_mode(nets):
             terms = system.evaluate(nets, system.encode(batch))

@@ -78,17 +78,29 @@ def test_a_rank_that_ends_as_it_should_ends_nobody(rank, tmp_path, code, survive
     assert other.wait(120) == (0 if survives else 1), (tmp_path / "output").read_text()
 
 
-def test_an_earlier_launch_is_no_sibling(rank, tmp_path):
-    """Oracle: completion: a rank that was killed in an earlier launch, over the same port, is not one that has died."""
+def test_a_rank_that_died_before_another_began_ends_it(rank, tmp_path):
+    """Oracle: the exit code and message of a rank that begins when its peer of the same launch is dead already."""
     killed = rank(1, "wait", "never")
     wait_for(tmp_path / "1")
-    time.sleep(0.5)
     killed.kill()
     killed.wait()
-    assert len(list((tmp_path / "temporary").glob("dstrain-*/*/1-*"))) == 1
-    time.sleep(1)
+    time.sleep(2)
+    assert rank(0, "meet").wait(120) == 1
+    assert f"error: rank 1 (process {killed.pid})" in (tmp_path / "output").read_text()
+
+
+def test_an_earlier_launch_is_no_sibling(rank, tmp_path):
+    """Oracle: completion: ranks that were killed in an earlier launch, of one parent and over the same port, are not
+    those that have died.
+    """
+    killed = [rank(number, "wait", "never") for number in (1, 0)]
+    for process in killed:
+        wait_for(tmp_path / "1")
+        wait_for(tmp_path / "0")
+        process.kill()
+        process.wait()
+    assert len(list((tmp_path / "temporary").glob("dstrain-*/*/0/*"))) == 2
     later = rank(0, "wait", "go")
-    wait_for(tmp_path / "0")
     time.sleep(6)
     (tmp_path / "go").touch()
     assert later.wait(120) == 0, (tmp_path / "output").read_text()

@@ -25,7 +25,6 @@ folder, fault, at_fault = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 presence().announce()
 def hang():
     time.sleep(600)
-    yield
 with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
     dist.init_process_group("gloo")
     watchdog.talk()
@@ -36,7 +35,7 @@ with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
         if step == 40 and group.rank() == at_fault:
             (folder / "reached").touch()
             if fault == "sleep":
-                next(watchdog.each(hang(), step, "step"))      # as where a loader gives no batch
+                watchdog._within(600, hang)                  # as where a loader gives no batch
             if fault == "frozen":
                 ctypes.PyDLL(None).sleep(600)                # holds the interpreter's lock
             if fault == "slow":
@@ -113,7 +112,7 @@ def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
     assert codes == [4, 4, 4], outputs
     name = (
         rf"rank 1 on {socket.gethostname()} \(process {processes[1].pid}\) is in step 40 at watchdog.py:\d+ "
-        r"\(each\), and the others wait for it"
+        r"\(_within\), and the others wait for it"
     )
     assert any(re.search(name, output) for output in outputs), outputs
     assert "hang" in (tmp_path / "stacks" / "step_00000040_rank_1.txt").read_text()

@@ -1,0 +1,59 @@
+"""Long work in pieces: after each the watchdog knows that it goes on, and the ranks may leave it together for a stop.
+
+A piece is a call of the networks while samples are drawn or scored, or a micro-batch of a step. All ranks do equally
+many, which ZeRO-3 needs anyway, so that a vote at the same piece of each is a vote of all. They vote about once a
+second, after as many pieces as the last second had on the slowest rank.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
+from dstrain.distributed.stops import Stopped, Stops
+
+_SECOND = 1000  # milliseconds between two votes
+_STOP = 1 << 40  # a vote to stop, above all milliseconds
+
+
+class Pieces:
+    """The pieces of work that all ranks do alike, counted."""
+
+    def __init__(self, stops: Stops) -> None:
+        self._stops = stops
+
+    @contextmanager
+    def breakable(self) -> Iterator[None]:
+        """Inside, `end_piece` raises Stopped on all ranks together once any of them has a reason to stop.
+
+        The pieces inside are of one kind, and take about as long.
+        """
+        self._every, self._left, self._last = 1, 1, time.monotonic()
+        _open.append(self)
+        try:
+            yield
+        finally:
+            _open.remove(self)
+
+    def look(self) -> None:
+        """Counts a piece, and votes if it is time."""
+        self._left -= 1
+        if self._left > 0:
+            return
+        now = time.monotonic()
+        vote = group.agreed_max(int(1000 * (now - self._last)) + _STOP * self._stops.requested())
+        if vote >= _STOP:
+            raise Stopped
+        self._every = min(2 * self._every, max(1, self._every * _SECOND // max(1, vote)))
+        self._left, self._last = self._every, now
+
+
+_open: list[Pieces] = []
+
+
+def end_piece() -> None:
+    """Says that a piece of work is done. Raises Stopped, on all ranks together, where the work may be left."""
+    phases().beat()
+    if _open:
+        _open[-1].look()

@@ -1,0 +1,33 @@
+"""A verb of dstrain that says when it comes to a phase: slow_phase.py VERB FILE MODULE:NAME:CALL:SECONDS WORDS ...
+
+From the given call on, NAME takes SECONDS longer; at that call FILE is made.
+"""
+
+import functools
+import importlib
+import sys
+import time
+from pathlib import Path
+
+from dstrain.commands.main import start_verb
+
+_, verb, file, place, *words = sys.argv
+module, name, first, seconds = place.split(":")
+*owner, name = name.split(".")
+holder = functools.reduce(getattr, owner, importlib.import_module(module))
+original, calls = getattr(holder, name), 0
+
+
+@functools.wraps(original)
+def slow(*arguments, **named):
+    global calls
+    calls += 1
+    if calls >= int(first):
+        Path(file).touch()
+        time.sleep(float(seconds))
+    return original(*arguments, **named)
+
+
+setattr(holder, name, slow)
+sys.argv = [f"dstrain {verb}", *words]
+start_verb(verb)

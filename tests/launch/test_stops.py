@@ -1,0 +1,132 @@
+"""A stop in every phase of a run that lasts longer than a second: heard within 25 s, with the step saved."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import command, environment
+from tests.support.runs import RECIPE, begin, finish, wait_for
+
+SECONDS = 25  # deepspeed and Slurm kill after 30
+DATA = ("every.sample=0", "samples.num_steps=50", "samples.metrics_samples=3000", "batch.micro=4")
+METRICS, LOSS = ("every.metrics=20", *DATA), ("every.evaluate=20", *DATA)
+GRID = ("every.sample=20", "samples.num=2000", "samples.num_steps=50")
+STEP = "dstrain.train:take_step"
+# Name: where it begins to be slow (MODULE:NAME:CALL:SECONDS), what the recipe has else, the step that is saved then.
+PHASES = {
+    "recipe": ("dstrain.commands.job:check_recipe:1:60", (), 0),
+    "data": ("dstrain.metrics.table:collect_statistics:1:60", METRICS, 0),
+    "engines": ("dstrain.train:build_engines:1:60", (), 0),
+    "a long first step": (f"{STEP}:1:60", (), 0),
+    "first step": (f"{STEP}:1:3", (), 1),
+    "step": (f"{STEP}:8:3", (), 8),
+    "micro-batch": ("dstrain.rng:seed_torch:14:5", ("batch.micro=1", "every.sample=0"), 1),
+    "save": ("dstrain.checkpoint.store:Store.commit:1:3", (), None),
+    "grid": ("dstrain.train:draw_samples:1:0", GRID, 20),
+    "loss": ("dstrain.train:score_batches:1:0", ("data.path=builtin:fashion", *LOSS), 20),
+    "metrics": ("dstrain.train:measure_quality:1:0", METRICS, 20),
+    "save.best": ("dstrain.train:measure_quality:1:0", ("save.best=fd", "every.save=1000", *METRICS), 20),
+    "last": ("dstrain.train:draw_samples:1:0", ("steps=20", *GRID), 20),
+}
+SHORT = ("data", "a long first step", "micro-batch", "grid", "save.best")  # the others: pytest -m faults
+
+
+def begin_slowly(folder: Path, place: str, *words: str, num: int = 1, verb: str = "train"):
+    """Starts a verb, and waits until it has come to a phase."""
+    reached, log = folder.parent / f"reached{time.monotonic()}", folder.parent / "log"
+    process = begin(command("tests/launch/slow_phase.py", verb, str(reached), place, *words, num=num), log)
+    wait_for(reached, process, log)
+    time.sleep(0.5)
+    return process, log
+
+
+def training(folder: Path, *words: str) -> list[str]:
+    return ["--recipe", str(RECIPE), f"folder={folder}", *words]
+
+
+def assert_stopped(process, log: Path, folder: Path, step: int | None) -> None:
+    began = time.monotonic()
+    code = process.wait(120)
+    took = time.monotonic() - began
+    assert (code, took < SECONDS) == (75, True), f"{code} after {took:.0f} s\n{log.read_text()[-3000:]}"
+    saved = int((folder / "saved").read_text()) if (folder / "saved").exists() else 0
+    assert step is None or saved == step, log.read_text()[-3000:]
+    if saved:
+        assert (folder / "checkpoints" / f"step_{saved:08d}" / "manifest.json").exists()
+        assert f"stopped at step {saved} " in (folder / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(name, marks=pytest.mark.slow if name in SHORT else pytest.mark.faults) for name in PHASES]
+)
+def test_a_stop_in_a_phase(tmp_path, phase):
+    """Oracle: the documented exit code, and the last step done, for SIGTERM to plain python, which kills nothing."""
+    (place, words, step), folder = PHASES[phase], tmp_path / "run"
+    process, log = begin_slowly(folder, place, *training(folder, *words))
+    process.send_signal(signal.SIGTERM)
+    assert_stopped(process, log, folder, step)
+    assert not list((folder / "samples").glob("*"))
+
+
+@pytest.mark.slow
+def test_a_stop_while_it_catches_up(tmp_path):
+    """Oracle: an undisturbed run's files and figures, after a run that was stopped in its grid, by the file `stop`, and
+    again while it drew that grid anew, by a signal to one rank of two.
+    """
+    words = ("steps=20", "every.sample=20", "samples.num=400", "samples.num_steps=50", "every.evaluate=20")
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    for stop in ("file", "signal"):
+        process, log = begin_slowly(folder, "dstrain.train:draw_samples:1:0", *training(folder, *words), num=2)
+        if stop == "file":
+            (folder / "stop").touch()
+        else:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[-1]), signal.SIGUSR1)
+        assert_stopped(process, log, folder, 20)
+        assert not (folder / "stop").exists() and not list((folder / "samples").glob("*"))
+    for path in (folder, whole):
+        finish(command("launch/train.py", *training(path, *words), num=2))
+    figures = [(path / "metrics.jsonl").read_text().splitlines()[-1] for path in (folder, whole)]
+    assert figures[0] == figures[1] and "held_out" in figures[0]
+    pictures = [sorted(path.read_bytes() for path in (run / "samples").iterdir()) for run in (folder, whole)]
+    assert pictures[0] == pictures[1] and pictures[0]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "verb, words, place",
+    [
+        ("generate", ("--num", "4000"), "dstrain.sampling.draw:draw_own:1:0"),
+        ("evaluate", (), "dstrain.sampling.draw:score_batches:1:60"),
+        ("evaluate", ("--metrics", "fd", "--num", "4000"), "dstrain.metrics.table:collect_statistics:1:0"),
+    ],
+)
+def test_a_stop_of_a_verb(tmp_path, verb, words, place):
+    """Oracle: the documented exit code within seconds, and the one line that says so."""
+    folder = tmp_path / "run"
+    finish(command("launch/train.py", *training(folder, "steps=2", "every.sample=0"), num=1))
+    process, log = begin_slowly(folder, place, str(folder), *words, verb=verb)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == 75, log.read_text()
+    assert "stopped (SIGTERM)" in log.read_text() and "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_stop_while_ranks_meet(tmp_path):
+    """Oracle: the exit code within 25 s of a rank that waits for its peers in C, where no handler runs."""
+    words, log = command("launch/train.py", *training(tmp_path / "run"), num=1), tmp_path / "log"
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29876"}
+    with open(log, "w") as file:
+        process = subprocess.Popen(words, env=environment(**env), stdout=file, stderr=subprocess.STDOUT)
+    try:
+        while "weights" not in log.read_text() and "memory" not in log.read_text():
+            time.sleep(0.1)
+        time.sleep(12)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 75, log.read_text()
+    finally:
+        process.kill()
