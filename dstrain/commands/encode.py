@@ -31,12 +31,20 @@ from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks
 from dstrain.commands.encoding.plan import planned
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached import shards
-from dstrain.data.cached.rows import CAPTION_BYTES, pack_caption
-from dstrain.data.source import Bad, Item, Source, read_items
+from dstrain.data.cached.rows import pack_caption
+from dstrain.data.source import (
+    Bad,
+    Item,
+    Source,
+    collate_items,
+    describe_cut_captions,
+    read_items,
+    stack_texts,
+)
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed
 from dstrain.distributed import group
-from dstrain.distributed.progress import Bar
+from dstrain.distributed.progress import Bar, phases
 from dstrain.encoders.precision import compute_in
 from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import folders
@@ -89,6 +97,8 @@ def encode(options: EncodeOptions) -> dict[str, Any] | None:
     if group.rank() == 0:
         path = f"{options.data or plan.stage.data.path}, {options.split}"
         print(f"data: {path}: {plan.source.describe()}", flush=True)
+        if plan.texts is not None:
+            phases().say(*describe_cut_captions(plan.source, plan.texts))
     numbers = _own(encoding, options.part)
 
     def prepare():
@@ -180,7 +190,7 @@ def _row_bytes(encoding: dict[str, Any]) -> int:
     """The bytes of one sample on the disk."""
     numbers = math.prod(encoding["shape"]) * encoding["flips"] * encoding.get("crops", 1)
     numbers *= encoding.get("moments", 2) if encoding["kind"] == "latents" else 1
-    several, texts = encoding.get("num_captions", 1), CAPTION_BYTES * ("captions" in encoding)
+    several, texts = encoding.get("num_captions", 1), shards.CAPTION_BYTES * ("captions" in encoding)
     if text := encoding.get("text"):
         texts += math.prod(text["shape"]) * np.dtype(text["dtype"]).itemsize + text["shape"][0]
     return numbers * np.dtype(encoding["dtype"]).itemsize + 32 + several * texts
@@ -196,6 +206,8 @@ def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dic
                 facts = shards.check_shard(path)
                 if facts["encoding"] != shards.hash_encoding(encoding) or facts["number"] != number:
                     raise ConfigError(f"{path} is of another encoding")
+                if facts["cut"]:
+                    raise ConfigError(f"{path} has captions that an older dstrain cut")
                 records[number] = shards.record_shard(path, facts)
             except ConfigError as error:
                 print(f"{error}; it is made anew", flush=True)
@@ -223,7 +235,7 @@ def _make(
             bad_files |= {name for name, _ in bad}
             _require_readable(bad_files, options, own)
             if rows.stop in ((number + 1) * size, total):
-                arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+                arrays = shards.join_arrays(parts)
                 records[number] = _write(options.out, number, encoding, arrays, sorted(shard_bad))
                 parts, shard_bad = [], set()
             # The other ranks are assumed to be as far.
@@ -250,7 +262,7 @@ def _read(
             sample["image"] = torch.stack([crop["image"] for crop in items])
         if several:
             texts = source.captions(row)[:several]
-            sample["caption"] = torch.stack([pack_caption(text) for text in (*texts, *[""] * (several - len(texts)))])
+            sample["caption"] = stack_texts([pack_caption(text) for text in (*texts, *[""] * (several - len(texts)))])
             sample["captions"] = torch.tensor(len(texts))
         if encoding.get("captions") and ("caption" not in sample or (encoding["text"] and not sample["caption"].any())):
             raise ConfigError(f"{source.name(row)} has no caption, and captions are encoded: write one")
@@ -270,7 +282,7 @@ def _read(
                     yield (
                         number,
                         rows,
-                        {name: torch.stack([item[name] for item in items]) for name in items[0]},
+                        collate_items(items),
                         {tuple(entry) for entries in bad for entry in entries},
                     )
         finally:
@@ -294,6 +306,8 @@ def _write(
     """Writes one shard, whole or not at all; its record."""
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {"encoding": shards.hash_encoding(encoding), "number": number, "sums": shards.sum_codes(codes), "bad": bad}
+    if "caption" in arrays:
+        facts["caption_bytes"] = arrays["caption"].shape[-1]
     path = out / shards.shard_name(number)
     with explain_write_errors(path, SAME_COMMAND):
         data = shards.pack_shard(arrays, facts)

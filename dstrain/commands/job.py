@@ -165,6 +165,7 @@ def _check_data_and_folder(
     from dstrain.commands.probe import probe
     from dstrain.data.formats.labels import require_classes
     from dstrain.data.open import describe_data, find_contents, open_sources
+    from dstrain.data.source import describe_cut_captions
     from dstrain.metrics.in_training import check_quality
     from dstrain.planning.states import describe_states
 
@@ -196,6 +197,8 @@ def _check_data_and_folder(
     check_quality(run, system, source, held_out)  # asks for a label of each class
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
     remarks += [cut] if cut else []
+    if system.takes_texts and source.captioned and not {"text_encodings", "text_embed"} & set(source.first()):
+        remarks += describe_cut_captions(source, system)
     with _collect_problems(problems := []):
         system.require_expressible()
     if options.dry_run:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dstrain.data.cached.shards import ENCODED_ALIKE, read_index
 from dstrain.data.order import Order
-from dstrain.data.source import Bad, BadSample, Item, Source
+from dstrain.data.source import Bad, BadSample, Item, Source, join_batches
 from dstrain.recipe import ConfigError, Data
 
 _BLOCK = 256  # positions that are shuffled among each other
@@ -158,7 +158,7 @@ class Mixture(Source):
             rows.append(here)
             bad += [(f"{self.names[source]}/{name}", reason) for name, reason in unreadable]
         order = torch.cat(rows).argsort()
-        return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}, bad
+        return {name: values[order] for name, values in join_batches(parts).items()}, bad
 
     def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
         for source, here, places in self._by_source(index):
@@ -166,6 +166,10 @@ class Mixture(Source):
                 self.sources[source].expect(
                     places, *(None if values is None else values[here] for values in (mirrored, chance))
                 )
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        source, place = self._place(index)
+        return self.sources[source].captions(place)
 
     def name(self, index: int) -> str:
         source, place = self._place(index)

@@ -6,12 +6,14 @@ size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -26,6 +28,8 @@ Bad = list[tuple[str, str]]  # (name, reason) of samples that cannot be read
 _MAX_TRIES = 1000  # substitutes in a row; data with a longer stretch are broken as a whole
 _MIRRORED = ("image", "video")  # entries of a batch that have a left and a right side
 _LEFT = 3  # in the entry "size": see images.py
+_SAMPLED = 1000  # samples whose captions are looked at
+_PACKED = ("caption", "other_caption")  # texts of any length, which a batch fills up with zeros to its longest
 
 
 class BadSample(Exception):
@@ -127,6 +131,11 @@ class Source(ABC):
     def _caption_words(self) -> str:
         return "captions" if self.captioned else "no captions"
 
+    def captions(self, index: int) -> tuple[str, ...]:
+        """Returns the captions of a sample, () where it has none. Raises BadSample if they cannot be read."""
+        packed = self[index].get("caption")
+        return () if packed is None else (bytes(packed.numpy()).rstrip(b"\0").decode("utf-8", "replace"),)
+
     @property
     def ends(self) -> tuple[int, ...]:
         """Returns the numbers behind the last sample of each shape: samples of one shape stand together."""
@@ -175,7 +184,7 @@ class Source(ABC):
         for place in () if mirrored is None else mirrored.nonzero()[:, 0].tolist():
             item = items[place]  # before they are stacked: picking rows of a batch copies them twice
             items[place] = item | {name: item[name].flip(-1) for name in _MIRRORED if name in item}
-        batch = default_collate(items)  # numbers become int64 (b,)
+        batch = collate_items(items)
         if "right" in batch:  # what a mirrored crop leaves out on its left was on its right
             right = batch.pop("right")
             if mirrored is not None:
@@ -205,3 +214,44 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
                 + (f" `{source.check}` lists what cannot be read" if source.check else "")
             )
     return items, bad
+
+
+def collate_items(items: list[Item]) -> dict[str, Tensor]:
+    """Stacks items to a batch; numbers become int64 (b,)."""
+    texts = {name: stack_texts([item[name] for item in items]) for name in _PACKED if name in items[0]}
+    return default_collate([{name: item[name] for name in item if name not in texts} for item in items]) | texts
+
+
+def stack_texts(texts: Sequence[Tensor]) -> Tensor:
+    """Stacks packed texts uint8 (..., bytes), filled up with zeros to the longest."""
+    width = max(text.shape[-1] for text in texts)
+    return torch.stack([F.pad(text, (0, width - text.shape[-1])) for text in texts])
+
+
+def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Joins batches, one behind the other."""
+    joined = {}
+    for name in batches[0]:
+        parts = [batch[name] for batch in batches]
+        joined[name] = stack_texts([text for part in parts for text in part]) if name in _PACKED else torch.cat(parts)
+    return joined
+
+
+def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
+    """Returns the captions of at most so many samples, evenly spaced."""
+    texts: list[str] = []
+    for index in (
+        np.linspace(0, len(source) - 1, min(most, len(source))).astype(int).tolist() if source.captioned else ()
+    ):
+        with suppress(BadSample, OSError, ValueError):
+            texts += source.captions(index)
+    return texts
+
+
+def describe_cut_captions(source: Source, reader: Any) -> list[str]:
+    """Says how much of the captions a system or a text encoder does not read; [] if it reads all that are looked at."""
+    texts = sample_captions(source)
+    line = (
+        reader.describe_cut(texts, "captions" if len(source) <= _SAMPLED else "captions of a sample") if texts else ""
+    )
+    return [line] if line else []

@@ -32,6 +32,9 @@ class View(Source):
             return self.whole.read_batch(self.place(index), mirrored, chance)
         return super().read_batch(index, mirrored, chance)
 
+    def captions(self, index: int) -> tuple[str, ...]:
+        return self.whole.captions(self.place(index))
+
     def name(self, index: int) -> str:
         return self.whole.name(self.place(index))
 

@@ -24,11 +24,11 @@ from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.embeddings import PLAN
 from dstrain.data.cached.rows import FOLDERS
-from dstrain.data.source import Source, read_items
+from dstrain.data.source import Source, describe_cut_captions, read_items, stack_texts
 from dstrain.data.sources.captioned import open_captioned
 from dstrain.disk import atomic
 from dstrain.distributed import group
-from dstrain.distributed.progress import Bar
+from dstrain.distributed.progress import Bar, phases
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.text import TextEncoder, unpack_captions
@@ -63,6 +63,7 @@ def embed(options: EncodeOptions) -> dict[str, Any]:
     source = open_captioned(options.data, encoders.image.image_size)
     if group.rank() == 0:
         print(f"data: {options.data}: {source.describe()}", flush=True)
+        phases().say(*describe_cut_captions(source, encoders.text))
     plan = _plan(options, encoders, source)
     count = -(-plan["pairs"] // options.shard_size)
     with claimed(options.out, "embeds", lambda: _prepare(options, plan)):
@@ -175,7 +176,7 @@ def _make(options: EncodeOptions, encoders: Encoders, source: Source, missing: l
 def _embedded(options: EncodeOptions, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
     """One batch, filled up by its last pair to a fixed shape: arrays (n, ...) as stored, and captions."""
     full = items + items[-1:] * (options.batch - len(items))
-    captions = unpack_captions(torch.stack([item["caption"] for item in full]))
+    captions = unpack_captions(stack_texts([item["caption"] for item in full]))
     texts = encoders.text.encode(captions)
     embedded = {"image_embed": encoders.image.encode(torch.stack([item["image"] for item in full]).to(group.device()))}
     embedded |= {

@@ -8,7 +8,7 @@
 
 The folders' files are matched in the order of the numbers in their names, which must agree, and row by row. Arrays are
 mapped into memory: opening reads headers alone. Items are {"image_embed", "text_embed", ...} float32, and "caption",
-UTF-8 as uint8 (CAPTION_BYTES,) filled up with zeros. Held-out items also have the text of another pair, as
+UTF-8 as uint8 (bytes,), which a batch fills up with zeros. Held-out items also have the text of another pair, as
 other_text_embed and other_caption: that of the next pair, so that over a split each text stands once beside another
 pair's image.
 

@@ -5,7 +5,7 @@ Codes are never mirrored, since an encoder is not symmetric: the mirrored image 
 the codes of either.
 
 Items of videos are {"tokens": int64 (t, h, w), "frames", "label"}. Videos are never mirrored. With captions, an item of
-either has "caption" uint8 (CAPTION_BYTES,), too; with encoded captions "text_encodings" (L, E), as stored, and
+either has "caption" uint8 (bytes,), too; with encoded captions "text_encodings" (L, E), as stored, and
 "text_mask" bool (L,). Of several crops and several captions of a sample, its key chooses one each; of held-out samples
 the first ones are read.
 
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.cached.rows import CAPTION_BYTES
 from dstrain.data.cached.shards import (
+    CAPTION_BYTES,
     Arrays,
     Layout,
     check_shard,
@@ -37,7 +37,7 @@ from dstrain.data.cached.shards import (
     shard_name,
 )
 from dstrain.data.index.held_out import Members
-from dstrain.data.source import Bad, Source
+from dstrain.data.source import Bad, Source, join_batches
 from dstrain.recipe import ConfigError
 
 _MAPPED = 4096  # shards that a process keeps mapped: each map holds a descriptor
@@ -78,6 +78,8 @@ class Latents(Source):
         if max(self.crops, self.num_captions) > 1:  # a number for the crop, and one for the caption
             self.chance_name, self.chance_count = "variant", 2
         self.sizes = np.array([shard["size"] for shard in index["shards"]], np.int64)
+        widths = enumerate(shard.get("caption_bytes", CAPTION_BYTES) for shard in index["shards"])
+        self.wide = {number: width for number, width in widths if width > CAPTION_BYTES}  # of shards with long captions
         self.hash = hashlib.blake2b("".join(shard["hash"] for shard in index["shards"]).encode(), digest_size=8)
         self.hash, self.unreadable = self.hash.hexdigest(), len(index["bad_files"])
         # Where all files fit into half of the memory, the page cache keeps them, and workers only cost.
@@ -97,7 +99,7 @@ class Latents(Source):
         )
         # shard -> codes (rows * crops * flips, numbers), label (rows,) and extras, in the order of their last use
         self._open: dict[int, Arrays] = {}
-        self._layouts: dict[int, Layout] = {}  # of shards with so many rows
+        self._layouts: dict[tuple[int, int], Layout] = {}  # of shards with so many rows, and bytes of a caption
 
     def _members(self) -> Members:
         members = Members(self.encoding["number"], self.held_out, self.split)
@@ -134,7 +136,7 @@ class Latents(Source):
                 for group in range(groups.max() + 1)
             ]
             places = torch.from_numpy(np.argsort(np.argsort(groups, kind="stable")))
-            return {name: torch.cat([part[name] for part in parts])[places] for name in parts[0]}
+            return {name: values[places] for name, values in join_batches(parts).items()}
         opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
 
         def gathered(name: str, places: np.ndarray) -> Tensor:
@@ -187,8 +189,12 @@ class Latents(Source):
         return self.take(index, mirrored, chance), []
 
     def describe(self) -> str:
-        bad = self.unreadable
-        return super().describe() + (f"; {bad:,} unreadable files were replaced when they were encoded" if bad else "")
+        words = super().describe()
+        if self.unreadable:
+            words += f"; {self.unreadable:,} unreadable files were replaced when they were encoded"
+        if self.captioned and not self.index.get("whole_captions"):
+            words += f"; captions beyond {CAPTION_BYTES} bytes were cut by the dstrain that encoded them: encode anew"
+        return words
 
     def class_counts(self) -> np.ndarray | None:
         if not self.classes:
@@ -217,9 +223,12 @@ class Latents(Source):
     def _mapped(self, number: int) -> Arrays:
         path, encoding = self.path / shard_name(number), self.encoding
         rows = min(encoding["shard_size"], encoding["number"] - number * encoding["shard_size"])
-        arrays = map_shard(path, int(self.sizes[number]), self._layouts, rows)
+        wide = self.wide.get(number, CAPTION_BYTES)
+        arrays = map_shard(path, int(self.sizes[number]), self._layouts, (rows, wide))
         codes = "tokens" if encoding["kind"] == "tokens" else "moments"
         shapes = {codes: (self.crops * encoding["flips"], *_shape_codes(encoding)), "label": (), **self.extras}
+        if self.captioned:
+            shapes["caption"] = (*shapes["caption"][:-1], wide)
         for name, shape in shapes.items():
             stored = arrays[name].shape if name in arrays else None
             if stored != (rows, *shape):
@@ -268,9 +277,11 @@ def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarr
     if len(opened) == 1:
         return next(iter(opened.values()))[rows]
     first = next(iter(opened.values()))
-    copy = np.empty((len(rows), *first.shape[1:]), first.dtype)
+    shape = np.max([array.shape[1:] for array in opened.values()], axis=0) if first.ndim > 1 else ()
+    copy = np.zeros((len(rows), *shape), first.dtype)
     for i, (shard, row) in enumerate(zip(shards.tolist(), rows.tolist())):
-        copy[i] = opened[shard][row]  # row by row beats fancy indexing shard by shard (measured)
+        values = opened[shard][row]  # row by row beats fancy indexing shard by shard (measured)
+        copy[i] = values if values.shape == copy[i].shape else np.pad(values, (0, copy.shape[-1] - len(values)))
     return copy
 
 

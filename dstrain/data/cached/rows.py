@@ -22,7 +22,6 @@ FOLDERS = {
     "text_mask": "text_mask",
 }  # name in a batch -> folder
 _ENDS = 1 << 16  # bytes at either end of a file of captions, for the fingerprint
-CAPTION_BYTES = 512  # of a caption; the rest is cut off
 _COLUMNS = ("caption", "TEXT", "text")
 _MAPPED = 64  # files of a kind that a process keeps mapped: each is an open file
 _AXES = {
@@ -226,9 +225,8 @@ class Captions:
 
 
 def pack_caption(caption: str) -> Tensor:
-    """Returns a caption as it stands in batches: UTF-8 as uint8 (CAPTION_BYTES,), cut off between characters."""
-    encoded = caption.encode("utf-8", "replace")[:CAPTION_BYTES].decode("utf-8", "ignore").encode("utf-8")
-    return torch.from_numpy(np.frombuffer(encoded.ljust(CAPTION_BYTES, b"\0"), np.uint8).copy())
+    """Returns a caption of any length as it stands in items: UTF-8 as uint8 (bytes,)."""
+    return torch.tensor(list(caption.encode("utf-8", "replace")), dtype=torch.uint8)
 
 
 def find_fault(rows: np.ndarray, key: str) -> tuple[int, str] | None:

@@ -16,7 +16,8 @@ A shard holds, for its n samples in the order of the data,
 With several crops, one follows the other, each with its mirrored one: (n, crops * flips, ...). For videos, tokens are
 int32 (n, 1, t, h, w), and there are frames int64 (n,), how many of a clip's frames are real; padding follows. Texts are
 
-    caption   uint8 (n, 512)                               UTF-8 filled up with zeros; for images (n, K, 512)
+    caption   uint8 (n, W)                                 UTF-8 filled up with zeros; for images (n, K, W). W is 512,
+                                                           and more in a shard with a longer caption
     captions  int64 (n,)                                   for images: how many of the K captions are there
     text_encodings float16 or float32 (n, L, E), text_mask bool (n, L)     the last states of a text encoder's tokens,
                                                            for images (n, K, L, E) and (n, K, L)
@@ -58,6 +59,7 @@ ENCODED_ALIKE = (
     "captions",
     "text",
 )
+CAPTION_BYTES = 512  # of the captions of a shard, where none is longer
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_}
 _NAMES = re.compile(r"(index\.json|encoding\.json|shard_\d{5,}\.safetensors)(\.tmp)?")
 
@@ -81,7 +83,8 @@ def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
 
 
 def read_facts(data: bytes) -> dict[str, Any]:
-    """Returns the `facts` that a shard was packed with, its `hash`, and how often each of its `labels` occurs.
+    """Returns the `facts` that a shard was packed with, its `hash`, how often each of its `labels` occurs, and whether
+    it has captions that an older version may have `cut`.
 
     ConfigError: its bytes are not whole.
     """
@@ -92,7 +95,8 @@ def read_facts(data: bytes) -> dict[str, Any]:
         whole = False
     if not whole:  # packed again: not even a byte of padding may differ
         raise ConfigError("has altered or missing bytes")
-    return facts | {"labels": _count_labels(arrays["label"])}
+    cut = "caption" in arrays and "caption_bytes" not in facts and bool(arrays["caption"][..., -4:].any())
+    return facts | {"labels": _count_labels(arrays["label"]), "cut": cut}
 
 
 def read_header_facts(path: Path) -> dict[str, Any] | None:
@@ -143,31 +147,43 @@ def record_shard(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": path.name,
         "size": path.stat().st_size,
-        **{key: facts[key] for key in ("hash", "sums", "bad", "labels")},
+        **{key: facts[key] for key in ("hash", "sums", "bad", "labels", "caption_bytes") if key in facts},
     }
+
+
+def join_arrays(parts: list[Arrays]) -> Arrays:
+    """Joins the arrays of a shard's batches; captions become as wide as the longest, or CAPTION_BYTES."""
+    wide = max(CAPTION_BYTES, *(part["caption"].shape[-1] for part in parts if "caption" in part), 0)
+    arrays = {name: np.concatenate([_widen(part[name], name, wide) for part in parts]) for name in parts[0]}
+    return arrays
+
+
+def _widen(array: np.ndarray, name: str, wide: int) -> np.ndarray:
+    missing = wide - array.shape[-1] if name == "caption" else 0
+    return np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, missing)]) if missing else array
 
 
 Layout = dict[str, tuple[slice, type, list[int]]]  # of each array: bytes after the header, dtype, shape
 
 
-def map_shard(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arrays:
-    """Maps the arrays of a shard of `rows` samples and `size` bytes into memory, read-only.
+def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int, int]) -> Arrays:
+    """Maps the arrays of a shard of `size` bytes into memory, read-only. kind: its samples, and bytes of a caption.
 
-    Arrays stand at the end of a shard, and shards of a folder that have as many rows hold them alike. So `layouts`
-    keeps one header for each number of rows, and to map another shard reads nothing from the disk.
+    Arrays stand at the end of a shard, and shards of a folder of one kind hold them alike. So `layouts` keeps one
+    header for each kind, and to map another shard reads nothing from the disk.
     ConfigError names a file that is no shard. NotRead: the storage fails.
     """
 
     def content() -> np.ndarray:
         with open(path, "rb") as file:
-            if rows not in layouts:
-                layouts[rows] = _read_layout(file)
+            if kind not in layouts:
+                layouts[kind] = _read_layout(file)
             # Not np.memmap, whose indexing runs Python code for each row.
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
     try:
         whole = retry(content)
-        entries = layouts[rows]
+        entries = layouts[kind]
         begin = size - max(place.stop for place, _, _ in entries.values())
         if len(whole) != size or begin < 0:
             raise ValueError
@@ -283,7 +299,11 @@ def make_index_body(
         "statistics": summary,
         "versions": versions,
         "class_counts": [counts[label] for label in range(len(classes))],
-        "shards": [{key: record[key] for key in ("name", "size", "hash")} for record in records],
+        "whole_captions": all("caption_bytes" in record for record in records),
+        "shards": [
+            {key: record[key] for key in ("name", "size", "hash", "caption_bytes") if key in record}
+            for record in records
+        ],
         "bad_files": sorted({tuple(entry) for record in records for entry in record["bad"]}),
     }
 

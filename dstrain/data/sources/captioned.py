@@ -1,6 +1,6 @@
 """Captioned images as pairs, for `dstrain encode`: X.png with X.txt or X.json in folders, tar shards, lists and tables.
 
-Items are {"image": uint8 (3, S, S), "caption": UTF-8 as uint8 (CAPTION_BYTES,)}, with the first of several captions.
+Items are {"image": uint8 (3, S, S), "caption": UTF-8 as uint8 (bytes,)}, with the first of several captions.
 """
 
 from collections.abc import Iterable

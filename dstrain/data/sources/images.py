@@ -1,7 +1,7 @@
 """Image sources: the built-in Fashion-MNIST and emoji, and images in any form of formats/.
 
 Items are {"image": uint8 (C, H, W), "label": int, index into `classes`} and, where captions are asked for, {"caption":
-UTF-8 as uint8 (CAPTION_BYTES,)}; where sizes are asked for {"size": int64 (6,), the height and width of the image, the
+UTF-8 as uint8 (bytes,)}; where sizes are asked for {"size": int64 (6,), the height and width of the image, the
 top and left of the crop in the scaled image, the height and width of the crop} and {"right": int}, what lies beyond it.
 """
 

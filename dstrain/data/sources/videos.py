@@ -1,7 +1,7 @@
 """Videos as sources, with captions or classes, and images mixed into them.
 
 Items are {"video": uint8 (T, C, H, W), "frames": int, how many of the T are real} and, where the folder has such,
-{"caption": UTF-8 as uint8 (CAPTION_BYTES,), "label": int, index into `classes`}. Captions are the first of these:
+{"caption": UTF-8 as uint8 (bytes,), "label": int, index into `classes`}. Captions are the first of these:
 
     a captions file     formats/clips.py
     X.txt               beside X.mp4, for every clip
@@ -129,6 +129,11 @@ class Videos(Indexed):
         item = {"video": video, "frames": real} | ({} if caption is None else {"caption": pack_caption(caption)})
         return item | ({"label": self.label(row)} if self.labelled else {})
 
+    def captions(self, index: int) -> tuple[str, ...]:
+        row = self.row(index)
+        caption = self._caption(row, self.path / self.index.name(row))
+        return () if caption is None else (caption,)
+
     def _caption(self, row: int, file: Path | bytes) -> str | None:
         if self.captions_from == "classes":
             return self.classes[self.label(row)].replace("_", " ")
@@ -235,6 +240,11 @@ class Mixed(Source):
         else:
             item = self.images.read(self._image(index, chance or 0.0), frames=self.frames)
         return {name: value for name, value in item.items() if name not in self.dropped}
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        if index < len(self.videos):
+            return self.videos.captions(index)
+        return self.images.captions(self._image(index, 0.0))
 
     def _image(self, index: int, chance: float) -> int:
         return (index - len(self.videos) + int(chance * len(self.images))) % len(self.images)

@@ -102,6 +102,8 @@ class Reader:
 
     def describe_cut(self, texts: list[str], what: str) -> str:
         """Says how much of the texts the model cannot read; "" if it reads all."""
+        if self.config.unconditional:
+            return ""
         if self.config.text_encodings_dim is not None:
             return self._loaded().describe_cut(texts, what)
         return describe_cut(map(len, map(split_words, texts)), self.config.max_text_len, what, "words")

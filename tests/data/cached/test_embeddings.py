@@ -139,14 +139,6 @@ def test_other_texts_are_a_derangement(tmp_path):
     assert "other_text_embed" not in open_pairs(tmp_path / "a", ALL, "train")[0]
 
 
-def test_captions_are_cut_between_characters():
-    """Oracle: Python's own encoder and decoder."""
-    text = "ab" + "\u20ac" * 400
-    assert unpack_captions(rows.pack_caption(text)[None]) == [text[: 2 + 170]] and unpack_captions(
-        rows.pack_caption("x")[None]
-    ) == ["x"]
-
-
 def test_arrays_stay_on_the_disk(tmp_path):
     """Oracle: numpy's memory map; a worker is sent no array."""
     make(tmp_path)
