@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from dstrain import recipe, rng, systems
 from dstrain.data.cached.rows import pack_caption
+from dstrain.data.source import stack_texts
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import Codes, ConfigError, Run
 from dstrain.systems.base import Request
@@ -228,7 +229,7 @@ def test_words():
     assert found.tolist() == [[*wanted, 0], [0] * 5, wanted[:1] * 5]
     system = build()
     texts = ["a bag moving up", "a bag moving up", "a coat"]
-    batch = system.synthetic(3) | {"caption": torch.stack([pack_caption(text) for text in texts])}
+    batch = system.synthetic(3) | {"caption": stack_texts([pack_caption(text) for text in texts])}
     assert torch.equal(system.encode(batch)["words"], system.conditions_from_texts(texts)["words"])
     assert torch.equal(system.conditions(2)["words"], torch.zeros(2, 5, dtype=torch.int64))
 
@@ -243,7 +244,7 @@ def test_an_encoder_by_path(tmp_path):
     assert found.keys() == {"text_encodings", "text_mask"} and found["text_mask"].sum(1).tolist()[0] < 6
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name])
-    batch = system.synthetic(3) | {"caption": torch.stack([pack_caption(text) for text in texts])}
+    batch = system.synthetic(3) | {"caption": stack_texts([pack_caption(text) for text in texts])}
     cached = {name: batch.pop(name) for name in ("text_encodings", "text_mask")}
     torch.testing.assert_close(system.encode(batch)["text_encodings"], wanted["text_encodings"])
     assert system.frozen() == (system.texts.encoder,) and not system.texts.encoder.training

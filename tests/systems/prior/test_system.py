@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from dstrain import rng, systems
 from dstrain.data.cached.rows import pack_caption
+from dstrain.data.source import stack_texts
 from dstrain.diffusion import samplers
 from dstrain.encoders.text import TextEncoder
 from dstrain.systems.base import Request
@@ -380,8 +381,8 @@ def test_captions_are_encoded_where_texts_are_missing():
     batch = {
         "key": torch.arange(2),
         "image_embed": torch.randn(2, 6),
-        "caption": torch.stack([pack_caption("abc"), pack_caption("de")]),
-        "other_caption": torch.stack([pack_caption("de"), pack_caption("abc")]),
+        "caption": stack_texts([pack_caption("abc"), pack_caption("de")]),
+        "other_caption": stack_texts([pack_caption("de"), pack_caption("abc")]),
     }
     example = system.encode(batch)
     expected = F.normalize(torch.tensor([[3.0, 1, 0, 0, 0, 0], [2.0, 1, 0, 0, 0, 0]]), dim=1)
