@@ -14,6 +14,8 @@ from types import ModuleType
 import torch
 
 from dstrain.distributed import group
+from dstrain.distributed.launcher import Place
+from dstrain.distributed.presence import name_launch
 from dstrain.distributed.progress import phases
 from dstrain.engine import prepare_environment
 from dstrain.recipe import ConfigError
@@ -58,7 +60,7 @@ def start_group(timeout_minutes: float = 30) -> None:
         try:
             if place.world > 1:
                 phases().at(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
-            _join_anew(deepspeed.get_accelerator().communication_backend_name(), timeout)
+            _join_launch(deepspeed.get_accelerator().communication_backend_name(), timeout)
             with (
                 _announce_compiling(),
                 redirect_stdout(io.StringIO()),
@@ -67,10 +69,7 @@ def start_group(timeout_minutes: float = 30) -> None:
         except torch.distributed.DistNetworkError as error:
             if "EADDRINUSE" not in str(error) and "in use" not in str(error):
                 raise
-            raise ConfigError(
-                f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run here: give "
-                "the launcher another, deepspeed --master_port PORT ..."
-            ) from None
+            raise _explain_taken_port() from None
         group.barrier()
         _unlink_buffers()
 
@@ -117,23 +116,54 @@ def _announce_compiling() -> Iterator[None]:
     phases().say(f"compiled in {time.monotonic() - began:.0f} s")
 
 
-def _join_anew(backend: str, timeout: timedelta) -> None:
-    """Makes the process group of ranks that torchrun has restarted; others are left to DeepSpeed.
-
-    With torchrun's default rendezvous the store lives on, and the addresses in it are those of ranks that are gone.
+def _join_launch(backend: str, timeout: timedelta) -> None:
+    """Makes the process group over a store of this launch alone; one rank, and ranks of torchrun, which has a store of
+    its own for each launch, are left to DeepSpeed. Raises ConfigError if another launch has taken the port.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt != "0":
-        store, rank, world = next(torch.distributed.rendezvous("env://", timeout=timeout))
-        device = group.device() if torch.cuda.is_available() else None
-        torch.distributed.init_process_group(
-            backend,
-            store=torch.distributed.PrefixStore(f"attempt_{attempt}", store),
-            rank=rank,
-            world_size=world,
-            timeout=timeout,
-            device_id=device,
-        )
+    attempt, place = os.environ.get("TORCHELASTIC_RESTART_COUNT"), group.read_place()
+    if attempt in (None, "0") and (place.world == 1 or attempt is not None):
+        return
+    if attempt is not None:
+        # With torchrun's default rendezvous the store lives on, with the addresses of ranks that are gone.
+        store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
+        store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+    else:
+        store = _open_store(place, timeout)
+    torch.distributed.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timeout,
+        device_id=group.device() if torch.cuda.is_available() else None,
+    )
+
+
+def _open_store(place: Place, timeout: timedelta) -> torch.distributed.Store:
+    """Opens the store of rank 0, in which its host and launch stand. A launcher that starts several ranks on a host is
+    the parent of them all, so a rank of that host with another parent is of another launch, and has come by the port.
+    """
+    store = torch.distributed.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=place.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    host, launch = socket.gethostname(), name_launch() if place.local_world > 1 else ""
+    if place.rank == 0:
+        store.set("dstrain/launch", f"{host} {launch}")
+    elif (first := store.get("dstrain/launch").decode()).startswith(f"{host} ") and first != f"{host} {launch}":
+        raise _explain_taken_port()
+    return store
+
+
+def _explain_taken_port() -> ConfigError:
+    return ConfigError(
+        f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run here: give the launcher another, deepspeed "
+        "--master_port PORT ..."
+    )
 
 
 def _unlink_buffers() -> None:

@@ -22,7 +22,7 @@ from dstrain.distributed.progress import Phases
 from dstrain.engine import prepare_environment
 from dstrain.engine.start import _announce_compiling, start_group
 from dstrain.recipe import ConfigError
-from tests.support.launch import ROOT, environment, free_port
+from tests.support.launch import ROOT, SPAWN, environment, free_port
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks cannot share a GPU")
 
@@ -210,6 +210,42 @@ def test_ranks_that_torchrun_has_restarted():
             TORCHELASTIC_RESTART_COUNT=attempt,
             TORCHELASTIC_USE_AGENT_STORE="True",
         )
+
+
+MEETS = """
+import os, sys, time
+from dstrain.commands.exits import run_main
+from dstrain.distributed import group
+from dstrain.engine.start import import_deepspeed, start_group
+def main():
+    import_deepspeed()
+    open(f"{sys.argv[1]}{os.environ['RANK']}", "w").close()
+    while len(os.listdir(os.path.dirname(sys.argv[1]))) < 5:
+        time.sleep(0.05)
+    time.sleep(2 * int(sys.argv[2][int(os.environ["RANK"])]))
+    start_group(timeout_minutes=1)
+    print(group.gather_objects(sys.argv[1][-1]), flush=True)
+    group.leave_group()
+run_main(main)
+"""
+
+
+def test_launches_on_one_port(tmp_path):
+    """Oracle: exit codes and the ranks that met: of two launches that begin at once the one whose rank 0 came later is
+    told that the port is taken, though its rank 1 came before the other's.
+    """
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "meets.py").write_text(MEETS)
+    port, launches = str(free_port()), {}
+    for name, delays in (("a", "02"), ("b", "11")):
+        words = [SPAWN, "2", port, str(tmp_path / "here" / "meets.py"), str(tmp_path / "here" / name), delays]
+        launches[name] = subprocess.Popen(
+            [sys.executable, *words], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    outputs = {name: process.communicate(timeout=120)[0] for name, process in launches.items()}
+    assert [process.returncode for process in launches.values()] == [0, 2], outputs
+    assert outputs["a"].count("['a', 'a']") == 2 and f"port {port} is taken" in outputs["b"]
+    assert "Traceback" not in outputs["a"] + outputs["b"]
 
 
 def test_a_start_without_compiler():
