@@ -11,6 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from dstrain.data.source import Bad
+from dstrain.disk.lines import make_printable
 from dstrain.recipe import ConfigError
 
 _BLOCK = 1 << 20  # bytes of the list that are read at a time
@@ -68,7 +69,7 @@ class BadFiles:
         """Lists the (name, reason) that are new.
         Raises ConfigError if there are more than the limit.
         """
-        lines = [(_make_printable(name), _make_printable(reason)) for name, reason in bad]
+        lines = [(make_printable(name), make_printable(reason)) for name, reason in bad]
         lines = [(name, reason) for name, reason in lines if name not in self.names]
         if not lines:
             return
@@ -137,8 +138,3 @@ def _parse_names(lines: bytes) -> list[str]:
 
 def _hash_name(name: str) -> int:
     return int.from_bytes(blake2b(name.encode("utf-8", "replace"), digest_size=8).digest(), "little")
-
-
-def _make_printable(text: str) -> str:
-    """Returns a file's name or an error as part of one line: no tab, no line break, no undecodable byte."""
-    return "".join(c if c.isprintable() else "?" for c in text)

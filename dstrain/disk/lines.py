@@ -42,3 +42,11 @@ def cut_torn_line(path: str | os.PathLike) -> int:
         return size - end
     finally:
         os.close(descriptor)
+
+
+def make_printable(text: str, keep: str = "") -> str:
+    """Returns a name or an error of others as part of a line: other characters than printable ones, or `keep`, are ?.
+
+    A terminal would obey an escape code, and a line break would begin a line that nobody wrote.
+    """
+    return "".join(c if c.isprintable() or c in keep else "?" for c in text)

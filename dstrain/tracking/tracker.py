@@ -252,8 +252,9 @@ class Tracker:
             self._page.finish(self._done, _PATIENCE)
 
     def note(self, text: str) -> None:
-        """Prints a line and writes it to log.txt, on rank 0."""
+        """Prints a line and writes it to log.txt, on rank 0; names in it may hold anything."""
         if self._first:
+            text = lines.make_printable(text, keep="\n\t")
             self._print(text)
             self._write("log.txt", text + "\n")
 

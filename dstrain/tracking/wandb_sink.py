@@ -72,8 +72,8 @@ class WandbSink:
             self._arguments = {
                 "id": self._id,
                 "dir": str(folder),
-                "name": name,
-                "project": track.project,
+                "name": os.environ.get("WANDB_NAME") or name,
+                "project": (track.project == Track().project and os.environ.get("WANDB_PROJECT")) or track.project,
                 "entity": track.entity,
                 "tags": list(track.tags) or None,
                 "group": track.group,

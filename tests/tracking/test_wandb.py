@@ -49,11 +49,13 @@ class Fake:
     def __init__(self, init=None, log=None):
         self.calls: list = []
         self.ids: list[str] = []
+        self.arguments: dict = {}
         self._init, self._log = init, log
 
     def init(self, mode, **arguments):
         self.calls.append(mode)
         self.ids.append(arguments["id"])
+        self.arguments = arguments
         if self._init:
             self._init(mode)
         return SimpleNamespace(
@@ -394,6 +396,27 @@ def test_online_without_a_key_asks_nothing(tmp_path, monkeypatch):
     sent, notes = sink(tmp_path, monkeypatch, fake, "online")
     sent.close()
     assert fake.calls[0] == "offline" and "no API key was found" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "entries, variables, name, project",
+    [
+        ({}, {}, "a", "dstrain"),
+        ({}, {"WANDB_PROJECT": "theirs", "WANDB_NAME": "b"}, "b", "theirs"),
+        ({"project": "mine"}, {"WANDB_PROJECT": "theirs"}, "a", "mine"),
+        ({}, {"WANDB_PROJECT": "", "WANDB_NAME": ""}, "a", "dstrain"),
+    ],
+)
+def test_variables_of_wandb_are_heard(tmp_path, monkeypatch, entries, variables, name, project):
+    """Oracle: a table by hand: the recipe's own word, else the variable's; what wandb is given."""
+    for variable in ("WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    fake = Fake()
+    monkeypatch.setattr(wandb_sink.importlib, "import_module", lambda name: fake)
+    WandbSink(tmp_path, Track(wandb="offline", **entries), name="a", config={}, note=print).close()
+    assert (fake.arguments["name"], fake.arguments["project"]) == (name, project)
 
 
 def test_a_wandb_that_is_not_installed_is_said(tmp_path, monkeypatch, capsys):

@@ -14,6 +14,7 @@ from dstrain.disk import small
 
 _LONGEST = small.MEGABYTE  # bytes of a line
 _MOST_NAMES = 500  # columns
+_LATEST = 1e11  # seconds since 1970: in the year 5138; a larger time is none
 _TAIL = 1 << 18  # bytes at the end, which hold the newest lines
 
 
@@ -50,7 +51,7 @@ def read_columns(path: Path) -> Metrics:
         row, step = len(steps), entry.pop("step")
         flat = dict(_flatten_numbers(entry))
         steps.append(step)
-        times.append(flat.pop("time", np.nan))
+        times.append(_check_time(flat.pop("time", np.nan)))
         for name, value in flat.items():
             if name not in rows:
                 if len(rows) == _MOST_NAMES:
@@ -75,8 +76,19 @@ def read_newest(path: Path) -> tuple[dict[str, float], float | None]:
     """The newest value of each name among the last lines, and the time of the last line. OSError as `read`."""
     latest: dict[str, float] = {}
     for entry in _read_entries(path, _TAIL):
-        latest |= dict(_flatten_numbers(entry or {}))
-    return latest, latest.pop("time", None)
+        if entry is not None:
+            latest |= dict(_flatten_numbers(entry)) | {"step": entry["step"]}
+    when = _check_time(latest.pop("time", np.nan))
+    return latest, when if when == when else None
+
+
+def is_time(value: Any) -> bool:
+    """Tells whether a value is a number of seconds since 1970 that a calendar can show."""
+    return type(value) in (int, float) and 0 <= value < _LATEST
+
+
+def _check_time(value: float) -> float:
+    return value if is_time(value) else np.nan
 
 
 def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:

@@ -47,7 +47,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
     with explain_write_errors(f"--out {out}", "name a file in a folder that can be written"):
-        atomic.write_file(out, text, make=make)
+        atomic.write_file(out, text.encode("utf-8", "replace"), make=make)  # a name may be no text
     return out
 
 
@@ -65,6 +65,7 @@ def render_page(records: Sequence[Record]) -> str:
     drawn = {
         "runs": [_describe_run(record, place) for place, record in enumerate(records)],
         "charts": _make_charts(records),
+        "dull": [f"{column} ({reason})" for column, reason in _list_dull_curves(records).items()],
         "grids": grids,
     }
     return environment.get_template("page.html").render(
@@ -115,9 +116,10 @@ def _describe_run(record: Record, place: int) -> dict[str, Any]:
 def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Curves by chart. Quarters of the timesteps share one, and so do the EMA and the training weights, held out."""
     charts: dict[str, list[tuple[int, str, str]]] = {}  # title: run, column, name within the chart
+    dull = _list_dull_curves(records)
     for place, record in enumerate(records):
         for column in record.metrics.columns:
-            if column == "images_seen":  # an axis
+            if column == "images_seen" or column in dull:  # the former is an axis
                 continue
             title, name = column, ""
             if match := _QUARTER.fullmatch(column):
@@ -139,6 +141,21 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
         }
         for title in sorted(charts, key=rank)
     ]
+
+
+def _list_dull_curves(records: Sequence[Record]) -> dict[str, str]:
+    """Returns the columns that tell a reader nothing, of every run that has them, and why: they are 0 throughout, or
+    equal to an earlier column at all steps.
+    """
+    reasons: dict[str, list[str]] = {}
+    for record in records:
+        known: dict[tuple[bytes, bytes], str] = {}
+        for column in record.metrics.columns:
+            steps, values = record.metrics.series(column)
+            first = known.setdefault((steps.tobytes(), values.tobytes()), column)
+            reason = "" if first == column or len(values) < 2 else f"as {first}"
+            reasons.setdefault(column, []).append(reason if values.any() else "0 throughout")
+    return {column: found[0] for column, found in reasons.items() if found[0] and len({*found}) == 1}
 
 
 def _make_trace(record: Record, place: int, column: str, name: str, most: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 Files may be absent, half-written or somebody else's. What cannot be read becomes a remark, and the rest is shown.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,7 +141,8 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     for line in _read_lines(path):
         try:
             event = small.parse_json(line)
-            if event["event"] in ("start", "rollback") and math.isfinite(event["time"]) and type(event["step"]) is int:
+            known = event["event"] in ("start", "rollback") and type(event["step"]) is int
+            if known and metrics.is_time(event["time"]):
                 events.append(event)
         except (ValueError, KeyError, TypeError):
             continue
@@ -158,7 +158,7 @@ def _read_evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, 
     for path in files[:_MOST]:
         try:
             found.append((path.stem, format_table(small.read_json(path)), path.with_suffix(".png")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # a file of others may be anything
             remarks.append(f"evaluation/{path.name} is no evaluation that can be read: {error}")
     return found
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.disk import small
+from dstrain.disk import lines, small
 from dstrain.recipe import ConfigError, load
 from dstrain.tracking.figures import format_duration
 from dstrain.tracking.report import metrics
@@ -111,17 +111,16 @@ def format_states(states: list[State]) -> str:
                 one.picture or "-",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    lines += [f"{one.run}: {one.note}" for one in states if one.state == "dead" and one.note]
-    return "\n".join(
-        lines
-        + [
-            f"{one.run}: its run.yaml is missing or damaged"
-            for one in states
-            if one.steps is None and one.state != "beginning"
-        ]
-    )
+    shown = [[lines.make_printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in shown]
+    for one in states:
+        if one.state == "dead" and one.note:
+            table.append(lines.make_printable(f"{one.run}: {one.note}"))
+    for one in states:
+        if one.steps is None and one.state != "beginning":
+            table.append(lines.make_printable(f"{one.run}: its run.yaml is missing or damaged"))
+    return "\n".join(table)
 
 
 def make_json(one: State) -> dict[str, Any]:
@@ -138,10 +137,10 @@ def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
         small.require_file(path)
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - tail))
-            lines = file.read(tail).decode("utf-8", "replace").splitlines()
+            last = file.read(tail).decode("utf-8", "replace").splitlines()
     except OSError:
         return None
-    return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(_BESIDE)), None)
+    return next((line.strip() for line in reversed(last) if line.strip() and not line.startswith(_BESIDE)), None)
 
 
 def list_checkpoints(folder: Path) -> list[int]:

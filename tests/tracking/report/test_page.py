@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from dstrain.recipe import ConfigError
-from dstrain.tracking.report import page, pictures, record
+from dstrain.tracking.report import page, pictures, record, state
 from tests.support.launch import here
 from tests.tracking.report.folder import made
 
@@ -164,6 +164,75 @@ def test_a_loss_that_is_no_number(tmp_path):
     with open(tmp_path / "run" / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 40, "loss": NaN}\n')
     assert ">nan<" in page.write_report([tmp_path / "run"], tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_curves_that_tell_nothing(tmp_path):
+    """Oracle: the columns of two runs, by hand: zeros, and copies of an earlier one, where no run has other values."""
+    zeros = {"skipped": 0, "vb": 0.0}
+    for name, other in (("one", 0.0), ("two", 3.0)):
+        made(tmp_path / name, steps=8)
+        with open(tmp_path / name / "metrics.jsonl", "w", encoding="utf-8") as file:
+            for step in (8, 16, 24):
+                values = {"loss": 1 / step, "mse": 1 / step, "aux": 1 / step + other, "late": other, **zeros}
+                file.write(json.dumps({"step": step, **values}) + "\n")
+    for runs, left, text in (
+        (["one"], {"loss"}, "mse (as loss), aux (as loss), late (0 throughout), skipped (0 throughout)"),
+        (["one", "two"], {"loss", "aux", "late"}, "mse (as loss), skipped (0 throughout), vb (0 throughout)."),
+    ):
+        page.write_report([tmp_path / run for run in runs], tmp_path / "report.html")
+        shown = (tmp_path / "report.html").read_text(encoding="utf-8")
+        drawn = json.loads(re.search(r'id="data">(.*?)</script>', shown, re.DOTALL)[1])
+        assert {chart["title"] for chart in drawn["charts"]} == left and text in shown
+
+
+ODD = {
+    "a time far away": {"time": 1e300},
+    "a time before all": {"time": -1e300},
+    "a time of hundreds of digits": {"time": 10**400},
+    "a time that is a text": {"time": "now"},
+    "a time that is true": {"time": True},
+    "facts of any kind": {"versions": [1], "weights": {"a": "b"}, "device": {"a": [None]}, "commit": 3, "world": 1e999},
+    "a step of hundreds of digits": {"step": 10**300},
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_events_of_others(tmp_path, kind):
+    """Oracle: the page of the same folder without the line: what no calendar can show is passed over."""
+    folder = tmp_path / "run"
+    made(folder, steps=8)
+    before = len(record.read_record(folder).starts)
+    line = {"event": "start", "time": 1.7e9, "step": 8} | ODD[kind]
+    with open(folder / "events.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+        timing = {"time": line["time"], "step": None}
+        file.write(json.dumps({"step": 9, "loss": 1.0, "timing": timing}) + "\n")
+    text = page.write_report([folder], tmp_path / "report.html").read_text(encoding="utf-8")
+    drawn = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1], parse_constant=pytest.fail)
+    assert drawn["charts"] and state.read_state(folder).step == 9
+    assert len(record.read_record(folder).starts) == before + (not kind.startswith("a time"))
+
+
+EVALUATIONS = {
+    "an empty curve": {"curves": {"mse": []}},
+    "a number of hundreds of digits": {"figures": {"loss": 10**400}},
+    "no figures": {"figures": None},
+    "a list": [],
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATIONS)
+def test_evaluations_of_others(two, tmp_path, kind):
+    """Oracle: a remark that names the file, and the other evaluation on the page."""
+    folder = shutil.copytree(two / "one", tmp_path / "run")
+    path = next((folder / "evaluation").glob("*.json"))
+    changes = EVALUATIONS[kind]
+    odd = json.loads(path.read_text()) | changes if isinstance(changes, dict) else changes
+    (folder / "evaluation" / "odd.json").write_text(json.dumps(odd))
+    found = record.read_record(folder)
+    assert [name for name, *_ in found.evaluations] == [path.stem] and "odd.json" in " ".join(found.remarks)
+    assert "</html>" in page.render_page([found])
 
 
 def test_a_folder_of_rubbish(two, tmp_path):

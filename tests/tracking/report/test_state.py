@@ -89,6 +89,18 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     )
 
 
+def test_names_write_no_escape_codes(tmp_path):
+    """Oracle: the bytes of the table: no control character but its line breaks, whatever a folder and its log hold."""
+    made(tmp_path / "run", steps=8)
+    folder = (tmp_path / "run").rename(tmp_path / "a\x1b[2J\x07b\nc")
+    (folder / "run.yaml").write_text("rubbish")
+    (folder / "log.txt").write_text("it ended \x1b]0;title\x07 \x9b2J\n")
+    (folder / "samples" / "step_00000009_\x1b[31m.png").write_bytes(b"")
+    text = state.format_states([state.read_state(folder)])
+    assert not [c for c in text if not c.isprintable() and c != "\n"] and len(text.splitlines()) == 4
+    assert "a?[2J?b?c" in text and "it ended ?]0;title? ?2J" in text
+
+
 def test_control_c(tmp_path):
     """Oracle: a real SIGINT while it follows a run: one line, exit code 130, and torch was never imported."""
     made(tmp_path / "run", steps=8)
