@@ -35,7 +35,7 @@ from dstrain.distributed.progress import Bar
 from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.runs import trained
-from dstrain.sampling.draw import Means
+from dstrain.sampling.draw import Means, require_scores
 from dstrain.systems.base import System
 from dstrain.tracking import figures
 
@@ -144,6 +144,7 @@ def measure_source(
         for done, samples in enumerate(batches, 1):
             valid = samples.pop("valid")
             terms = system.measure(networks, system.encode(samples), num_steps, _show_steps(bar, rounds))
+            require_scores(system, terms, len(valid))
             means.add(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)  # a system may have shown no steps of its own
     result = means.result()

@@ -26,7 +26,7 @@ from dstrain.runs import trained
 from dstrain.runs.trained import load_guide
 from dstrain.sampling.draw import class_columns, draw_all, draw_rounds
 from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, folder_for
-from dstrain.sampling.requests import OPTIONS, make_request
+from dstrain.sampling.requests import OPTIONS, choose_conditions, make_request
 from dstrain.sampling.scenes import Length, choose_length, draw_scenes, frames_of_scenes, read_prime
 from dstrain.systems.base import CHOICES, Request, System
 
@@ -365,4 +365,4 @@ def _share_labels(request: Request, later: ReadyRun, options: GenerateOptions) -
     labels = request.conditions.get("label")
     labels = options.labels or later.run.samples.labels if labels is None else tuple(labels.tolist())
     with reword_errors(f"--then {later.folder}: "):
-        return later.system.conditions(options.num, labels)
+        return choose_conditions(later.system, options.num, labels)

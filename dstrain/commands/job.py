@@ -30,7 +30,7 @@ class Job:
     run: Run
     settings: dict[str, Any]  # for deepspeed.initialize
     remarks: list[str]  # worth printing once
-    memory: str = ""  # what a rank will keep, and what is free now; on rank 0
+    notes: tuple[str, ...] = ()  # lines that a start says, on rank 0: what a rank keeps and what is free, and more
 
 
 def prepare_job(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
@@ -43,7 +43,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     problems += _list_path_problems(run)
     resolved: dict[str, Any] = {}
     remarks: list[str] = []
-    memory = ""
+    notes: tuple[str, ...] = ()
     with _collect_problems(problems):
         before = {} if options.from_scratch else folders.read_earlier_settings(run.directory)
         resolved = settings.resolve_settings(
@@ -59,11 +59,11 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
         problems += systems.config(run.system, run.model).conflicts_at(settings.read_stage(resolved))
     if not problems and group.read_place().rank == 0:
         with _collect_problems(problems):
-            checked_remarks, memory = _check_data_and_folder(run, options, resolved, world)
+            checked_remarks, notes = _check_data_and_folder(run, options, resolved, world)
             remarks += checked_remarks
     if problems:
         raise ConfigError(*problems)
-    return Job(run, resolved, settings.list_remarks(resolved, device_type) + remarks, memory)
+    return Job(run, resolved, settings.list_remarks(resolved, device_type) + remarks, notes)
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Run:
@@ -157,10 +157,10 @@ def _find_folder_problem(folder: Path) -> str | None:
 
 def _check_data_and_folder(
     run: Run, options: JobOptions, resolved: dict[str, Any], world: int
-) -> tuple[list[str], str]:
+) -> tuple[list[str], tuple[str, ...]]:
     """Checks what shows only when the data are listed, the system is built and the folder's earlier run is read.
 
-    Returns remarks that are worth printing, and a line about memory. ConfigError: the first problem.
+    Returns remarks that are worth printing, and lines that a start says. Raises ConfigError for the first problem.
     """
     from dstrain.commands.probe import probe
     from dstrain.data.formats.labels import require_classes
@@ -201,23 +201,27 @@ def _check_data_and_folder(
         remarks += describe_cut_captions(source, system)
     with _collect_problems(problems := []):
         system.require_expressible()
+    lost = tuple(f"`dstrain export` will not write this run for diffusers: {problem}" for problem in problems)
     if options.dry_run:
-        remarks += [f"`dstrain export` will not write this run for diffusers: {problem}" for problem in problems]
+        remarks += lost
     _check_step(run, options)
     _check_profile(run, options)
     folders.check_start(run, system.fingerprint(source), options)
     if options.print_config:
-        return remarks, ""
+        return remarks, ()
     phases().at("trying two samples")
-    remarks += probe(run, system, source)
+    remarks += probe(run, system, source, settings.read_precision(resolved))
     if options.dry_run:
         from dstrain.planning.estimate import describe_costs
 
-        return [*remarks, describe_costs(run, system, resolved, world)], ""
+        return [*remarks, describe_costs(run, system, resolved, world)], ()
+    begins = options.from_scratch or not folders.read_last_saved(run.directory)
+    can_lose = type(system).require_expressible is not System.require_expressible  # others have no form in diffusers
+    notes = tuple(f"note: {line}" for line in lost if begins and can_lose)
     try:
-        return remarks, f"{describe_states(run, system, resolved, world)}; {describe_free()}"
+        return remarks, (f"{describe_states(run, system, resolved, world)}; {describe_free()}", *notes)
     except (RuntimeError, TypeError, ValueError):  # as probe.py meets them on the meta device
-        return remarks, ""
+        return remarks, notes
 
 
 def _check_step(run: Run, options: JobOptions) -> None:

@@ -1,13 +1,16 @@
-"""One look before a start: two samples go through a system's `encode` and `loss` as in a training step.
+"""One look before a start: two samples go through all that training will ask of a system, in the order of the contract.
 
-So a loss of the wrong shape, or a codebook smaller than the ids in the data, is reported before anything is launched. A
-small model computes on the CPU; a large one runs on the meta device, whose tensors have shapes and no values.
+So a loss of the wrong shape, a sampler that forgets a picture, or a codebook smaller than the ids in the data, is
+reported before anything is launched. A small model computes on the CPU; a large one runs on the meta device, whose
+tensors have shapes and no values.
 """
 
+import itertools
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +20,19 @@ from torch.overrides import TorchFunctionMode
 
 from dstrain import rng
 from dstrain.data.batches import Batches, place_batch
-from dstrain.recipe import ConfigError, Run
-from dstrain.systems import System
+from dstrain.recipe import ConfigError, Run, reword_errors
+from dstrain.sampling.draw import require_samples, require_scores, set_eval_mode
+from dstrain.sampling.grids import make_grid_request
+from dstrain.systems.base import Batch, Example, Nets, System
 
 _SAMPLES = 2
 _WEIGHTS, _NUMBERS = 10_000_000, 1 << 16  # of a small model, and of the largest tensor of a sample: a second's work
 _TENSORS, _ALL, _WIDEST = 20_000, 10**13, 2**22  # of any model: tensors, numbers in all, and along one axis
+_NO_VALUES = re.compile(r"(?<![a-z])meta(?![a-z])", re.IGNORECASE)  # in torch's messages
+_CALLS = 16  # of the networks by a sampler
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Torch's messages where one operand is float32 and the other is not.
+_OTHER_DTYPE = re.compile(r"same dtype|should be the same|expected scalar type|expected m1 and m2", re.IGNORECASE)
 # Torch's messages where an id is not in a table: of embeddings without the id, of targets and indices with it.
 _OUT_OF_RANGE = re.compile(r"index out of range in self|(?:Target|index) (-?\d+) is out of bounds")
 
@@ -40,13 +50,19 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def probe(run: Run, system: System, source: Any) -> list[str]:
-    """Takes two samples of `source` to the loss of every part that ever has a turn; returns remarks, a line each.
+class _Enough(Exception):
+    """A sampler has called the networks as often as a look may."""
+
+
+def probe(run: Run, system: System, source: Any, precision: str = "fp32") -> list[str]:
+    """Takes two samples of `source` to the loss of every part that ever has a turn, evaluates them, and draws two in
+    two steps, where the run will; returns remarks, a line each.
 
     Call it on rank 0 alone, and last with this `system`: its frozen networks may be on the meta device afterwards.
-    Torch's random state, the run's folder and the source stay as they are.
+    Torch's random state, the run's folder and the source stay as they are. precision: that of the weights in training.
 
-    ConfigError: terms that break the contract of `System.loss`, ids out of range. Other exceptions pass through.
+    Raises ConfigError for what breaks the contract of systems/base.py, and for ids out of range. Other exceptions pass
+    through.
     """
     with torch.random.fork_rng(devices=[]):
         networks = _build_networks(run.system, system)
@@ -62,7 +78,7 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
         if learning.type == "meta" and not next(next(iter(networks.values())).parameters()).is_meta:
             return [f"{run.system}: not checked, since its constructors need values, and the model is large"]
         try:
-            remarks = _try_parts(run, system, batch, encoding, learning)
+            remarks = _try_parts(run, system, batch, encoding, learning, precision)
         except _NotChecked as error:
             return [f"{error}: not checked, since it needs values, and the model is too large to compute them here"]
     if learning.type == "meta":
@@ -96,8 +112,8 @@ def _build_networks(name: str, system: System) -> dict[str, torch.nn.Module]:
         )
     ]
     try:
-        with torch.device("meta"), _Unfilled():
-            return system.networks()
+        with _Unfilled():
+            return system.networks_on_meta()
     except (RuntimeError, TypeError) as error:  # a constructor that asks for values, mostly
         if "overflow" in str(error):
             raise ConfigError(
@@ -122,11 +138,11 @@ def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
 
 
 def _try_parts(
-    run: Run, system: System, batch: dict[str, Tensor], encoding: torch.device, learning: torch.device
+    run: Run, system: System, batch: Batch, encoding: torch.device, learning: torch.device, precision: str
 ) -> list[str]:
-    """One turn of every part, with `encode` on one device and `loss` on another or the same."""
+    """Takes one turn of every part, with `encode` on one device and `loss` on another or the same; then all else."""
     with learning, _Unfilled() if learning.type == "meta" else nullcontext():
-        networks = system.networks()
+        networks = system.networks() if learning.type == "cpu" else system.networks_on_meta()
     for network in system.frozen():
         network.to(encoding)
     tables = tuple(
@@ -135,7 +151,7 @@ def _try_parts(
         for module in network.modules()
         if isinstance(module, torch.nn.Embedding)
     )
-    remarks, parts = [], set()
+    remarks, parts, seen = [], set(), set()
     for step in (0, run.steps - 1):  # an adversary may join later
         turns = system.turns(step)
         if parts.issuperset(turns):
@@ -158,11 +174,110 @@ def _try_parts(
             with _explain_errors(place, ids, learning, tables):
                 terms = system.loss(part, networks, example)
             _require_terms(place, terms, system.watched)
-            if run.every.evaluate and part == next(iter(system.parts)) and type(system).evaluate is System.evaluate:
-                system.evaluate(networks, example)
+            seen.update(terms)
             if learning.type == "cpu" and not terms["loss"].isfinite():
                 remarks.append(f"{place}: the first one is {terms['loss'].item()}")
+    if missing := [name for name in system.watched if name not in seen]:
+        raise ConfigError(f"{run.system}: no loss returns {', '.join(missing)}, which `watched` names: return them")
+    _try_state(run.system, system)
+    held = {name: values for name, values in batch.items() if name != "step"}  # as held-out data come
+    with torch.no_grad(), set_eval_mode(networks), suppress(_NotChecked, _Enough):
+        with _explain_errors(f"{run.system}: encode of held-out data", _list_ids(held), encoding):
+            example = place_batch(system.encode(place_batch(held, encoding)), learning)
+        if run.every.evaluate:
+            _try_evaluation(run, system, networks, example)
+        if run.every.sample or run.every.metrics:
+            _try_drawing(run, system, networks, held, example)
+    if precision in _HALVES:
+        _try_precision(run.system, system, networks, example, _HALVES[precision])
     return remarks
+
+
+def _try_state(name: str, system: System) -> None:
+    """Takes a system's own state, and gives it back, as a save and a resume do. Raises ConfigError if that fails."""
+    state = system.state_dict()
+    if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
+        raise ConfigError(f"{name}: state_dict returns something else than a dict of tensors: a checkpoint keeps those")
+    with reword_errors(f"{name}: what state_dict returns is refused by load_state_dict: "):
+        system.load_state_dict(state)
+
+
+def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) -> None:
+    """Measures as on held-out data. Raises ConfigError for terms that training could not average or choose by."""
+    place = f"{run.system}: evaluate"
+    with _explain_errors(place, {}, example["key"].device):
+        terms = system.evaluate(networks, example)
+    require_scores(system, terms, _SAMPLES)
+    if run.save.best is True and "loss" not in terms:
+        raise ConfigError(
+            f'{place} returns no "loss" (it returns {", ".join(terms)}), by which save.best=true chooses: return it, '
+            "one value a sample, (B,)"
+        )
+    if example["key"].is_meta:
+        return
+    figures = system.digest({name: term.double().mean(0) for name, term in terms.items() if term.ndim == 2})
+    if not isinstance(figures, dict) or not all(isinstance(figure, (int, float)) for figure in figures.values()):
+        raise ConfigError(f"{run.system}: digest returns something else than a dict of numbers: return those by name")
+
+
+def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example: Example) -> None:
+    """Draws two samples of the grid in two steps, and the pictures beside them. Raises ConfigError for other shapes."""
+    device = example["key"].device
+    if system.generates and not system.cannot_draw():
+        samples = run.samples.model_copy(update={"num": _SAMPLES} if run.samples.prompts else {})
+        with _explain_errors(f"{run.system}: conditions", {}, device):
+            request, _ = make_grid_request(samples, system, data if system.starts_from_data else {})
+        few = replace(
+            request,
+            seeds=request.seeds[:_SAMPLES].to(device),
+            conditions={name: values[:_SAMPLES].to(device) for name, values in request.conditions.items()},
+            num_steps=min(_SAMPLES, request.num_steps),
+        )
+        with _explain_errors(f"{run.system}: sample", {}, device), suppress(_Enough), _limit_calls(networks):
+            require_samples(system, system.sample(networks, few), len(few.seeds))
+    if system.starts_from_data:
+        with _explain_errors(f"{run.system}: pictures", {}, device):
+            pictures = system.pictures(networks, example)
+        for name, images in pictures.items():
+            if images.dtype != torch.uint8 or images.ndim not in (4, 5) or len(images) != _SAMPLES:
+                raise ConfigError(
+                    f"{run.system}: pictures returns {name} as {images.dtype} {tuple(images.shape)} for {_SAMPLES} "
+                    "samples: return uint8 (B, C, H, W) or (B, T, C, H, W)"
+                )
+
+
+@contextmanager
+def _limit_calls(networks: Nets) -> Iterator[None]:
+    """Raises _Enough at the networks' call beyond _CALLS: samplers may ignore the number of steps."""
+    calls = itertools.count(1)
+
+    def count(*_: Any) -> None:
+        if next(calls) > _CALLS:
+            raise _Enough
+
+    hooks = [network.register_forward_pre_hook(count) for network in networks.values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _try_precision(name: str, system: System, networks: Nets, example: Example, dtype: torch.dtype) -> None:
+    """Takes the first part's loss with weights in half precision. Raises ConfigError if an input is not cast."""
+    part = next(iter(system.parts))
+    for network in networks.values():
+        network.to(dtype)
+    try:
+        with torch.no_grad():
+            system.loss(part, networks, example)
+    except (RuntimeError, TypeError) as error:  # Other errors are those of the meta device, or of the CPU's kernels.
+        line = str(error).partition("\n")[0]
+        if _OTHER_DTYPE.search(line):
+            raise ConfigError(
+                f"{name}: loss of {part}, with weights in {dtype}: {line}: inputs come in float32; cast what enters a "
+                "network to the precision of its weights, x.to(self.enter.weight.dtype)"
+            ) from error
 
 
 def _require_parts(name: str, system: System, networks: dict[str, torch.nn.Module]) -> None:
@@ -173,6 +288,14 @@ def _require_parts(name: str, system: System, networks: dict[str, torch.nn.Modul
             f"{name}: parts are {', '.join(parts)}, networks() gives {', '.join(networks)}, averaged are "
             f"{', '.join(system.averaged)}, turns are {', '.join(system.turns(0))}: name the same parts"
         )
+    for part, network in networks.items():
+        for weight, values in network.named_parameters():
+            if not values.requires_grad or not values.numel():
+                fault = "has no elements" if values.requires_grad else "is frozen"
+                raise ConfigError(
+                    f"{name}: {weight} of {part} {fault}, and every parameter of a part learns: register it as a "
+                    "buffer, keep its network in frozen(), or leave it out"
+                )
 
 
 def _require_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...]) -> None:
@@ -218,9 +341,9 @@ def _explain_errors(
     """An id out of range becomes a ConfigError that says what ids there are; a need of values becomes _NotChecked."""
     try:
         yield
-    except (IndexError, RuntimeError) as error:  # also NotImplementedError, which is a RuntimeError
+    except (IndexError, RuntimeError, TypeError) as error:  # also NotImplementedError, which is a RuntimeError
         line = str(error).partition("\n")[0]
-        if device.type == "meta" and re.search(r"\bmeta\b", line):
+        if device.type == "meta" and _NO_VALUES.search(line):
             raise _NotChecked(f"{place} ({line[:150]})") from error
         outside = _OUT_OF_RANGE.search(line)
         if not outside or (outside[1] and not any((values == int(outside[1])).any() for values in ids.values())):

@@ -21,7 +21,7 @@ def run_verb(options: TrainOptions) -> None:
     elif options.dry_run:
         print(f"{job.run.name}: recipe, data, paths and DeepSpeed settings are in order", *job.remarks, sep="\n")
     else:
-        phases().say(*filter(None, [summarize_job(job), job.memory]))
+        phases().say(summarize_job(job), *job.notes)
         phases().at("importing what trains")
         from dstrain.train import train
 

@@ -86,9 +86,11 @@ def group_weights(
     }
     weights: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, weight in network.named_parameters():
-        assert weight.requires_grad, f"{name} is frozen: make it a buffer, or its network one of System.frozen()"
+        if not weight.requires_grad:
+            raise ConfigError(f"system: {name} is frozen: make it a buffer, or its network one of System.frozen()")
         shaped = torch.empty(full_shape(weight), device="meta")
-        assert shaped.numel(), f"{name} has no elements, and a checkpoint could not hold it"
+        if not shaped.numel():
+            raise ConfigError(f"system: {name} has no elements, and a checkpoint could not hold it: leave it out")
         decayed = decays(name, shaped)
         matrix = choice.name == "muon" and decayed and shaped.ndim >= 2 and id(weight) in inside
         weights.setdefault((not matrix, not decayed), []).append(weight)

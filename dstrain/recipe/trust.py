@@ -15,6 +15,11 @@ def trust_system(name: str) -> None:
     _trusted.add(name)
 
 
+def list_trusted() -> list[str]:
+    """Lists the packages that the user has named, for another process of his."""
+    return sorted(_trusted)
+
+
 def is_trusted(name: str) -> bool:
     """Returns whether the user has named this package."""
     return name in _trusted

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed import group
 from dstrain.distributed.pieces import end_piece
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Nets, Request, System, Terms
 
 
@@ -68,7 +69,42 @@ def draw_own(
         own = replace(request, seeds=request.seeds[index].to(device), conditions=conditions)
         with set_eval_mode(nets):
             images = system.sample(nets, own)
+        require_samples(system, images, len(index))
         yield numbers, images
+
+
+def require_samples(system: System, images: Any, count: int) -> None:
+    """Raises ConfigError if `sample` has not returned what the contract says for `count` seeds."""
+    width = system.draws_embeddings
+    found = f"{images.dtype} {tuple(images.shape)}" if torch.is_tensor(images) else f"a {type(images).__name__}"
+    if not torch.is_tensor(images) or len(images.shape) == 0 or len(images) != count:
+        fits = False
+    elif width:
+        fits = images.is_floating_point() and images.shape == (count, width)
+    else:
+        fits = images.dtype == torch.uint8 and images.ndim in (4, 5)
+    if not fits:
+        wanted = f"float32 embeddings ({count}, {width})" if width else f"uint8 images ({count}, C, H, W)"
+        raise ConfigError(
+            f"system: sample of a {type(system).__name__} returns {found} for {count} seeds: return {wanted}"
+            + ("" if width else f" or videos ({count}, T, C, H, W)")
+        )
+
+
+def require_scores(system: System, terms: Any, count: int) -> None:
+    """Raises ConfigError if `evaluate` has not returned what the contract says for `count` samples."""
+    place = f"system: evaluate of a {type(system).__name__}"
+    if not isinstance(terms, dict) or not terms:
+        raise ConfigError(f"{place} returns {'no terms' if terms == {} else type(terms).__name__}: return a dict")
+    for name, term in terms.items():
+        if name != "loss" and torch.is_tensor(term) and not term.ndim:
+            continue  # A scalar is no mean over samples, and is left out.
+        if not torch.is_tensor(term) or term.shape[:1] != (count,) or term.ndim > 2:
+            found = f"the shape {tuple(term.shape)}" if torch.is_tensor(term) else f"the type {type(term).__name__}"
+            raise ConfigError(
+                f'{place}: terms["{name}"] has {found} for {count} samples: return one value a sample, '
+                f"({count},), or a curve, ({count}, K)"
+            )
 
 
 def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None) -> Tensor:
@@ -192,14 +228,8 @@ def score_batches(
         valid = batch.pop("valid")
         with set_eval_mode(nets):
             terms = system.evaluate(nets, system.encode(batch))
-        means.add(
-            {
-                name: values
-                for name, values in terms.items()
-                if values.shape[:1] == valid.shape and values.ndim <= 2 and name != "quartile"
-            },
-            valid,
-        )
+        require_scores(system, terms, len(valid))
+        means.add({name: values for name, values in terms.items() if name != "quartile"}, valid)
     result = means.result()
     if curves is not None:
         curves |= {name: mean.tolist() for name, mean in result["curves"].items()}

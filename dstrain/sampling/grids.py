@@ -7,10 +7,21 @@ from torch import Tensor
 from dstrain.data.batches import held_out
 from dstrain.data.source import Source
 from dstrain.distributed import group
-from dstrain.recipe import Run
+from dstrain.recipe import Run, Samples
 from dstrain.sampling.draw import class_columns, draw_on_first, picture_on_first
-from dstrain.sampling.requests import make_request
-from dstrain.systems.base import Nets, System
+from dstrain.sampling.requests import make_request, require_rows
+from dstrain.systems.base import Batch, Nets, Request, System
+
+
+def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Request, list[str] | None]:
+    """Makes the request of a grid: of samples that begin from `data`, where there are any, with the labels of these."""
+    request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
+    if data:
+        own = {name: data[name] for name in request.conditions}
+        begin = data["image_embed" if system.takes_embeddings else "image"]
+        request.conditions.update(system.conditions_from(begin) | own)
+        require_rows(system, request.conditions, len(request.seeds))
+    return request, captions
 
 
 def draw_grids(
@@ -27,11 +38,7 @@ def draw_grids(
     if system.starts_from_data:  # the same samples on every rank
         data = next(held_out(source, min(samples.num, len(source)), seed=run.seed))
     if system.generates:
-        request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
-        if data:
-            own = {name: data[name] for name in request.conditions}
-            begin = data["image_embed" if system.takes_embeddings else "image"]
-            request.conditions.update(system.conditions_from(begin) | own)
+        request, captions = make_grid_request(samples, system, data)
         images = draw_on_first(system, nets, request, chunk)
         columns = class_columns(request)
         yield images, "samples", columns, captions

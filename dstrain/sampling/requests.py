@@ -53,9 +53,10 @@ def make_request(
         conditions = system.conditions_from_texts(captions)
     else:
         chosen = samples.labels if labels is None else labels
-        conditions = system.conditions(num, None if chosen is None else tuple(chosen))
+        conditions = choose_conditions(system, num, None if chosen is None else tuple(chosen))
     if images is not None:
         conditions |= system.conditions_from(images[torch.arange(num) % len(images)])
+    require_rows(system, conditions, num)
     system.check_sampling(samples)
     return Request(
         seed + torch.arange(num),
@@ -67,6 +68,26 @@ def make_request(
         size=samples.size,
         **{name: getattr(samples, name) for name in CHOICES},
     ), captions
+
+
+def choose_conditions(system: System, num: int, labels: tuple[int, ...] | None) -> dict[str, Tensor]:
+    """Returns the system's conditions for `num` samples, once the labels are checked; None: a choice of its own."""
+    if labels and system.num_labels is not None:  # A system that says no number may still know its labels.
+        system.require_labels(labels)
+    conditions = system.conditions(num, labels)
+    require_rows(system, conditions, num)
+    return conditions
+
+
+def require_rows(system: System, conditions: dict[str, Tensor], num: int) -> None:
+    """Raises ConfigError if conditions are not those of `num` samples."""
+    for name, values in conditions.items():
+        if not torch.is_tensor(values) or values.shape[:1] != (num,):
+            found = tuple(values.shape) if torch.is_tensor(values) else type(values).__name__
+            raise ConfigError(
+                f"system: conditions of a {type(system).__name__} for {num} samples have {name} of {found}: return "
+                f"a tensor ({num}, ...) for each"
+            )
 
 
 def request_all_classes(samples: Samples, data: Data, system: System) -> Samples:

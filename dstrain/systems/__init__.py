@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from dstrain.recipe import ConfigError, list_problems
 from dstrain.recipe.trust import OPTION, is_trusted
-from dstrain.systems.base import Kind, System, SystemConfig
+from dstrain.systems.base import Kind, System, SystemConfig, require_names
 
 _GROUP = "dstrain.systems"
 
@@ -40,9 +40,12 @@ def build(name: str, model: dict[str, Any]) -> System:
 
     Raises ConfigError if the name or a field is unknown, or a value out of range.
     """
-    system = package(name).build(config(name, model))
+    section = config(name, model)
+    system = package(name).build(section)
     if not isinstance(system, System):
         raise ConfigError(f"system: build() of {name} returns a {type(system).__name__}: return a System")
+    require_names(name, system)
+    system.num_labels = section.num_labels
     return system
 
 

@@ -15,7 +15,10 @@ A *part* is a network with an optimizer of its own. A *turn* is the moment withi
 What sharding asks of a system:
 - It touches weights only by calling networks: under ZeRO-3 they are gathered for the call alone. `nets` maps a part to
   a DeepSpeed engine, or to a bare module where samples are drawn.
+- Inputs of networks are float32 (images, noise) or int64 (labels, ids); weights may be bfloat16 or float16. A network
+  casts what enters to the precision of its weights, `x.to(self.enter.weight.dtype)`, and a loss computes in float32.
 - It draws all randomness from `example["key"]`, by dstrain.rng. So noise belongs to a sample and not to a rank.
+- Every parameter learns. What is fixed is a buffer, or a network of its own in `frozen()`.
 - A loss is a mean over samples. No term of a sample depends on another sample.
 - Constructors may set weights in any way, those of their children too (`nn.init.zeros_(self.out.weight)`,
   `self.apply(init)`). Training then starts from exactly `torch.manual_seed(run.seed); networks()` of plain torch, at
@@ -28,8 +31,10 @@ What sharding asks of a system:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from dstrain.recipe import MAY_CHANGE, ConfigError, Recompute, Run, Section
@@ -127,6 +132,7 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
     averaged: tuple[str, ...]  # parts that have an EMA
     samplers: tuple[str, ...] = ()  # what Request.sampler may be, the usual one last; () is no choice
     generates: bool = True  # whether training draws grids of `sample`, that is, of pictures
+    num_labels: int | None = None  # the config's, set by systems.build
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:
@@ -152,8 +158,9 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return self.parts[part](nets, example)
 
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms on held-out data, one value a sample (B,) each; by default those of the first part's loss, whose
-        loss_each is then `loss`. Curves (B, K) are averaged, too, and go to `digest`.
+        """Returns terms on held-out data, `loss` among them, one value a sample (B,) each; by default those of the
+        first part's loss, whose loss_each is then `loss`. Curves (B, K) are averaged, too, and go to `digest`. Held-out
+        data have no `step`.
         """
         terms = self.loss(next(iter(self.parts)), nets, example)
         if "loss_each" not in terms:
@@ -174,10 +181,25 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return (len(self.turns(step)),)
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Conditions for `num` samples, (num, ...) each: the labels in turn, None for a choice of the system's own."""
-        if labels:
-            raise ConfigError(f"labels: {type(self).__name__} knows no classes; leave them out")
-        return {}
+        """Returns conditions for `num` samples, (num, ...) each. By default label int64 (num,), where there are
+        classes: the labels in turn, None for every class. Raises ConfigError as `require_labels`.
+        """
+        self.require_labels(labels or ())
+        if self.num_labels is None:
+            return {}
+        classes = torch.tensor(labels or tuple(range(self.num_labels)))
+        return {"label": classes.repeat(-(-num // len(classes)))[:num]}
+
+    def require_labels(self, labels: Iterable[int]) -> None:
+        """Raises ConfigError for labels that are no class, and for any where there are no classes."""
+        unknown = sorted(label for label in set(labels) if not 0 <= label < (self.num_labels or 0))
+        if unknown and self.num_labels is None:
+            raise ConfigError(f"labels: a {type(self).__name__} of this model section knows no classes; leave them out")
+        if unknown:
+            raise ConfigError(
+                f"labels: {unknown} are not among the {self.num_labels} classes, 0 to {self.num_labels - 1}: choose "
+                "others, or train with more classes"
+            )
 
     def accepts(self, source: Any) -> None:
         """Meets a data source before anything is trained. Raises ConfigError if its samples do not fit."""
@@ -215,3 +237,14 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         if name not in self.samplers:
             raise ConfigError(f"{key}={name} is none of {', '.join(self.samplers)}: name one of them")
         return name
+
+
+def require_names(name: str, system: System) -> None:
+    """Raises ConfigError if an attribute of the system `name` that lists names is something else."""
+    for member in ("averaged", "samplers", "sampling", "watched"):
+        names = getattr(system, member, None)
+        if not isinstance(names, (tuple, list)) or not all(isinstance(item, str) for item in names):
+            example = repr((names if isinstance(names, str) else "name",))
+            raise ConfigError(f"system: {member} of {name} is {names!r}: write a tuple of names, such as {example}")
+    if not isinstance(getattr(system, "parts", None), dict) or not system.parts:
+        raise ConfigError(f"system: {name} has no parts: set the dict of its trained networks and their losses")

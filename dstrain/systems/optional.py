@@ -156,8 +156,15 @@ class Imports:
 
     def on_meta(self, part: str) -> nn.Module:
         """Returns a part's network without values, for its names and shapes."""
+        return self.networks_on_meta()[part]
+
+    def networks_on_meta(self) -> dict[str, nn.Module]:
+        """Builds the networks without values, for their names, shapes and operations."""
         with torch.device("meta"):
-            return self.networks()[part]
+            networks = self.networks()
+        for network in networks.values():
+            network.to("meta")  # Buffers that numpy has made have values.
+        return networks
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Fits a state dict from elsewhere to the part's network, and says what was changed.

@@ -68,7 +68,7 @@ def count_step_flops(system: System, batch: int, step: int = 0) -> float:
     system, meta = _move_to_meta(system), torch.device("meta")
     samples |= {"position": torch.arange(_SAMPLES), "step": torch.full((_SAMPLES,), step)}
     with torch.random.fork_rng(devices=[]), meta:
-        networks = system.networks()
+        networks = system.networks_on_meta()
         with torch.no_grad():
             example = place_batch(system.encode(place_batch(samples, meta)), meta)
         with _Useful() as useful:

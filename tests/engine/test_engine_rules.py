@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dstrain.engine.engines import Engines
 from dstrain.engine.masters import defer_errors, make_universal_info
+from dstrain.recipe import ConfigError
 from tests.engine.check_engines import applied
 from tests.engine.test_masters import DECAY, LR, engines_of, step, weights
 from tests.support.tiny import Tiny
@@ -107,7 +108,7 @@ class Empty(Tiny):
 )
 def test_weights_that_cannot_be_trained(network, words):
     """Oracle: the name of the weight."""
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(ConfigError, match=words):
         engines_of(1, network=network)
 
 

@@ -1,11 +1,18 @@
 """Systems from outside dstrain: mistakes that a user can mend, and what a bug looks like."""
 
+import json
 import sys
 
 import pytest
 import yaml
 
+from dstrain import systems
+from dstrain.recipe import ConfigError, Samples
+from dstrain.recipe.trust import trust_system
+from dstrain.sampling.requests import make_request
 from tests.support.launch import ROOT, here, launch
+from tests.systems.dit.cases import TINY as DIT
+from tests.systems.iddpm.cases import UNET as IDDPM
 
 RUN = {
     "name": "new",
@@ -87,6 +94,143 @@ def test_what_a_user_can_mend(train, text, run, message):
     assert code == 2 and message in output and "Traceback" not in output, output
 
 
+ALL = {"every": {"evaluate": 1, "sample": 1}, "samples": {"num": 24}}
+EVALUATE = 'return {"loss": self.losses(nets, example)}'
+DRAWN = "return ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)"
+SAMPLERS = 'averaged, samplers = ("denoiser",), ("euler", "heun")'
+CLASSES = "classes.repeat(-(-num // len(classes)))[:num]"
+LEARN = 'return {"loss": losses.mean(), "loss_each": losses.detach()}'
+NETWORKS = '        return {"denoiser": UNet(self.config)}\n'
+UNET = "        nn.init.zeros_(self.leave.weight)\n"
+BROKEN = {
+    "scalar evaluation": (EVALUATE, EVALUATE.replace("example)", "example).mean()"), 'terms["loss"] has the shape ()'),
+    "evaluation of two axes more": (EVALUATE, 'return {"loss": example["x_start"]}', "return one value a sample, (2,)"),
+    "evaluation without terms": (EVALUATE, "return {}", "evaluate of a EDM returns no terms: return a dict"),
+    "evaluation of a tensor": (
+        EVALUATE,
+        EVALUATE[15:-1].replace("self", "return self"),
+        "returns Tensor: return a dict",
+    ),
+    "evaluation of numbers": (EVALUATE, 'return {"loss": 3.0}', 'terms["loss"] has the type float'),
+    "evaluation that knows the step": (EVALUATE, 'return {"loss": example["step"] * 1.0}', KeyError),
+    "evaluation under another name": (EVALUATE, EVALUATE.replace('"loss"', '"mse"'), "by which save.best=true chooses"),
+    "three pictures for ten": (DRAWN, f"{DRAWN}.expand(-1, 1, -1, -1)[:1].repeat(3, 1, 1, 1)", "for 2 seeds: return"),
+    "a picture short": (DRAWN, f"{DRAWN}[1:]", "sample of a EDM returns torch.uint8 (1, 1, 16, 16) for 2 seeds"),
+    "pictures of floats": (DRAWN, "return x", "returns torch.float32 (2, 1, 16, 16) for 2 seeds: return uint8 images"),
+    "pictures without channels": (DRAWN, f"{DRAWN}[:, 0]", "(2, 16, 16) for 2 seeds: return uint8 images (2, C, H, W)"),
+    "a list of pictures": (DRAWN, f"return list({DRAWN[7:]})", "sample of a EDM returns a list for 2 seeds"),
+    "no pictures": (DRAWN, "return None", "sample of a EDM returns a NoneType for 2 seeds"),
+    "short conditions": (CLASSES, "classes[:num]", "for 24 samples have label of (10,): return a tensor (24, ...)"),
+    "conditions of lists": (CLASSES, f"{CLASSES}.tolist()", "have label of list: return a tensor (24, ...)"),
+    "a sampler's letters": (
+        SAMPLERS,
+        'averaged, samplers = ("denoiser",), ("heun")',
+        "samplers of strange is 'heun': write",
+    ),
+    "a part's letters": (SAMPLERS, 'averaged, samplers = "denoiser", ("heun",)', "averaged of strange is 'denoiser'"),
+    "a choice's letters": (
+        SAMPLERS,
+        SAMPLERS + '\n    sampling = ("eta")',
+        "sampling of strange is 'eta': write a tuple",
+    ),
+    "one watched term": (SAMPLERS, SAMPLERS + '\n    watched = "loss_each"', "watched of strange is 'loss_each'"),
+    "a watched term that is not there": (
+        SAMPLERS,
+        SAMPLERS + '\n    watched = ("timestep",)',
+        "no loss returns timestep, which `watched` names",
+    ),
+    "a frozen parameter": (
+        UNET,
+        UNET + "        self.level.weight.requires_grad_(False)\n",
+        "level.weight of denoiser is frozen",
+    ),
+    "a frozen network": (
+        UNET,
+        UNET + "        self.tower = nn.Linear(2, 2).requires_grad_(False)\n",
+        "tower.weight of denoiser is frozen, and every parameter of a part learns: register it as a buffer",
+    ),
+    "a parameter of no size": (
+        UNET,
+        UNET + "        self.no = nn.Parameter(torch.zeros(0))\n",
+        "no of denoiser has no elements",
+    ),
+    "a state that cannot come back": (
+        "    def blocks(self)",
+        "    def state_dict(self):\n        return {'count': torch.ones(1)}\n\n    def blocks(self)",
+        "what state_dict returns is refused by load_state_dict: EDM keeps no state",
+    ),
+    "a state of numbers": (
+        "    def blocks(self)",
+        "    def state_dict(self):\n        return {'count': 1}\n\n    def blocks(self)",
+        "state_dict returns something else than a dict of tensors",
+    ),
+    "figures that are no numbers": (
+        EVALUATE,
+        'return {"loss": self.losses(nets, example), "use": example["x_start"].flatten(1)}\n\n'
+        "    def digest(self, means):\n        return means",
+        "digest returns something else than a dict of numbers",
+    ),
+    "pictures beside samples": (
+        SAMPLERS,
+        SAMPLERS + "\n    starts_from_data, generates = True, False\n\n    def pictures(self, nets, example):\n"
+        '        return {"data": example["x_start"]}',
+        "pictures returns data as torch.float32 (2, 1, 16, 16) for 2 samples: return uint8",
+    ),
+}
+
+
+@pytest.mark.parametrize("old, new, message", BROKEN.values(), ids=BROKEN)
+def test_a_broken_system(train, old, new, message):
+    """Oracle: the contract in base.py, in its words; without the look such a run fails at its first grid, evaluation or
+    save, or shows and averages something else. What is a plain bug keeps its traceback.
+    """
+    assert EDM.count(old) == 1
+    run = {**ALL, "save": {"best": True}}
+    if isinstance(message, type):
+        with pytest.raises(message):
+            train(EDM.replace(old, new), "--dry-run", **run)
+        return
+    code, output = train(EDM.replace(old, new), "--dry-run", **run)
+    assert code == 2 and message in output and "Traceback" not in output, output
+
+
+def test_a_sampler_that_ignores_the_number_of_steps(train):
+    """Oracle: the calls that the sampler would make: 10,000, of which the look takes few."""
+    old = "count = max(request.num_steps // (1 + heun), 2)"
+    code, output = train(EDM.replace(old, "count = 10_000"), "--dry-run", **ALL)
+    assert EDM.count(old) == 1 and code == 0, output
+
+
+def test_inputs_are_cast(train, tmp_path):
+    """Oracle: torch, which multiplies no float32 by bfloat16; with float32 weights the same system is in order."""
+    text = EDM.replace("x = self.enter(x.to(dtype))", "x = self.enter(x)")
+    assert text != EDM
+    for package, halves, expected in ((text, False, 0), (text, True, 2), (EDM, True, 0)):
+        (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": halves}, "zero_optimization": {"stage": 1}}))
+        code, output = train(package, "--dry-run", "--ds_config", str(tmp_path / "ds.json"), **ALL)
+        assert code == expected, output
+        assert ("inputs come in float32; cast what enters a network" in output) == (expected == 2)
+
+
+def test_buffers_of_numpy(train, tmp_path, monkeypatch, capsys):
+    """Oracle: the same buffer made by torch: --dry-run and plan count the same operations and bytes."""
+    outputs = []
+    for made in ("torch.from_numpy(np.ones(4, dtype=np.float32))", "torch.ones(4)"):
+        text = "import numpy as np\n" + EDM.replace(UNET, f"{UNET}        self.register_buffer('scale', {made})\n")
+        text = text.replace("x = self.enter(x.to(dtype))", "x = self.enter(x.to(dtype)) * self.scale.mean()")
+        code, output = train(text, "--dry-run", **ALL)
+        assert code == 0 and "Traceback" not in output, output
+        code, stdout, stderr = here(
+            "plan.py",
+            ["--recipe", tmp_path / "recipe.yaml", "--world", 2, f"folder={tmp_path / 'run'}"],
+            monkeypatch,
+            capsys,
+        )
+        assert code == 0, stdout + stderr
+        outputs.append(output + stdout)
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize("bug", ["a, b = 1, 2, 3", "raise ValueError('not for users')", "int('x')"])
 @pytest.mark.parametrize("words", [["--dry-run"], []])
 def test_a_bug_shows_its_traceback(train, bug, words):
@@ -120,3 +264,25 @@ def test_exit_codes(tmp_path):
             PYTHONPATH=f"{tmp_path}:{ROOT}",
         )
         assert done.returncode == code and ("Traceback" in done.stdout) == (code == 1), done.stdout
+
+
+@pytest.mark.parametrize("labels", [(10,), (77,), (-1,), (3, 10)])
+@pytest.mark.parametrize(
+    "name, model",
+    [("edm", {}), ("dit", DIT), ("iddpm", IDDPM | {"class_cond": True, "num_classes": 10})],
+    ids=lambda x: x,
+)
+def test_labels_that_are_no_class(monkeypatch, name, model, labels):
+    """Oracle: the classes 0 to 9 of every system, checked in one place; edm itself checks none."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "newcomer"))
+    trust_system("edm")
+    system = systems.build(name, model)
+    with pytest.raises(ConfigError, match=r"labels: \[.*\] are not among the 10 classes, 0 to 9"):
+        make_request(Samples(), system, 4, labels=labels)
+    assert make_request(Samples(), system, 3, labels=(9, 0))[0].conditions["label"].tolist() == [9, 0, 9]
+
+
+def test_labels_without_classes():
+    """Oracle: a model that has no classes."""
+    with pytest.raises(ConfigError, match="labels: a IDDPMSystem of this model section knows no classes"):
+        make_request(Samples(), systems.build("iddpm", IDDPM | {"class_cond": False}), 4, labels=(1,))

@@ -120,6 +120,10 @@ def test_every_command(tmp_path, monkeypatch, capsys, request, entry_point, name
     assert code == 0, stdout + stderr
     with np.load(next((tmp_path / "drawn").glob("*.npz"))) as drawn:
         assert drawn["arr_0"].shape[:3] == (3, 16, 16)
+    for label in (10, 77):  # The null class of others, and none at all.
+        code, stdout, stderr = here("generate.py", [run, "--num-samples", 3, "--labels", label], monkeypatch, capsys)
+        fault = f"--labels: [{label}] are not among the 10 classes" if name == "edm" else "knows no classes"
+        assert code == 2 and fault in stdout + stderr, stdout + stderr
     code, stdout, stderr = here("evaluate.py", [run, "--num-samples", 16], monkeypatch, capsys)
     assert code == 0, stdout + stderr
     measured = json.loads(next((run / "evaluation").glob("*.json")).read_text())["figures"]["loss"]

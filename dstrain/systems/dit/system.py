@@ -292,17 +292,6 @@ class DiTSystem(System):
         """Returns whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
         return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
 
-    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Returns label int64 (num,): `labels` in turn, or every class. Raises ConfigError for others."""
-        classes = labels or tuple(range(self.config.num_classes))
-        unknown = [label for label in classes if not 0 <= label < self.config.num_classes]
-        if unknown:
-            raise ConfigError(
-                f"labels: {unknown} are not among the {self.config.num_classes} classes, 0 to "
-                f"{self.config.num_classes - 1}"
-            )
-        return {"label": torch.tensor(classes).repeat(-(-num // len(classes)))[:num]}
-
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Positions and the class table may differ, see weights.py."""
         return weights.adapt_weights(state, self.on_meta(part))

@@ -69,7 +69,7 @@ class IDDPMSystem(System):
         if self.starts_from_data:
             example["low_res"] = self._shrunk(example["x_start"])
         if self.config.class_cond and "label" in example and example["label"].device.type == "cpu":
-            self._check_labels(example["label"])  # reading them on an accelerator would wait for it
+            self.require_labels(example["label"].tolist())  # reading them on an accelerator would wait for it
         return example
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
@@ -163,7 +163,7 @@ class IDDPMSystem(System):
         conditions = dict(request.conditions)
         if self.config.class_cond:
             conditions.setdefault("label", request.seeds % self.config.num_classes)
-            self._check_labels(conditions["label"])
+            self.require_labels(conditions["label"].tolist())
         if self.starts_from_data:
             self._check_low_res(conditions, len(request.seeds))
         keys, shape = rng.keys_of_seeds(request.seeds), self.config.shape(request.size)
@@ -230,27 +230,6 @@ class IDDPMSystem(System):
         expected = (count, self.config.in_channels, self.config.small_size, self.config.small_size)
         if shape != expected:
             raise ConfigError(f"low_res: {shape} where the request's seeds and small_size need {expected}")
-
-    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Returns label int64 (num,): `labels` in turn, or every class; nothing where class_cond is not set.
-
-        Raises ConfigError for a label that is no class, or labels for an unconditional model.
-        """
-        if not self.config.class_cond:
-            if labels:
-                raise ConfigError(f"labels: {list(labels)}, but class_cond is false; leave them out")
-            return {}
-        classes = torch.tensor(labels or tuple(range(self.config.num_classes)))
-        self._check_labels(classes)
-        return {"label": classes.repeat(-(-num // len(classes)))[:num]}
-
-    def _check_labels(self, labels: Tensor) -> None:
-        wrong = labels[(labels < 0) | (labels >= self.config.num_classes)].unique().tolist()
-        if wrong:
-            raise ConfigError(
-                f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
-                f"{self.config.num_classes - 1}; raise num_classes, or choose others"
-            )
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Fits the label table, too, see weights.py."""

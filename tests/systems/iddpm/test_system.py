@@ -198,7 +198,7 @@ def test_labels_out_of_range():
             attempt()
     with pytest.raises(ValueError, match="-1"):
         system.conditions(2, (-1,))
-    with pytest.raises(ValueError, match="class_cond is false"):
+    with pytest.raises(ValueError, match="knows no classes"):
         build().conditions(2, (1,))
     example = system.encode(system.synthetic(2))
     del example["label"]
