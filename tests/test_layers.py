@@ -55,6 +55,7 @@ RULES = {
     "commands": (
         *GROUND,
         "runs",
+        "sampling",
         "systems",
         "systems.base",
         "data",
