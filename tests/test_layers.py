@@ -384,7 +384,7 @@ BUDGETS = {
     "planning": 680,
     "recipe": 688,
     "runs": 753,
-    "sampling": 373,
+    "sampling": 412,
     "systems": 5120,
     "tracking": 1787,
 }
