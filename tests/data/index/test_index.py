@@ -30,6 +30,7 @@ from dstrain.data.formats.folders import Folders
 from dstrain.data.index.build import open_index, write_splits
 from dstrain.data.index.index import Index
 from dstrain.data.index.verified import Verified, write_sums
+from dstrain.data.source import stack_texts
 from dstrain.data.sources import sizes
 from dstrain.data.sources.images import Images, open_images
 from dstrain.data.sources.sizes import measure_images
@@ -368,7 +369,7 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
             assert source.index.captions(row) == tuple(texts[row])
             items = [source.read(row, chance) for chance in (0.0, 0.34, 0.67, 0.99)]
             numbers = [int(chance * len(texts[row])) for chance in (0.0, 0.34, 0.67, 0.99)]
-            assert unpack_captions(torch.stack([item["caption"] for item in items])) == [texts[row][n] for n in numbers]
+            assert unpack_captions(stack_texts([item["caption"] for item in items])) == [texts[row][n] for n in numbers]
             picture(row).save(tmp_path / "same.png")
             assert torch.equal(items[0]["image"], read_image(tmp_path / "same.png", 16))
             assert items[0]["label"] == expected[row]

@@ -16,7 +16,7 @@ from dstrain.data.decode.clips import Cut
 from dstrain.data.formats.clips import read_captions
 from dstrain.data.open import open_sources, require_contents
 from dstrain.data.order import Order
-from dstrain.data.source import BadSample
+from dstrain.data.source import BadSample, stack_texts
 from dstrain.data.sources import videos
 from dstrain.data.sources.videos import Mixed, open_videos
 from dstrain.data.views import Spread
@@ -64,7 +64,7 @@ def test_captions_beside_the_clips(tmp_path, classes):
     assert source.captioned and source.classes == tuple(sorted(classes))
     items = [source[index] for index in range(6)]
     numbers = [int(source.name(index).split("v")[-1][0]) for index in range(6)]
-    assert unpack_captions(torch.stack([item["caption"] for item in items])) == [f"clip {n}, a b" for n in numbers]
+    assert unpack_captions(stack_texts([item["caption"] for item in items])) == [f"clip {n}, a b" for n in numbers]
     assert [item.get("label") for item in items] == [1 - n % 2 if classes else None for n in numbers]
 
 
@@ -73,7 +73,7 @@ def test_the_class_is_the_caption_where_there_is_none(tmp_path):
     source = open_videos(folder(tmp_path, ("cat", "big_dog")), CUT)
     items = [source[index] for index in range(6)]
     assert [item["label"] for item in items] == [0, 0, 0, 1, 1, 1]
-    assert unpack_captions(torch.stack([item["caption"] for item in items])) == ["big dog"] * 3 + ["cat"] * 3
+    assert unpack_captions(stack_texts([item["caption"] for item in items])) == ["big dog"] * 3 + ["cat"] * 3
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".tsv", ".csv", ".jsonl"])
@@ -87,7 +87,7 @@ def test_a_captions_file(tmp_path, suffix):
     rows = lines.get(suffix, [f"{name}\t{text}" for name, text in texts.items()])
     (tmp_path / f"captions{suffix}").write_text("\n".join(rows) + "\n\n", encoding="utf-8")
     source = open_videos(folder(tmp_path), CUT, captions=tmp_path / f"captions{suffix}")
-    assert unpack_captions(torch.stack([source[n]["caption"] for n in range(6)])) == [
+    assert unpack_captions(stack_texts([source[n]["caption"] for n in range(6)])) == [
         texts[f"v{n}.webp"] for n in range(6)
     ]
     plain = open_videos(tmp_path, CUT)
