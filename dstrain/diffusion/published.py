@@ -1,11 +1,9 @@
-"""A chain as keyword arguments of diffusers' schedulers; pipelines of ours. The library itself is not imported here.
+"""A chain as keyword arguments of diffusers' schedulers. The library itself is not imported here.
 
 Its schedulers compute in float32, from named betas or from a list; gaussian.py in float64: the chain is the same.
 """
 
-import inspect
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +33,6 @@ def scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool)
     if schedule in ("cosine", "squaredcos_cap_v2"):
         return common | {"beta_schedule": "squaredcos_cap_v2"}
     return common | {"trained_betas": diffusion.tables["betas"].float().tolist()}
-
-
-def save_pipeline(pipeline: Any, folder: Path) -> None:
-    """Saves a pipeline of a class of ours: with the file of the class, by which diffusers loads it without dstrain."""
-    pipeline.save_pretrained(folder)
-    source = Path(inspect.getfile(type(pipeline)))
-    shutil.copyfile(source, folder / source.name)
-    add_to_index(folder, _class_name=[source.stem, type(pipeline).__name__])
 
 
 def add_to_index(folder: Path, **entries: Any) -> None:

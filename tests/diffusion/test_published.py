@@ -8,7 +8,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DMod
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.published import add_to_index, even_steps, save_pipeline, scheduler_arguments
+from dstrain.diffusion.published import add_to_index, even_steps, scheduler_arguments
 from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 
 
@@ -57,7 +57,7 @@ def test_a_pipeline_of_ours(tmp_path):
     )
     diffusion = GaussianDiffusion(schedule.make_betas("cosine", 10), variance="fixed_small")
     scheduler = DDPMScheduler(**scheduler_arguments(diffusion, "cosine", clip=True))
-    save_pipeline(ConditionalUNetPipeline(unet, scheduler), tmp_path)
+    ConditionalUNetPipeline(unet, scheduler).save_pretrained(tmp_path)
     add_to_index(tmp_path, id2label={"0": "cat", "1": "dog"})
     text = (tmp_path / "model_index.json").read_text(encoding="utf-8")
     assert text == json.dumps(json.loads(text), indent=2) + "\n"

@@ -9,6 +9,8 @@ Over a flow it is FlowMatchEulerDiscreteScheduler.
 """
 
 import inspect
+import json
+from pathlib import Path
 
 import torch
 from diffusers import DiffusionPipeline
@@ -25,11 +27,23 @@ class ClassPipeline(DiffusionPipeline):
 
     _optional_components = ["vae"]  # noqa: RUF012 (diffusers' own attribute)
     model_cpu_offload_seq = "transformer->vae"
+    _source = Path(__file__).read_text(encoding="utf-8")  # read now, since diffusers copies other pipelines there
 
     def __init__(self, transformer, scheduler, vae=None, id2label=None, guidance_channels=None):
         super().__init__()
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
         self.register_to_config(id2label=id2label, guidance_channels=guidance_channels)
+
+    def save_config(self, save_directory, **kwargs):
+        """Saves model_index.json and this file, where diffusers finds the class: for save_pretrained, push_to_hub."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
+        super().save_config(save_directory, **kwargs)
+
+    def to_json_string(self):
+        """Returns the index with the class by its file, as from_pretrained asks for."""
+        index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
+        return json.dumps(index, indent=2) + "\n"
 
     @torch.no_grad()
     def __call__(

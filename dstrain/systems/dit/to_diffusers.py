@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers
-from dstrain.diffusion.published import add_to_index, even_steps, save_pipeline, scheduler_arguments
+from dstrain.diffusion.published import add_to_index, even_steps, scheduler_arguments
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.nn.layers import sincos_positions
@@ -117,7 +117,7 @@ def save_export(
     if _is_stock(system):
         DiTPipeline(transformer, vae, scheduler).save_pretrained(folder)
     else:
-        save_pipeline(ClassPipeline(transformer, scheduler, vae, guidance_channels=config.guidance_channels), folder)
+        ClassPipeline(transformer, scheduler, vae, guidance_channels=config.guidance_channels).save_pretrained(folder)
     if names := classes():
         add_to_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 

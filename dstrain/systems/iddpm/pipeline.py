@@ -8,6 +8,8 @@ DDIMScheduler.from_config(pipeline.scheduler.config, timestep_spacing="leading")
 """
 
 import inspect
+import json
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +25,23 @@ class ConditionalUNetPipeline(DiffusionPipeline):
     has_null: the last row of the unet's label table is "no label", which guidance leads away from.
     """
 
+    _source = Path(__file__).read_text(encoding="utf-8")  # read now, since diffusers copies other pipelines there
+
     def __init__(self, unet, scheduler, enlarges=False, id2label=None, has_null=False):
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler)
         self.register_to_config(enlarges=enlarges, id2label=id2label, has_null=has_null)
+
+    def save_config(self, save_directory, **kwargs):
+        """Saves model_index.json and this file, where diffusers finds the class: for save_pretrained, push_to_hub."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
+        super().save_config(save_directory, **kwargs)
+
+    def to_json_string(self):
+        """Returns the index with the class by its file, as from_pretrained asks for."""
+        index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
+        return json.dumps(index, indent=2) + "\n"
 
     @torch.no_grad()
     def __call__(

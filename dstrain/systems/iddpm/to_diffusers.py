@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers
-from dstrain.diffusion.published import add_to_index, even_steps, save_pipeline, scheduler_arguments
+from dstrain.diffusion.published import add_to_index, even_steps, scheduler_arguments
 from dstrain.distributed import group
 from dstrain.nn.measures import relative_error
 from dstrain.nn.pixels import to_uint8
@@ -105,9 +105,8 @@ def save_export(
     if not config.class_cond and not system.starts_from_data:
         DDPMPipeline(unet, scheduler).save_pretrained(folder)
         return
-    save_pipeline(
-        ConditionalUNetPipeline(unet, scheduler, enlarges=system.starts_from_data, has_null=config.has_null), folder
-    )
+    pipeline = ConditionalUNetPipeline(unet, scheduler, enlarges=system.starts_from_data, has_null=config.has_null)
+    pipeline.save_pretrained(folder)
     if config.class_cond and (names := classes()):
         add_to_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 

@@ -6,14 +6,22 @@
 Notation: B texts, D the width of an image embedding, L tokens of a text.
 """
 
+import json
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from diffusers import DiffusionPipeline, UnCLIPScheduler
 from diffusers.utils.torch_utils import randn_tensor
+from safetensors.torch import load_file, save_file
+
+_NULL = Path("prior") / "null_text.safetensors"
 
 
 class PriorPipeline(DiffusionPipeline):
     """The options are those of the run's recipe, by their names there: see its README.md."""
+
+    _source = Path(__file__).read_text(encoding="utf-8")  # read now, since diffusers copies other pipelines there
 
     def __init__(
         self,
@@ -27,6 +35,9 @@ class PriorPipeline(DiffusionPipeline):
     ):
         super().__init__()
         self.register_modules(prior=prior, scheduler=scheduler)
+        folder = getattr(prior.config, "_name_or_path", None) or "."  # where the prior was read
+        file = Path(folder) / _NULL.name
+        self.null_text = load_file(file) if folder != "." and file.is_file() else {}
         self.register_to_config(
             normalize_embeds=normalize_embeds,
             num_candidates=num_candidates,
@@ -34,6 +45,19 @@ class PriorPipeline(DiffusionPipeline):
             sampling_clamp_l2norm=sampling_clamp_l2norm,
             sampling_final_clamp_l2norm=sampling_final_clamp_l2norm,
         )
+
+    def save_config(self, save_directory, **kwargs):
+        """Saves model_index.json, this file, where diffusers finds the class, and the null text."""
+        (Path(save_directory) / "prior").mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
+        if self.null_text:
+            save_file(self.null_text, Path(save_directory) / _NULL)
+        super().save_config(save_directory, **kwargs)
+
+    def to_json_string(self):
+        """Returns the index with the class by its file, as from_pretrained asks for."""
+        index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
+        return json.dumps(index, indent=2) + "\n"
 
     @torch.no_grad()
     def __call__(

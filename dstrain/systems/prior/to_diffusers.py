@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers
-from dstrain.diffusion.published import PREDICTIONS, save_pipeline
+from dstrain.diffusion.published import PREDICTIONS
 from dstrain.distributed import group
 from dstrain.nn.measures import relative_error
 from dstrain.systems.base import Example, Request
@@ -104,11 +104,10 @@ def save_export(
     state |= {"clip_mean": system.mean[None], "clip_std": system.std[None]}
     network = PriorTransformer(**_list_arguments(config))
     network.load_state_dict(state)
-    folder.mkdir(parents=True, exist_ok=True)
     options = {name: getattr(config, name) for name in _OPTIONS}
-    save_pipeline(PriorPipeline(network, _build_scheduler(system), **options), folder)
-    if null:
-        save_file(null, folder / _NULL)
+    pipeline = PriorPipeline(network, _build_scheduler(system), **options)
+    pipeline.null_text = null
+    pipeline.save_pretrained(folder)
 
 
 @torch.no_grad()
