@@ -285,8 +285,9 @@ def test_engines_take_sections_of_a_recipe(path):
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.endswith("/pipeline.py")])
 def test_pipelines_of_exports_stand_alone(path):
-    """Oracle: what a reader of an export has: Python's own modules, torch and diffusers, and no dstrain."""
-    assert {found.split(".")[0] for _, found in imports_of(path)} <= {"torch", "diffusers", *sys.stdlib_module_names}
+    """Oracle: what a reader of an export has: Python's own modules, torch, diffusers with safetensors, no dstrain."""
+    allowed = {"torch", "diffusers", "safetensors", *sys.stdlib_module_names}
+    assert {found.split(".")[0] for _, found in imports_of(path)} <= allowed
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
