@@ -27,10 +27,10 @@ class ClassPipeline(DiffusionPipeline):
 
     _optional_components = ["vae"]  # noqa: RUF012 (diffusers' own attribute)
     model_cpu_offload_seq = "transformer->vae"
-    _source = Path(__file__).read_text(encoding="utf-8")  # read now, since diffusers copies other pipelines there
 
     def __init__(self, transformer, scheduler, vae=None, id2label=None, guidance_channels=None):
         super().__init__()
+        self._source = Path(__file__).read_text(encoding="utf-8")  # read now: diffusers copies other pipelines there
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
         self.register_to_config(id2label=id2label, guidance_channels=guidance_channels)
 

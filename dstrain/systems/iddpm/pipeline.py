@@ -25,10 +25,9 @@ class ConditionalUNetPipeline(DiffusionPipeline):
     has_null: the last row of the unet's label table is "no label", which guidance leads away from.
     """
 
-    _source = Path(__file__).read_text(encoding="utf-8")  # read now, since diffusers copies other pipelines there
-
     def __init__(self, unet, scheduler, enlarges=False, id2label=None, has_null=False):
         super().__init__()
+        self._source = Path(__file__).read_text(encoding="utf-8")  # read now: diffusers copies other pipelines there
         self.register_modules(unet=unet, scheduler=scheduler)
         self.register_to_config(enlarges=enlarges, id2label=id2label, has_null=has_null)
 

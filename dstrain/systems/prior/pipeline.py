@@ -21,8 +21,6 @@ _NULL = Path("prior") / "null_text.safetensors"
 class PriorPipeline(DiffusionPipeline):
     """The options are those of the run's recipe, by their names there: see its README.md."""
 
-    _source = Path(__file__).read_text(encoding="utf-8")  # read now, since diffusers copies other pipelines there
-
     def __init__(
         self,
         prior,
@@ -34,6 +32,7 @@ class PriorPipeline(DiffusionPipeline):
         sampling_final_clamp_l2norm=False,
     ):
         super().__init__()
+        self._source = Path(__file__).read_text(encoding="utf-8")  # read now: diffusers copies other pipelines there
         self.register_modules(prior=prior, scheduler=scheduler)
         folder = getattr(prior.config, "_name_or_path", None) or "."  # where the prior was read
         file = Path(folder) / _NULL.name
