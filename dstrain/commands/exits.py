@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import NoReturn
 
 from dstrain.distributed import exit_codes
-from dstrain.distributed.launcher import Place, read_place
+from dstrain.distributed.environment import prepare_process
+from dstrain.distributed.launcher import read_place
 from dstrain.distributed.presence import presence
 from dstrain.distributed.progress import phases
 from dstrain.distributed.stops import Stopped, open_stops
@@ -29,7 +30,10 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
     _wait_briefly()
     began = _has_exchanged()
     try:
-        if _require_place().world > 1:
+        if problems := prepare_process():
+            _print_problems(problems)
+            raise SystemExit(exit_codes.WRONG_INPUT)
+        if read_place().world > 1:
             presence().announce()
         with phases() if speaks else nullcontext():
             _run_main(main, speaks)
@@ -92,14 +96,6 @@ def _wait_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _require_place() -> Place:
-    try:
-        return read_place()
-    except ValueError as error:  # of the launcher's variables; every later call would say the same
-        print(f"{Path(sys.argv[0]).name}: error:\n  {error}", file=sys.stderr)
-        raise SystemExit(exit_codes.WRONG_INPUT) from None
-
-
 def _find_group() -> ModuleType | None:
     """The module distributed.group, where a script has loaded it: it imports torch, which readers do without."""
     return sys.modules.get("dstrain.distributed.group")
@@ -143,8 +139,10 @@ def _report_error(error: Exception) -> None:
         # Mostly rank 0 reports the same, and its end ends this rank, after seconds where the launcher has little of a
         # core. A fault of this machine alone is reported here.
         time.sleep(6)
-    lines = getattr(error, "problems", [str(error)])
-    where = f" [rank {rank}]" if rank else ""
+    _print_problems(getattr(error, "problems", [str(error)]), f" [rank {rank}]" if rank else "")
+
+
+def _print_problems(lines: list[str], where: str = "") -> None:
     count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
     print(
         f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 # Nothing else is imported here: the first line, and stacks on request, come before other imports.
 from dstrain import __version__
+from dstrain.distributed.environment import open_streams
 from dstrain.distributed.processes import print_on_request
 from dstrain.distributed.progress import make_greeting, phases
 
@@ -81,6 +82,7 @@ def main() -> None:
 
 def start_verb(name: str) -> None:
     """Runs a verb on the words in sys.argv."""
+    open_streams()
     if name == "train":
         print_on_request()
         if not _BRIEF.intersection(sys.argv):

@@ -146,7 +146,11 @@ class Batches(AbstractContextManager):
             **options,
         )
         with workers.track_semaphores() as semaphores:
-            reader = iter(loader)
+            try:
+                reader = iter(loader)
+            except (OSError, RuntimeError) as error:
+                self._failed = error  # Its frames hold the half-made reader, whose destructor would fail.
+                raise workers.explain_error(error, self.num_workers) from None
         # The workers must end at exit before torch and multiprocessing wait for them, since they ignore SIGTERM. atexit
         # runs backwards, so this hook comes first; weakref's own hook may stand anywhere in that order.
         self._release = weakref.finalize(self, workers.end_workers, reader)
@@ -184,14 +188,8 @@ class Batches(AbstractContextManager):
                 kind, text = type(error), str(error).strip()
                 self.problem = kind(text.splitlines()[-1].rpartition(f"{kind.__name__}: ")[2])
                 return
-            except RuntimeError as error:  # torch's, whose traceback tells nothing
-                if "exited unexpectedly" not in str(error):
-                    raise
-                self.problem = NotRead(
-                    "a process that reads the data was ended: by the system where memory is short, "
-                    "or since a file of the index or of the data was cut off meanwhile. Look at the "
-                    "memory and the disk, then give the same command again"
-                )
+            except RuntimeError as error:
+                self.problem = workers.explain_error(error, self.num_workers)
                 return
             if count == self.num_workers:  # workers deliver in turn, so all of them run by now
                 workers.unlink_semaphores(semaphores)

@@ -8,6 +8,7 @@ with whatever locks they hold, and registered memory of the network card; spawn 
 
 import contextlib
 import ctypes
+import errno
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
@@ -21,6 +22,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+
+from dstrain.recipe import ConfigError, NotRead
 
 # They ask the rank to save and stop, not its workers.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -49,10 +52,14 @@ def track_semaphores() -> Iterator[list[Callable[[], None]]]:
     hidden = {name: main.__dict__.pop(name) for name in names}
     main.__spec__ = None
     unlinkers: list[Callable[[], None]] = []
-    earlier = set(multiprocessing.util._finalizer_registry)
+    earlier, processes = set(multiprocessing.util._finalizer_registry), set(multiprocessing.active_children())
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield unlinkers
+    except BaseException:
+        for worker in set(multiprocessing.active_children()) - processes:  # multiprocessing would wait for them at exit
+            worker.kill()
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         main.__dict__.update(hidden)
@@ -71,6 +78,27 @@ def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
     """
     while unlinkers:
         unlinkers.pop()()
+
+
+def explain_error(error: OSError | RuntimeError, count: int) -> ConfigError | NotRead:
+    """Returns what to say of an error of torch's about `count` workers, whose traceback tells nothing. Raises any other
+    error.
+    """
+    text = str(error)
+    if "shared memory" in text or getattr(error, "errno", None) == errno.ENOSPC:  # 64 MB in a container of docker
+        room = os.statvfs("/dev/shm")
+        free, size = (room.f_frsize * blocks / 1e6 for blocks in (room.f_bavail, room.f_blocks))
+        return ConfigError(
+            f"data.workers={count}: workers hand samples over in /dev/shm, and {free:.3g} of its {size:.3g} MB are "
+            "free: enlarge it (docker run --shm-size=8g), or write data.workers=0"
+        )
+    if "exited unexpectedly" in text:
+        return NotRead(
+            "a process that reads the data was ended: by the system where memory is short, or since a file of the "
+            "index or of the data was cut off meanwhile. Look at the memory and the disk, then give the same command "
+            "again"
+        )
+    raise error
 
 
 def prepare_worker(_worker_id: int) -> None:

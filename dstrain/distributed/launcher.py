@@ -1,7 +1,8 @@
 """Where a process stands among those that a launcher has started, read from the environment, without torch.
 
 RANK, WORLD_SIZE, LOCAL_RANK           the `deepspeed` launcher (LOCAL_SIZE), torchrun (LOCAL_WORLD_SIZE)
-OMPI_COMM_WORLD_*, SLURM_*             mpirun, srun
+OMPI_COMM_WORLD_*, MV2_*, PMI_*        mpirun of Open MPI, MVAPICH, MPICH and Intel MPI
+SLURM_*                                srun
 """
 
 import os
@@ -12,13 +13,17 @@ from dataclasses import dataclass
 _SOURCES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_LOCAL_SIZE",)),
     (
         "SLURM_PROCID",
         "SLURM_NTASKS",
         "SLURM_LOCALID",
         ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
     ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
 )
+# Ranks of process managers that do not say how many there are, or not by these names.
+_RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,10 @@ class Place:
 def read_place() -> Place:
     """This process's place, from the launcher's environment; one process where there is no launcher.
 
-    ValueError: a variable is no number, or the rank is not below the world.
+    Raises ValueError if a variable is no number, the rank is not below the world, or one of the two is missing: several
+    processes would each train alone.
     """
+    halves = []
     for rank, world, local, sizes in _SOURCES:
         # A batch script's own shell carries SLURM_NTASKS but runs once: only a step (srun) has a procid of several.
         if rank in os.environ and world in os.environ:
@@ -54,6 +61,15 @@ def read_place() -> Place:
                     "the command by a launcher, or unset both variables"
                 )
             return own
+        if rank != "SLURM_PROCID" and (rank in os.environ or _read_number(world) > 1):
+            halves.append((rank, world) if rank in os.environ else (world, rank))
+    if "SLURM_JOB_ID" not in os.environ:
+        halves += [(name, "RANK and WORLD_SIZE") for name in _RANKS_ALONE if name in os.environ]
+    for there, missing in halves:
+        raise ValueError(
+            f"{there}={os.environ[there]} is in the environment, and {missing} is not: start the command by a "
+            f"launcher, set {missing}, or unset {there}"
+        )
     return Place()
 
 

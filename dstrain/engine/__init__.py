@@ -4,21 +4,47 @@ import hashlib
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+from dstrain.distributed.environment import make_private_folder
+from dstrain.recipe import ConfigError
 
 
 def prepare_environment() -> None:
-    """Sets the environment that DeepSpeed reads when it is imported; what the user has set stays."""
+    """Sets the environment that DeepSpeed reads when it is imported; what the user has set stays where it can work.
+
+    Raises ConfigError if DS_ACCELERATOR names what torch does not see here.
+    """
     import torch
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would guess the same, with a warning
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if os.environ.setdefault("DS_ACCELERATOR", device) != device:  # It would guess the same, on a CPU with a warning.
+        raise ConfigError(
+            f"DS_ACCELERATOR={os.environ['DS_ACCELERATOR']} in the environment, and torch sees "
+            f"{'a GPU' if device == 'cuda' else 'no GPU'} here: unset it"
+            + (", or hide the GPU by CUDA_VISIBLE_DEVICES=" if device == "cuda" else "")
+        )
+    if device == "cpu":
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
     # One folder of compiled extensions for each environment, or two of them rebuild over each other.
     environment = f"{sys.prefix}-{sys.version_info[:2]}-{torch.__version__}"
     name = f"dstrain-{hashlib.sha1(environment.encode()).hexdigest()[:12]}"
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions" / name))
+    _ensure_writable("TORCH_EXTENSIONS_DIR", f"~/.cache/torch_extensions/{name}")
+    if device == "cuda":
+        _ensure_writable("TRITON_CACHE_DIR", "~/.triton/cache")
     # ninja lies beside python in an environment that was not activated.
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = beside + os.pathsep + os.environ.get("PATH", "")
+
+
+def _ensure_writable(variable: str, default: str) -> None:
+    """Sets a variable of the environment to a folder: the user's or the default, or where that cannot be written, one
+    below the folder for temporary files.
+    """
+    folder = Path(os.path.expanduser(os.environ.get(variable) or default))
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    usable = folder.is_absolute() and os.access(folder, os.W_OK | os.X_OK)
+    os.environ[variable] = str(folder if usable else make_private_folder(f"{variable.lower()}-{folder.name}"))

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
@@ -42,7 +43,9 @@ def start_group(timeout_minutes: float = 30) -> None:
     if "MASTER_PORT" not in os.environ:
         # A process alone takes any free port. Several must know one port without a word between them: it follows from
         # Slurm's job, so that two jobs on one host seldom meet.
-        port = _find_free_port() if place.world == 1 else 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000
+        job = os.environ.get("SLURM_JOB_ID", "0")
+        number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
+        port = _find_free_port() if place.world == 1 else 20000 + number % 10000
         os.environ["MASTER_PORT"] = str(port)
     deepspeed = import_deepspeed()
     deepspeed.utils.logger.addFilter(_is_news)

@@ -14,7 +14,10 @@ from dstrain.distributed.launcher import Place
 from tests.support import gloo
 from tests.support.launch import environment, free_port
 
+MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 2}
 WORDS = (
+    *MPICH,
+    "PMIX_RANK",
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -79,8 +82,10 @@ def plain(monkeypatch):
         (SRUN | {"SLURM_NTASKS_PER_NODE": "8"}, Place(9, 16, 1, 8)),
         (SRUN | TORCHRUN | {"LOCAL_WORLD_SIZE": 2, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, Place(5, 8, 1, 2)),
         (SBATCH | {"SLURM_TASKS_PER_NODE": "8(x2)"}, Place(0, 1, 0)),
-        ({"RANK": 3}, Place(0, 1, 0)),
-        ({"LOCAL_RANK": 1}, Place(0, 1, 0)),  # half a word is none
+        ({"LOCAL_RANK": 1}, Place(0, 1, 0)),
+        ({"WORLD_SIZE": 1}, Place(0, 1, 0)),  # one process needs no rank
+        (MPICH, Place(1, 2, 1, 2)),
+        (SRUN | MPICH, Place(9, 16, 1)),
         ({"RANK": 3} | MPIRUN, Place(3, 4, 2)),
     ],
     ids=str,
@@ -109,6 +114,29 @@ def test_place(monkeypatch, environment, expected):
 def test_a_place_that_is_none(monkeypatch, changed, named):
     """Oracle: one error that names the variable of the environment, and what to do."""
     for word, value in (TORCHRUN | changed).items():
+        monkeypatch.setenv(word, str(value))
+    with pytest.raises(ValueError, match="start the command by a launcher") as caught:
+        group.read_place()
+    assert str(caught.value).startswith(named)
+
+
+@pytest.mark.parametrize(
+    "environment, named",
+    [
+        ({"RANK": "3"}, "RANK=3"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "WORLD_SIZE=2"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4"),
+        ({"PMI_RANK": "0"}, "PMI_RANK=0"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0"),
+        (SBATCH | {"PMI_RANK": "0"}, "PMI_RANK=0"),
+    ],
+    ids=str,
+)
+def test_half_a_place(monkeypatch, environment, named):
+    """Oracle: a rank without a world, and a world without a rank, would each train alone: the half that is there."""
+    for word, value in environment.items():
         monkeypatch.setenv(word, str(value))
     with pytest.raises(ValueError, match="start the command by a launcher") as caught:
         group.read_place()

@@ -1,0 +1,131 @@
+"""The environment of a command, read in one place before torch is: what cannot work is refused, in one line each.
+
+What can be mended is: closed streams, a HOME that is no folder, a path too long for the sockets of worker processes.
+launcher.py reads the launcher's variables, and engine/ those of DeepSpeed, which asks torch.
+"""
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from dstrain.distributed.launcher import Place, read_place
+
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # letters of a folder that holds sockets of multiprocessing
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+_MPI_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
+
+
+def prepare_process() -> list[str]:
+    """Mends the environment of this process where it can, and returns what is wrong with the rest of it."""
+    problems = [*_check_place(), *_check_temporary(), *_check_debugging()]
+    if not problems:
+        _replace_home()
+        problems += _shorten_sockets()
+    return problems
+
+
+def open_streams() -> None:
+    """Opens closed standard streams on the null device: else the next file that is opened gets the number of stderr,
+    and what a library prints is written into it.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # The lowest number that is free is `number`.
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  It stays open.
+
+
+def make_private_folder(name: str) -> Path:
+    """Makes a folder of this user's own below the folder for temporary files, and returns it.
+
+    Nobody else can have put anything into it: where another user owns its name, it gets another one.
+    """
+    folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022 or folder.is_symlink():
+        folder = Path(tempfile.mkdtemp(prefix="dstrain-"))
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    return folder / name
+
+
+def _check_place() -> Iterator[str]:
+    """Checks what the launcher says of the ranks, and where they meet."""
+    try:
+        place = read_place()
+    except ValueError as error:
+        yield str(error)
+        return
+    port = os.environ.get("MASTER_PORT")
+    if port is not None and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        yield f"MASTER_PORT={port} in the environment is no port: write a number from 1 to 65535, or unset it"
+    if os.environ.get("MASTER_ADDR") == "":
+        yield "MASTER_ADDR in the environment is empty: write the host of rank 0, or unset it"
+    if place.world > 1:
+        yield from _check_hosts(place)
+        yield from _check_interfaces()
+
+
+def _check_hosts(place: Place) -> Iterator[str]:
+    """Checks that ranks on several machines know the first one: mpirun tells them of no address."""
+    by_mpirun = any(os.environ.get(name) for name in _MPI_SIZES)
+    if by_mpirun and place.local_world < place.world and "MASTER_ADDR" not in os.environ:
+        yield (
+            f"MASTER_ADDR is not set, and only {place.local_world} of {place.world} ranks are on this machine: name "
+            "the host of rank 0, as by mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"
+        )
+
+
+def _check_interfaces() -> Iterator[str]:
+    """Checks the network interfaces that gloo shall use."""
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in there:
+            yield f"GLOO_SOCKET_IFNAME={name} is no network interface of this machine: write one of {', '.join(there)}"
+
+
+def _check_temporary() -> Iterator[str]:
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        yield f"TMPDIR: no folder for temporary files can be written ({error.strerror}): set TMPDIR to one that can"
+
+
+def _check_debugging() -> Iterator[str]:
+    """Checks a word that torch refuses while it is imported."""
+    level = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
+    if level and level.upper() not in _DEBUG_LEVELS:
+        yield f"TORCH_DISTRIBUTED_DEBUG={level} in the environment is none of {', '.join(_DEBUG_LEVELS)}: unset it"
+
+
+def _replace_home() -> None:
+    """Gives a process whose HOME is no folder one of its own, for all the libraries that keep something there."""
+    home = os.path.expanduser("~")
+    if not os.path.isdir(home) or os.environ.get("HOME") == "":
+        os.environ["HOME"] = str(make_private_folder("home"))
+
+
+def _shorten_sockets() -> Iterator[str]:
+    """Has multiprocessing make its sockets in a short folder: a socket's path has 107 letters at most."""
+    own = tempfile.gettempdir()
+    if len(os.fsencode(own)) <= _LONGEST:
+        return
+    import multiprocessing.util
+
+    for folder in _SHORT:
+        with suppress(OSError):
+            tempfile.tempdir = folder
+            multiprocessing.util.get_temp_dir()
+            break
+    else:
+        yield (
+            f"TMPDIR={own} has {len(os.fsencode(own))} letters, and the sockets of worker processes fit below "
+            f"{_LONGEST}: set TMPDIR to a shorter folder"
+        )
+    tempfile.tempdir = own
