@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dstrain.distributed.launcher import Place, read_place
 
-_LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # letters of a folder that holds sockets of multiprocessing
+_LONGEST = 75  # letters of a folder for /pymp-12345678/listener-12345678, sockets of multiprocessing
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 _MPI_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
