@@ -101,9 +101,8 @@ def _open_images(path: Path, option: str) -> Images:
             return Files(path, sorted(walk_files(path, "", SUFFIXES)), None, option)
         if path.suffix == ".zip":
             with reword_errors(f"{option} {path}: "), open(path, "rb") as file:
-                names = [member.orig_filename for member in list_members(file)]
-            names = [name for name in names if name.lower().endswith(SUFFIXES) and not is_hidden_path(name)]
-            return Files(path, sorted(names), path, option)
+                names = [member.filename for member in list_members(file) if not is_hidden_path(member.orig_filename)]
+            return Files(path, sorted(name for name in names if name.lower().endswith(SUFFIXES)), path, option)
         if path.suffix == ".npz":
             return Arrays(path, option)
     raise ConfigError(f"{option} {path}: name a folder of images, a .zip of images, or an .npz with arr_0")

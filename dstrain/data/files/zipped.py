@@ -55,7 +55,7 @@ class Members:
 
 
 def list_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
-    """Yields every member but folders; `orig_filename` is its name as it was written.
+    """Yields every member but folders; `orig_filename` is its name without ./ before it, and with slashes.
 
     zipfile holds 0.6 KB a member meanwhile. Raises ConfigError if it is no zip file, truncated, damaged, or one of
     several disks.
@@ -76,6 +76,9 @@ def list_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
     if count not in (_UNKNOWN, len(members) & _UNKNOWN):
         raise ConfigError(f"its directory is damaged: of {count:,} entries, {len(members):,} can be read")
     for member in members:
+        if member.create_system == 0:  # Some programs of Windows write backslashes.
+            member.orig_filename = member.orig_filename.replace("\\", "/")
+        member.orig_filename = member.orig_filename.removeprefix("./")
         if not 0 <= member.header_offset <= end - _LOCAL.size - member.compress_size:
             name = member.orig_filename[:100]
             raise ConfigError(f"its member {name} reaches beyond its data: it is truncated or damaged")

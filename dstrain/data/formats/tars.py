@@ -5,17 +5,18 @@
     data.path=shards/{00000..00099}.tar        also {a,b}.tar
 
 A key ends at the first dot of the file's name. Labels are in .cls, else in .json as "label": a number, or a class's
-name. Captions are in .txt, one a line, else in .json (see beside.py). A tar file is never extracted: one pass over its
-headers finds where members lie, and they are read by offset. Names in it are data, never paths. Only regular members
-are read; links, devices and sparse files are passed over. Of several images of a key the first counts, of members with
-one name none.
+name. Captions are in .txt, one a line, else in .json (see sidecars.py). A tar file is never extracted: one pass over
+its headers finds where members lie, and they are read by offset. Names in it are data, never paths. Only regular
+members are read; links, devices and sparse files are left out, and counted, as are all images of a key but the first.
+Two members with one name are refused. Tar files that were joined by `cat` are read one after the other.
 """
 
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from dstrain.data.files.local import Files
+from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
 from dstrain.disk import small
@@ -102,8 +103,8 @@ class Tars(Layout):
 
     def seen(self) -> Iterator[str]:
         for part in self.parts():
-            with self.files.open(part) as file, tarfile.open(fileobj=_Headers(file), mode="r:") as archive:
-                yield from (f"{part}/{member.name}" for member in archive if member.isreg())
+            with self.files.open(part) as file:
+                yield from (f"{part}/{member.name}" for member in _list_headers(file) if member.isreg())
 
     def read(self, place: Place) -> bytes:
         if place.size > MAX_BYTES:
@@ -116,28 +117,28 @@ class Tars(Layout):
         Raises ConfigError if it is no tar file, or a damaged one.
         """
         members: dict[str, dict[str, Any]] = {}
+        others, suffixes = Counter(), self.request.suffixes
         try:
-            with self.files.open(part) as file, tarfile.open(fileobj=_Headers(file), mode="r:") as archive:
-                last = -1
-                for member in archive:
-                    archive.members = []  # tarfile would keep them all in memory
-                    if member.offset <= last or member.size < 0:
-                        raise tarfile.ReadError("a header leads backwards")
-                    last = member.offset
+            with self.files.open(part) as file:
+                for member in _list_headers(file):
                     folder, _, name = member.name.rpartition("/")
                     stem, _, suffix = name.partition(".")
-                    if not stem or not member.isreg() or member.issparse():
+                    suffix = suffix.lower()
+                    if not stem or member.isdir() or is_hidden_path(member.name):
+                        continue
+                    if not member.isreg() or member.issparse():
+                        if f".{suffix}" in suffixes:
+                            self.leave_out("links" if member.issym() or member.islnk() else "sparse or special files")
                         continue
                     sample = members.setdefault(f"{folder}/{stem}" if folder else stem, {})
-                    if f".{suffix}".lower() in self.request.suffixes:
-                        self._add_place(sample, f".{suffix}".lower(), member)
-                    elif suffix.lower() in ("cls", "json", "txt"):
-                        self._add_text(sample, suffix.lower(), file, member)
-                    elif f".{suffix.rpartition('.')[2]}".lower() in self.request.suffixes:
+                    if f".{suffix}" in suffixes:
+                        self._add_place(sample, f".{suffix}", member)
+                    elif suffix in ("cls", "json", "txt"):
+                        self._add_text(sample, suffix, file, member)
+                    elif f".{suffix.rpartition('.')[2]}" in suffixes:
                         sample["dotted"] = member.name
-                file.seek(archive.offset)
-                if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # which tarfile takes for an end
-                    raise tarfile.ReadError("it is cut off: no block of zeros ends it")
+                    else:
+                        others[f".{suffix}"] += 1
         except (NotRead, Missing):
             raise
         except (tarfile.TarError, OSError, ValueError) as error:
@@ -145,6 +146,7 @@ class Tars(Layout):
                 f"{self.request.key}={self.root}: {part} is no readable tar file ({error}); make it "
                 "anew, or take it away"
             ) from None
+        self.leave_out_others(others)
         return members
 
     def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
@@ -158,6 +160,8 @@ class Tars(Layout):
         rank = self.request.suffixes.index(suffix) if is_clip else 0  # videos stand before pictures
         if "place" not in sample or rank < sample["rank"]:
             sample |= {"place": (member.offset_data, member.size), "rank": rank}
+        elif not is_clip:
+            self.leave_out(f"further {self.request.noun} of a key")
 
     def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
         """Adds what a text member says, which follows its header, so that it costs little to read now."""
@@ -199,6 +203,36 @@ class _Headers:
         if not 0 <= size <= _MOST_HEADER:
             raise tarfile.ReadError(f"a header says that it has {size:,} bytes")
         return self._file.read(size)
+
+
+def _list_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """Yields the headers of all members; behind the zeros that end a tar file, another one may begin.
+
+    Raises TarError if a header leads backwards, or no block of zeros is at the end.
+    """
+    start: int | None = 0
+    last = -1
+    while start is not None:
+        file.seek(start)
+        with tarfile.open(fileobj=_Headers(file), mode="r:") as archive:
+            for member in archive:
+                archive.members = []  # tarfile would keep them all in memory
+                if member.offset <= last or member.size < 0:
+                    raise tarfile.ReadError("a header leads backwards")
+                last = member.offset
+                yield member
+            file.seek(archive.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # which tarfile takes for an end
+            raise tarfile.ReadError("it is cut off: no block of zeros ends it")
+        start = _find_more(file)
+
+
+def _find_more(file: BinaryIO) -> int | None:
+    """Returns the place of the next block that is not all zeros; None if there is none."""
+    while content := file.read(_MOST_HEADER):
+        if rest := content.lstrip(b"\0"):
+            return (file.tell() - len(rest)) // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
+    return None
 
 
 def _names_several(root: str) -> bool:

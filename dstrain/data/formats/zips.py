@@ -5,12 +5,14 @@ Members may be stored or deflated. A folder that holds everything else counts as
 """
 
 import os
+import stat
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from dstrain.data.files.listing import join_few, listing_errors
-from dstrain.data.files.local import Files, is_hidden
+from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import Members, list_members, read_member
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
@@ -61,6 +63,8 @@ class Zips(Layout):
                     f"{LABELS} has no label of {join_few(missing, 1)}, of {len(names)} {self.request.noun}: "
                     "pack it anew"
                 )
+            if absent := len(labels) - len(names) if labels else 0:
+                self.leave_out(f"that {LABELS} names and that are not there", absent)
             if labels:
                 self.classes = tuple(map(str, range(max(labels.values()) + 1)))
             by_name, order = labels.get, sorted(range(len(names)), key=names.__getitem__)
@@ -80,17 +84,21 @@ class Zips(Layout):
         """Returns the members that count, the labels of a dataset.json (None: there is none), and the folder around
         all.
         """
-        members, tables, top = Members(), [], None
+        members, tables, top, others = Members(), [], None, Counter()
         with self.files.open(part) as file:
             for member in list_members(file):
                 name = member.orig_filename
-                folders = name.split("/")
-                if (".." in folders or not folders[0]) and name.lower().endswith(self.request.suffixes):
-                    self.leave_out("whose names lead outside")
-                if any(not folder or is_hidden(folder) for folder in folders):
-                    continue
+                folders, is_sample = name.split("/"), name.lower().endswith(self.request.suffixes)
                 is_table = folders[-1] == LABELS
-                if not is_table and not name.lower().endswith(self.request.suffixes):
+                if is_hidden_path(name):
+                    continue
+                if not is_sample and not is_table:
+                    others[os.path.splitext(name)[1].lower()] += 1
+                    continue
+                is_link = stat.S_ISLNK(member.external_attr >> 16)
+                if is_link or ".." in folders or "" in folders:
+                    if is_sample:
+                        self.leave_out("links" if is_link else "whose names lead outside")
                     continue
                 if member.flag_bits & 1:
                     raise ConfigError(f"its member {name[:100]} is encrypted")
@@ -102,6 +110,7 @@ class Zips(Layout):
                 folder = name[: name.rfind("/") + 1]
                 top = folder if top is None else _find_common(top, folder)
                 members.add(member)
+        self.leave_out_others(others)
         if top is None:  # which is refused in the end
             return members, None, ""
         top = next(
