@@ -30,6 +30,7 @@ class Table(ABC):
     """
 
     noun = "line"  # what a message counts
+    ragged = False  # a row may have columns that the first one lacks
 
     def __init__(self, files: Files, name: str, where: str) -> None:
         self.files, self.name, self.where = files, name, where
@@ -195,6 +196,8 @@ def _parse_quoted(text: str) -> list[str] | None:
 
 
 class _Jsonl(Table):
+    ragged = True
+
     def columns(self) -> list[str]:
         return next((list(row) for _, row in self.rows(())), [])
 

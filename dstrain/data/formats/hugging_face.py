@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -39,6 +40,7 @@ SPLITS = {
     "eval": "test",
     "evaluation": "test",
 }  # words in names of files
+_TRIED = 8  # tables in which images are looked for, since some may be lists
 _UNSEEN = ("validation", "test")
 _DEEP = 3  # folders below each other in which files are looked for
 _MAPPED = 256  # Arrow files that a process keeps open
@@ -209,7 +211,7 @@ class ArrowTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return _find_first(files, cls.suffix) is not None
+        return any(name.lower().endswith(cls.suffix) for name in peek_files(files))
 
     def samples(self, part: str) -> Iterator[Sample]:
         from dstrain.data.files.arrow import list_rows
@@ -324,17 +326,17 @@ class ParquetTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        first = _find_first(files, cls.suffix)
-        if first is None:
+        names = list(islice((name for name in peek_files(files) if name.lower().endswith(cls.suffix)), _TRIED))
+        if not names:
             return False
         from dstrain.data.files.arrow import holds_bytes
         from dstrain.data.formats.columns import find_image_columns
 
-        schema = _open_parquet(files, first, f"{request.key}={root}: {first}").schema
-        if "image" in request.columns or find_image_columns(schema, request):
+        schemas = [_open_parquet(files, name, f"{request.key}={root}: {name}").schema for name in names]
+        if "image" in request.columns or any(find_image_columns(schema, request) for schema in schemas):
             return True
-        is_file = root.lower().endswith(cls.suffix)
-        return is_file and "path" not in request.columns and any(holds_bytes(field.type) for field in schema)
+        is_file = root.lower().endswith(cls.suffix) and "path" not in request.columns
+        return is_file and any(holds_bytes(field.type) for field in schemas[0])
 
     def advice(self) -> str:
         remarks, file = [super().advice()], self._open(self.parts()[0])
@@ -388,10 +390,6 @@ def find_files(files: Files, suffix: str, folder: str = "", deep: int = _DEEP) -
             yield from find_files(files, suffix, path, deep - 1)
         elif not is_folder and name.lower().endswith(suffix):
             yield path
-
-
-def _find_first(files: Files, suffix: str) -> str | None:
-    return next((name for name in peek_files(files) if name.lower().endswith(suffix)), None)
 
 
 def _name_split(path: str) -> str:

@@ -6,19 +6,20 @@ relative to the table's folder, or absolute; a list is what its writer says, so 
 such a table; WebVid's csv and lines PATH NUMBER, as UCF-101's trainlist01.txt has them, have classes of their own.
 """
 
-import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dstrain.data.files.listing import join_few
+from dstrain.data.bad_files import Names
+from dstrain.data.files.listing import join_few, listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.files.tables import TABLES, Table, open_table, read_lines
-from dstrain.data.formats.base import Layout, Place, Request, Sample, file_exists
-from dstrain.data.formats.labels import ClassList, read_class_list
+from dstrain.data.files.tables import TABLES, Table, match_names, open_table, read_lines
+from dstrain.data.formats.base import VIDEOS, Layout, Place, Request, Sample, file_exists
+from dstrain.data.formats.labels import LABELS, ClassList, read_class_list, read_labels
 from dstrain.disk.texts import TEXT_NAMES, list_captions
 from dstrain.recipe import ConfigError
 
@@ -44,7 +45,6 @@ _NAMED = 20  # columns that a message names
 _LOOKED = 20  # first rows whose files are looked for
 _LINE = re.compile(r"(\S.*?\.[A-Za-z0-9]{2,5})(?:\s+(\d{1,9}))?\s*")
 _CLASSES = "classInd.txt"  # of UCF-101: lines such as 1 ApplyEyeMakeup
-_VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 
 
 class TableList(Layout):
@@ -89,6 +89,8 @@ class TableList(Layout):
         base = self._base(table, columns)
         for line, row in table.rows([column for kind in columns.values() for column in kind], int(group)):
             at = f"{table.where}, {table.noun} {line}"
+            if table.ragged:
+                self._require_in_first(row, columns, at)
             path = self._path(row, columns["path"], at)
             captions = [text for column in columns["caption"] for text in _list_captions(row.get(column), at)]
             if columns["caption"] and not captions:
@@ -124,6 +126,13 @@ class TableList(Layout):
                 f"{join_few(table.columns(), _NAMED)}: name it, data.columns={{path: NAME}}"
             )
         return columns
+
+    def _require_in_first(self, row: dict[str, Any], columns: dict[str, list[str]], at: str) -> None:
+        """Raises ConfigError if a row has a label, or a caption that is wanted, and the first row has none."""
+        wanted = ["label"] * (self.request.labels == "auto") + ["caption"] * self.request.captions
+        for kind in wanted:
+            if not columns[kind] and (late := match_names(self.known[kind], list(row))):
+                raise ConfigError(f"{at} has a {late[0]}, and the first has none: write one in each row, or in none")
 
     def _path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
         """Returns the file of a row, as it stands there. Raises ConfigError if there is none, or an address."""
@@ -162,7 +171,7 @@ class TableList(Layout):
         paths = [self._path(row, columns["path"], f"{table.where}, {table.noun} {line}") for line, row in rows]
         if not paths:
             raise ConfigError(f"{table.where} has no rows: name a list of {self.request.noun}")
-        if paths[0].lower().endswith(_VIDEOS) and not paths[0].lower().endswith(self.request.suffixes):
+        if paths[0].lower().endswith(VIDEOS) and not paths[0].lower().endswith(self.request.suffixes):
             raise ConfigError(f"{table.where} lists videos: write data.num_frames=17, say, for clips")
         for base in self.bases:
             if any(file_exists(self.files, os.path.join(base, path)) for path in paths):
@@ -193,7 +202,28 @@ class Metadata(TableList):
                 "counts? Keep one"
             )
         wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
-        return any(_find_columns(kind, table, request) for table in tables for kind in wanted)
+        counts = any(_find_columns(kind, table, request) for table in tables for kind in wanted)
+        if counts and request.labels == "auto" and read_labels(Path(root), request.key) is not None:
+            raise ConfigError(f"{request.key}={root} has {LABELS} and {tables[0].name}: which of them counts? Keep one")
+        return counts
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        if part == self.parts()[0] and isinstance(self.files, LocalFiles):
+            self._count_unnamed()
+        yield from super().samples(part)
+
+    def _count_unnamed(self) -> None:
+        """Counts the files in the folder that have no row."""
+        table, named, others = self._open(), Names(), Counter()
+        columns = self._columns(table)["path"]
+        for group in range(table.groups()):
+            for line, row in table.rows(columns, group):
+                named.add(os.path.normpath(self._path(row, columns, f"{table.where}, {table.noun} {line}")))
+        with listing_errors(self.root, self.request.key):
+            files = walk_files(Path(self.root), "", self.request.suffixes, others=others)
+            if unnamed := sum(name not in named for name in files):
+                self.leave_out(f"{self.request.noun} without a row in {table.name}", unnamed)
+        self.leave_out_others(others)
 
     def _open(self) -> Table:
         return _find_metadata(self.root, self.files, self.request)[0]
@@ -274,6 +304,8 @@ class PathList(TableList):
 class _Lines(Table):
     """Lines PATH or PATH NUMBER as a table; the first line says whether there are numbers."""
 
+    ragged = True
+
     def columns(self) -> list[str]:
         _, row = next(self.rows(()), (0, {}))
         return list(row)
@@ -293,9 +325,8 @@ def _find_metadata(root: str, files: Files, request: Request) -> list[Table]:
     for name in _METADATA:
         if file_exists(files, name):
             table = open_table(files, name, f"{request.key}={root}: {name}")
-            with contextlib.suppress(ConfigError):  # A table that cannot be read is someone else's, too.
-                if "file_name" in table.columns():
-                    tables.append(table)
+            if match_names(("file_name",), table.columns()):
+                tables.append(table)
     return tables
 
 
@@ -320,7 +351,7 @@ def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tu
     """
     columns, names = table.columns(), request.columns.get(kind)
     if names is None:
-        return [name for name in known[kind] if name in columns][:1]
+        return match_names(known[kind], columns)[:1]
     names = [names] if isinstance(names, str) else list(names)
     if missing := [name for name in names if name not in columns]:
         raise ConfigError(

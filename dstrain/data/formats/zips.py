@@ -63,7 +63,7 @@ class Zips(Layout):
                     f"{LABELS} has no label of {join_few(missing, 1)}, of {len(names)} {self.request.noun}: "
                     "pack it anew"
                 )
-            if absent := len(labels) - len(names) if labels else 0:
+            if absent := len(labels) - len(set(names)) if labels else 0:
                 self.leave_out(f"that {LABELS} names and that are not there", absent)
             if labels:
                 self.classes = tuple(map(str, range(max(labels.values()) + 1)))
