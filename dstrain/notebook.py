@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dstrain import recipe, systems
 from dstrain.data.batches import held_out
 from dstrain.data.open import open_sources
+from dstrain.disk import owner
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError, Run, trust
 from dstrain.runs import trained
@@ -136,5 +137,6 @@ def load(
         checkpoint = trained.find_checkpoint(folder, step, ema)
         kinds = trained.choose_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
         networks = trained.load_networks(system, checkpoint, kinds, dtype, device)
+        owner.release_holds()
         step = int(checkpoint.name.removeprefix("step_"))
     return TrainedRun(folder, run, system, networks, kinds, step, device)

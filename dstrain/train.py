@@ -103,7 +103,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
     left = catch_up(training, done)
     while done < run.steps and not (stop or left):
         training.watchdog.at(done + 1)
-        ballot = group.Ballot(lambda: training.stops.requested() or training.batches.problem is not None)
+        ballot = group.Ballot(lambda: wants_stop(training))
         try:
             with training.pieces.breakable():
                 losses = take_step(
@@ -138,6 +138,12 @@ def run_steps(training: Training) -> tuple[int, bool]:
         training.stops.settle()
         end_without_data(training, done)
     return done, left
+
+
+def wants_stop(training: Training) -> bool:
+    """Returns whether this rank has a reason to stop: a request, no samples, or a folder that is another run's now."""
+    lost = group.rank() == 0 and hosts.has_lost(training.run.directory)
+    return lost or training.stops.requested() or training.batches.problem is not None
 
 
 def record_step(training: Training, done: int, stop: bool) -> bool:
@@ -272,6 +278,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
     hosts.run_on_first(lambda: folders.prepare_start(run, system.fingerprint(source), resume))
+    folders.share_claim(folder)
 
     for network in system.frozen():
         network.to(group.device())

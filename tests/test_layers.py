@@ -23,7 +23,7 @@ FILES = {
 GROUND = ("disk", "distributed", "recipe", "rng")
 RULES = {
     "disk": (),
-    "distributed": ("__version__",),
+    "distributed": ("__version__", "disk"),
     "recipe": ("disk",),
     "rng": (),
     "nn": GROUND,
@@ -376,7 +376,7 @@ BUDGETS = {
     "commands": 3866,
     "data": 6714,
     "diffusion": 875,
-    "disk": 230,
+    "disk": 505,
     "distributed": 925,  # with stops in every phase, launches told apart, and the environment read in one place
     "encoders": 365,
     "engine": 2329,
@@ -384,7 +384,7 @@ BUDGETS = {
     "nn": 763,
     "planning": 680,
     "recipe": 688,
-    "runs": 753,
+    "runs": 845,
     "sampling": 412,
     "systems": 5120,
     "tracking": 1787,

@@ -1,7 +1,7 @@
 """A folder of checkpoints that survives kill -9, a full disk and damaged files.
 
     FOLDER/step_00000500/       whole, once it has this name: files and manifest.json
-    FOLDER/step_00000550.tmp/   being written, or left over by a crash; removed at the next begin
+    FOLDER/step_00000550.MARK.tmp/   being written, or left over by a crash; removed at the next begin
     FOLDER/step_00000500.aside/ behind which a run has gone back; kept until a step as late is whole again
     FOLDER/newest               a hint for people and scripts; resume does not trust it
     FOLDER/best                 likewise a hint: the step of the lowest score of one metric in its manifest
@@ -29,7 +29,7 @@ import torch
 
 import dstrain
 from dstrain.checkpoint.manifest import NAME, find_faults, hash_files, read_manifest
-from dstrain.disk import atomic
+from dstrain.disk import atomic, owner
 from dstrain.disk.sealed import render_sealed
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError, NotSaved
@@ -63,6 +63,7 @@ class Store:
         self._makes_parents = not self.folder.parent.is_dir()  # a run's folder that is taken away stays so
         self.error: str | None = None
         self.damaged: set[int] = set()  # steps that newest() passed over
+        self._mark = ""  # of the step that is written: no other process has a folder of this name
 
     def save(
         self, step: int, write: Callable[[Path], Hashes | None], extra: dict | None = None, need_bytes: int = 0
@@ -91,12 +92,14 @@ class Store:
         if self.fault(step) is None:
             return None
         needed = sum(group.gather_objects(int(need_bytes)))
-        tmp = self._path(step, ".tmp")
+        self._mark = group.from_first(owner.make_mark())
+        tmp = self._path(step, f".{self._mark}.tmp")
 
         def prepare() -> None:
+            owner.check_claim(self.folder)
             self.folder.mkdir(parents=self._makes_parents, exist_ok=True)
             for leftover in self.folder.glob("step_*.tmp"):
-                _remove_path(leftover)
+                owner.remove_path(leftover)
             free = shutil.disk_usage(self.folder).free
             if needed > free:
                 raise ConfigError(f"{self.folder} has {free / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed")
@@ -117,7 +120,7 @@ class Store:
         that it deletes no routine one; or TROUBLE: made while steps were not applied, so that it deletes nothing good
         and goes when a newer one is whole. extra["stays"] are steps to keep as well.
         """
-        tmp = self._path(step, ".tmp")
+        tmp = self._path(step, f".{self._mark}.tmp")
         self.error = first_failure(group.gather_objects(failed))
         if self.error is None:
             files, self.error = hash_all(tmp, hashed or {}, self._finish)
@@ -210,9 +213,10 @@ class Store:
         """
 
         def rename() -> None:
+            owner.check_claim(self.folder)
             for step in reversed([step for step in self.steps() if step > after]):
                 with suppress(OSError):
-                    _remove_path(self._path(step, _ASIDE))  # of an earlier time
+                    owner.remove_path(self._path(step, _ASIDE))  # of an earlier time
                 os.rename(self._path(step), self._path(step, _ASIDE))
             atomic.sync_folder(self.folder)
             self._point("newest", after)
@@ -263,6 +267,7 @@ class Store:
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.sync_folder(folder)
         final = self._path(step)
+        owner.check_claim(final)
         if final.exists():  # damaged, or `begin` would have ended
             os.rename(final, self._path(step, ".damaged.tmp"))
         os.rename(tmp, final)
@@ -272,7 +277,8 @@ class Store:
         atomic.write_file(self.folder / pointer, f"{self._path(step).name}\n", make=False)
 
     def _delete_outdated(self) -> None:
-        """Keeps a step that is damaged, or of trouble, only until a newer one is whole."""
+        """Keeps a step that is damaged, or of trouble, only until a newer one is whole; and each while it is read."""
+        owner.check_claim(self.folder)
         best = self.best()
         if best:
             self._point("best", best[0])
@@ -286,10 +292,15 @@ class Store:
         keep.update(extras.get(newest, {}).get("stays", ()))
         outdated = [(step, "") for step in steps if step not in keep and step < newest]
         for step, suffix in outdated + [(step, _ASIDE) for step in self.put_aside() if step <= newest]:
-            # A crash must not leave half a step_N.
-            os.rename(self._path(step, suffix), self._path(step, f"{suffix}.gone.tmp"))
+            path, gone = self._path(step, suffix), self._path(step, f"{suffix}.gone.tmp")
+            if owner.is_held(path):
+                continue
+            # A crash must not leave half a step_N. Whoever has begun to read it meanwhile gets it back.
+            os.rename(path, gone)
+            if owner.is_held(path):
+                os.rename(gone, path)
         for gone in self.folder.glob("step_*.tmp"):
-            _remove_path(gone)
+            owner.remove_path(gone)
 
     def _on_first(self, action: Callable[[], Any]) -> str | None:
         """Runs an action on rank 0; its failure, None for success, on all ranks."""
@@ -300,11 +311,6 @@ class Store:
             except Exception as error:
                 failure = describe_error(error)
         return group.from_first(failure)
-
-
-def _remove_path(path: Path) -> None:
-    """Removes a folder, or of a link the link alone: what it points to was put elsewhere by hand."""
-    path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def _is_first() -> bool:

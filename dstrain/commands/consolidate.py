@@ -16,7 +16,6 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -95,26 +94,10 @@ def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Pla
     if order.out.exists() or order.out.is_symlink():
         raise ConfigError(f"--out {order.out} is there already: name a new folder")
     plan = look(order)
-    tmp = order.out.absolute().with_name(f"{order.out.absolute().name}.tmp{os.getpid()}")
     update = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
     try:
-        tmp.mkdir(parents=True)
-        free = shutil.disk_usage(tmp).free
-        if free < plan.nbytes:
-            raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB free")
-        plan.verify(update)
-        files: dict[str, dict[str, Any]] = {}
-        for part, entries in plan.parts.items():
-            metadata = {"weights": plan.weights[part], "step": str(plan.facts["step"])}
-            metadata |= {"part": part} if part else {}
-            folder = tmp / part if len(plan.parts) > 1 else tmp
-            written = safetensors_io.write_model(folder, entries, order.shard_size, metadata, update)
-            files |= {path.relative_to(tmp).as_posix(): entry for path, entry in written.items()}
-        if plan.recipe:
-            shutil.copyfile(plan.recipe, tmp / "recipe.yaml")
-        description = json.dumps({**_description(order, plan), "files": files}, indent=2)
-        (tmp / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
-        atomic.publish_folder(tmp, order.out)
+        with atomic.replace_folder(order.out) as folder:
+            _write(order, plan, folder, update)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConfigError(
@@ -122,9 +105,25 @@ def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Pla
                 "there: make room, or name a folder elsewhere"
             ) from None
         raise ConfigError(f"--out {order.out} was not written: {error}; if it cannot be, name another folder") from None
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
     return plan
+
+
+def _write(order: Order, plan: Plan, out: Path, update: Update) -> None:
+    free = shutil.disk_usage(out).free
+    if free < plan.nbytes:
+        raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB free")
+    plan.verify(update)
+    files: dict[str, dict[str, Any]] = {}
+    for part, entries in plan.parts.items():
+        metadata = {"weights": plan.weights[part], "step": str(plan.facts["step"])}
+        metadata |= {"part": part} if part else {}
+        folder = out / part if len(plan.parts) > 1 else out
+        written = safetensors_io.write_model(folder, entries, order.shard_size, metadata, update)
+        files |= {path.relative_to(out).as_posix(): entry for path, entry in written.items()}
+    if plan.recipe:
+        shutil.copyfile(plan.recipe, out / "recipe.yaml")
+    description = json.dumps({**_description(order, plan), "files": files}, indent=2)
+    (out / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
 
 
 def look(order: Order) -> Plan:

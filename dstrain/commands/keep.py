@@ -14,6 +14,7 @@ from types import FrameType
 
 from dstrain.commands.options.keep import KeepOptions
 from dstrain.commands.options.shipped import find_recipe
+from dstrain.disk.lines import append_lines
 from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import list_descendants
 from dstrain.recipe import ConfigError, Run, load
@@ -174,8 +175,7 @@ class _Supervisor:
     def _write_down(self) -> None:
         if self._unwritten and (self._folder / "run.yaml").exists():
             try:
-                with open(self._folder / "restarts.log", "a", encoding="utf-8") as file:
-                    file.writelines(self._unwritten)
+                append_lines(self._folder / "restarts.log", "".join(self._unwritten))
                 self._unwritten.clear()
             except OSError as error:
                 print(f"keep: restarts.log cannot be written: {error}", file=sys.stderr)

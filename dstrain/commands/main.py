@@ -94,6 +94,10 @@ def start_verb(name: str) -> None:
         run_main(lambda: _run_verb(VERBS[name]), speaks=VERBS[name].speaks)
     except KeyboardInterrupt:  # while modules are imported
         raise SystemExit(130) from None
+    finally:
+        from dstrain.disk.owner import release_holds
+
+        release_holds()
 
 
 def _run_verb(verb: Verb) -> None:

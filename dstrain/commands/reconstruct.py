@@ -19,6 +19,7 @@ from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.store import Store
 from dstrain.commands.evaluating import sweep
 from dstrain.commands.options.reconstruct import ReconstructOptions
+from dstrain.disk.owner import is_held
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.ema import snapshots
@@ -136,6 +137,8 @@ def _made(store: Store, step: int, origin: dict[str, Any]) -> bool:
     if store.fault(step) is None and origin.items() <= read_manifest(_path(store, step))["extra"].items():
         return True
     group.barrier()  # all have read it
+    if group.from_first(is_held(_path(store, step))):
+        raise ConfigError(f"{_path(store, step)} is being read, and is of other snapshots: give the same command later")
     if group.rank() == 0:
         shutil.rmtree(_path(store, step))
     group.barrier()

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from dstrain.data.source import Bad
-from dstrain.disk.lines import make_printable
+from dstrain.disk.lines import append_lines, make_printable
 from dstrain.recipe import ConfigError
 
 _BLOCK = 1 << 20  # bytes of the list that are read at a time
@@ -104,8 +104,7 @@ class BadFiles:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab", buffering=0) as file:
-                file.write(line.encode())  # one write: lines of two ranks never mix
+            append_lines(self.path, line)  # one write: lines of two ranks never mix
         except OSError as error:  # a full disk: the limit still holds for what this process has met
             warnings.warn(f"{self.path} cannot be written ({error.strerror}); unreadable: {line.strip()}", stacklevel=2)
 

@@ -1,14 +1,22 @@
 """Files of lines that grow: a line is there whole or not at all, also where the disk was full or the power failed."""
 
+import errno
 import os
+import stat
+
+from dstrain.disk import owner
+
+_OPEN = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
 def append_lines(path: str | os.PathLike, text: str) -> None:
     """Adds whole lines, after a line break where the last line has none. Raises OSError if nothing was added.
 
-    Lines of several processes do not mix where one write takes them whole, as it does on a local disk.
+    Lines of several processes do not mix where one write takes them whole, as it does on a local disk. No link is
+    followed, and nothing is written into a pipe or a device, nor into a folder that is no longer this process's own.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    owner.check_claim(path)
+    descriptor = _open_regular(path, _OPEN | os.O_CREAT)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -26,7 +34,7 @@ def append_lines(path: str | os.PathLike, text: str) -> None:
 def cut_torn_line(path: str | os.PathLike) -> int:
     """Cuts off what follows the last line break, as a crash may leave it; returns how many bytes that were."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = _open_regular(path, _OPEN)
     except FileNotFoundError:
         return 0
     try:
@@ -50,3 +58,16 @@ def make_printable(text: str, keep: str = "") -> str:
     A terminal would obey an escape code, and a line break would begin a line that nobody wrote.
     """
     return "".join(c if c.isprintable() or c in keep else "?" for c in text)
+
+
+def _open_regular(path: str | os.PathLike, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "it is a link, which nothing is written through: remove it", str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file: move it away", str(path))
+    return descriptor

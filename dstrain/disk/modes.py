@@ -2,8 +2,9 @@
 
 import os
 import stat
-import threading
 from pathlib import Path
+
+from dstrain.disk.owner import make_mark
 
 
 def apply_umask(path: str | os.PathLike) -> None:
@@ -29,7 +30,7 @@ def _probe_modes(folder: Path) -> tuple[int, int]:
     """Returns the modes of a new file and a new folder in `folder`. Asking for the umask would change it for all
     threads.
     """
-    name = folder / f".mode.{os.getpid()}.{threading.get_ident()}"
+    name = folder / f".{make_mark()}.mode"
     descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
         file = stat.S_IMODE(os.fstat(descriptor).st_mode)

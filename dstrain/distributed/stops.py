@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dstrain.disk.owner import check_claim
 from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import read_birth, read_command, read_parent
 from dstrain.distributed.progress import phases
@@ -95,7 +96,8 @@ class Stops:
     def settle(self) -> None:
         """Removes the stop file, so that the same command goes on next time."""
         if self._file and self._file.exists():
-            with suppress(OSError):  # the run is saved in any case
+            with suppress(OSError):  # the run is saved in any case; another run's file stays
+                check_claim(self._file)
                 self._file.rmdir() if self._file.is_dir() else self._file.unlink()
 
     def leave(self) -> None:

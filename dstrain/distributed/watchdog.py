@@ -28,6 +28,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dstrain.disk.atomic import replace_file
+from dstrain.disk.lines import append_lines
 from dstrain.distributed import exit_codes, group
 from dstrain.distributed.presence import presence
 from dstrain.distributed.processes import find_line, is_debugged, is_suspended, print_on_request, read_birth
@@ -217,8 +219,7 @@ class Watchdog(AbstractContextManager):
         )
         print(f"error: {text}", file=sys.stderr, flush=True)
         if me.rank == 0 or (me.rank == 1 and reasons[0].startswith("rank 0 ")):
-            with open(self._folder / "log.txt", "a", encoding="utf-8") as log:
-                log.write(f"{text}\n")
+            append_lines(self._folder / "log.txt", f"{text}\n")
 
     def _write_stacks(self) -> None:
         """All threads of this rank; on stderr where the folder is not a run's yet."""
@@ -226,9 +227,8 @@ class Watchdog(AbstractContextManager):
         if not (self._folder / "run.yaml").exists():
             faulthandler.dump_traceback(2, all_threads=True)
             return
-        (self._folder / "stacks").mkdir(exist_ok=True)
         path = self._folder / "stacks" / f"step_{me.step:08d}_rank_{me.rank}.txt"
-        with open(path, "w", encoding="utf-8") as file:
+        with replace_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
             file.write(f"{me}: {me.phase} {me.step} for {me.seconds:.0f} s, at {me.where}\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

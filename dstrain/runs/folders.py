@@ -8,12 +8,14 @@ metrics.jsonl      a line per report                     log.txt          what w
 bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
 events.jsonl       starts and rollbacks                 report.html      all of it for a person
 earlier_N/         --from-scratch, --step put it here   stop             make this file to stop the run
-index/             the list of samples of large data
+index/             the list of samples of large data  .run, .lease-N     whose the folder is, see disk/owner.py
 """
 
+import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -23,8 +25,9 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from dstrain.disk import atomic, small
+from dstrain.disk import atomic, owner, small
 from dstrain.disk.modes import apply_umask
+from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.recipe import (
     ConfigError,
@@ -39,6 +42,15 @@ from dstrain.recipe import (
 from dstrain.runs.resume import Resume
 from dstrain.systems import config_class
 
+# All that a run writes; --from-scratch moves this and nothing else.
+_OF_RUN = (
+    *("run.yaml", "ds_config.json", "data.txt", "saved", "metrics.jsonl", "events.jsonl", owner.IDENTITY),
+    *("checkpoints", "averages", "reconstructed", "samples", "evaluation", "log.txt", "bad_files.txt", "restarts.log"),
+    *("report.html", "wandb", "wandb_id", "tensorboard", "profile", "stacks", "stop"),
+)
+_MARKS = _OF_RUN[:7]  # two of them, or one beside checkpoints, are a run's
+_BESIDE = re.compile(r"\..*|earlier_.*|index.*|generated(_\d+)?")  # what may lie beside a run, and stays
+
 
 def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
     """ConfigError with the remedy: this run may not start or go on in its folder. Changes nothing.
@@ -49,19 +61,30 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
     folder = run.directory
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"folder={folder} is a file; name a folder")
-    if resume.from_scratch or not folder.exists():
+    if not folder.exists():
         return
+    strangers = sorted(
+        path.name for path in folder.iterdir() if not _BESIDE.fullmatch(path.name) and path.name not in _OF_RUN
+    )
+    if not _is_run(folder) and (strangers or any((folder / name).exists() for name in _OF_RUN)):
+        names = strangers or sorted(path.name for path in folder.iterdir() if path.name in _OF_RUN)
+        raise ConfigError(
+            f"folder={folder} is not a run's: it holds {', '.join(names[:3])}; name another folder, since nothing of "
+            "this is moved"
+        )
+    if resume.from_scratch:
+        return
+    require_no_links(folder)
     if (folder / "checkpoints" / "step_00000000").is_dir():
         raise ConfigError(
             f"folder={folder} holds imported weights, and no moments to go on with: train in another "
             f"folder= with init_from={folder}"
         )
     if not (folder / "run.yaml").exists():
-        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_", "index")))
-        if names:
+        if any(os.path.lexists(folder / name) for name in _OF_RUN if name != owner.IDENTITY):
             raise ConfigError(
-                f"folder={folder} is not a run's: it holds {', '.join(names[:3])} and no run.yaml; name "
-                "another folder, or move these aside with --from-scratch"
+                f"folder={folder} holds what is left of a run, and no run.yaml: put it back from a copy, or begin anew "
+                "with --from-scratch, which moves the rest aside"
             )
         return
     if lost := _describe_lost(folder):
@@ -84,12 +107,37 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
         )
 
 
+def _is_run(folder: Path) -> bool:
+    """Returns whether a folder holds, or has held, a run. Names such as samples/ alone are of any program."""
+    marks = sum(os.path.lexists(folder / name) for name in _MARKS)
+    return marks > 1 or (marks > 0 and bool(_list_steps(folder))) or owner.read_identity(folder) is not None
+
+
+def require_no_links(folder: Path) -> None:
+    """Raises ConfigError if something in a run's folder is a link, through which others' files would be written.
+
+    The folder of checkpoints may be one, to a larger disk, but not to another run's.
+    """
+    for path in (folder / name for name in (*_OF_RUN, "index")):
+        if not path.is_symlink():
+            continue
+        target = path.resolve()
+        if path.name != "checkpoints" or (target.parent != folder.resolve() and (target.parent / "run.yaml").exists()):
+            raise ConfigError(
+                f"{folder}: {path.name} is a link to {target}, and nothing is written through a link: put what it "
+                "names in its place, or remove it"
+            )
+
+
 def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks the start under the lock, before anything is written; then moves an earlier run aside if asked to."""
+    """Checks the start under the lock, before anything is written, moves an earlier run aside if asked to, and gives
+    the folder its identity.
+    """
     check_start(run, fingerprint, resume)
-    if resume.from_scratch:
-        with report_disk(run.directory):
+    with report_disk(run.directory):
+        if resume.from_scratch:
             set_aside(run.directory)
+        owner.identify_folder(run.directory)
 
 
 def _describe_lost(folder: Path) -> str | None:
@@ -112,13 +160,17 @@ def _describe_lost(folder: Path) -> str | None:
 
 
 def read_recipe(folder: Path) -> Run:
-    """The recipe that a run was trained with, as resolved. ConfigError: it cannot be read, or says nothing."""
+    """Reads the recipe that a run was trained with, as resolved. Its folder is the one where it lies now.
+
+    Raises ConfigError if it cannot be read, or says nothing, or the folder holds links.
+    """
+    require_no_links(folder)
     if small.read_line(folder / "run.yaml", small.MEGABYTE) == "":
         raise ConfigError(f"{folder / 'run.yaml'} is empty: put it back from a copy, or train anew with --from-scratch")
     with reword_errors(options={"--recipe ": ""}):
         run = load(folder / "run.yaml")
     with reword_errors(f"{folder}: "):
-        return run.model_copy(update={"model": config_class(run.system).recorded(run.model)})
+        return run.model_copy(update={"folder": folder, "model": config_class(run.system).recorded(run.model)})
 
 
 def is_same_data(earlier: str, fingerprint: str) -> bool:
@@ -126,44 +178,86 @@ def is_same_data(earlier: str, fingerprint: str) -> bool:
     return f"{fingerprint} ".startswith(f"{earlier} ")
 
 
-def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[str]:
-    """Locks the folder against a second run for as long as the returned file is open; on rank 0 only.
+class Claimed:
+    """A folder that this process alone writes into, until `close`."""
 
-    Ranks of an earlier command may still be saving, so their lock is waited for. ConfigError: it is still held
-    after `patience` seconds; `busy` replaces the message.
+    def __init__(self, folder: Path, lock: IO[str]) -> None:
+        self._folder, self._lock = folder, lock
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        if not self._lock.closed:
+            owner.release_folder(self._folder)
+            self._lock.close()
+
+    def __enter__(self) -> "Claimed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, verb: str = "train") -> Claimed:
+    """Claims the folder for this process, by a lock and by a lease (disk/owner.py); on rank 0 only.
+
+    The lock ends with its process, and earlier versions know it; the lease holds where a file system has no locks.
+    Ranks of an earlier command may still be saving, so they are waited for. ConfigError: another process still has the
+    folder after `patience` seconds; `busy` replaces the message.
     """
     phases().at(f"waiting for another command in {folder}, {patience:g} s at most")
     end = time.monotonic() + patience
     file = _take_lock(folder)
     while True:
+        holder = ""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _pass_without_locks():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:
-                os.utime(file.fileno())  # when this command began, for tracking/report/state.py
-                return file
+                with report_disk(folder):
+                    owner.claim_folder(folder, verb)
+                    os.utime(file.fileno())  # when this command began, for tracking/report/state.py
+                return Claimed(folder, file)
             file.close()  # its last holder removed the folder, and with it this file
             file = _take_lock(folder)
+        except owner.Held as held:
+            holder = f" ({held})"
         except BlockingIOError:
-            if time.monotonic() > end:
-                raise ConfigError(
-                    busy
-                    or f"folder={folder}: another process trains in it; name another folder=, or "
-                    f"stop that one first (touch {folder / 'stop'})"
-                ) from None
-            time.sleep(0.5)
-        except OSError:  # a file system without locks
-            return file
+            pass
+        if time.monotonic() > end:
+            file.close()
+            raise ConfigError(
+                busy
+                or f"folder={folder}: another process trains in it{holder}; name another folder=, or "
+                f"stop that one first (touch {folder / 'stop'})"
+            ) from None
+        time.sleep(0.5)
+
+
+@contextmanager
+def _pass_without_locks() -> Iterator[None]:
+    """Passes over what a file system without locks answers to one who asks for a lock."""
+    try:
+        yield
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass
+
+
+def share_claim(folder: Path) -> None:
+    """Lets all ranks compare rank 0's claim on the folder before they write; on all ranks together."""
+    owner.adopt_claim(folder, group.from_first(owner.find_claim(folder)))
 
 
 def _take_lock(folder: Path) -> IO[str]:
     with report_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # Without waiting for the reader of a pipe.
+        # Without waiting for the reader of a pipe, and through no link.
         return open(
             folder / ".lock",
             "a",
             encoding="utf-8",
-            opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK, 0o666),
+            opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666),
         )
 
 
@@ -173,10 +267,9 @@ def report_disk(folder: Path) -> AbstractContextManager[None]:
 
 
 def remove_unused(folder: Path) -> None:
-    """Removes a folder that holds nothing but the lock; on rank 0 only."""
-    if [path.name for path in folder.iterdir()] == [".lock"]:
-        (folder / ".lock").unlink()
-        folder.rmdir()
+    """Removes a folder that holds nothing but the lock and the lease; on rank 0 only."""
+    if all(path.name.startswith((".lock", ".lease-")) for path in folder.iterdir()):
+        shutil.rmtree(folder)
 
 
 def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
@@ -196,25 +289,23 @@ def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
 
 @contextmanager
 def make_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder to fill, which becomes `out` in the end, or after an error is gone.
+    """Yields a temporary folder to fill, which becomes `out` in the end, or after an error is gone.
 
     ConfigError: `out` is there already, and no empty folder; or it cannot be written.
     """
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"--out {out} is there already: name a new folder")
-    temporary = out.absolute().with_name(f"{out.absolute().name}.tmp{os.getpid()}")
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        apply_umask(temporary)
-        atomic.publish_folder(temporary, out)
+        with atomic.replace_folder(out) as temporary:
+            yield temporary
+            apply_umask(temporary)
     except (OSError, SafetensorError) as error:  # a full disk raises either
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise ConfigError(f"--out {out} was made by another command meanwhile: name a new folder") from None
         raise ConfigError(
             f"--out {out} cannot be written ({getattr(error, 'strerror', None) or error}): name a folder "
             "that can be written and has room"
         ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def require_steps(run: Run, step: int) -> None:
@@ -257,8 +348,11 @@ def note_saved(folder: Path, step: int) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Moves the files of an earlier run into earlier_N, so that beginning anew loses nothing. OSError."""
-    if old := [path for path in folder.iterdir() if not path.name.startswith((".lock", "earlier_", "index"))]:
+    """Moves what an earlier run has written into earlier_N, so that beginning anew loses nothing. OSError.
+
+    What else lies there stays.
+    """
+    if old := [folder / name for name in _OF_RUN if os.path.lexists(folder / name)]:
         earlier = _make_earlier(folder)
         for path in old:
             path.rename(earlier / path.name)

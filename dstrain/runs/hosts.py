@@ -16,11 +16,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dstrain.disk import owner
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, NotSaved, Run, list_differences
 from dstrain.runs import folders
 
+_LOOK_SECONDS = 5.0
+_looked = 0.0  # when this process compared its claim last
 _SHOWN = 8  # of what differs; hundreds of ranks may say the same
 
 
@@ -77,20 +80,45 @@ def run_on_first(action: Callable[[], None]) -> None:
 
 
 def require_folder(folder: Path, patience: float = 2.0) -> None:
-    """NotSaved, on all ranks: the run's folder was taken away since it trains there.
+    """Raises NotSaved on all ranks if the run's folder was taken away since it trains there, or is another run's now.
 
     Whatever is written would make the folder anew, and without its recipe no command would go on in it. `patience`, in
     seconds, is for an editor that is just writing run.yaml, and for network file systems.
     """
-    gone = False
+    fault = None
     if group.rank() == 0:
-        with suppress(OSError):  # storage that fails is for the save to report
-            gone = not _waits_to_see(folder / "run.yaml", patience)
-    if group.from_first(gone):
-        raise NotSaved(
-            f"{folder} was moved or removed while training wrote into it (its run.yaml is gone): nothing "
-            "more is saved; move it back and give the same command again"
-        )
+        try:
+            if not _waits_to_see(folder / "run.yaml", patience):
+                fault = (
+                    "was moved or removed while training wrote into it (its run.yaml is gone): nothing more is saved; "
+                    "move it back and give the same command again"
+                )
+            else:
+                owner.check_claim(folder)
+        except owner.TakenAway as error:
+            fault = (
+                f"is no longer this run's ({error.strerror}): nothing more is saved; if this run was moved, give the "
+                "same command with folder= where it is now"
+            )
+        except OSError:  # storage that fails is for the save to report
+            pass
+    if fault := group.from_first(fault):
+        raise NotSaved(f"{folder} {fault}")
+
+
+def has_lost(folder: Path) -> bool:
+    """Returns whether a folder that this process has claimed is no longer its own; looks every few seconds."""
+    global _looked
+    if time.monotonic() - _looked < _LOOK_SECONDS:
+        return False
+    try:
+        owner.check_claim(folder)
+    except owner.TakenAway:
+        return True
+    except OSError:  # storage that fails is for the save to report
+        pass
+    _looked = time.monotonic()
+    return False
 
 
 def _end_all(problems: list[str]) -> None:

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from dstrain import systems
 from dstrain.checkpoint.layout import find_reconstructed
 from dstrain.checkpoint.store import Store
+from dstrain.disk import owner
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
@@ -32,10 +34,37 @@ def read_recipe(folder: Path) -> Run:
 
 
 def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = None) -> Path:
-    """The run's checkpoint of a step, None for the newest whole one. ConfigError: absent or damaged.
+    """Returns the run's checkpoint of a step, None for the newest whole one.
 
-    Where it does not hold the average `ema`, and dstrain reconstruct has made that one, the folder of this.
+    Where it does not hold the average `ema`, and dstrain reconstruct has made that one, the folder of this. It is held:
+    a training run does not remove it before this process ends, or calls `owner.release_holds`. So facts
+    may be read of it at any time. Raises ConfigError if it is absent or damaged.
     """
+    steps = [folder / "checkpoints" / f"step_{step:08d}"] if step is not None else []
+    with hold_while_choosing(steps or (folder / "checkpoints").glob("step_*[0-9]")) as keep:
+        return keep(_choose_checkpoint(folder, step, ema))
+
+
+@contextmanager
+def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
+    """Holds checkpoints while one of them is chosen, which the yielded function goes on to hold. On all ranks, of which
+    rank 0 holds.
+    """
+    held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
+
+    def keep(path: Path) -> Path:
+        if group.rank() == 0:
+            held.pop(path, None) or owner.Hold(path)
+        return path
+
+    try:
+        yield keep
+    finally:
+        for hold in held.values():
+            hold.release()
+
+
+def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Path:
     store = Store(folder / "checkpoints")
     if step is not None:
         own = store.folder / f"step_{step:08d}" if step in store.steps() else None

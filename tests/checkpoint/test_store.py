@@ -468,8 +468,7 @@ def test_a_folder_that_was_taken_away_is_not_made_again(tmp_path, when):
         run.rename(away)
         assert not store.save(10, write(10)) and "No such file" in store.error
     elif when == "between":
-        store.begin(10)
-        write(10)(run / "checkpoints" / "step_00000010.tmp")
+        write(10)(store.begin(10))
         store._finish = lambda folder: run.rename(away) and {}  # as everything is written
         assert not store.commit(10)
     else:

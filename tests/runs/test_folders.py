@@ -79,22 +79,79 @@ def test_a_file_where_the_folder_should_be(tmp_path):
         assert "is a file; name a folder" in refusal(run(tmp_path / "a"), from_scratch=flag)
 
 
-def test_a_foreign_folder(tmp_path):
-    """Oracle: files that no run has made: named in the refusal, moved aside and whole with --from-scratch."""
-    (tmp_path / "b").mkdir()
-    for name in ("thesis.tex", "b/notes.txt", ".hidden"):
+FOREIGN = {
+    "a thesis": ["thesis.tex", "b/notes.txt", ".hidden"],
+    "other runs": ["dit/run.yaml", "dit/saved", "dit/checkpoints/step_00000001/manifest.json"],
+    "keys": [".ssh/id", "bin/sh"],
+    "another program's run": ["checkpoints/last.pt", "samples/a.png", "wandb/run", "log.txt"],
+    "a project with a recipe": ["run.yaml", "samples/a.png", "main.py"],
+    "one run's file": ["metrics.jsonl"],
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_foreign_folder_stays_as_it_is(tmp_path, case):
+    """Oracle: files that no run has made, to the byte; the refusal names one, and no option that moves them."""
+    for name in FOREIGN[case]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     before = contents(tmp_path)
-    for flag in (False, True):
-        text = refusal(run(tmp_path), allow_change=flag)
-        assert "thesis.tex" in text and "--from-scratch" in text and "another folder" in text
-    check(run(tmp_path), from_scratch=True)
-    prepare(run(tmp_path), from_scratch=True)
-    assert {
-        name.removeprefix("earlier_1/"): text
-        for name, text in contents(tmp_path).items()
-        if name.startswith("earlier_1/")
-    } == before
+    for flags in ({}, {"allow_change": True}, {"from_scratch": True}):
+        text = refusal(run(tmp_path), **flags)
+        assert any(name.partition("/")[0] in text for name in FOREIGN[case])
+        assert "--from-scratch" not in text and "another folder" in text
+    assert contents(tmp_path) == before
+
+
+def test_from_scratch_moves_what_is_a_runs_alone(begun):
+    """Oracle: strangers beside a run, to the byte: notes, keys, another run in a folder, an index of data."""
+    strangers = ["notes.txt", ".ssh/id", "other/run.yaml", "index/header.json", "generated_2/samples/0.png"]
+    for name in strangers:
+        (begun / name).parent.mkdir(parents=True, exist_ok=True)
+        (begun / name).write_text(name)
+    folders.note_saved(begun, 3)
+    folders.set_aside(begun)
+    assert {*strangers, "earlier_1/run.yaml", "earlier_1/saved"} <= contents(begun).keys()
+    assert not (begun / "run.yaml").exists()
+
+
+LINKS = [
+    "samples",
+    "log.txt",
+    "events.jsonl",
+    "report.html",
+    "reconstructed",
+    "wandb",
+    "evaluation",
+    "index",
+    "run.yaml",
+]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_run_with_links_is_refused(begun, tmp_path, name):
+    """Oracle: what the link names, unread and unwritten; the message names the link."""
+    (tmp_path / "mine").write_text("mine")
+    (begun / name).unlink(missing_ok=True)
+    (begun / name).symlink_to(tmp_path / "mine")
+    assert f"{name} is a link to {tmp_path / 'mine'}" in refusal(run(begun))
+    with pytest.raises(ConfigError, match="is a link"):
+        folders.read_recipe(begun)
+    folders.set_aside(begun)
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_checkpoints_may_lie_on_another_disk_and_not_in_another_run(begun, tmp_path):
+    """Oracle: a folder without a recipe beside it is another disk; one beside run.yaml is another run's."""
+    for place in ("disk", "victim"):
+        (tmp_path / place / "checkpoints").mkdir(parents=True)
+    (tmp_path / "victim" / "run.yaml").write_text("")
+    shutil.rmtree(begun / "checkpoints")
+    (begun / "checkpoints").symlink_to(tmp_path / "disk" / "checkpoints")
+    folders.require_no_links(begun)
+    (begun / "checkpoints").unlink()
+    (begun / "checkpoints").symlink_to(tmp_path / "victim" / "checkpoints")
+    assert "checkpoints is a link to" in refusal(run(begun))
 
 
 def test_hidden_files_make_no_foreign_folder(tmp_path):
@@ -281,7 +338,6 @@ def test_from_scratch_loses_nothing(begun):
     """Oracle: every byte of what stood there, also after the third time."""
     (begun / "checkpoints" / "step_00000500").mkdir(parents=True)
     (begun / "checkpoints" / "step_00000500" / "manifest.json").write_text("{}")
-    (begun / ".cache").write_text("hidden")
     (begun / "earlier_7").mkdir()
     (begun / "earlier_7" / "run.yaml").write_text("old")
     kept: dict[str, bytes] = {"earlier_7/run.yaml": b"old"}

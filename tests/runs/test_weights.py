@@ -60,6 +60,8 @@ def told(path: Path, replaced: int = 0) -> str:
 # `python SCRIPT ARGUMENTS` once for each list of arguments, in one process, since DeepSpeed is slow to import.
 PROGRAM = """
 import json, runpy, sys
+from dstrain.commands import exits
+exits._quit_python = sys.exit  # a command that has begun a process group ends its process
 script, lists = sys.argv[1], json.loads(sys.argv[2])
 for arguments in lists:
     sys.argv[:] = [script, *arguments]

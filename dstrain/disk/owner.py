@@ -1,0 +1,345 @@
+"""Who may write where: marks of living processes, leases on folders, and holds on what is being read.
+
+A mark is a file that says whose it is, MACHINE-PID-START-RANDOM: nobody else can have its name, and anybody can tell
+whether its owner still lives. On the owner's machine (one boot, one container) the process is looked for. Elsewhere a
+mark is dead when nobody has touched it for long: leases and holds are touched every few seconds by a thread.
+
+    FOLDER/.lease-N           its owner alone writes into FOLDER. The next owner makes N + 1, which one process can
+    FOLDER/.run               the identity of a run, written once
+    FOLDER/.NAME.MARK.hold    somebody reads FOLDER/NAME, which must stay
+    FOLDER/.NAME.MARK.tmp     NAME while it is written, see atomic.py
+
+Whatever writes through dstrain/disk below a folder that this process has claimed first compares lease and identity. So
+a process whose folder was removed, moved or taken over by a new run writes nothing more. This module needs the standard
+library only, and no file system with locks.
+"""
+
+import atexit
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+BEAT_SECONDS = 5.0  # between two touches of a lease or hold
+SILENT_SECONDS = 30.0  # a lease or hold of another machine is dead after so long without a touch
+_STALE_SECONDS = 86_400.0  # as is a temporary file of another machine, which nobody touches
+_MARK = r"(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d*)-[0-9a-f]{8}"
+_NAMED = re.compile(rf"\.(?P<name>.+)\.(?P<mark>{_MARK})\.(?P<kind>tmp|hold)", re.DOTALL)
+_LEASE = re.compile(r"\.lease-(\d{1,9})")
+IDENTITY = ".run"
+_MOST = 1024  # bytes of a lease or an identity
+
+_touched: dict[str, threading.Event] = {}  # marks of this process that must look alive, and what ends their thread
+_claims: dict[str, "Claim"] = {}  # by absolute folder
+_holds: list["Hold"] = []  # of this process
+_swept: set[str] = set()  # folders that this process has looked through for files of dead processes
+
+
+class TakenAway(OSError):
+    """A folder was removed or moved, or belongs to another command, since this process began to write there."""
+
+
+class Held(Exception):
+    """A folder belongs to a living process; the text says which."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What this process compares before it writes below a folder."""
+
+    mark: str  # of the lease
+    number: int
+    identity: str | None = None  # of the run; None: the folder is none's yet, or no run's
+
+
+def make_mark() -> str:
+    """Returns a new name of this process that no other process can have."""
+    pid = os.getpid()
+    return f"{_describe_machine()}-{pid}-{_read_start(pid)}-{secrets.token_hex(4)}"
+
+
+def name_beside(path: Path, kind: str = "tmp") -> Path:
+    """Returns a hidden path beside `path` that carries its name and a new mark."""
+    return path.with_name(f".{path.name[:180]}.{make_mark()}.{kind}")
+
+
+def name_target(path: Path) -> str | None:
+    """Returns the name that a temporary file or folder is to get; None: it is none."""
+    match = _NAMED.fullmatch(path.name)
+    return match["name"] if match and match["kind"] == "tmp" else None
+
+
+def sweep_abandoned(folder: Path, name: str | None = None) -> None:
+    """Removes temporary files and folders whose processes have died: those of `name`, or once a process all."""
+    if name is None:
+        if (key := os.path.abspath(folder)) in _swept:
+            return
+        _swept.add(key)
+    with suppress(OSError):
+        for path in list(folder.iterdir()):
+            target = name_target(path)
+            if target is not None and name in (None, target) and _is_dead(path, _STALE_SECONDS):
+                remove_path(path)
+
+
+def remove_path(path: Path) -> None:
+    """Removes a file or a folder; of a link the link alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
+
+
+class Hold:
+    """Keeps `path`, a checkpoint, say, from being removed while it is read, until `release` or the process ends.
+
+    Those who remove ask `is_held` first. Where the folder cannot be written, nothing is held.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._mark: Path | None = name_beside(path, "hold")
+        try:
+            _create(self._mark, "")
+            _keep_touched(self._mark)
+            if not _holds:
+                atexit.register(release_holds)
+            _holds.append(self)
+        except OSError:
+            self._mark = None
+
+    def release(self) -> None:
+        """Lets others remove it."""
+        if self._mark is not None:
+            _remove_mark(self._mark)
+            self._mark = None
+
+
+def release_holds() -> None:
+    """Lets others remove all that this process has held."""
+    while _holds:
+        _holds.pop().release()
+
+
+def is_held(path: Path) -> bool:
+    """Returns whether a living process reads `path`; removes the marks of dead ones."""
+    held = False
+    with suppress(OSError):
+        for mark in list(path.parent.iterdir()):
+            match = _NAMED.fullmatch(mark.name)
+            if match and match["kind"] == "hold" and match["name"] == path.name:
+                if _is_dead(mark, SILENT_SECONDS):
+                    mark.unlink(missing_ok=True)
+                else:
+                    held = True
+    return held
+
+
+def claim_folder(folder: Path, verb: str) -> Claim:
+    """Makes this process the only one that writes into `folder`, which is there; see `release_folder`.
+
+    Raises Held if a living process has claimed it, OSError if nothing can be written there.
+    """
+    folder = Path(os.path.abspath(folder))
+    while True:
+        earlier = _list_leases(folder)
+        for path in earlier.values():
+            if not _is_dead(path, SILENT_SECONDS):
+                raise Held(_describe_lease(path))
+        number, mark = max(earlier, default=0) + 1, make_mark()
+        path = folder / f".lease-{number}"
+        try:
+            _create(path, f"{mark}\n{socket.gethostname()}\n{verb}\n")
+        except FileExistsError:  # another command was quicker
+            time.sleep(0.05)
+            continue
+        if later := _list_leases(folder).keys() - earlier.keys() - {number}:
+            path.unlink(missing_ok=True)  # two began at once, after a third had ended: each gives way
+            raise Held(_describe_lease(folder / f".lease-{max(later)}"))
+        for dead in earlier.values():
+            dead.unlink(missing_ok=True)
+        _keep_touched(path)
+        adopt_claim(folder, claim := Claim(mark, number))
+        return claim
+
+
+def identify_folder(folder: Path) -> Claim:
+    """Reads the identity of the run in a claimed folder, or gives it one; it is compared from now on."""
+    identity = read_identity(folder)
+    if identity is None:
+        identity, temporary = secrets.token_hex(16), name_beside(folder / IDENTITY)
+        _create(temporary, f"{identity}\n")
+        os.replace(temporary, folder / IDENTITY)
+    adopt_claim(folder, claim := replace(_claims[os.path.abspath(folder)], identity=identity))
+    return claim
+
+
+def read_identity(folder: Path) -> str | None:
+    """Returns the identity of the run in a folder; None: it has none, as runs of earlier versions."""
+    try:
+        text = _read_mark(folder / IDENTITY)
+    except OSError:
+        return None
+    return text if re.fullmatch(r"[0-9a-f]{32}", text) else None
+
+
+def find_claim(folder: Path) -> Claim | None:
+    """Returns this process's claim on a folder."""
+    return _claims.get(os.path.abspath(folder))
+
+
+def adopt_claim(folder: Path, claim: Claim | None) -> None:
+    """Compares a claim before each write into a folder; on ranks beside the one that has made it, too."""
+    if claim is not None:
+        _claims[os.path.abspath(folder)] = claim
+
+
+def release_folder(folder: Path) -> None:
+    """Gives a folder back that this process or a rank beside it has claimed."""
+    folder = Path(os.path.abspath(folder))
+    claim = _claims.pop(str(folder), None)
+    if claim is None:
+        return
+    path = folder / f".lease-{claim.number}"
+    with suppress(OSError):
+        if str(path) in _touched and _read_mark(path) == claim.mark:
+            _remove_mark(path)
+    _stop_touching(path)
+
+
+def check_claim(path: str | os.PathLike) -> None:
+    """Raises TakenAway if `path` lies below a folder that this process has claimed, and that is no longer its own."""
+    place = os.path.abspath(path)
+    for folder, claim in list(_claims.items()):
+        if place == folder or place.startswith(folder + os.sep):
+            _compare(Path(folder), claim)
+
+
+def _compare(folder: Path, claim: Claim) -> None:
+    gone = TakenAway(errno.ESTALE, "it was removed or moved since this command writes there", str(folder))
+    own, later = (folder / f".lease-{number}" for number in (claim.number, claim.number + 1))
+    if not folder.is_dir() or (claim.identity is None and not own.exists()):
+        raise gone
+    if claim.identity is not None and (identity := read_identity(folder)) != claim.identity:
+        raise TakenAway(errno.ESTALE, "another run lies there now", str(folder)) if identity else gone
+    with suppress(FileNotFoundError):
+        if later.exists() or _read_mark(own) != claim.mark:
+            raise TakenAway(errno.ESTALE, f"it now belongs to {_describe_lease(later if later.exists() else own)}")
+    # Where only the lease is gone, somebody has cleared hidden files away, or another command has begun and ended.
+
+
+def _list_leases(folder: Path) -> dict[int, Path]:
+    found = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if match := _LEASE.fullmatch(entry.name):
+                found[int(match[1])] = folder / entry.name
+    return dict(sorted(found.items()))
+
+
+def _describe_lease(path: Path) -> str:
+    """Names the process that a lease is of."""
+    try:
+        mark, host, verb = (_read_text(path).splitlines() + [""] * 3)[:3]
+    except OSError:
+        return "another process"
+    match = re.fullmatch(_MARK, mark)
+    return f"{verb or 'a command'} (process {match['pid']} on {host})" if match else "another process"
+
+
+def _create(path: Path, text: str) -> None:
+    """Makes a small file that is not there yet, through no link."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        os.write(descriptor, text.encode("utf-8", "replace"))
+    finally:
+        os.close(descriptor)
+
+
+def _read_text(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, _MOST).decode("utf-8", "replace")
+    finally:
+        os.close(descriptor)
+
+
+def _read_mark(path: Path) -> str:
+    return _read_text(path).partition("\n")[0].strip()
+
+
+def _is_dead(path: Path, patience: float) -> bool:
+    """Returns whether the owner of a mark has ended. Without its name, patience alone decides."""
+    try:
+        named = _NAMED.fullmatch(path.name)
+        match = re.fullmatch(_MARK, named["mark"] if named else _read_mark(path))
+        if match and match["start"] and match["machine"] == _describe_machine():
+            return _read_start(int(match["pid"])) != match["start"]
+        return _measure_age(path) > patience
+    except OSError:  # it has just gone
+        return False
+
+
+def _measure_age(path: Path) -> float:
+    """Returns the seconds since anything in `path` was written, by the clock of its file system."""
+    newest = os.lstat(path).st_mtime
+    for place, _, names in os.walk(path):
+        newest = max([newest, *(os.lstat(os.path.join(place, name)).st_mtime for name in names)])
+    probe = path.parent / f".{make_mark()}.clock"
+    try:
+        _create(probe, "")
+        now = os.lstat(probe).st_mtime
+        probe.unlink()
+    except OSError:  # not to be written
+        now = time.time()
+    return now - newest
+
+
+def _keep_touched(path: Path) -> None:
+    """Touches a mark every few seconds, from a thread of its own."""
+    _touched[str(path)] = ended = threading.Event()
+
+    def touch() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(path, follow_symlinks=False)
+
+    threading.Thread(target=touch, name=f"touch {path.name}", daemon=True).start()
+
+
+def _stop_touching(path: Path) -> None:
+    if ended := _touched.pop(str(path), None):
+        ended.set()
+
+
+def _remove_mark(path: Path) -> None:
+    _stop_touching(path)
+    with suppress(OSError):
+        path.unlink()
+
+
+@cache
+def _describe_machine() -> str:
+    """Returns a hash of what makes pids unique: host, boot and container."""
+    words = [socket.gethostname()]
+    with suppress(OSError):
+        words.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        words.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
+
+
+def _read_start(pid: int) -> str:
+    """Returns when a process began, in ticks; "" where it is gone, or the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
