@@ -47,7 +47,6 @@ RULES = {
     "metrics": (*GROUND, "nn", "encoders", "data"),
     "sampling": (*GROUND, "data", "tracking", "systems.base"),
     "metrics.in_training": (*GROUND, "metrics", "data", "sampling", "systems.base"),
-    "metrics.sampled_sets": (*GROUND, "metrics", "encoders", "data", "sampling", "runs", "systems.base"),
     "__main__": ("commands.main",),
     "commands.main": (*GROUND, "commands", "engine.start", "__version__"),
     "commands.options": (*GROUND, "runs.resume"),
@@ -88,6 +87,8 @@ VERBS = (
             "generate",
             "evaluate",
             "evaluating.quality",
+            "evaluating.results",
+            "evaluating.sampled_sets",
             "encode",
             "consolidate",
             "export",
@@ -106,8 +107,9 @@ VERBS = (
     ),
 )
 A_VERB_OF_VERBS = {
-    "commands.evaluating.sweep": ("commands.evaluating.quality",),
-    "commands.evaluate": ("commands.evaluating.quality",),
+    "commands.evaluating.quality": ("commands.evaluating.results", "commands.evaluating.sampled_sets"),
+    "commands.evaluating.sweep": ("commands.evaluating.quality", "commands.evaluating.results"),
+    "commands.evaluate": ("commands.evaluating.quality", "commands.evaluating.results"),
     "commands.reconstruct": ("commands.evaluating.sweep",),
 }
 A_SCRIPT = ("commands", "distributed", "recipe", "engine.start", "tracking.report", "train")

@@ -4,11 +4,11 @@ Pictures become shards of encoded files, as `dstrain pack` writes them, with tra
 test of their own; latents become a cache, as `dstrain encode` writes it. Nothing in a file is executed.
 """
 
-import importlib.util
 import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -68,9 +68,9 @@ def convert_data(options: ConvertOptions) -> str:
 def load_converter(name: str) -> ModuleType:
     """Returns the module of a converter, which is shipped beside the recipes."""
     path = shipped_folder(".py") / f"{name}.py"
-    specification = importlib.util.spec_from_file_location(f"dstrain.shipped.convert.{name}", path)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
+    loader = SourceFileLoader(f"dstrain.shipped.convert.{name}", str(path))
+    module = ModuleType(loader.name)
+    loader.exec_module(module)
     return module
 
 

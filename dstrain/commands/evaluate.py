@@ -5,10 +5,8 @@ size, up to the rounding of the networks: a sample's noise is its own, and sums 
 """
 
 import hashlib
-import json
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -18,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain import __version__, systems
+from dstrain import systems
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.commands.evaluating import quality
+from dstrain.commands.evaluating.results import describe_command, publish_result
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import held_out
 from dstrain.data.cached.embeddings import open_pairs
@@ -29,7 +28,6 @@ from dstrain.data.open import BuiltinData, make_request, open_sources, open_spli
 from dstrain.data.source import Source
 from dstrain.data.sources.images import Images, open_images, read_encoded
 from dstrain.data.views import Spread
-from dstrain.disk import atomic
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
 from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
@@ -45,32 +43,44 @@ _NUM_CHECKED = 8  # images of --data whose size and colours are checked
 def run_verb(options: EvaluateOptions) -> None:
     """Measures, and prints the figures."""
     if options.metrics is None:
-        text = format_report(*evaluate_run(options))
-    else:
-        with reword_errors(options={} if options.against is None else {"--reference ": "--against "}):
-            text = quality.measure_pictures(options)
-    if group.rank() == 0:
-        print(text)
+        evaluate_run(options)
+        return
+    with reword_errors(options={} if options.against is None else {"--reference ": "--against "}):
+        if options.write_reference is None:
+            quality.measure_quality(options)
+            return
+        line = quality.write_reference(options)
+        if group.rank() == 0:
+            print(line)
 
 
 def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
-    """Measures on all ranks together: the JSON file written (the plot lies beside it), and what it holds.
+    """Measures on all ranks together, prints the figures and writes them.
 
-    ConfigError: what cannot be, with the remedy.
+    Returns the JSON file (the plot lies beside it), and what it holds.
+    Raises ConfigError if something cannot be measured, with the remedy.
     """
     require_precision(options.precision)
-    begin = time.perf_counter()
-    run = trained.read_recipe(options.folder)
+    begun = time.perf_counter()
+    run = trained.read_recipe(options.run_folder)
     system = systems.build(run.system, run.model)
     source = Spread(_open_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
     if group.rank() == 0:  # stdout is for the figures
         print(f"data: {options.data or run.data.path}, {_name_split(options)}: {source.describe()}", file=sys.stderr)
-    checkpoint = trained.find_checkpoint(options.folder, options.step, options.ema)
+    checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)
     kinds = trained.choose_kinds(
         system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw
     )
-    out = options.out or options.folder / "evaluation"
+    out = options.out or options.run_folder / "evaluation"
     trained.require_writable(out)
+    # All facts are read before the measurement: training may remove the checkpoint meanwhile.
+    manifest = read_manifest(checkpoint)
+    data: dict[str, Any] = {
+        "path": options.data or run.data.path,
+        "fingerprint": source.whole.fingerprint(),
+        "image_size": run.data.image_size,
+        "channels": run.data.channels,
+    }
     networks = trained.load_networks(system, checkpoint, kinds, choose_dtype(options.precision))
     with compute_in(options.precision):
         means = measure_source(
@@ -82,19 +92,11 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
             num_steps=options.num_steps,
             show=group.rank() == 0,
         )
-    unreadable = sorted(set().union(*group.gather_objects(source.unreadable)))
-    seal, device = read_manifest(checkpoint), group.device()
-    data = {
-        "path": options.data or run.data.path,
-        "fingerprint": source.whole.fingerprint(),
-        "image_size": run.data.image_size,
-        "channels": run.data.channels,
-        "unreadable": unreadable,
-    }
+    data["unreadable"] = sorted(set().union(*group.gather_objects(source.unreadable)))
     result = {
         "run": run.name,
         "system": run.system,
-        "step": seal["step"],
+        "step": manifest["step"],
         "weights": kinds,
         "split": _name_split(options),
         "samples": len(source),
@@ -103,19 +105,11 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         **means,
         "data": data,
         "seed": run.seed,
-        "precision": options.precision,
-        "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "trained_with": seal["versions"],
-        "ranks": group.world(),
-        "batch": options.batch,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "seconds": round(time.perf_counter() - begin, 3),
+        "trained_with": manifest["versions"],
+        **describe_command(options, begun),
     }
     path = out / f"{_name_result(options, result)}.json"
-    if group.rank() == 0:
-        atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-        figures.plot_evaluation(path.with_suffix(".png"), result)
-    group.barrier()
+    publish_result(path, result, figures.format_table(result), figures.plot_evaluation)
     return path, result
 
 
@@ -180,9 +174,13 @@ def _name_split(options: EvaluateOptions) -> str:
 
 
 def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
-    """The samples to measure. ConfigError: the run holds none out, or the data are not such as it was trained on."""
+    """Opens the samples to measure.
+
+    Raises ConfigError if the run holds none out, or the data are not such as it was trained on.
+    """
+    source: Source | None
     if options.data is not None:
-        source = _open_other_data(options, run, classes)
+        source = _open_other_data(os.path.expanduser(options.data), options.split, run, classes or 1)
     elif options.split == "test":
         source = open_split(run.data, "test")
     else:
@@ -200,11 +198,11 @@ def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Sou
     return source
 
 
-def _open_other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
-    path, data, labelled = os.path.expanduser(options.data), run.data, classes is not None and classes > 1
+def _open_other_data(path: str, split: str | None, run: Run, classes: int) -> Source | None:
+    data, labelled = run.data, classes > 1
     pairs = "pairs" in systems.config_class(run.system).learns_from
-    if options.split is not None:
-        raise ConfigError(f"--data {path} takes all images there: leave out --split {options.split}")
+    if split is not None:
+        raise ConfigError(f"--data {path} takes all images there: leave out --split {split}")
     if BuiltinData.recognises(data.model_copy(update={"path": path})):
         raise ConfigError(f"--data {path}: name a folder of {'embedding pairs' if pairs else 'images'}")
     with reword_errors(
@@ -230,6 +228,8 @@ def _open_other_data(options: EvaluateOptions, run: Run, classes: int | None) ->
                     }
                 )
             )[0]
+        if data.path is None:
+            raise ConfigError(f"--data {path}: the run has learned from a data.mixture; leave out --data")
         # Labels follow the class names of the training data.
         places = (data.path, "held_out", path) if labelled else (path, "all", None)
         source = open_images(
@@ -253,7 +253,8 @@ def _open_other_data(options: EvaluateOptions, run: Run, classes: int | None) ->
             f"--data {path} has {len(source.classes)} classes, the model {classes}, and the training "
             f"data that would name them are no longer at {data.path}: put them back"
         )
-    _require_fit(path, source, run)
+    if isinstance(source, Images):
+        _require_fit(path, source, run)
     return source
 
 
@@ -290,8 +291,3 @@ def _name_result(options: EvaluateOptions, result: dict[str, Any]) -> str:
     if options.num_steps is not None:
         words.append(f"steps{options.num_steps}")
     return "_".join([*words, *([options.precision] if options.precision != "fp32" else [])])
-
-
-def format_report(path: Path, result: dict[str, Any]) -> str:
-    """The lines that are printed in the end."""
-    return f"{figures.format_table(result)}\n{path} and {path.with_suffix('.png').name}"

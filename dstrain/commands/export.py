@@ -160,7 +160,7 @@ def _export_to_diffusers(
 
     def measured() -> dict[str, Any]:
         scale.update(
-            _read_statistics(options, system, nets)
+            _read_statistics(options.statistics, options.run, system, nets)
             if options.statistics
             else _measure_statistics(options.num, run, system, nets)
         )
@@ -183,15 +183,14 @@ def _read_classes(run: Run) -> tuple[str, ...]:
         return ()
 
 
-def _read_statistics(options: ExportOptions, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
+def _read_statistics(path: Path, run: Path, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
     """Reads the statistics that dstrain encode measured. Raises ConfigError if its codes are of other weights."""
-    folder = options.statistics.parent if options.statistics.name == INDEX else options.statistics
-    index = read_index(folder)
+    index = read_index(path.parent if path.name == INDEX else path)
     own, encoder = hash_network(*system.identity(nets)), index["encoding"]["first_stage"]
     if own != encoder:
         raise ConfigError(
-            f"--statistics {options.statistics}: these codes are of the first stage {encoder}, "
-            f"{options.run} exports {own}; name the cache that it encoded (and its --ema or --raw)"
+            f"--statistics {path}: these codes are of the first stage {encoder}, "
+            f"{run} exports {own}; name the cache that it encoded (and its --ema or --raw)"
         )
     return index["statistics"]
 

@@ -8,6 +8,7 @@ sampling/scenes.py. sampling/files.py writes the files.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -93,7 +94,7 @@ def _write_samples(
     with Bar("drawing", total=options.num, unit="sample") as bar:
         rounds = _draw_rounds(runs, options, request, scenes, clip)
         with reword_errors(options=OPTIONS):
-            numbers, samples = next(rounds)  # before the folder is made: this may be refused
+            first = next(rounds)  # before the folder is made: this may be refused
         out.mkdir(parents=True, exist_ok=True)
         group.barrier()
         about = About(
@@ -102,20 +103,19 @@ def _write_samples(
             class_columns(request),
             request.conditions.get("label"),
             captions,
-            frames_of_scenes(options.scenes, clip) if options.scenes else None,
+            frames_of_scenes(options.scenes, clip) if options.scenes and clip else None,
             options.pngs,
             options.formats or FORMATS,
             options.fps,
         )
-        files = (Pictures if samples.dtype == torch.uint8 else Embeddings)(out, about)
+        files = (Pictures if first[1].dtype == torch.uint8 else Embeddings)(out, about)
         pictures, errors = request.conditions.get("invert"), torch.zeros(2, dtype=torch.float64)
-        while numbers is not None:
+        for numbers, samples in chain([first], rounds):
             files.add(numbers, samples)
             if pictures is not None:
                 error = samples.double() - pictures[numbers].double()
                 errors += torch.stack((error.abs().flatten(1).mean(1).sum(), error.square().flatten(1).mean(1).sum()))
             bar.update(len(numbers))
-            numbers, samples = next(rounds, (None, None))
     files.close()
     if pictures is not None and group.rank() == 0:
         distance, squares = (errors / options.num).tolist()
@@ -202,11 +202,11 @@ def _read_beginning(options: GenerateOptions, first: Opened, then: list[Opened],
         raise ConfigError(f"--low-res {options.low_res}: {folder} takes no pictures; leave it out")
     if options.embeddings is not None and not system.takes_embeddings:
         raise ConfigError(f"--embeddings {options.embeddings}: {folder} takes no embeddings; leave it out")
-    if options.prime is not None:
+    if options.prime is not None and clip is not None:
         exactly = options.prime_frames is not None
         return read_prime(options.prime, run.data, system.temporal_patch_size, clip.primed, exactly)
     if options.invert is not None:
-        return _read_pictures_to_invert(options, run, system)
+        return _read_pictures_to_invert(options.invert, options, run, system)
     if then and options.size:
         raise ConfigError("--size: a run of --then takes squares; leave it out")
     if then and clip is not None and then[0][2].starts_from_data:
@@ -251,7 +251,7 @@ def _require_chain(before: Opened, after: Opened) -> None:
         )
 
 
-def _read_pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> Tensor:
+def _read_pictures_to_invert(path: Path, options: GenerateOptions, run: Run, system: System) -> Tensor:
     if not system.inverts:
         raise ConfigError(
             f"--invert: {options.folder} trains {run.system}, which carries no pictures to noise; leave it out"
@@ -259,10 +259,10 @@ def _read_pictures_to_invert(options: GenerateOptions, run: Run, system: System)
     if options.low_res is not None or options.then or options.size:
         raise ConfigError("--invert draws the pictures of one run again: leave out --low-res, --then and --size")
     with reword_errors("--invert "):
-        images = read_pictures(options.invert, run.data.channels)
+        images = read_pictures(path, run.data.channels)
     if images.shape[2:] != (run.data.image_size,) * 2:
         raise ConfigError(
-            f"--invert {options.invert}: pictures of {images.shape[3]} x {images.shape[2]} pixels; "
+            f"--invert {path}: pictures of {images.shape[3]} x {images.shape[2]} pixels; "
             f"{options.folder} draws {run.data.image_size} x {run.data.image_size}: bring them to that "
             "size"
         )
@@ -308,7 +308,7 @@ def _make_request(
     texts = [*(options.scenes or dict.fromkeys(captions or ()))]
     if texts and (cut := system.describe_cut(texts, option.partition(":")[0] or "samples.prompts")):
         phases().say(cut)
-    if options.invert is not None:
+    if options.invert is not None and images is not None:
         request.conditions["invert"] = images[torch.arange(options.num) % len(images)]
     return request, captions if options.scenes is None else ["; ".join(options.scenes)] * options.num
 
@@ -326,7 +326,7 @@ def _draw_rounds(
     shared = [_share_labels(request, later, options) for later in then]
     for numbers, samples in draw_rounds(first.system, first.networks, request, chunk):
         seeds = request.seeds[numbers]
-        if scenes:
+        if scenes and clip:
             samples = draw_scenes(
                 first.system,
                 samples,
@@ -362,7 +362,7 @@ def _share_labels(request: Request, later: ReadyRun, options: GenerateOptions) -
     """The labels that the first run draws, as conditions of a later one, where that takes labels."""
     if "label" not in later.system.conditions(1):
         return {}
-    labels = request.conditions.get("label")
-    labels = options.labels or later.run.samples.labels if labels is None else tuple(labels.tolist())
+    drawn = request.conditions.get("label")
+    labels = options.labels or later.run.samples.labels if drawn is None else tuple(drawn.tolist())
     with reword_errors(f"--then {later.folder}: "):
         return choose_conditions(later.system, options.num, labels)

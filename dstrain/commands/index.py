@@ -115,17 +115,17 @@ def _captions(layout: Layout, index: Index) -> dict[str, Any] | None:
 
 def _frames(frames: Verified, data: Data) -> dict[str, int]:
     """How many clips are as long as each of data.buckets, and no longer one."""
-    cut, table = Cut(data.num_frames, 1, 1, stride=data.frame_stride), Counter()
+    cut, table = Cut(data.num_frames or 1, 1, 1, stride=data.frame_stride), Counter[int]()
     for start in range(0, len(frames), CHUNK):
         counts = frames[start : start + CHUNK][:, 0]
-        for count in cut.available(counts[counts > 0]).tolist():
+        for count in map(cut.available, counts[counts > 0].tolist()):
             table[max((duration for duration in data.durations if duration <= count), default=0)] += 1
     return {f"{least} or more" if least else "fewer": table[least] for least in sorted(table, reverse=True)}
 
 
 def _sizes(sizes: Verified) -> dict[str, Any]:
     """Tables of sizes, of shorter sides and of aspect ratios: how many images have each."""
-    exact, sides, ratios = Counter(), Counter(), Counter()
+    exact, sides, ratios = Counter[str](), Counter[str](), Counter[str]()
     names, logs = list(_RATIOS), np.log(list(_RATIOS.values()))
     for start in range(0, len(sizes), CHUNK):
         block = np.array(sizes[start : start + CHUNK])

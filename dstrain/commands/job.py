@@ -111,7 +111,7 @@ def check_recipe(run: Run) -> tuple[Run, list[str]]:
         if unknown := [label for label in labels if classes is not None and label >= classes]:
             problems.append(
                 f"samples.labels={list(labels)}: {unknown} are not below model.{config.num_labels_field}="
-                f"{classes}; labels are 0 to {classes - 1}"
+                f"{classes}; labels are 0 to {(classes or 0) - 1}"
             )
         problems += config.conflicts(run)
     return run, problems
@@ -199,7 +199,8 @@ def _check_data_and_folder(
     remarks += [cut] if cut else []
     if system.takes_texts and source.captioned and not {"text_encodings", "text_embed"} & set(source.first()):
         remarks += describe_cut_captions(source, system)
-    with _collect_problems(problems := []):
+    problems: list[str] = []
+    with _collect_problems(problems):
         system.require_expressible()
     lost = tuple(f"`dstrain export` will not write this run for diffusers: {problem}" for problem in problems)
     if options.dry_run:

@@ -96,7 +96,7 @@ class _Supervisor:
                     "as deepspeed or python"
                 ) from None
             if self._signal:  # it came while the command was being started
-                self._pass_on(self._signal)
+                self._pass_on(self._signal, None)
             code = self._process.wait()
             self._end_the_rest()
             if (self._folder / "run.yaml").exists():

@@ -10,7 +10,7 @@ import json
 import os
 import tarfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -60,7 +60,7 @@ class _Packable(Indexed):
             return self.index.captions(row)
         return (read_text((self.path / self.index.name(row)).with_suffix(".txt")),)
 
-    def _texts(self, numbers: range) -> bytes:
+    def _texts(self, numbers: Sequence[int]) -> bytes:
         return hash_texts(self.path, self._files(numbers)) if self.beside else super()._texts(numbers)
 
     def __getitem__(self, index: int) -> Item:
@@ -140,7 +140,7 @@ def _plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
     layout, index = files.layout, files.index
     rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLED).astype(int)).tolist()
     sizes = [len(content) for _, content, _, _ in _read(files, rows, lambda name, reason: None)]
-    samples = max(1, round(options.shard_bytes / max(np.mean(sizes), 1)))
+    samples = max(1, round(options.shard_bytes / max(float(np.mean(sizes)), 1.0)))
     return {
         "format": options.format,
         "noun": layout.request.noun,
@@ -273,14 +273,15 @@ def _read(files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str,
             for row in rows:
                 waiting.append(pool.submit(read, row))
                 if len(waiting) > 2 * _THREADS:
-                    yield _noted(*waiting.popleft().result(), bad)
+                    yield _noted(waiting.popleft().result(), bad)
             while waiting:
-                yield _noted(*waiting.popleft().result(), bad)
+                yield _noted(waiting.popleft().result(), bad)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _noted(sample: Sampled, problem: str | None, bad: Callable[[str, str], None]) -> Sampled:
+def _noted(result: tuple[Sampled, str | None], bad: Callable[[str, str], None]) -> Sampled:
+    sample, problem = result
     if problem is not None:
         bad(sample[0], problem)
     return sample
@@ -331,7 +332,8 @@ def _suffix(name: str, content: bytes, suffixes: tuple[str, ...]) -> str:
         return own[1:]
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            return {"jpeg": "jpg"}.get(image.format.lower(), image.format.lower())
+            kind = (image.format or "").lower()
+            return {"jpeg": "jpg"}.get(kind, kind)
     except Exception:  # unreadable, and bad when it is read again
         return suffixes[0][1:]
 

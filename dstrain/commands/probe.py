@@ -46,7 +46,7 @@ class _Unfilled(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in (torch.Tensor.normal_, torch.nn.init.normal_):
-            return args[0] if args else kwargs["tensor"]
+            return args[0] if args else (kwargs or {})["tensor"]
         return func(*args, **kwargs or {})
 
 
@@ -151,7 +151,8 @@ def _try_parts(
         for module in network.modules()
         if isinstance(module, torch.nn.Embedding)
     )
-    remarks, parts, seen = [], set(), set()
+    remarks: list[str] = []
+    parts, seen = set[str](), set[str]()
     for step in (0, run.steps - 1):  # an adversary may join later
         turns = system.turns(step)
         if parts.issuperset(turns):

@@ -18,13 +18,13 @@ from dstrain.checkpoint.layout import COMMON, RECONSTRUCTED, shard_name
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.store import Store
 from dstrain.commands.evaluating import sweep
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.commands.options.reconstruct import ReconstructOptions
 from dstrain.disk.owner import is_held
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.combine import Combined, Snapshot, group_snapshots, hash_snapshots
-from dstrain.metrics.sampled_sets import QualityOptions
 from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import trained
 
@@ -45,10 +45,10 @@ def run_verb(options: ReconstructOptions) -> None:
     quality = None
     if options.sweep:
         if options.metric:
-            quality = QualityOptions(
-                (options.metric,),
-                options.features,
-                options.folder,
+            quality = EvaluateOptions(
+                metrics=(options.metric,),
+                features=options.features,
+                folder=options.folder,
                 reference=options.reference,
                 num=options.num,
                 batch=options.batch,
@@ -61,11 +61,9 @@ def run_verb(options: ReconstructOptions) -> None:
         return
     step, widths = int(made[0].path.name.removeprefix("step_")), [one.width for one in made]
     if quality is None:
-        path, result = sweep.sweep_loss(options.folder, step, widths, options.num, options.batch)
+        sweep.sweep_loss(options.folder, step, widths, options.num, options.batch)
     else:
-        path, result = sweep.sweep_metric(replace(quality, step=step), widths)
-    if group.rank() == 0:
-        print(sweep.format_report(path, result))
+        sweep.sweep_metric(replace(quality, step=step), widths)
 
 
 def reconstruct(options: ReconstructOptions) -> list[Made]:
@@ -150,9 +148,10 @@ def _write(last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store]
     folders = {}
     phases().at(f"writing averages of step {last.step}")
     for width, store in stores.items():
-        folders[width] = store.begin(last.step, need * len(stores) if group.rank() == 0 else 0)
-        if folders[width] is None:
+        folder = store.begin(last.step, need * len(stores) if group.rank() == 0 else 0)
+        if folder is None:
             raise ConfigError(f"--ema {width}: {store.error}")
+        folders[width] = folder
     hashed: dict[float, Any] = {width: {} for width in stores}
     failed, share = None, (group.rank(), group.world())
     try:

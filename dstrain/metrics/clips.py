@@ -121,7 +121,7 @@ def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor
     return torch.stack(columns, 1)
 
 
-def score_scenes(sums: Tensor) -> dict[str, tuple[float, None]]:
+def score_scenes(sums: Tensor) -> dict[str, tuple[float, float | None]]:
     """Of all scenes and by scene: the shares of stories whose item is right, is that of the first scene, and moves as
     told; and the seam, the change from a scene's last frame to the next one's first, as a multiple of the mean change
     between frames within scenes. 1 is best of all four.
@@ -133,7 +133,8 @@ def score_scenes(sums: Tensor) -> dict[str, tuple[float, None]]:
         "motion": motion / stories,
         "seam": seam[1:] / within.mean(),
     }
-    result = {f"scenes_{name}": (by_scene.mean().item(), None) for name, by_scene in values.items()}
+    result: dict[str, tuple[float, float | None]] = {}
+    result |= {f"scenes_{name}": (by_scene.mean().item(), None) for name, by_scene in values.items()}
     return result | {
         f"scenes_{name}/{number}": (value, None)
         for name, by_scene in values.items()

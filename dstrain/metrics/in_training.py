@@ -108,7 +108,7 @@ class Quality:
 
         On all ranks together, and the same on all of them.
         """
-        drawn = _Drawn(self._system, nets, self._request, self._captions)
+        drawn = _Drawn(self, nets)
         chunk = min(micro, -(-len(drawn) // group.world()))
         values = table.compute_figures(
             self._networks, table.collect_statistics(drawn, self._networks, chunk), self._data
@@ -124,25 +124,34 @@ class Quality:
 
 
 class _Drawn(Images):
-    """What networks draw of a request, each rank its own share."""
+    """A set that networks draw of a request, each rank its own share."""
 
-    def __init__(self, system: System, nets: Nets, request: Request, captions: list[str] | None) -> None:
-        self.system, self.nets, self.request, self.captions = system, nets, request, captions
+    def __init__(self, quality: Quality, nets: Nets) -> None:
+        self.quality, self.nets = quality, nets
+        self.captions = quality._captions
 
     def __len__(self) -> int:
-        return len(self.request.seeds)
+        return len(self.quality._request.seeds)
 
     def batches(self, size: int) -> Iterator[Batch]:
-        labels = self.request.conditions.get("label")
-        for numbers, images in draw_own(self.system, self.nets, self.request, size):
-            numbers = numbers[numbers < len(self)]
-            if len(numbers):
-                yield Batch(
-                    numbers,
-                    images[: len(numbers)],
-                    None if labels is None else labels[numbers],
-                    self.captions and [self.captions[number] for number in numbers.tolist()],
-                )
+        quality = self.quality
+        return draw_batches(quality._system, self.nets, quality._request, self.captions, size)
+
+
+def draw_batches(
+    system: System, nets: Nets, request: Request, captions: list[str] | None, size: int
+) -> Iterator[Batch]:
+    """Yields this rank's share of what networks draw of a request, at most `size` samples at a time."""
+    labels, count = request.conditions.get("label"), len(request.seeds)
+    for numbers, images in draw_own(system, nets, request, size):
+        numbers = numbers[numbers < count]
+        if len(numbers):
+            yield Batch(
+                numbers,
+                images[: len(numbers)],
+                None if labels is None else labels[numbers],
+                captions and [captions[number] for number in numbers.tolist()],
+            )
 
 
 def _place_statistics(statistics: Statistics) -> Statistics:

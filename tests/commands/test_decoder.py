@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from dstrain import notebook, recipe, rng, systems
-from dstrain.commands.evaluating.quality import QualityOptions, measure_quality
+from dstrain.commands.evaluating.quality import measure_quality
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.job import check_recipe
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.emoji import Emoji
 from dstrain.data.cached.embeddings import open_builtin_pairs, read_builtin_captions
 from dstrain.encoders.emoji import read_text_embeds
@@ -121,7 +122,7 @@ def test_retrieval_of_real_pictures(tmp_path):
     values = []
     for name, texts in (("own", captions), ("others", np.roll(captions, 1))):
         np.savez(tmp_path / f"{name}.npz", arr_0=pixels, prompts=texts)
-        result = measure_quality(QualityOptions(("retrieval",), images=tmp_path / f"{name}.npz"))[1]["figures"]
+        result = measure_quality(EvaluateOptions(metrics=("retrieval",), images=tmp_path / f"{name}.npz"))[1]["figures"]
         assert result["retrieval_by_chance"] == 0.01
         values.append(result["retrieval"])
     assert values[0] > 0.2 and values[1] < 0.05
@@ -142,7 +143,9 @@ def test_retrieval_by_clip(tmp_path):
         right += all(bool(image @ texts[i] > image @ texts[j]) for j in others)
     for batch in (7, 104):
         result = measure_quality(
-            QualityOptions(("retrieval",), (f"clip:{tmp_path / 'clip'}",), images=tmp_path / "x.npz", batch=batch)
+            EvaluateOptions(
+                metrics=("retrieval",), features=(f"clip:{tmp_path / 'clip'}",), images=tmp_path / "x.npz", batch=batch
+            )
         )[1]["figures"]
         assert result["retrieval"] == pytest.approx(right / 104)
     np.savez(tmp_path / "y.npz", arr_0=pixels)
@@ -151,4 +154,4 @@ def test_retrieval_by_clip(tmp_path):
         ("x", (), "names of the built-in emoji alone"),
     ):
         with pytest.raises(ConfigError, match=message):
-            measure_quality(QualityOptions(("retrieval",), features, images=tmp_path / f"{path}.npz"))
+            measure_quality(EvaluateOptions(metrics=("retrieval",), features=features, images=tmp_path / f"{path}.npz"))

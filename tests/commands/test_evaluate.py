@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.commands.evaluate import EvaluateOptions, _open_source, measure_source
+from dstrain.commands.evaluate import _open_source, measure_source
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import held_out
 from dstrain.data.builtin.fashion import Fashion
 from dstrain.data.builtin.moving import MovingFashion

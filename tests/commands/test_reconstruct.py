@@ -20,11 +20,12 @@ from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragments import Fragment, shard_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.commands.consolidate import Order, consolidate
-from dstrain.commands.evaluate import EvaluateOptions, evaluate_run
-from dstrain.commands.evaluating.quality import QualityOptions, measure_quality
+from dstrain.commands.evaluate import evaluate_run
+from dstrain.commands.evaluating.quality import measure_quality
 from dstrain.commands.evaluating.sweep import format_report, sweep_loss, sweep_metric
 from dstrain.commands.export import ExportOptions, export
 from dstrain.commands.generate import GenerateOptions, generate_samples
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.commands.reconstruct import USUAL, ReconstructOptions, reconstruct, usable
 from dstrain.disk.sealed import render_sealed
 from dstrain.engine.checkpoint import read_weights
@@ -186,7 +187,7 @@ def test_sweep(made):
     losses = result["scores"]["loss"]
     assert len(losses) == 3 and all(map(math.isfinite, losses)) and len(set(losses)) == 3
     assert result["best"] == widths[losses.index(min(losses))] and f"best: --ema {result['best']}" in format_report(
-        path, result
+        result
     )
     assert losses[1] == pytest.approx(
         sweep_loss(folder, 7, widths[1:2], num=16, batch=16)[1]["scores"]["loss"][0], rel=1e-6
@@ -197,12 +198,12 @@ def test_sweep_by_a_metric(made):
     """Oracle: the metric of each average alone, as launch/evaluate.py takes it; the lowest FD, the highest accuracy."""
     folder, _ = made
     for metric, choose in (("fd", min), ("accuracy", max)):
-        options = QualityOptions((metric,), folder=folder, num=8, step=7, batch=4)
+        options = EvaluateOptions(metrics=(metric,), folder=folder, num=8, step=7, batch=4)
         path, result = sweep_metric(options, WIDTHS)
         alone = [measure_quality(replace(options, ema=width))[1]["figures"][metric] for width in WIDTHS]
         assert result["scores"][metric] == alone and result["best"] == WIDTHS[alone.index(choose(alone))]
         assert json.loads(path.read_text()) == result and path.with_suffix(".png").exists()
-        assert f"{metric} of 8 samples at step 7" in format_report(path, result)
+        assert f"{metric} of 8 samples at step 7" in format_report(result)
     with pytest.raises(ConfigError, match="--metric pr: name one of fd, fid"):
         sweep_metric(replace(options, metrics=("pr",)), WIDTHS)
 

@@ -7,8 +7,9 @@ import torch
 
 from dstrain import recipe, rng, systems
 from dstrain.commands.encoding.plan import EncodeOptions, planned
-from dstrain.commands.evaluate import EvaluateOptions, evaluate_run
+from dstrain.commands.evaluate import evaluate_run
 from dstrain.commands.generate import GenerateOptions, generate_samples
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.encoders.precision import compute_in
 from dstrain.recipe import ConfigError

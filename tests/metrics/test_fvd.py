@@ -8,16 +8,17 @@ import torch
 from torch.nn import functional as F
 from transformers import VideoMAEConfig, VideoMAEModel
 
-from dstrain.commands.evaluating.quality import QualityOptions, measure_quality
+from dstrain.commands.evaluating.quality import measure_quality
+from dstrain.commands.options.evaluate import EvaluateOptions
 from tests.metrics.oracles import VideoDetector, arrays, detector, noise
 from tests.metrics.test_sfid import distance
 from tests.support import gloo
 
 
 def work(rank: int, words: str, first: Path, second: Path) -> float:
-    return measure_quality(QualityOptions(("fvd",), (words,), images=first, reference=second, batch=2))[1]["figures"][
-        "fvd"
-    ]
+    return measure_quality(
+        EvaluateOptions(metrics=("fvd",), features=(words,), images=first, reference=second, batch=2)
+    )[1]["figures"]["fvd"]
 
 
 @pytest.mark.parametrize("kind", ["videomae", "i3d"])

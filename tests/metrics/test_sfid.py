@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain.commands.evaluating.quality import QualityOptions, measure_quality
+from dstrain.commands.evaluating.quality import measure_quality
+from dstrain.commands.options.evaluate import EvaluateOptions
 from tests.metrics.oracles import arrays, noise, seeded_inception
 
 
@@ -32,9 +33,9 @@ def test_sfid_of_adm(tmp_path, monkeypatch):
     assert [part.shape for part in rows] == [(4, 2023), (5, 2023)]
     np.savez(tmp_path / "adm.npz", mu_s=rows[1].mean(0), sigma_s=np.cov(rows[1], rowvar=False))
     figures = measure_quality(
-        QualityOptions(
-            ("sfid",),
-            (f"pytorch-fid:{weights}",),
+        EvaluateOptions(
+            metrics=("sfid",),
+            features=(f"pytorch-fid:{weights}",),
             images=arrays(tmp_path / "a.npz", sets[0]),
             reference=tmp_path / "adm.npz",
             batch=3,

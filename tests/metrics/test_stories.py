@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from dstrain import recipe, systems
-from dstrain.commands.evaluating.quality import QualityOptions, measure_quality
+from dstrain.commands.evaluating.quality import measure_quality
 from dstrain.commands.generate import GenerateOptions, generate_samples
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.fashion import FASHION, Fashion
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _paste_item, make_caption
 from dstrain.metrics.clips import SCENES, make_stories, score_scenes, sum_scenes
@@ -128,7 +129,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def measured(rank: int, folder: Path, out: Path) -> dict[str, float]:
-    options = QualityOptions(("scenes",), folder=folder, num=5, seed=3, batch=2, prime_frames=1, out=out)
+    options = EvaluateOptions(metrics=("scenes",), folder=folder, num=5, seed=3, batch=2, prime_frames=1, out=out)
     return measure_quality(options)[1]["figures"]
 
 

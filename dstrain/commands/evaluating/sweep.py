@@ -3,9 +3,7 @@
 The averages are those that `dstrain reconstruct` has written; every rank loads one after another.
 """
 
-import json
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -15,12 +13,13 @@ import torch
 
 from dstrain import systems
 from dstrain.checkpoint.layout import RECONSTRUCTED
-from dstrain.commands.evaluating.quality import QualityOptions, measure_quality, require_measurable
+from dstrain.commands.evaluating.quality import keep_finite, measure_quality, require_measurable
+from dstrain.commands.evaluating.results import publish_result
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import held_out
 from dstrain.data.open import open_sources
 from dstrain.data.source import Source
 from dstrain.data.views import Spread
-from dstrain.disk import atomic
 from dstrain.distributed import group
 from dstrain.metrics.table import HIGHER, LOWER
 from dstrain.recipe import ConfigError, Run, reword_errors
@@ -29,9 +28,12 @@ from dstrain.sampling.draw import score_batches
 from dstrain.tracking import figures
 
 
-def require_sweep(folder: Path, options: QualityOptions | None) -> None:
-    """ConfigError, before any average is made: the run holds no samples out (options: None), or as `sweep_metric`."""
-    if options is None:
+def require_sweep(folder: Path, options: EvaluateOptions | None) -> None:
+    """Checks, before any average is made, that it can be measured; options None: by its held-out loss.
+
+    Raises ConfigError if the run holds no samples out, or as `sweep_metric`.
+    """
+    if options is None or options.metrics is None:
         _open_held_out(folder, trained.read_recipe(folder))
         return
     if options.metrics[0] not in (*LOWER, *HIGHER):
@@ -50,10 +52,10 @@ def _open_held_out(folder: Path, run: Run) -> Source:
 def sweep_loss(
     folder: Path, step: int, widths: Sequence[float], num: int | None = None, batch: int = 32
 ) -> tuple[Path, dict[str, Any]]:
-    """Held-out losses of the averages of these widths at `step`, on all ranks together: the JSON file, and its content.
+    """Measures held-out losses of the averages of these widths at `step`, on all ranks together.
 
-    num: held-out samples, evenly spaced; None: all. batch: samples of one rank at a time. Samples meet the same noise
-    at every width. ConfigError: the run holds no samples out.
+    Returns the JSON file, and its content. num: held-out samples, evenly spaced; None: all. batch: samples of one rank
+    at a time. Samples meet the same noise at every width. Raises ConfigError if the run holds no samples out.
     """
     run = trained.read_recipe(folder)
     source, system = Spread(_open_held_out(folder, run), num), systems.build(run.system, run.model)
@@ -63,56 +65,45 @@ def sweep_loss(
         networks = trained.load_networks(system, path, trained.choose_kinds(system, path, width), torch.float32)
         batches = held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
         scores.append(score_batches(system, networks, batches))
-    return _write_scores(
-        folder, {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}, "loss", widths, scores
-    )
+    facts = {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}
+    return _publish_scores(folder, facts, "loss", widths, scores)
 
 
-def sweep_metric(options: QualityOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
-    """As `sweep`, by the one metric of `options`: of what each average draws, of the same noise at every width.
+def sweep_metric(options: EvaluateOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
+    """Measures one metric of what each average draws, of the same noise at every width; else as `sweep_loss`.
 
-    ConfigError: as `quality`, and a metric of several figures.
+    Raises ConfigError as `measure_quality`, and for a metric of several figures.
     """
-    require_sweep(options.folder, options)
-    metric = options.metrics[0]
+    require_sweep(options.run_folder, options)
+    (metric,) = options.metrics or ("",)
     results = [measure_quality(replace(options, ema=width))[1] for width in widths]
     facts = {name: results[0][name] for name in ("run", "step", "split", "samples", "reference", "sampling")}
-    return _write_scores(options.folder, facts, metric, widths, [result["figures"] for result in results])
+    return _publish_scores(options.run_folder, facts, metric, widths, [result["figures"] for result in results])
 
 
-def _write_scores(
-    folder: Path, facts: dict[str, Any], judge: str, widths: Sequence[float], scores: Sequence[dict[str, float | None]]
+def _publish_scores(
+    folder: Path,
+    facts: dict[str, Any],
+    judge: str,
+    widths: Sequence[float],
+    scores: Sequence[Mapping[str, float | None]],
 ) -> tuple[Path, dict[str, Any]]:
-    """Writes the scores of all widths, of which `judge` chooses the best."""
-    columns = {
-        name: [None if one[name] is None or not math.isfinite(one[name]) else one[name] for one in scores]
-        for name in scores[0]
-    }
+    """Prints and writes the scores of all widths, of which `judge` chooses the best."""
+    columns = {name: [keep_finite(one[name]) for one in scores] for name in scores[0]}
     finite = [(value, width) for width, value in zip(widths, columns[judge]) if value is not None]
     best = (max if judge in HIGHER else min)(finite, key=itemgetter(0))[1] if finite else None
     result = {**facts, "judge": judge, "widths": list(widths), "scores": columns, "best": best}
     metric = "" if judge == "loss" else f"_{judge}"
     path = folder / RECONSTRUCTED / f"sweep{metric}_step_{facts['step']:08d}.json"
-    if group.rank() == 0:
-        atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-        figures.plot_sweep(path.with_suffix(".png"), result)
-    group.barrier()
+    publish_result(path, result, format_report(result), figures.plot_sweep)
     return path, result
 
 
-def format_report(path: Path, result: dict[str, Any]) -> str:
-    """The lines that are printed in the end."""
+def format_report(result: dict[str, Any]) -> str:
+    """Returns the scores as they are printed."""
     judge = result["judge"]
-    rows = [
-        f"  --ema {width:<8}" + ("not finite" if value is None else f"{value:.6g}")
-        for width, value in zip(result["widths"], result["scores"][judge])
-    ]
     name = "held-out loss" if judge == "loss" else judge
-    return "\n".join(
-        [
-            f"{name} of {result['samples']} samples at step {result['step']}, by width",
-            *rows,
-            f"best: --ema {result['best']}",
-            f"{path} and {path.with_suffix('.png').name}",
-        ]
-    )
+    lines = [f"{name} of {result['samples']} samples at step {result['step']}, by width"]
+    for width, value in zip(result["widths"], result["scores"][judge]):
+        lines.append(f"  --ema {width:<8}" + ("not finite" if value is None else f"{value:.6g}"))
+    return "\n".join([*lines, f"best: --ema {result['best']}"])

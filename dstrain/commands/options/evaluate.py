@@ -1,9 +1,9 @@
 """Options of `dstrain evaluate`."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_count, parse_labels, parse_positive, read_lines, split_words
 from dstrain.commands.options.command import argument, option
@@ -146,6 +146,12 @@ class EvaluateOptions(Weights, Sampling):
         self._refuse_unused()
         self._refuse_beside_scenes(self.metrics)
 
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run, where one is measured."""
+        assert self.folder is not None
+        return self.folder
+
     def _given(self, names: Iterable[str]) -> list[str]:
         """Returns the names whose options were typed."""
         found = ((name, getattr(self, name)) for name in names)
@@ -180,14 +186,6 @@ class EvaluateOptions(Weights, Sampling):
                 f"{_spell_option(name)} changes nothing beside --metrics scenes, which tells its own stories by a run: "
                 "leave it out"
             )
-
-    def as_quality(self, kind: type) -> Any:
-        """Returns those of the options that were typed as a dataclass `kind` with fields of the same names."""
-        names = [entry.name for entry in fields(kind)]
-        values = {name: getattr(self, name) for name in self._given(names)}
-        if self.against is not None:
-            values["reference"] = self.against
-        return kind(**values)
 
 
 def _spell_option(name: str) -> str:

@@ -10,11 +10,12 @@ from PIL import Image
 
 from dstrain import recipe, systems
 from dstrain.commands.evaluating import quality as module
-from dstrain.commands.evaluating.quality import Drawn, QualityOptions, format_report, measure_quality, write_reference
+from dstrain.commands.evaluating import sampled_sets
+from dstrain.commands.evaluating.quality import Drawn, format_report, measure_quality, write_reference
 from dstrain.commands.generate import GenerateOptions, generate_samples
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.open import open_sources
 from dstrain.data.views import Spread
-from dstrain.metrics import sampled_sets
 from dstrain.metrics.features import open_features
 from dstrain.metrics.images import open_set
 from dstrain.recipe import ConfigError
@@ -48,7 +49,9 @@ def words(tmp_path_factory) -> str:
 
 
 def work(rank: int, folder: Path, words: str, out: Path) -> dict:
-    options = QualityOptions(METRICS, (words,), folder, num=NUM, seed=5, batch=4, out=out, split="held_out")
+    options = EvaluateOptions(
+        metrics=METRICS, features=(words,), folder=folder, num=NUM, seed=5, batch=4, out=out, split="held_out"
+    )
     return measure_quality(options)[1]["figures"]
 
 
@@ -58,21 +61,21 @@ def test_a_run(run, words, tmp_path):
     common = {"metrics": METRICS, "features": (words,)}
     data = tmp_path / "data.npz"
     assert "statistics of" in write_reference(
-        QualityOptions(**common, folder=run, split="held_out", write_reference=data)
+        EvaluateOptions(**common, folder=run, split="held_out", write_reference=data)
     )
-    of_files = measure_quality(QualityOptions(**common, images=generated, reference=data))[1]
-    assert format_report(None, of_files).splitlines()[0] == f"{generated.name}: {NUM} images"
-    options = QualityOptions(**common, folder=run, num=NUM, seed=5, batch=4, out=tmp_path / "out", split="held_out")
+    of_files = measure_quality(EvaluateOptions(**common, images=generated, reference=data))[1]
+    assert format_report(of_files).splitlines()[0] == f"{generated.name}: {NUM} images"
+    options = EvaluateOptions(**common, folder=run, num=NUM, seed=5, batch=4, out=tmp_path / "out", split="held_out")
     path, result = measure_quality(options)
     assert result["figures"] == pytest.approx(of_files["figures"], rel=1e-6) and len(result["figures"]) == 6
     for figures in gloo.run(tmp_path, work, run, words, tmp_path / "two"):
         assert figures == pytest.approx(result["figures"], rel=1e-6)
     other = measure_quality(
-        QualityOptions(**common, images=generated, reference=arrays(tmp_path / "n.npz", noise(30)))
+        EvaluateOptions(**common, images=generated, reference=arrays(tmp_path / "n.npz", noise(30)))
     )[1]
     assert other["figures"]["fid"] < 0.5 * result["figures"]["fid"]  # random weights draw little but noise
     assert json.loads(path.read_text())["figures"] == result["figures"]
-    assert f"{result['figures']['fid']:.5g}" in format_report(path, result)
+    assert f"{result['figures']['fid']:.5g}" in format_report(result)
     ((_name, text, plot),) = _read_evaluations(tmp_path / "out", remarks := [])
     assert not remarks and "21 drawn samples" in text and "fid" in text and not plot.exists()
 
@@ -96,7 +99,9 @@ def test_images_in_buckets(words, tmp_path):
         (folder := tmp_path / str(len(written))).mkdir()
         (folder / "run.yaml").write_text(recipe.dump(begun), encoding="utf-8")
         written.append(tmp_path / f"{len(written)}.npz")
-        write_reference(QualityOptions(("fid",), (words,), folder, batch=4, write_reference=written[-1]))
+        write_reference(
+            EvaluateOptions(metrics=("fid",), features=(words,), folder=folder, batch=4, write_reference=written[-1])
+        )
     assert all(map(np.array_equal, *(np.load(path).values() for path in written)))
 
 
@@ -120,21 +125,23 @@ def test_super_resolution(words, tmp_path, monkeypatch):
         )
     )
     of_files = measure_quality(
-        QualityOptions(
-            METRICS,
-            (words,),
+        EvaluateOptions(
+            metrics=METRICS,
+            features=(words,),
             images=generated,
             reference=arrays(tmp_path / "all.npz", all_of(open_sources(run.data)[1])),
         )
     )[1]
     monkeypatch.setattr(sampled_sets, "_REQUESTED", 8)
-    result = measure_quality(QualityOptions(METRICS, (words,), folder, num=NUM, seed=5, batch=4, split="held_out"))[1]
+    result = measure_quality(
+        EvaluateOptions(metrics=METRICS, features=(words,), folder=folder, num=NUM, seed=5, batch=4, split="held_out")
+    )[1]
     assert result["figures"] == pytest.approx(of_files["figures"], rel=1e-6)
     assert result["sampling"]["low_res"].startswith("21 of")
     for figures in gloo.run(tmp_path, work, folder, words, tmp_path / "two"):
         assert figures == pytest.approx(result["figures"], rel=1e-6)
     with pytest.raises(ConfigError, match="--labels: .* draws from images"):
-        measure_quality(QualityOptions(METRICS, (words,), folder, labels=(3,)))
+        measure_quality(EvaluateOptions(metrics=METRICS, features=(words,), folder=folder, labels=(3,)))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +153,9 @@ def drawn_files(run, tmp_path_factory) -> tuple[Path, Path]:
 
 
 def statistics_of(folder: Path, kind: str, weights: Path, out: Path) -> tuple[np.ndarray, np.ndarray]:
-    write_reference(QualityOptions(("fid",), (f"{kind}:{weights}",), images=folder, write_reference=out))
+    write_reference(
+        EvaluateOptions(metrics=("fid",), features=(f"{kind}:{weights}",), images=folder, write_reference=out)
+    )
     with np.load(out) as file:
         return file[f"{kind}.mu"], file[f"{kind}.sigma"]
 
@@ -193,7 +202,9 @@ def test_torch_fidelity_reads_what_generate_writes(drawn_files):
         verbose=False,
         samples_find_deep=False,
     )
-    figures = measure_quality(QualityOptions(("is",), (f"inception:{weights}",), images=folder))[1]["figures"]
+    figures = measure_quality(EvaluateOptions(metrics=("is",), features=(f"inception:{weights}",), images=folder))[1][
+        "figures"
+    ]
     assert figures["inception_score"] == pytest.approx(expected["inception_score_mean"], rel=1e-4)
 
 
@@ -204,14 +215,14 @@ def all_of(source) -> torch.Tensor:
 def test_a_guide(run, words, tmp_path):
     """Oracle: a run that is guided by itself draws as without guidance, to rounding; no guidance leaves none to do."""
     common = {"features": (words,), "folder": run, "num": NUM, "batch": 7, "out": tmp_path, "split": "held_out"}
-    plain = measure_quality(QualityOptions(("fid",), guidance_scale=1.0, **common))[1]
-    guided = measure_quality(QualityOptions(("fid",), guidance_scale=3.0, guide=(run, 0.9, 7), **common))[1]
+    plain = measure_quality(EvaluateOptions(metrics=("fid",), guidance_scale=1.0, **common))[1]
+    guided = measure_quality(EvaluateOptions(metrics=("fid",), guidance_scale=3.0, guide=(run, 0.9, 7), **common))[1]
     assert guided["figures"] == pytest.approx(plain["figures"], rel=1e-3)
     assert guided["sampling"]["guide"] == [str(run), "0.9", "7"]
     with pytest.raises(ConfigError, match="--guide .*holds no checkpoint of that step"):
-        measure_quality(QualityOptions(("fid",), guidance_scale=3.0, guide=(run, None, 8), **common))
+        measure_quality(EvaluateOptions(metrics=("fid",), guidance_scale=3.0, guide=(run, None, 8), **common))
     with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):
-        measure_quality(QualityOptions(("fid",), guidance_scale=1.0, guide=(run, None, None), **common))
+        measure_quality(EvaluateOptions(metrics=("fid",), guidance_scale=1.0, guide=(run, None, None), **common))
 
 
 def test_clips_are_no_images(tmp_path, words, monkeypatch):
@@ -220,10 +231,10 @@ def test_clips_are_no_images(tmp_path, words, monkeypatch):
     monkeypatch.setattr(module, "read_manifest", lambda checkpoint: {"step": 3})
     with pytest.raises(ConfigError, match=r"torchscript .*: it takes images, and these are clips"):
         measure_quality(
-            QualityOptions(
-                ("fid",),
-                (words,),
-                counting.folder(tmp_path / "run"),
+            EvaluateOptions(
+                metrics=("fid",),
+                features=(words,),
+                folder=counting.folder(tmp_path / "run"),
                 num=4,
                 out=tmp_path / "out",
                 reference=arrays(tmp_path / "n.npz", noise(9)),
@@ -242,7 +253,7 @@ def test_what_is_known_of_clips_is_checked_before_any_is_drawn(tmp_path, monkeyp
         (("accuracy",), ("a cat eating",), "'a cat eating' is no caption of the built-in"),
     ):
         with pytest.raises(ConfigError, match=message):
-            measure_quality(QualityOptions(metrics, folder=run, num=4, prompts=prompts, out=tmp_path / "out"))
+            measure_quality(EvaluateOptions(metrics=metrics, folder=run, num=4, prompts=prompts, out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -278,10 +289,10 @@ def test_refused_before_the_reference_is_read(run, words, tmp_path, monkeypatch,
         options = options | {"reference": arrays(tmp_path / "few.npz", noise(5))}
     if "images" in options:
         options = options | {"images": arrays(tmp_path / "mine.npz", noise(9))}
-    monkeypatch.setattr(module._Reference, "read", unread)
+    monkeypatch.setattr(module.Compared, "read", unread)
     with pytest.raises(ConfigError, match=message):
         measure_quality(
-            QualityOptions(
+            EvaluateOptions(
                 **{
                     "metrics": ("fid",),
                     "features": features,
@@ -300,7 +311,7 @@ def test_embeddings_are_no_pictures(tmp_path):
     """Oracle: the message, before the data are read: a prior's pairs, which lie in no file here."""
     folder, _ = begun(tmp_path, "tiny-prior", "samples.ema=0.9")
     with pytest.raises(ConfigError, match="draws embeddings, and metrics are of pictures"):
-        measure_quality(QualityOptions(("fd",), folder=folder, num=4))
+        measure_quality(EvaluateOptions(metrics=("fd",), folder=folder, num=4))
 
 
 def test_texts_by_the_slice(tmp_path):
@@ -308,7 +319,7 @@ def test_texts_by_the_slice(tmp_path):
     texts = ("a", "bb", "ccc")
     run = trained.read_recipe(counting.folder(tmp_path / "run", {"prompts": list(texts), "num_frames": 3}))
     system = systems.build(run.system, run.model)
-    options = QualityOptions(("fvd",), folder=tmp_path / "run", num=2300, seed=7)
+    options = EvaluateOptions(metrics=("fvd",), folder=tmp_path / "run", num=2300, seed=7)
     batches = [*Drawn(options, run, system, system.networks()).batches(300)]
     numbers = torch.cat([batch.numbers for batch in batches])
     clips, captions = torch.cat([batch.images for batch in batches]), [text for b in batches for text in b.captions]
@@ -323,7 +334,9 @@ def test_adm_files(words, tmp_path):
     whole = arrays(tmp_path / "b.npz", other)
     mixed = arrays(tmp_path / "adm.npz", other, mu=np.zeros(96), sigma=np.zeros((96, 96)))
     by_images, by_both = (
-        measure_quality(QualityOptions(("fid", "kid"), (words,), images=images, reference=path))[1]["figures"]
+        measure_quality(EvaluateOptions(metrics=("fid", "kid"), features=(words,), images=images, reference=path))[1][
+            "figures"
+        ]
         for path in (whole, mixed)
     )
     assert by_both["kid"] == by_images["kid"]
@@ -333,7 +346,9 @@ def test_adm_files(words, tmp_path):
     assert by_both["fid"] == pytest.approx((rows.mean(0).square().sum() + rows.var(0).sum()).item(), rel=1e-5)
     np.savez(tmp_path / "c.npz", mu=np.zeros(96), sigma=np.zeros((96, 96)))
     with pytest.raises(ConfigError, match="holds no features for --metrics kid, which are taken by torchscript: give"):
-        measure_quality(QualityOptions(("kid",), (words,), images=images, reference=tmp_path / "c.npz"))
+        measure_quality(
+            EvaluateOptions(metrics=("kid",), features=(words,), images=images, reference=tmp_path / "c.npz")
+        )
 
 
 @pytest.mark.parametrize(

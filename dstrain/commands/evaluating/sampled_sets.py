@@ -1,27 +1,25 @@
 """What a run draws to be measured: pictures and clips, and stories of several scenes. quality.py measures them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.moving import MOTIONS, MOVING, captions
 from dstrain.data.open import find_origin
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar, phases
-from dstrain.encoders.precision import Precision
 from dstrain.metrics.clips import SCENES, make_stories, sum_scenes
 from dstrain.metrics.images import Batch, Images
+from dstrain.metrics.in_training import draw_batches
 from dstrain.metrics.network import Features
-from dstrain.metrics.statistics import KEPT
 from dstrain.recipe import ConfigError, Run
-from dstrain.runs.trained import Guide
-from dstrain.sampling.draw import draw_own, set_eval_mode
+from dstrain.sampling.draw import set_eval_mode
 from dstrain.sampling.requests import make_request, request_all_classes
 from dstrain.sampling.scenes import choose_length, draw_scenes, frames_of_scenes
 from dstrain.systems.base import CHOICES, Request, System
@@ -30,45 +28,12 @@ SAMPLING = ("num_steps", "guidance_scale", *CHOICES)
 _REQUESTED = 1024  # prompts that are encoded, or images that are read, at a time
 
 
-@dataclass(frozen=True)
-class QualityOptions:
-    """What to measure; None takes the run's own choice."""
-
-    metrics: tuple[str, ...]  # names of metrics/table.py; or scenes, alone
-    features: tuple[str, ...] = ()  # networks, KIND:PATH
-    folder: Path | None = None  # of the run
-    images: Path | None = None  # measured instead of what a run draws
-    reference: Path | None = None  # statistics or images; None: the run's own data
-    write_reference: Path | None = None  # statistics of `images`, or of the run's data, go here
-    split: str | None = None  # of the run's data: train (None), held_out or test
-    num: int | None = None  # images to draw, or evenly spaced ones of the data
-    kept: int = KEPT  # features that kid, pr and dc compare
-    labels: tuple[int, ...] | None = None  # as in generate.py, like all that follow
-    prompts: tuple[str, ...] | None = None
-    num_steps: int | None = None
-    sampler: str | None = None
-    guidance_scale: float | None = None
-    guidance_rescale: float | None = None
-    guidance_interval: tuple[float, float] | None = None
-    spacing: str | None = None
-    eta: float | None = None
-    prime_frames: int | None = None  # that a scene takes over from the one before
-    guide: Guide | None = None
-    seed: int = 0
-    ema: float | None = None
-    raw: bool = False
-    step: int | None = None
-    batch: int = 32  # images of one rank at a time
-    precision: Precision = "fp32"  # of the drawing networks; features are always fp32
-    out: Path | None = None  # None: FOLDER/evaluation
-
-
 class Drawn(Images):
     """What a run draws, each rank its own share; super-resolution from the images of `source`, made small."""
 
     def __init__(
         self,
-        options: QualityOptions,
+        options: EvaluateOptions,
         run: Run,
         system: System,
         networks: dict[str, nn.Module],
@@ -93,31 +58,25 @@ class Drawn(Images):
         for begin in range(0, self.num, share):
             count = min(share, self.num - begin)
             prompts = self.prompts and [self.prompts[(begin + i) % len(self.prompts)] for i in range(count)]
-            start = {"labels": options.labels} if self.source is None else self._low_res(begin, count)
+            start = {"labels": options.labels} if self.source is None else self._low_res(self.source, begin, count)
             request, captions = make_request(
                 self.samples,
                 self.system,
                 count,
-                options.seed + begin,
+                (options.seed or 0) + begin,
                 prompts=prompts,
                 sampler=options.sampler,
                 **start,
                 **{name: getattr(options, name) for name in SAMPLING},
             )
-            labels = request.conditions.get("label")
-            for numbers, images in draw_own(self.system, self.networks, request, size):
-                numbers = numbers[numbers < count]
-                images = images[: len(numbers)]
-                if len(numbers):
-                    yield Batch(
-                        begin + numbers,
-                        images[:, 0] if images.shape[1:2] == (1,) and images.ndim == 5 else images,
-                        None if labels is None else labels[numbers],
-                        None if captions is None else [captions[number] for number in numbers.tolist()],
-                    )
+            for batch in draw_batches(self.system, self.networks, request, captions, size):
+                batch.numbers += begin
+                if batch.images.ndim == 5 and batch.images.shape[1] == 1:
+                    batch.images = batch.images[:, 0]
+                yield batch
 
-    def _low_res(self, begin: int, count: int) -> dict[str, Any]:
-        images, _ = self.source.read_batch(torch.arange(begin, begin + count))
+    def _low_res(self, source: Source, begin: int, count: int) -> dict[str, Any]:
+        images, _ = source.read_batch(torch.arange(begin, begin + count))
         labels = tuple(images["label"].tolist()) if "label" in self.system.conditions(1) else None
         return {"images": images["image"], "labels": labels}
 
@@ -127,7 +86,7 @@ class Stories(Drawn):
 
     def __init__(
         self,
-        options: QualityOptions,
+        options: EvaluateOptions,
         run: Run,
         system: System,
         networks: dict[str, nn.Module],
@@ -165,7 +124,7 @@ class Stories(Drawn):
         with Bar("telling stories", total=self.num, unit="story") as bar:
             for begin in range(0, self.num, size * group.world()):
                 numbers = begin + group.rank() * size + torch.arange(size)
-                real, seeds = numbers < self.num, options.seed + numbers % self.num
+                real, seeds = numbers < self.num, (options.seed or 0) + numbers % self.num
                 items, motions = make_stories(seeds)
                 clips = self._told(request, seeds, items[:, None] + motions * (len(texts) // len(MOTIONS)))
                 if real.any():

@@ -1,0 +1,46 @@
+"""Prints and writes what was measured, and says by what it was measured."""
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain import __version__
+from dstrain.commands.options.evaluate import EvaluateOptions
+from dstrain.disk import atomic
+from dstrain.distributed import group
+from dstrain.recipe import explain_write_errors
+
+
+def describe_command(options: EvaluateOptions, begun: float) -> dict[str, Any]:
+    """Returns the entries of a result that depend on the command and on the machine; `begun` is its perf_counter."""
+    return {
+        "precision": options.precision,
+        "ranks": group.world(),
+        "batch": options.batch,
+        "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "seconds": round(time.perf_counter() - begun, 3),
+    }
+
+
+def publish_result(
+    path: Path | None, result: dict[str, Any], text: str, plot: Callable[[Path, dict[str, Any]], None] | None = None
+) -> None:
+    """Prints the figures, then writes them as JSON and a plot beside it: a full disk loses no measurement.
+
+    Raises ConfigError if the files cannot be written.
+    """
+    if group.rank() == 0:
+        print(text, flush=True)
+    if group.rank() == 0 and path is not None:
+        with explain_write_errors(f"--out {path.parent}", "make room, or name another folder; the figures are printed"):
+            atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+            if plot is not None:
+                plot(path.with_suffix(".png"), result)
+        print(path if plot is None else f"{path} and {path.with_suffix('.png').name}")
+    group.barrier()
