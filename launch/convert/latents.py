@@ -131,11 +131,11 @@ class FastDiT(Foreign):
 
     def _list(self) -> None:
         self.features, self.label_files = find_fast_dit(self.root)
-        names = [path.stem for path in self.features.glob("*.npy")]
+        names = [path.stem for path in self.features.glob("[!.]*.npy")]
         if strange := next((name for name in names if not name.isdecimal()), None):
             raise ConfigError(f"{self.features / strange}.npy has no number for a name: take it away")
         self.numbers = np.sort(np.array(names, np.int64))
-        labels = sum(1 for _ in self.label_files.glob("*.npy"))
+        labels = sum(1 for _ in self.label_files.glob("[!.]*.npy"))
         if labels != len(names):
             raise ConfigError(
                 f"{self.root}: {len(names)} files in {self.features.name} and {labels} in {self.label_files.name}: "
@@ -217,7 +217,7 @@ class LightningDiT(Foreign):
     trainer = "LightningDiT"
 
     def _list(self) -> None:
-        self.files = sorted(path.name for path in self.root.glob("*.safetensors"))
+        self.files = sorted(path.name for path in self.root.glob("[!.]*.safetensors"))
         lengths, flips = [], set()
         for name in self.files:
             shapes = self._read_shapes(name)
@@ -274,7 +274,7 @@ def open_foreign(path: Path) -> Foreign:
         return Edm2(root)
     if (root / "dataset.json").is_file():
         return Edm2(root)
-    if next(root.glob("*.safetensors"), None) is not None:
+    if next(root.glob("[!.]*.safetensors"), None) is not None:
         return LightningDiT(root)
     if find_fast_dit(root):
         return FastDiT(root)

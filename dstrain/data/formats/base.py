@@ -18,7 +18,7 @@ from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.recipe import Cache, NotRead
 
 _PEEKED = 4096  # names of a folder by which its form is judged
-_TRIED = 8  # folders of each
+_TRIED, _DEEP = 8, 3  # folders of each, and below each other
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 _OTHER_VIDEOS = (".mpg", ".mpeg", ".wmv", ".flv", ".3gp", ".ogv", ".mts", ".m2ts")  # of types that are not read
 PICTURES = (  # of types that are not read
@@ -174,12 +174,17 @@ def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
         return []
 
 
-def peek_files(files: Files, folder: str = "", deep: int = 3) -> Iterator[str]:
-    """Yields some files of some folders, files before folders: the data may be anything, and large."""
+def peek_files(files: Files, folder: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yields some files of some folders, files before folders: the data may be anything, and large.
+
+    above: the real paths of the folders down to this one; links back to them are passed over.
+    """
+    above += (os.path.realpath(os.path.join(files.root, folder)),)
     start, names = f"{folder}/" if folder else "", peek_names(files, folder)
     yield from (start + name for name, inner in names if not inner)
-    for name in [name for name, inner in names if inner][: _TRIED if deep else 0]:
-        yield from peek_files(files, start + name, deep - 1)
+    for name in [name for name, inner in names if inner][: _TRIED if len(above) <= _DEEP else 0]:
+        if os.path.realpath(os.path.join(files.root, start + name)) not in above:
+            yield from peek_files(files, start + name, above)
 
 
 def _describe_left_out(counts: Mapping[str, int]) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 
 from dstrain.data.files.listing import join_few
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.files.tables import open_table, read_lines
+from dstrain.data.files.tables import match_names, open_table, read_lines
 from dstrain.data.formats.base import Request, Sample
 from dstrain.data.formats.folders import Folders
+from dstrain.data.formats.lists import COLUMNS
 from dstrain.disk.texts import list_captions
 from dstrain.recipe import ConfigError
 
@@ -130,8 +131,9 @@ def _iterate_rows(file: Path, where: str) -> Iterator[tuple[int, Any, Any]]:
     """Yields (line number, file name, caption) of each line of a captions file, None for what a line lacks."""
     files = LocalFiles(str(file.parent))
     if file.suffix.lower() in (".csv", ".jsonl"):
-        for number, row in open_table(files, file.name, where).rows(("file", "caption")):
-            yield number, row.get("file"), row.get("caption")
+        table = open_table(files, file.name, where)
+        columns = [match_names(COLUMNS[kind], table.columns())[:1] or [kind] for kind in ("path", "caption")]
+        yield from ((number, *(row.get(name) for (name,) in columns)) for number, row in table.rows(()))
         return
     for number, line in enumerate(read_lines(files, file.name, where), 1):
         name, _, caption = line.rstrip("\r\n").partition("\t")

@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from dstrain.data.files.listing import join_few
+from dstrain.data.files.listing import join_few, listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
 from dstrain.disk.small import parse_json
@@ -42,7 +42,6 @@ SPLITS = {
 }  # words in names of files
 _TRIED = 8  # tables in which images are looked for, since some may be lists
 _UNSEEN = ("validation", "test")
-_DEEP = 3  # folders below each other in which files are looked for
 _MAPPED = 256  # Arrow files that a process keeps open
 _ROW = 1 << 24  # rows of a record batch or row group; above them the place of that
 _HUGE = 4 << 20  # bytes of a row group above which random order is worth a warning
@@ -102,8 +101,9 @@ class Tables(Layout):
         Raises ConfigError if some files name a split, and others, which have images, do not.
         """
         splits: dict[str, list[str]] = {}
-        for name in find_files(self.files, self.suffix):
-            splits.setdefault("" if self.files.pattern else _name_split(name), []).append(name)
+        with listing_errors(self.root, self.request.key):
+            for name in find_files(self.files, self.suffix):
+                splits.setdefault("" if self.files.pattern else name_split(name), []).append(name)
         if len(splits) > 1 and "" in splits:
             unnamed = [name for name in splits.pop("") if self._has_images(name)]
             if unnamed:
@@ -382,17 +382,21 @@ class ParquetTables(Tables):
         return _open_parquet(self.files, part, self._where(part))
 
 
-def find_files(files: Files, suffix: str, folder: str = "", deep: int = _DEEP) -> Iterator[str]:
-    """Yields the files with a suffix at some depth, in the order of their names."""
+def find_files(files: Files, suffix: str, folder: str = "") -> Iterator[str]:
+    """Yields the files with a suffix at any depth, in the order of their names."""
+    if isinstance(files, LocalFiles) and not (files.listed or files.pattern):
+        names = walk_files(Path(files.root), folder, (suffix,))
+        yield from sorted(names, key=lambda name: name.replace("/", "\0"))
+        return
     for name, is_folder in files.names(folder):
         path = f"{folder}/{name}" if folder else name
-        if is_folder and deep:
-            yield from find_files(files, suffix, path, deep - 1)
-        elif not is_folder and name.lower().endswith(suffix):
+        if is_folder:
+            yield from find_files(files, suffix, path)
+        elif name.lower().endswith(suffix):
             yield path
 
 
-def _name_split(path: str) -> str:
+def name_split(path: str) -> str:
     """Returns the split that a file belongs to, by a word of its name, else by a folder; "": it names none."""
     *folders, name = path.lower().split("/")
     words = re.split(r"[^a-z]+", name) + folders[::-1]

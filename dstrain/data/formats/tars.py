@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
+from dstrain.data.formats.hugging_face import name_split
 from dstrain.disk import small
 from dstrain.disk.texts import clean_text, decode_text, find_captions, split_lines
 from dstrain.recipe import ConfigError, NotRead
@@ -65,7 +66,22 @@ class Tars(Layout):
                     f"read one by one: unpack it, {_UNPACK[packed].format(f'{self.files.root}/{name}')}"
                 )
         self.classes = self.class_list.classes
-        return [name for name in names if name.lower().endswith(".tar")]
+        shards = [name for name in names if name.lower().endswith(".tar")]
+        if not (self.files.pattern or _names_several(self.root)):
+            self._refuse_splits(shards)
+        return shards
+
+    def _refuse_splits(self, shards: list[str]) -> None:
+        """Raises ConfigError if the shards are of several splits, which would all be learned from."""
+        firsts: dict[str, str] = {}
+        for name in shards:
+            firsts.setdefault(name_split(name), name)
+        if len(firsts) > 1:
+            texts = [f"{name} of {split or 'no split'}" for split, name in firsts.items()]
+            raise ConfigError(
+                f"{self.request.key}={self.root} holds {', '.join(texts)}: name those of one by a pattern, such as "
+                f"{self.request.key}='{self.root}/train-*.tar', or all by '{self.root}/*.tar'"
+            )
 
     def watched(self) -> list[str]:
         return ["", *self.parts()]

@@ -170,14 +170,14 @@ def is_flat_validation(root: str | Path) -> bool:
 
 def holds_latents(folder: Path) -> bool:
     """Returns whether a folder is laid out as the latents of fast-DiT, LightningDiT, EDM2 or REPA."""
-    if (folder / "dataset.json").is_file() or next(folder.glob("*.safetensors"), None) is not None:
+    if (folder / "dataset.json").is_file() or next(folder.glob("[!.]*.safetensors"), None) is not None:
         return True
     return find_fast_dit(folder) is not None
 
 
 def find_fast_dit(folder: Path) -> tuple[Path, Path] | None:
     """Returns fast-DiT's folders NAME_features and NAME_labels."""
-    for features in sorted(folder.glob("*features")):
+    for features in sorted(folder.glob("[!.]*features")):
         labels = features.with_name(f"{features.name.removesuffix('features')}labels")
         if features.is_dir() and labels.is_dir():
             return features, labels

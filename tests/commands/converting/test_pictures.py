@@ -40,22 +40,23 @@ def command_of(**entries) -> list[str]:
 def test_cifar(tmp_path, hundred, monkeypatch):
     """Oracle: torchvision's own reader of the same files (its check of the download's MD5 apart); the binary files."""
     name, kind = ("cifar-100-python", "cifar100") if hundred else ("cifar-10-batches-py", "cifar10")
-    cifar(tmp_path / name, hundred, np.random.default_rng(1))
+    data = tmp_path / "data"
+    cifar(data / name, hundred, np.random.default_rng(1))
     original = torchvision.datasets.CIFAR100 if hundred else torchvision.datasets.CIFAR10
     monkeypatch.setattr(original, "_check_integrity", lambda self: True)
     monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *_: True)
     binary = tmp_path / "bin" / ("cifar-100-binary" if hundred else "cifar-10-batches-bin")
     binary.mkdir(parents=True)
-    for path in sorted((tmp_path / name).glob("*.bin")):
+    for path in sorted((data / name).glob("*.bin")):
         path.rename(binary / path.name)
     names = [f"class_{i}\n" for i in range(100 if hundred else 10)]
     (binary / ("fine_label_names.txt" if hundred else "batches.meta.txt")).write_text("".join(names))
-    for number, path in enumerate((tmp_path, tmp_path / name, binary.parent, binary)):
+    for number, path in enumerate((data, data / name, binary.parent, binary)):
         assert command_of(path=str(path)) == [kind, str(path), "--out", f"{kind}-shards"]
         out = converted(kind, path, tmp_path / "out" / str(number))
         train, unseen = open_sources(Data(path=str(out), image_size=32))
         for source, of_train in ((train, True), (unseen, False)):
-            expected = original(str(tmp_path), train=of_train)
+            expected = original(str(data), train=of_train)
             assert len(source) == len(expected)
             for i in (0, 7, len(expected) - 1):
                 image, label = expected[i]
@@ -65,16 +66,16 @@ def test_cifar(tmp_path, hundred, monkeypatch):
     own = open_sources(Data(path=str(out), image_size=32, held_out=0.5))[1]
     assert 0 < len(own) < len(train) and own.name(0).startswith(("data_batch", "train"))
     test = "test" if hundred else "test_batch"
-    assert command_of(path=str(tmp_path / name / test)) == [kind, str(tmp_path / name), "--out", f"{kind}-shards"]
+    assert command_of(path=str(data / name / test)) == [kind, str(data / name), "--out", f"{kind}-shards"]
     with pytest.raises(ConfigError, match=f"{'train' if hundred else 'train and held_out in it'}.*are splits"):
         open_images(out, 32, split="all")
     with pytest.raises(ConfigError, match="is no cifar1"):
-        converted("cifar10" if hundred else "cifar100", tmp_path / name, tmp_path / "none")
-    (tmp_path / name / ("train" if hundred else "data_batch_1")).write_bytes(
+        converted("cifar10" if hundred else "cifar100", data / name, tmp_path / "none")
+    (data / name / ("train" if hundred else "data_batch_1")).write_bytes(
         pickle.dumps({"data": Path("x"), "labels": [0], "fine_labels": [0]})
     )
     with pytest.raises(ConfigError, match=r"cannot be read as a file of CIFAR \(.*\): fetch it anew"):
-        converted(kind, tmp_path / name, tmp_path / "none")
+        converted(kind, data / name, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 

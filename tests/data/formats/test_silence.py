@@ -245,6 +245,21 @@ def the_pictures_that_prime(d):
     return " ".join(path.relative_to(root).as_posix() for path in _list_files(root))
 
 
+@case("20 10")
+def links_back_among_tables(d):
+    put_named(d, "b-0", "a/b/c/d/e/0")
+    (d / "self").symlink_to(".")
+    (d / "a" / "up").symlink_to(d)
+    return read(d)
+
+
+@case("10")
+def links_back_beside_tars(d):
+    pack_tar(d / "0.tar", ("0.png", encode(10)))
+    (d / "self").symlink_to(".")
+    return read(d)
+
+
 @case("clips")
 def hidden_pictures_beside_videos(d):
     from dstrain.data.open import find_contents
@@ -302,6 +317,20 @@ def a_list_beside_splits(d):
 @case("10 20")
 def words_within_words(d):
     return read(put_named(d, "contest", "retrained"))
+
+
+@case("refused: .*holds x-train-0.tar of train, x-val-0.tar of validation: name those of one by a pattern")
+def splits_of_tars(d):
+    for name in ("x-train-0", "x-train-1", "x-val-0"):
+        pack_tar(d / f"{name}.tar", ("0.png", encode(10)))
+    return read(d)
+
+
+@case("refused: .*holds bus.tar of no split, train.tar of train: name")
+def words_in_names_of_tars(d):
+    for name in ("bus", "train"):
+        pack_tar(d / f"{name}.tar", ("0.png", encode(10)))
+    return read(d)
 
 
 # B19: the first form that fits wins.
