@@ -53,7 +53,7 @@ class Page:
             path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
             # In a session of its own: Ctrl-C in the terminal is for the training.
             self._starter = subprocess.Popen(
-                [sys.executable, "-m", "dstrain.tracking.report", str(self._folder), str(niceness)],
+                [sys.executable, "-P", "-m", "dstrain.tracking.report", str(self._folder), str(niceness)],
                 env=os.environ | {"PYTHONPATH": path},
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
