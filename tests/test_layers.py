@@ -380,7 +380,7 @@ BUDGETS = {
     "diffusion": 875,
     "disk": 505,
     "distributed": 925,  # with stops in every phase, launches told apart, and the environment read in one place
-    "encoders": 365,
+    "encoders": 380,
     "engine": 2329,
     "metrics": 1161,
     "nn": 763,

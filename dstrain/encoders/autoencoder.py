@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.frozen import Frozen, explain_loading
+from dstrain.encoders.frozen import Frozen, explain_loading, refuse_quantized, require_weights
 from dstrain.encoders.precision import Precision, cast_weights, choose_precision, compute_in
 
 # The keys of AutoencoderKL's config that decide the codes, with diffusers' defaults. Only other values than these enter
@@ -141,7 +141,10 @@ def _load_autoencoder(path: str) -> nn.Module:
         folder = Path(path)
         if not (folder / "config.json").is_file() and (folder / "vae").is_dir():
             folder = folder / "vae"
+        local = folder.is_dir()
+        refuse_quantized(AutoencoderKL.load_config(str(folder), local_files_only=local))
         # low_cpu_mem_usage=False keeps diffusers from warning that accelerate is missing.
-        return AutoencoderKL.from_pretrained(
-            str(folder), use_safetensors=True, low_cpu_mem_usage=False, local_files_only=folder.is_dir()
-        )
+        options = {"use_safetensors": True, "low_cpu_mem_usage": False, "output_loading_info": True}
+        vae, report = AutoencoderKL.from_pretrained(str(folder), local_files_only=local, **options)
+        require_weights(report["missing_keys"], unread=())
+        return vae

@@ -7,7 +7,7 @@ asked a question, and the network is not tried for a folder that is there.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -42,7 +42,7 @@ def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = 
         )
     try:
         yield
-    except (OSError, ValueError) as error:
+    except Exception as error:  # A damaged or hostile folder makes these libraries raise anything.
         raise ConfigError(
             f"{key}: no {kind} can be loaded from {path!r} ({shorten_error(error)}); give a folder with "
             f"{content}, or a hub name that this machine can reach"
@@ -50,7 +50,7 @@ def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = 
 
 
 def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
-    """Returns what a class of transformers reads from a folder or hub name; of networks safetensors alone."""
+    """Returns what a class of transformers reads from a folder or hub name."""
     from transformers import dynamic_module_utils
 
     # A class that is not told trust_remote_code would ask, and run code for a "y". At 0 seconds it does not ask.
@@ -66,9 +66,28 @@ def read_config(path: str) -> Any:
     for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
         if getattr(part, "_attn_implementation", None) not in _ATTENTION:
             raise ValueError(f"config.json asks for the kernel {part._attn_implementation}; leave it out there")
-        if getattr(part, "quantization_config", None) is not None:
-            raise ValueError("config.json has a quantization_config, and quantized weights are not read")
+        refuse_quantized(vars(part) if part is not None else {})
     return config
+
+
+def require_weights(missing: Iterable[str], unread: tuple[str, ...]) -> None:
+    """Raises ValueError if a file lacks weights that are read: libraries fill them at random and only warn."""
+    if lacking := [name for name in sorted(missing) if not any(part in name for part in unread)]:
+        raise ValueError(f"its weights lack {len(lacking)} of the network's, such as {lacking[0]}")
+
+
+def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Module:
+    """Reads a network of transformers, whole and from safetensors alone, with a config of `read_config`."""
+    options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
+    network, report = read_pretrained(loader, path, **options)
+    require_weights(report["missing_keys"], unread=("pooler.", "decoder."))  # T5's decoder, BERT's pooled state
+    return network
+
+
+def refuse_quantized(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a config whose weights another library would have to read."""
+    if config.get("quantization_config") is not None:
+        raise ValueError("config.json has a quantization_config, and quantized weights are not read")
 
 
 def read_json(key: str, path: str, name: str) -> Any:

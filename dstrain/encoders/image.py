@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_pretrained
+from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network
 from dstrain.recipe import ConfigError
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as both were trained
@@ -59,7 +59,7 @@ def _load_tower(path: str) -> tuple[nn.Module, nn.Module]:
         config = read_config(path)
         if config.model_type not in kinds:
             raise ConfigError(f"it is of type {config.model_type}, and only CLIP is known here")
-        model = read_pretrained(kinds[config.model_type], path, config=config, use_safetensors=True)
+        model = read_network(kinds[config.model_type], path, config)
         return model.vision_model, model.visual_projection
 
 
@@ -84,9 +84,7 @@ class VisionTower(Frozen):
             if not config.model_type.startswith(kind):
                 raise ConfigError(f"--features {kind}:{folder}: the folder holds a model of type {config.model_type}")
             # In fp32, also where the folder's weights are halves.
-            self.model = read_pretrained(
-                AutoModel, path, config=config, use_safetensors=True, dtype=torch.float32, attn_implementation="sdpa"
-            )
+            self.model = read_network(AutoModel, path, config, dtype=torch.float32, attn_implementation="sdpa")
         self.eval().requires_grad_(False)
         self.dim, self.kind = config.hidden_size, kind
         self.num_frames = getattr(config, "num_frames", None)

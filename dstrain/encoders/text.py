@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed.group import to_device
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_pretrained
+from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network, read_pretrained
 from dstrain.recipe import ConfigError
 
 _TEXTS = 64  # texts encoded at once
@@ -129,16 +129,21 @@ def unpack_captions(packed: Tensor) -> list[str]:
 def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
     """Returns the encoder, CLIP's projection (None for others) and the tokenizer."""
     # Slow to import, and only users of captions need it.
-    from transformers import AutoModel, AutoTokenizer, CLIPModel, CLIPTextModelWithProjection
+    from transformers import (
+        AutoModel,
+        AutoTokenizer,
+        CLIPModel,
+        CLIPTextModelWithProjection,
+        PreTrainedTokenizerBase,
+    )
 
     kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection}
     with explain_loading("text encoder", "text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
         config = read_config(path)
         kind = kinds.get(config.model_type, AutoModel)
-        model, tokenizer = (
-            read_pretrained(kind, path, config=config, use_safetensors=True),
-            read_pretrained(AutoTokenizer, path),
-        )
+        model, tokenizer = read_network(kind, path, config), read_pretrained(AutoTokenizer, path)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ValueError(f"tokenizer_config.json makes its tokenizer a {type(tokenizer).__name__}")
         if kind is not AutoModel:
             return model.text_model, model.text_projection, tokenizer
         return model.get_encoder() if model.config.is_encoder_decoder else model, None, tokenizer
