@@ -98,7 +98,7 @@ def test_missing(tmp_path, monkeypatch):
         Autoencoder(str(tmp_path / "nowhere"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("diffusers.AutoencoderKL.from_pretrained", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("diffusers.AutoencoderKL.load_config", lambda *_, **__: pytest.fail("the hub was asked"))
     for path in ("runs/first_stage", "here/first_stage", "first_stage", "a/b/c", "~/vae", "vae/"):
         with pytest.raises(ValueError, match=f"there is no folder {path}; export one first with dstrain export RUN"):
             Autoencoder(path)
