@@ -1,15 +1,17 @@
 """What metrics compare with: statistics of a file, and images for what the file lacks."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dstrain.data.open import open_sources
 from dstrain.distributed import group
 from dstrain.metrics import reference, table
-from dstrain.metrics.images import Images, open_set
+from dstrain.metrics.images import Images, Sourced, open_set
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import Statistics
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, Data, reword_errors
 
 Collect = Callable[[Images, dict[str, Features]], dict[str, Statistics]]
 
@@ -22,6 +24,7 @@ class Compared:
     images: Images | None = None
     networks: dict[str, Features] = field(default_factory=dict)  # of metrics whose statistics are taken of `images`
     place: str | None = None  # its name; None: nothing is compared
+    identity: object = None  # another one where the images may be others
 
     def read(self, collect: Collect) -> dict[str, Statistics]:
         """Returns statistics by name of their network; those of the file go before those of the images."""
@@ -61,4 +64,29 @@ def open_compared(path: Path, networks: dict[str, Features], kept: int) -> Compa
             known = images if name in lacking else statistics[network.name].kept
             assert known is not None
             table.require_neighbours((name,), min(len(known), kept), f" of --reference {path}")
-    return Compared(statistics, images, {name: networks[name] for name in lacking}, str(path))
+    status = path.stat()
+    identity = [os.path.abspath(path), status.st_size, status.st_mtime_ns]
+    return Compared(statistics, images, {name: networks[name] for name in lacking}, str(path), identity)
+
+
+def open_recipe_reference(place: str, data: Data, networks: dict[str, Features], kept: int) -> Compared:
+    """Opens samples.reference of a run on `data`: a file as `open_compared`, or images in any form of data.path.
+
+    The latter are cropped and resized as in training, so that what a model draws may equal them.
+    Raises ConfigError if they cannot be read, or do not suffice for the metrics in `networks`.
+    """
+    key, path = f"samples.reference={place}", os.path.expanduser(place)
+    if not networks:
+        raise ConfigError(f"{key}: none of samples.metrics compares with it: leave it out")
+    if path.endswith((*reference.SUFFIXES, ".zip")) and (os.path.isfile(path) or not os.path.exists(path)):
+        with reword_errors(options={"--reference ": "samples.reference="}):
+            return open_compared(Path(path), networks, kept)
+    shape = {name: getattr(data, name) for name in ("image_size", "height", "num_frames", "channels", "draft")}
+    section = Data(path=path, flip=False, frame_stride=data.frame_stride, index=data.index, cache=data.cache, **shape)
+    with reword_errors(options={"data.path=": "samples.reference="}):
+        source = open_sources(section)[0].squares()
+    if not {"image", "video"} & source.first().keys():
+        raise ConfigError(f"{key} holds no pictures: name those that its codes were made of, or statistics of them")
+    table.require_enough(len(source), f"{key}: ")
+    table.require_neighbours(networks, min(len(source), kept), f" of {key}")
+    return Compared({}, Sourced(source), networks, place, source.fingerprint())

@@ -1,7 +1,8 @@
 """Metrics while a run trains (every.metrics): what dstrain evaluate --metrics measures, of fewer pictures.
 
 They are drawn of all classes or captions in turn, with the recipe's sampler, and belong to their seeds: the figures are
-the same on any number of ranks. The data are described once, and the result is kept in the run's folder.
+the same on any number of ranks. They are compared with the run's own data, or with samples.reference, which are
+described once: the result is kept in the run's folder.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -20,8 +22,10 @@ from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.metrics import reference, table
+from dstrain.metrics.compared import Compared, open_recipe_reference
 from dstrain.metrics.images import Batch, Images, Sourced
-from dstrain.metrics.statistics import Statistics
+from dstrain.metrics.network import Features
+from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.sampling.draw import draw_own
 from dstrain.sampling.requests import make_request, request_all_classes
@@ -32,9 +36,9 @@ _OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics:
 
 
 class Quality:
-    """What every.metrics measures.
+    """Measures samples.metrics every.metrics steps.
 
-    ConfigError: what the recipe asks for cannot be measured, with the remedy; nothing is drawn or read before.
+    Raises ConfigError if what the recipe asks for cannot be measured, with the remedy; nothing is drawn before.
     """
 
     def __init__(self, run: Run, metrics: Sequence[str], system: System, train: Source, unseen: Source | None) -> None:
@@ -59,15 +63,12 @@ class Quality:
                 f"built-in clothes, and {data.path} holds other data: write samples.metrics=[fid] "
                 "samples.features=[inception:FILE], say, or every.metrics=0"
             )
-        source = train if samples.metrics_split == "train" else unseen
-        self._source = own or (source and source.squares())
-        if self._source is None:
-            raise ConfigError(f"samples.metrics_split=held_out: {data.path} holds nothing out: write train")
-        if own is None and data.codes is not None:
-            raise ConfigError(
-                f"{key}: {data.path} holds codes, and not the pictures to compare with: write "
-                "every.metrics=0, and take dstrain evaluate --metrics with a --reference"
-            )
+        compared = {name: network for name, network in self._networks.items() if table.METRICS[name].compares}
+        if samples.reference is None:
+            self._compared = _open_own_data(run, compared, own, train if samples.metrics_split == "train" else unseen)
+        else:
+            with reword_errors(options=_OPTIONS):
+                self._compared = open_recipe_reference(samples.reference, data, compared, KEPT)
         self._request, self._captions = make_request(
             request_all_classes(samples, data, system), system, samples.metrics_samples, samples.seed
         )
@@ -77,15 +78,18 @@ class Quality:
             )
 
     def describe(self, folder: Path) -> None:
-        """Describes the data, on all ranks, or reads what an earlier command has written into the run's folder."""
-        compared = {metric: network for metric, network in self._networks.items() if table.METRICS[metric].compares}
+        """Describes the reference, on all ranks, or reads what an earlier command has written into the run's folder."""
+        phases().at("describing the data for every.metrics")
+        self._data = self._compared.read(partial(self._describe_images, folder))
+
+    def _describe_images(self, folder: Path, images: Images, compared: dict[str, Features]) -> dict[str, Statistics]:
         networks = {network.name: network for network in compared.values()}
         data = self._run.data
         key = json.dumps(
             [
                 {name: network.fingerprint for name, network in networks.items()},
                 sorted(table.name_needs(list(compared))),
-                self._source.fingerprint(),
+                self._compared.identity,
                 [data.image_size, data.height, data.num_frames, data.channels, data.draft],
             ]
         )
@@ -95,13 +99,12 @@ class Quality:
             with suppress(ConfigError):  # a damaged file is written anew
                 statistics = reference.read_reference(path, networks.values(), "cpu")
         statistics = group.from_first(statistics)
-        phases().at("describing the data for every.metrics")
         if table.list_lacking(compared, statistics):
-            statistics = table.collect_statistics(Sourced(self._source), compared, _BATCH, compared=True)
+            statistics = table.collect_statistics(images, compared, _BATCH, compared=True)
             if group.rank() == 0:
                 with suppress(ConfigError):  # a full disk: the next start describes them again
                     reference.write_reference(path, statistics)
-        self._data = {name: _place_statistics(values) for name, values in statistics.items()}
+        return {name: _place_statistics(values) for name, values in statistics.items()}
 
     def measure(self, nets: Nets, micro: int) -> dict[str, float]:
         """samples.metrics of what the networks draw, at most `micro` pictures of a rank at a time; not those by class.
@@ -154,8 +157,22 @@ def draw_batches(
             )
 
 
+def _open_own_data(run: Run, compared: dict[str, Features], own: Source | None, source: Source | None) -> Compared:
+    """Opens the run's own data as reference. Raises ConfigError if they are no pictures, or none are held out."""
+    data = run.data
+    if own is None and source is None:
+        raise ConfigError(f"samples.metrics_split=held_out: {data.path} holds nothing out: write train")
+    if own is None and data.codes is not None:
+        raise ConfigError(
+            f"every.metrics={run.every.metrics}: {data.path} holds codes, and not the pictures to compare with: name "
+            "those as samples.reference=FOLDER, or statistics of them as samples.reference=FILE.npz"
+        )
+    chosen = own or source.squares()
+    return Compared({}, Sourced(chosen), compared, data.path, chosen.fingerprint())
+
+
 def _place_statistics(statistics: Statistics) -> Statistics:
-    """On the rank's device."""
+    """Moves statistics to the rank's device."""
     for field in fields(statistics):
         if isinstance(value := getattr(statistics, field.name), Tensor):
             setattr(statistics, field.name, value.to(group.device()))
@@ -163,9 +180,11 @@ def _place_statistics(statistics: Statistics) -> Statistics:
 
 
 def check_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """What every.metrics measures; None: nothing. ConfigError as Quality."""
+    """Returns what every.metrics measures; None: nothing. Raises ConfigError as Quality."""
     metrics = run.samples.metrics
-    if run.every.metrics and metrics is None:
+    if run.every.metrics and metrics is None and run.samples.reference is not None:
+        metrics = ("fid",) if system.num_frames is None else ("fvd",)
+    elif run.every.metrics and metrics is None:
         draws = system.generates and not system.starts_from_data and not system.cannot_draw()
         name = find_origin(run.data)
         asked = (name == MOVING and system.takes_texts) or (name == FASHION_PATH and "label" in system.conditions(1))
@@ -183,7 +202,10 @@ def check_quality(run: Run, system: System, train: Source, unseen: Source | None
 
 
 def open_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """What every.metrics measures, ready to measure; None: nothing. On all ranks together. ConfigError as Quality."""
+    """Returns what every.metrics measures, ready to measure; None: nothing. On all ranks together.
+
+    Raises ConfigError as Quality.
+    """
     quality = check_quality(run, system, train, unseen)
     if quality is not None:
         quality.describe(run.directory)

@@ -325,11 +325,13 @@ class Samples(Section):
     seed: Count = 0  # sample i is a function of seed + i
     ema: float | None = None  # decay or width of the EMA to draw from; None: the first
     # For every.metrics: metrics and networks as of dstrain evaluate, see dstrain/metrics/in_training.py. None: fd and
-    # accuracy of the built-in data, as far as the model has labels or captions; nothing of other data.
+    # accuracy of the built-in data, as far as the model has labels or captions; of other data fid (clips: fvd) with
+    # `reference`, else nothing.
     metrics: tuple[str, ...] | None = None
     features: tuple[str, ...] = ()  # KIND:PATH of networks; fd and accuracy have one built in
     metrics_samples: Annotated[int, Field(ge=2)] = 500  # drawn, of all classes or captions in turn
     metrics_split: Literal["train", "held_out"] = "train"  # the data that they are compared with
+    reference: str | None = None  # instead of these: statistics (.npz, .pkl), images (.npz), or a path as data.path
 
     @model_validator(mode="after")
     def _agree(self) -> "Samples":

@@ -102,6 +102,7 @@ DEFAULTS = {
     "samples.features": (),
     "samples.metrics_samples": 500,
     "samples.metrics_split": "train",
+    "samples.reference": None,
     "track.wandb": "auto",
     "track.project": "dstrain",
     "track.entity": None,

@@ -24,7 +24,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
 from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
 from dstrain.metrics import clips, reference, table
-from dstrain.metrics.compared import Compared, open_compared
+from dstrain.metrics.compared import Compared, open_compared, open_recipe_reference
 from dstrain.metrics.features import open_features
 from dstrain.metrics.images import Images, Sourced, open_set
 from dstrain.metrics.network import Features
@@ -221,6 +221,8 @@ def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[st
         return Compared()
     if path is not None:
         return open_compared(path, networks, options.kept or KEPT)
+    if run is not None and options.split is None and run.samples.reference is not None:
+        return open_recipe_reference(run.samples.reference, run.data, networks, options.kept or KEPT)
     if run is None:
         raise ConfigError("--images A: name what it is compared with, --against B or --reference FILE")
     return Compared({}, _open_own_data(options, run), networks, f"{run.data.path}, {options.split or 'train'}")
