@@ -26,6 +26,7 @@ from dstrain.checkpoint.fragment_index import FragmentIndex, index_name
 from dstrain.checkpoint.layout import SHARD, Fragment, Index, Places, shard_name
 from dstrain.checkpoint.manifest import THREADS, Digest, read_manifest
 from dstrain.checkpoint.safetensors_io import SIZES, Files, render_header
+from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError
 
 _CHUNK_ELEMENTS = 1 << 24  # elements that are on the host at a time: 64 MB
@@ -111,6 +112,7 @@ class _Reader(Places):
         values = torch.empty(sum(counts), dtype=torch.float32 if self.dtype == "F32" else torch.int16)
         for span, piece in zip(spans, values.split(counts)):
             self._files.read(span, memoryview(piece.numpy()).cast("B"))
+            phases().beat()
         return values if self.dtype == "F32" else values.view(torch.bfloat16).float()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError, field_validator
 
 from dstrain.disk import sealed, small
+from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError
 
 NAME = "manifest.json"
@@ -90,6 +91,7 @@ def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, 
     with ThreadPoolExecutor(THREADS) as pool:
         for (name, _), digest in zip(jobs, pool.map(block, jobs)):
             whole[name].update(digest)
+            phases().beat()
     return {name: {"size": sizes[name], "hash": whole[name].hexdigest()} for name in names}
 
 
@@ -107,6 +109,7 @@ class Digest:
         self._whole = hashlib.blake2b(digest_size=32)
 
     def update(self, data: memoryview) -> None:
+        phases().beat()
         while data:
             piece = data[: _BLOCK_BYTES - self.size % _BLOCK_BYTES]
             if self._pool is None:

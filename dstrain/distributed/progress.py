@@ -35,7 +35,9 @@ class Phases(AbstractContextManager):
 
     def __init__(self, quiet: float = 20.0) -> None:
         self._quiet = quiet
-        self.beaten = time.monotonic()  # when the main thread last made progress: the watchdog's clock
+        self._main = threading.get_ident()
+        # When the main thread, and any other, last made progress: the watchdog's clock.
+        self.beaten = self.beaten_beside = time.monotonic()
         self._phase = ("beginning", self.beaten)
         self._heard = self.beaten  # when the last line was printed
         self._settled = False
@@ -47,9 +49,9 @@ class Phases(AbstractContextManager):
         self._left, self._settled = threading.Event(), False
         self.at("beginning")
         self.heard()
+        self._main = threading.get_ident()
         if read_place().rank == 0:
-            thread = threading.get_ident()
-            threading.Thread(target=self._listen, args=(thread, self._left), name="phases", daemon=True).start()
+            threading.Thread(target=self._listen, args=(self._left,), name="phases", daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -62,8 +64,11 @@ class Phases(AbstractContextManager):
             self._phase = (phase, self.beaten)
 
     def beat(self) -> None:
-        """Says that the main thread has done a piece of what it is at: a time stamp, without lock or exchange."""
-        self.beaten = time.monotonic()
+        """Says that a piece of work is done: a time stamp, without lock or exchange."""
+        if threading.get_ident() == self._main:
+            self.beaten = time.monotonic()
+        else:
+            self.beaten_beside = time.monotonic()
 
     @property
     def phase(self) -> str:
@@ -100,15 +105,15 @@ class Phases(AbstractContextManager):
         since = max(self._phase[1], self._heard) if self._settled else self._heard
         return now - since >= self._quiet
 
-    def _listen(self, thread: int, left: threading.Event) -> None:
+    def _listen(self, left: threading.Event) -> None:
         while not left.wait(_TICK):
             now = time.monotonic()
-            if not self._silent(now) or is_debugged(thread):
+            if not self._silent(now) or is_debugged(self._main):
                 continue
             phase, since = self._phase
             lasts = now - since
             begins = f"still {phase}, for {lasts:.0f} s" if lasts >= self._quiet else f"now {phase}"
-            where, exchanges = find_line(thread)
+            where, exchanges = find_line(self._main)
             waits = ", waiting for other ranks" if exchanges and read_place().world > 1 else ""
             self.heard()
             if not left.is_set():

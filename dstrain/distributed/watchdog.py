@@ -115,6 +115,11 @@ class Watchdog(AbstractContextManager):
             self.lost(error)
         self._closed.set()
 
+    def _last_progress(self) -> float:
+        """Returns when a piece of work has last ended. A thread that saves beside steps is no progress of theirs."""
+        beside = 0.0 if self._now[0] == STEP else phases().beaten_beside
+        return max(phases().beaten, beside, self._base)
+
     def _limit(self, phase: str) -> float:
         if phase != STEP or not self._factor or len(self._steps) < _FIRST:
             return self._most
@@ -128,7 +133,7 @@ class Watchdog(AbstractContextManager):
             if now - last > _TICK + _SUSPENDED or is_debugged(self._main):
                 self._base = now
             last = now
-            overdue = now - max(phases().beaten, self._base) > self._limit(self._now[0])
+            overdue = now - self._last_progress() > self._limit(self._now[0])
             began = began if self._overdue and overdue else now  # when it became overdue
             self._overdue = overdue
             suspended = self._stopped() if overdue else set()
@@ -160,7 +165,7 @@ class Watchdog(AbstractContextManager):
     def _stand(self, beat: int = 0) -> Stand:
         phase, step, _ = self._now
         where, waits = find_line(self._main)
-        seconds = round(time.monotonic() - max(phases().beaten, self._base), 1)
+        seconds = round(time.monotonic() - self._last_progress(), 1)
         return Stand(
             group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits, beat
         )

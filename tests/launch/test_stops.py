@@ -96,13 +96,39 @@ def test_a_stop_while_it_catches_up(tmp_path):
     assert pictures[0] == pictures[1] and pictures[0]
 
 
+# Name: where it takes longer than the limit, pieces or the whole (as in PHASES); the recipe; whether that is a hang.
+SLOW = ("faults.timeout_minutes=0.05", "steps=1", "save.asynchronous=false")  # 3 s, and 10 s more
+HANGS = {
+    "engines": ("dstrain.train:build_engines:1:60", (), True),
+    "grid": ("dstrain.train:draw_samples:1:60", (), True),
+    "metrics": ("dstrain.metrics.table:compute_figures:1:60", ("every.metrics=1",), True),
+    "save": ("dstrain.checkpoint.store:Store.commit:1:60", (), True),
+    "pieces of the data": ("dstrain.metrics.images:Batch:1:1", ("every.metrics=1",), False),
+    "pieces of a grid": ("dstrain.sampling.draw:end_piece:1:1", ("samples.num=40", "samples.num_steps=4"), False),
+    "pieces of a loss": ("dstrain.sampling.draw:end_piece:1:0.2", ("every.sample=0", "every.evaluate=1"), False),
+    "pieces of a save": ("dstrain.checkpoint.manifest:Digest.update:1:0.2", ("every.sample=0", "ema.decays=[]"), False),
+}
+BRIEF = ("grid", "pieces of a grid")
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(name, marks=pytest.mark.slow if name in BRIEF else pytest.mark.faults) for name in HANGS]
+)
+def test_a_long_phase(tmp_path, phase):
+    """Oracle: exit code 4 of a phase in which nothing ends for 13 s, and 0 of one that lasts longer by its pieces."""
+    (place, words, hangs), began = HANGS[phase], time.monotonic()
+    process, log = begin_slowly(tmp_path / "run", place, *training(tmp_path / "run", *SLOW, *words))
+    assert process.wait(180) == (4 if hangs else 0), log.read_text()[-3000:]
+    assert time.monotonic() - began > 13 and ("hangs at" in log.read_text()) == hangs
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "verb, words, place",
     [
         ("generate", ("--num", "4000"), "dstrain.sampling.draw:draw_own:1:0"),
-        ("evaluate", (), "dstrain.sampling.draw:score_batches:1:60"),
-        ("evaluate", ("--metrics", "fd", "--num", "4000"), "dstrain.metrics.table:collect_statistics:1:0"),
+        ("evaluate", (), "dstrain.runs.trained:load_networks:1:0"),
+        ("evaluate", ("--metrics", "fd"), "dstrain.metrics.table:collect_statistics:1:0"),
     ],
 )
 def test_a_stop_of_a_verb(tmp_path, verb, words, place):
