@@ -11,7 +11,8 @@ from pathlib import Path
 
 from dstrain.commands.main import start_verb
 
-_, verb, file, place, *words = sys.argv
+launched = [word for word in sys.argv if word.startswith("--local_rank")]  # which deepspeed puts first
+_, verb, file, place, *words = [word for word in sys.argv if word not in launched]
 module, name, first, seconds = place.split(":")
 *owner, name = name.split(".")
 holder = functools.reduce(getattr, owner, importlib.import_module(module))
@@ -29,5 +30,5 @@ def slow(*arguments, **named):
 
 
 setattr(holder, name, slow)
-sys.argv = [f"dstrain {verb}", *words]
+sys.argv = [f"dstrain {verb}", *launched, *words]
 start_verb(verb)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import command, environment
-from tests.support.runs import RECIPE, begin, finish, wait_for
+from tests.support.runs import RECIPE, begin, finish, wait_for, wait_for_end
 
 SECONDS = 25  # deepspeed and Slurm kill after 30
 DATA = ("every.sample=0", "samples.num_steps=50", "samples.metrics_samples=3000", "batch.micro=4")
@@ -35,10 +35,11 @@ PHASES = {
 SHORT = ("data", "a long first step", "micro-batch", "grid", "save.best")  # the others: pytest -m faults
 
 
-def begin_slowly(folder: Path, place: str, *words: str, num: int = 1, verb: str = "train"):
+def begin_slowly(folder: Path, place: str, *words: str, num: int = 1, verb: str = "train", launcher: bool = False):
     """Starts a verb, and waits until it has come to a phase."""
     reached, log = folder.parent / f"reached{time.monotonic()}", folder.parent / "log"
-    process = begin(command("tests/launch/slow_phase.py", verb, str(reached), place, *words, num=num), log)
+    script = ("tests/launch/slow_phase.py", verb, str(reached), place)
+    process = begin(command(*script, *words, num=num, launcher=launcher), log)
     wait_for(reached, process, log)
     time.sleep(0.5)
     return process, log
@@ -70,6 +71,18 @@ def test_a_stop_in_a_phase(tmp_path, phase):
     process.send_signal(signal.SIGTERM)
     assert_stopped(process, log, folder, step)
     assert not list((folder / "samples").glob("*"))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("phase", ["data", "metrics"])
+def test_a_killed_launcher_in_a_phase(tmp_path, phase):
+    """Oracle: the step that is saved, and no process that lives on, after kill -9 of the real launcher."""
+    (place, words, step), folder = PHASES[phase], tmp_path / "run"
+    process, log = begin_slowly(folder, place, *training(folder, *words), num=2, launcher=True)
+    process.kill()
+    process.wait()
+    wait_for_end(process.pid, SECONDS)
+    assert not step or int((folder / "saved").read_text()) == step, log.read_text()[-3000:]
 
 
 @pytest.mark.slow
@@ -124,19 +137,21 @@ def test_a_long_phase(tmp_path, phase):
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "verb, words, place",
+    "verb, words, place, num",
     [
-        ("generate", ("--num", "4000"), "dstrain.sampling.draw:draw_own:1:0"),
-        ("evaluate", (), "dstrain.runs.trained:load_networks:1:0"),
-        ("evaluate", ("--metrics", "fd"), "dstrain.metrics.table:collect_statistics:1:0"),
+        ("generate", ("--num", "4000"), "dstrain.sampling.draw:draw_own:1:0", 1),
+        ("generate", ("--num", "4000"), "dstrain.sampling.draw:draw_own:1:0", 2),
+        ("evaluate", (), "dstrain.runs.trained:load_networks:1:0", 1),
+        ("evaluate", ("--metrics", "fd"), "dstrain.metrics.table:collect_statistics:1:0", 1),
     ],
 )
-def test_a_stop_of_a_verb(tmp_path, verb, words, place):
+def test_a_stop_of_a_verb(tmp_path, verb, words, place, num):
     """Oracle: the documented exit code within seconds, and the one line that says so."""
     folder = tmp_path / "run"
     finish(command("launch/train.py", *training(folder, "steps=2", "every.sample=0"), num=1))
-    process, log = begin_slowly(folder, place, str(folder), *words, verb=verb)
-    process.send_signal(signal.SIGTERM)
+    process, log = begin_slowly(folder, place, str(folder), *words, verb=verb, num=num)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int([process.pid, *children][-1] if num > 1 else process.pid), signal.SIGTERM)
     assert process.wait(SECONDS) == 75, log.read_text()
     assert "stopped (SIGTERM)" in log.read_text() and "Traceback" not in log.read_text()
 
