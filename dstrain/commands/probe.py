@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 
@@ -89,7 +89,7 @@ def probe(run: Run, system: System, source: Any, precision: str = "fp32") -> lis
     return remarks
 
 
-def _build_networks(name: str, system: System) -> dict[str, torch.nn.Module]:
+def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
     """The system's networks, on the meta device where they can be. ConfigError: no machine holds them."""
     count, numbers = 0, 0
 
@@ -143,13 +143,18 @@ def _try_parts(
     """Takes one turn of every part, with `encode` on one device and `loss` on another or the same; then all else."""
     with learning, _Unfilled() if learning.type == "meta" else nullcontext():
         networks = system.networks() if learning.type == "cpu" else system.networks_on_meta()
+    half = _HALVES.get(precision)
+    if learning.type == "meta":
+        for network in networks.values():
+            network.to(half or torch.float32)
+            _remember_shapes(network)
     for network in system.frozen():
         network.to(encoding)
     tables = tuple(
         module.num_embeddings
         for network in networks.values()
         for module in network.modules()
-        if isinstance(module, torch.nn.Embedding)
+        if isinstance(module, nn.Embedding)
     )
     remarks: list[str] = []
     parts, seen = set[str](), set[str]()
@@ -172,7 +177,7 @@ def _try_parts(
             for name, network in networks.items():  # as in a turn: only this part learns
                 network.requires_grad_(name == part)
             place = f"{run.system}: loss of {part}"
-            with _explain_errors(place, ids, learning, tables):
+            with _explain_errors(place, ids, learning, tables), _explain_casts(place, half):
                 terms = system.loss(part, networks, example)
             _require_terms(place, terms, system.watched)
             seen.update(terms)
@@ -189,9 +194,36 @@ def _try_parts(
             _try_evaluation(run, system, networks, example)
         if run.every.sample or run.every.metrics:
             _try_drawing(run, system, networks, held, example)
-    if precision in _HALVES:
-        _try_precision(run.system, system, networks, example, _HALVES[precision])
+    if half and learning.type == "cpu":
+        # Other errors are those of the CPU, which lacks some kernels in half precision.
+        for network in networks.values():
+            network.to(half)
+        part = next(iter(system.parts))
+        with torch.no_grad(), suppress(RuntimeError, TypeError), _explain_casts(f"{run.system}: loss of {part}", half):
+            system.loss(part, networks, example)
     return remarks
+
+
+def _remember_shapes(network: nn.Module) -> None:
+    """Lets a network on the meta device compute once without gradient for inputs of the same shapes, since it costs
+    half a second where it is deep.
+    """
+    forward, outputs = network.forward, {}
+
+    def remember(*values: Any, **named: Any) -> Any:
+        tensors = [*values, *named.values()]
+        if not tensors or not all(torch.is_tensor(value) and value.ndim for value in tensors):
+            return forward(*values, **named)
+        key = (tuple(named), *((value.shape[1:], value.dtype) for value in tensors))
+        if key in outputs and not torch.is_grad_enabled():
+            shape, dtype = outputs[key]
+            return torch.empty(len(tensors[0]), *shape, dtype=dtype, device="meta")
+        out = forward(*values, **named)
+        if torch.is_tensor(out) and out.shape[:1] == tensors[0].shape[:1]:
+            outputs[key] = out.shape[1:], out.dtype
+        return out
+
+    network.forward = remember  # type: ignore[method-assign]
 
 
 def _try_state(name: str, system: System) -> None:
@@ -264,24 +296,22 @@ def _limit_calls(networks: Nets) -> Iterator[None]:
             hook.remove()
 
 
-def _try_precision(name: str, system: System, networks: Nets, example: Example, dtype: torch.dtype) -> None:
-    """Takes the first part's loss with weights in half precision. Raises ConfigError if an input is not cast."""
-    part = next(iter(system.parts))
-    for network in networks.values():
-        network.to(dtype)
+@contextmanager
+def _explain_casts(place: str, half: torch.dtype | None) -> Iterator[None]:
+    """Says what to do about inputs in float32 that meet weights in half precision. Raises ConfigError."""
     try:
-        with torch.no_grad():
-            system.loss(part, networks, example)
-    except (RuntimeError, TypeError) as error:  # Other errors are those of the meta device, or of the CPU's kernels.
+        yield
+    except RuntimeError as error:
         line = str(error).partition("\n")[0]
-        if _OTHER_DTYPE.search(line):
-            raise ConfigError(
-                f"{name}: loss of {part}, with weights in {dtype}: {line}: inputs come in float32; cast what enters a "
-                "network to the precision of its weights, x.to(self.enter.weight.dtype)"
-            ) from error
+        if half is None or not _OTHER_DTYPE.search(line):
+            raise
+        raise ConfigError(
+            f"{place}, with weights in {half}: {line}: inputs come in float32; cast what enters a network to the "
+            "precision of its weights, x.to(self.enter.weight.dtype)"
+        ) from error
 
 
-def _require_parts(name: str, system: System, networks: dict[str, torch.nn.Module]) -> None:
+def _require_parts(name: str, system: System, networks: dict[str, nn.Module]) -> None:
     """ConfigError: networks, parts, averages and turns that do not go together."""
     parts = list(system.parts)
     if set(networks) != set(parts) or not {*system.averaged, *system.turns(0)} <= set(parts):

@@ -35,7 +35,7 @@ class Order(Command):
 
     usage: ClassVar[str] = "dstrain consolidate RUN|CHECKPOINT --out DIR [options]"
     examples: ClassVar[str] = """
-        dstrain consolidate runs/dit-small --weights ema:0.9999 --out weights
+        dstrain consolidate runs/dit-small --weights ema:0.97 --out weights
         dstrain consolidate other/checkpoints --tag global_step1000 --trust-pickle --dtype bfloat16 --out weights
         dstrain train init_from=weights
     """

@@ -23,7 +23,7 @@ class ExportOptions(Weights):
     examples: ClassVar[str] = """
         dstrain export runs/vae-small --out runs/first_stage
         dstrain export runs/dit-small-latents --out pipeline
-        dstrain export runs/dit-small --out weights --format safetensors --ema 0.9999
+        dstrain export runs/dit-small --out weights --format safetensors --ema 0.97
     """
 
     run: Path = argument(
