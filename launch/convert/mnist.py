@@ -27,13 +27,15 @@ def read_mnist(path: Path) -> dict[str, Pictures]:
     Raises ConfigError if there are none, several sets, or a file that is damaged.
     """
     root = path.parent if path.is_file() else path
-    names = {match: root / name for name in find_idx(LocalFiles(path)) if (match := IDX.fullmatch(Path(name).name))}
-    sets = sorted({match["set"] or "" for match in names})
+    files = find_idx(LocalFiles(path))
+    names = {match: root / name for name in files if (match := IDX.fullmatch(Path(name).name))}
+    sets = sorted({f"{Path(name).parent}/{match['set'] or ''}".rstrip("-") for match, name in zip(names, files)})
     if not names:
         raise ConfigError(f"{path} holds no idx files of images, such as train-images-idx3-ubyte.gz")
     if len(sets) > 1:
-        words = ", ".join(name.rstrip("-") for name in sets)
-        raise ConfigError(f"{path} holds several sets, {words}: put links to the files of one into a folder")
+        raise ConfigError(
+            f"{path} holds several sets, {', '.join(sets)}: name the folder of one, or put links to its files into one"
+        )
     splits = {}
     for match, file in names.items():
         images = _read_idx(file, _IMAGES)

@@ -13,13 +13,14 @@ Names and places of files decide; no content is read.
 import os
 import re
 import shlex
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Request, file_exists, peek_names
-from dstrain.recipe import ConfigError, NotRead
+from dstrain.recipe import ConfigError
 
 # Files of a CIFAR: folder -> (those of training, that of the test, that of the names of the classes).
 _TEN = tuple(f"data_batch_{number}" for number in (1, 2, 3, 4, 5))
@@ -108,26 +109,16 @@ def find_cifar(root: str, files: Files) -> Cifar | None:
 
 
 def find_idx(files: Files) -> list[str]:
-    """Returns the idx files of images: the file itself, or those of the first folder of torchvision's that has some.
+    """Returns the idx files of images: the file itself, or those in the folder and in torchvision's folders below it.
 
     Where a file is there both packed and unpacked, the unpacked one counts.
     """
-    top = peek_names(files)
+    folders, found = {name for name, inner in peek_names(files) if inner}, set()
     for folder in _IDX_FOLDERS:
-        if folder and (folder.partition("/")[0], True) not in top:
-            continue
-        try:
-            inner = files.names(folder.rstrip("/")) if folder else top
-        except NotRead:
-            raise
-        except OSError:
-            continue
-        names = {name for name, is_folder in inner if not is_folder and IDX.fullmatch(name)}
-        if names:
-            return [
-                folder + name for name in sorted(names) if name.removesuffix(".gz") == name or name[:-3] not in names
-            ]
-    return []
+        if not folder or folder.partition("/")[0] in folders:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found |= {folder + name for name, inner in files.names(folder.rstrip("/")) if IDX.fullmatch(name)}
+    return sorted(name for name in found if name.removesuffix(".gz") == name or name[:-3] not in found)
 
 
 def find_lmdb(files: Files) -> list[str]:

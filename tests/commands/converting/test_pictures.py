@@ -118,7 +118,7 @@ def test_mnist(tmp_path, below, ending):
         write_idx(data / "two" / "raw", "emnist-digits-")
         for path in (data / "two" / "raw").iterdir():
             path.rename(data / below / path.name)
-        with pytest.raises(ConfigError, match="several sets, emnist-digits, emnist-letters"):
+        with pytest.raises(ConfigError, match="several sets, EMNIST/raw/emnist-digits, EMNIST/raw/emnist-letters"):
             converted("mnist", data, tmp_path / "none")
 
 

@@ -27,6 +27,7 @@ from dstrain.data.sources.images import open_images
 from dstrain.encoders.text import unpack_captions
 from dstrain.metrics.images import open_set
 from dstrain.recipe import ConfigError, Data
+from launch.convert.mnist import read_mnist
 
 CASES: dict[str, tuple[Callable, str]] = {}
 
@@ -342,6 +343,16 @@ def two_idx_sets(d):
     for name in ("MNIST", "FashionMNIST"):
         put_idx(d / name / "raw")
     return read(d)
+
+
+@case("refused: D holds several sets, FashionMNIST/raw/, MNIST/raw/: name the folder of one")
+def two_idx_sets_to_convert(d):
+    for name in ("MNIST", "FashionMNIST"):
+        put_idx(d / name / "raw")
+    try:
+        return str(read_mnist(d))
+    except ConfigError as error:
+        return f"refused: {error}"
 
 
 @case(SEVERAL + "CIFAR .cifar-10-batches-py. .*and CIFAR .cifar-100-python. .*: data.path=D/cifar-100-python")
