@@ -97,7 +97,7 @@ def _wait_briefly() -> None:
 
 
 def _find_group() -> ModuleType | None:
-    """The module distributed.group, where a script has loaded it: it imports torch, which readers do without."""
+    """Returns the module distributed.group, where a script has loaded it: it imports torch."""
     return sys.modules.get("dstrain.distributed.group")
 
 

@@ -34,9 +34,9 @@ class Job:
 
 
 def prepare_job(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
-    """The checked job: recipe, overrides, model section, paths and DeepSpeed settings, then data and folder.
+    """Returns the checked job: recipe, overrides, model section, paths, DeepSpeed settings, then data and folder.
 
-    ConfigError: every problem that can be seen at this point. Data and folder are looked at last, and on rank 0.
+    Raises ConfigError with every problem that can be seen here. Data and folder are looked at last, and on rank 0.
     """
     world, device_type = world or group.read_place().world, device_type or group.device().type
     run, problems = check_recipe(_read_recipe(options.recipe, options.overrides))
@@ -84,7 +84,7 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
 
 
 def check_recipe(run: Run) -> tuple[Run, list[str]]:
-    """The Run with its data and model sections completed and checked, and what is wrong with it."""
+    """Returns the Run with its data and model sections completed, and what is wrong with it."""
     from dstrain.data.open import complete_data, require_contents
 
     problems: list[str] = []
@@ -127,7 +127,7 @@ def _collect_problems(problems: list[str]) -> Iterator[None]:
 
 
 def _list_path_problems(run: Run) -> list[str]:
-    """What is wrong with the paths of a recipe."""
+    """Returns what is wrong with the paths of a recipe."""
     from dstrain.data.paths import find_path_problems
 
     problems = find_path_problems(run.data)
@@ -140,7 +140,7 @@ def _list_path_problems(run: Run) -> list[str]:
 
 
 def _find_folder_problem(folder: Path) -> str | None:
-    """Why nothing can be written at `folder`; rank 0 tries it with a folder that it takes away again."""
+    """Returns why nothing can be written at `folder`; rank 0 tries it with a folder that it takes away again."""
     above = (folder.absolute(), *folder.absolute().parents)
     if link := next((path for path in above if path.is_symlink() and not os.path.exists(path)), None):
         return f"{link} is a link that leads nowhere; make what it names, or name another folder"
@@ -226,7 +226,7 @@ def _check_data_and_folder(
 
 
 def _check_step(run: Run, options: JobOptions) -> None:
-    """ConfigError: --step names no checkpoint of the folder, or the one to go on from is beyond the run's end."""
+    """Raises ConfigError if --step names no checkpoint of the folder, or the run would go on beyond its end."""
     if not options.from_scratch:
         folders.require_steps(run, folders.read_last_saved(run.directory) if options.step is None else options.step)
     if options.step is None:
@@ -243,13 +243,13 @@ def _check_step(run: Run, options: JobOptions) -> None:
 
 
 def _check_profile(run: Run, options: JobOptions) -> None:
-    """ConfigError: the steps of --profile lie beyond the run. Steps before a resume are left to tracking/profile.py."""
+    """Raises ConfigError if the steps of --profile lie beyond the run; tracking/profile.py sees the others."""
     if options.profile is not None and options.profile[1] > run.steps:
         raise ConfigError(f"--profile: step {options.profile[1]} lies beyond steps={run.steps}: name steps up to that")
 
 
 def _require_samples(run: Run, system: System) -> None:
-    """ConfigError: the grids of training cannot be drawn as the recipe says. A text encoder is tried here."""
+    """Raises ConfigError if the grids of training cannot be drawn as the recipe says. A text encoder is tried here."""
     samples, draws = run.samples, system.generates or not run.every.sample
     system.sampler(samples.sampler, "samples.sampler")
     system.check_sampling(samples)
@@ -275,7 +275,7 @@ def _require_samples(run: Run, system: System) -> None:
 
 
 def _check_initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
-    """What `init_from` would load, where the run begins by it. ConfigError: the weights do not fit."""
+    """Returns what `init_from` would load, where the run begins by it. Raises ConfigError if the weights do not fit."""
     from dstrain.runs.weights import fit_weights
 
     if run.init_from is None or options.from_scratch or folders.read_last_saved(run.directory):

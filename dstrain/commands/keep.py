@@ -34,7 +34,7 @@ def run_verb(options: KeepOptions) -> None:
 
 
 def keep_running(options: KeepOptions, run: Run) -> int:
-    """Runs the command, and again where it has died; the exit code of the last start, 0 where the run is complete."""
+    """Runs the command, and again where it has died; returns the exit code of the last start, 0 of a complete run."""
     return _Supervisor(options, run).run()
 
 
@@ -86,7 +86,7 @@ class _Supervisor:
         return _exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
 
     def _start(self, words: list[str]) -> int:
-        """Runs the command until none of its processes lives and the folder's lock is free; how it ended."""
+        """Runs the command until none of its processes lives and the folder's lock is free; returns how it ended."""
         with tempfile.NamedTemporaryFile(prefix="dstrain-ended-") as file:
             try:
                 self._process = subprocess.Popen(words, env=exit_codes.ask_codes(file.name), start_new_session=True)
@@ -127,7 +127,7 @@ class _Supervisor:
                 return
 
     def _final(self, code: int, saved: int) -> bool:
-        """Whether the command would end so again, or is not to be started again."""
+        """Returns whether the command would end so again, or is not to be started again."""
         if self._signal or code in (exit_codes.WRONG_INPUT, exit_codes.DIVERGED):
             return True
         return (code == exit_codes.STOPPED and not self._options.restart_on_stop) or (
@@ -135,7 +135,7 @@ class _Supervisor:
         )
 
     def _again(self) -> list[str]:
-        """The command for a restart: without the options of one command, once this one has obeyed them."""
+        """Returns the command for a restart: without the options of one command, once this one has obeyed them."""
         words = list(self._options.words)
         if self._new or self._traces() != self._before:
             for option, values in _ONCE.items():
@@ -145,7 +145,7 @@ class _Supervisor:
         return words
 
     def _traces(self) -> tuple[set[str], int]:
-        """What changes in the folder when --from-scratch or --step moves its files aside, or a step is saved."""
+        """Returns what changes in the folder when --from-scratch or --step moves files aside, or a step is saved."""
         return {path.name for path in self._folder.glob("earlier_*")}, folders.read_last_saved(self._folder)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -166,7 +166,7 @@ class _Supervisor:
             time.sleep(0.1)
 
     def _say(self, text: str) -> None:
-        """To stderr, and to restarts.log once the folder is a run's."""
+        """Writes a line to stderr, and to restarts.log once the folder is a run's."""
         line = f"{datetime.now().astimezone().isoformat(timespec='seconds')} keep: {text}"
         print(line, file=sys.stderr, flush=True)
         self._unwritten.append(line + "\n")
@@ -182,12 +182,12 @@ class _Supervisor:
 
 
 def _exit_code(code: int) -> int:
-    """Of this process, for a command that has ended with `code`: below 0, by a signal."""
+    """Returns this process's exit code for a command that has ended with `code`: below 0, by a signal."""
     return code if code >= 0 else 128 - code
 
 
 def _describe_exit(code: int) -> str:
-    """How a command ended. Signal N that has killed a rank is 256 - N of deepspeed, 128 + N of shells; 255 is ssh's."""
+    """Says how a command ended. A rank killed by signal N is 256 - N of deepspeed, 128 + N of shells; 255 is ssh's."""
     names = {number.value: number.name for number in signal.Signals}
     if code < 0:
         return f"the launcher was killed by {names.get(-code, -code)}"

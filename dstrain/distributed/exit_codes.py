@@ -26,11 +26,11 @@ def note_code(code: int) -> None:
 
 
 def ask_codes(path: str) -> dict[str, str]:
-    """This process's environment, in which ranks write how they end into a file."""
+    """Returns this process's environment, in which ranks write how they end into a file."""
     return {**os.environ, _VARIABLE: path}
 
 
 def read_codes(path: str) -> list[int]:
-    """What ranks of this machine have written, in the order of their ends."""
+    """Reads what ranks of this machine have written, in the order of their ends."""
     with open(path, encoding="ascii") as file:
         return [int(line) for line in file if line.strip().isdigit()]

@@ -53,14 +53,14 @@ def world() -> int:
 
 
 def device() -> torch.device:
-    """The accelerator of this rank, or the CPU."""
+    """Returns the accelerator of this rank, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", read_place().local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device. The host does not wait for work that the device has yet to do."""
+    """Copies a tensor of the host to a device. The host does not wait for work that the device has yet to do."""
     if values.device.type == "cpu" and device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=device.type == "cuda")
@@ -102,7 +102,7 @@ def forget_group() -> None:
 
 
 def explain_loss(error: BaseException) -> str | None:
-    """The message for an error by which this rank has lost the others; None for any other error."""
+    """Returns the message for an error by which this rank has lost the others; None for any other error."""
     text = str(error).lower()
     remote = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text))
     if not remote or not any(sign in text for sign in _SIGNS):
@@ -126,7 +126,7 @@ def explain_loss(error: BaseException) -> str | None:
 
 
 def describe_fall(error: BaseException, seconds: float = 60.0) -> str:
-    """The line that a rank logs when an error ends it.
+    """Returns the line that a rank logs when an error ends it.
 
     Where it has lost the others, its teardown may wait for ever: for a thread that exchanges data with them, or a file
     system beyond the broken link. So from here on the process ends after `seconds` at the latest.
@@ -156,14 +156,14 @@ def open_store() -> dist.Store | None:
 
 
 def new_group() -> dist.ProcessGroup | None:
-    """A gloo group, for exchanges on the host that do not wait for the GPU's queue. All ranks make it together."""
+    """Makes a gloo group, for exchanges on the host that do not wait for the GPU's queue; on all ranks together."""
     made = dist.new_group(backend="gloo") if world() > 1 else None
     return made if isinstance(made, dist.ProcessGroup) else None
 
 
 @contextmanager
 def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """This thread's exchanges go over a group of their own, so that they never mix with those of another thread."""
+    """Gives this thread's exchanges a group of their own, so that they never mix with those of another thread."""
     _thread.group = group
     try:
         yield
@@ -181,7 +181,7 @@ def _usual_control() -> dist.ProcessGroup | None:
 
 
 def agree_any(flag: bool) -> bool:
-    """True on every rank when it is true on any."""
+    """Returns True on every rank when it is true on any."""
     return agreed_max(int(flag)) > 0
 
 
@@ -199,7 +199,7 @@ class Ballot:
             self._count = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=_control(), async_op=True)
 
     def outcome(self) -> bool:
-        """True on every rank when any wished so; waits for those that have not voted. One process wishes only now."""
+        """Returns True on every rank when any wished so; waits for those that have not voted."""
         if self._count is None:
             return self._wish()
         self._count.wait()
@@ -207,7 +207,7 @@ class Ballot:
 
 
 def agreed_max(value: int) -> int:
-    """The largest of all ranks' integers."""
+    """Returns the largest of all ranks' integers."""
     if world() == 1:
         return value
     largest = torch.tensor(value, dtype=torch.int64)
@@ -216,7 +216,7 @@ def agreed_max(value: int) -> int:
 
 
 def sum_ranks(values: Tensor) -> Tensor:
-    """Sum of a tensor over ranks; the argument is left as it is."""
+    """Returns the sum of a tensor over ranks; the argument is left as it is."""
     if world() == 1:
         return values
     values = values.clone()
@@ -230,7 +230,7 @@ def gather_rows(values: Tensor) -> Tensor:
 
 
 def _count_rows(mine: int) -> list[int]:
-    """Every rank's number of rows, exchanged on the host, so that no GPU is waited for."""
+    """Returns every rank's number of rows, exchanged on the host, so that no GPU is waited for."""
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
     dist.all_gather(counts, torch.tensor([mine]), group=_control())
     return torch.cat(counts).tolist()
@@ -259,7 +259,7 @@ def in_order(positions: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's small Python value, in rank order."""
+    """Returns every rank's small Python value, in rank order."""
     if world() == 1:
         return [value]
     values: list[Any] = [None] * world()
@@ -268,7 +268,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def to_first(value: Any) -> list[Any] | None:
-    """Every rank's Python value in rank order, on rank 0; None on the others."""
+    """Returns every rank's Python value in rank order, on rank 0; None on the others."""
     if world() == 1:
         return [value]
     values: list[Any] | None = [None] * world() if rank() == 0 else None
@@ -277,7 +277,7 @@ def to_first(value: Any) -> list[Any] | None:
 
 
 def rows_to_first(rows: Tensor, counts: list[int]) -> Tensor | None:
-    """The first counts[rank] rows of each rank in rank order, on the host of rank 0; None on the others.
+    """Returns the first counts[rank] rows of each rank in rank order, on the host of rank 0; None on the others.
 
     All ranks hold rows of one shape and type. No GPU holds more than its own.
     """
@@ -298,7 +298,7 @@ def rows_to_first(rows: Tensor, counts: list[int]) -> Tensor | None:
 
 
 def from_first(value: Any) -> Any:
-    """Rank 0's small Python value, on every rank."""
+    """Returns rank 0's small Python value, on every rank."""
     if world() == 1:
         return value
     values = [value]

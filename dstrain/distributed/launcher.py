@@ -37,7 +37,7 @@ class Place:
 
 
 def read_place() -> Place:
-    """This process's place, from the launcher's environment; one process where there is no launcher.
+    """Returns this process's place, from the launcher's environment; one process where there is no launcher.
 
     Raises ValueError if a variable is no number, the rank is not below the world, or one of the two is missing: several
     processes would each train alone.
@@ -84,7 +84,7 @@ def _read_number(name: str) -> int:
 
 
 def _on_node(name: str, node: int) -> int:
-    """The entry of one node in Slurm's list of tasks for each node, such as "4(x2),3"; a plain number is itself."""
+    """Returns the entry of one node in Slurm's list of tasks for each node: 4 of "4(x2),3" and of "4"."""
     sizes, numbers = os.environ.get(name) or "1", []
     for word in sizes.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip(), re.ASCII)

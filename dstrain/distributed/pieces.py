@@ -25,7 +25,7 @@ class Pieces:
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """Inside, `end_piece` raises Stopped on all ranks together once any of them has a reason to stop.
+        """Lets `end_piece` raise Stopped, on all ranks together, once any of them has a reason to stop.
 
         The pieces inside are of one kind, and take about as long.
         """

@@ -15,24 +15,24 @@ _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 
 
 def read_birth(pid: int) -> str:
-    """The start time of a process, which tells it from a later one of the same pid; "" when it is gone or a zombie."""
+    """Reads the start time of a process, which tells it from a later one of that pid; "" if it is gone or a zombie."""
     fields = _read_stat(pid)
     return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
 
 
 def is_suspended(pid: int) -> bool:
-    """Whether a process is suspended, by SIGSTOP or by a debugger."""
+    """Returns whether a process is suspended, by SIGSTOP or by a debugger."""
     return _read_stat(pid)[:1] in (["T"], ["t"])
 
 
 def read_parent(pid: int) -> int:
-    """The pid of a process's parent; 0 when it is gone."""
+    """Reads the pid of a process's parent; 0 when it is gone."""
     fields = _read_stat(pid)
     return int(fields[1]) if len(fields) > 1 else 0
 
 
 def list_descendants(pid: int) -> list[int]:
-    """The living children of a process, their children, and so on; zombies are left out."""
+    """Lists the living children of a process, their children, and so on; zombies are left out."""
     parents = {
         int(name): read_parent(int(name)) for name in os.listdir("/proc") if name.isdigit() and read_birth(int(name))
     }
@@ -44,7 +44,7 @@ def list_descendants(pid: int) -> list[int]:
 
 
 def read_command(pid: int) -> str:
-    """A process's command line, its words separated by NUL; "" when it is gone."""
+    """Reads a process's command line, its words separated by NUL; "" when it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -60,12 +60,12 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def print_on_request() -> None:
-    """From here on `kill -USR2 PID` prints the stacks of all threads of this process on stderr."""
+    """Lets `kill -USR2 PID` print the stacks of all threads of this process on stderr."""
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
 
 
 def find_line(thread: int) -> tuple[str, bool]:
-    """The innermost line of dstrain that a thread is in, and whether that is within an exchange with other ranks."""
+    """Finds the innermost line of dstrain that a thread is in, and whether it exchanges data with other ranks there."""
     frame, place, exchanges = _current_frame(thread), "", False
     while frame is not None and not place:
         path = frame.f_code.co_filename
@@ -77,7 +77,7 @@ def find_line(thread: int) -> tuple[str, bool]:
 
 
 def is_debugged(thread: int) -> bool:
-    """Whether a thread stands in a debugger of Python."""
+    """Returns whether a thread stands in a debugger of Python."""
     frame = _current_frame(thread)
     while frame is not None:
         if Path(frame.f_code.co_filename).name in _DEBUGGERS:

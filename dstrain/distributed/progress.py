@@ -84,12 +84,12 @@ class Phases(AbstractContextManager):
             self.heard()
 
     def logged(self) -> list[str]:
-        """The lines that were said so far, once: for the log."""
+        """Returns the lines that were said so far, once: for the log."""
         lines, self._lines = self._lines, []
         return lines
 
     def heard(self) -> None:
-        """A line was printed."""
+        """Notes that a line was printed."""
         self._heard = time.monotonic()
 
     def settle(self) -> None:
@@ -97,11 +97,11 @@ class Phases(AbstractContextManager):
         self._settled = True
 
     def through(self, write: Callable[[str], None]) -> None:
-        """Words are printed by `write` from now on, which keeps a progress bar whole."""
+        """Prints words by `write` from now on, which keeps a progress bar whole."""
         self._print = write
 
     def _silent(self, now: float) -> bool:
-        """Whether a word is due."""
+        """Returns whether a word is due."""
         since = max(self._phase[1], self._heard) if self._settled else self._heard
         return now - since >= self._quiet
 
@@ -121,7 +121,7 @@ class Phases(AbstractContextManager):
 
 
 def make_greeting() -> str:
-    """The first line: what has begun, and where."""
+    """Returns the first line: what has begun, and where."""
     own = read_place()
     return (
         f"dstrain {__version__}: rank {own.rank} of {own.world}, process {os.getpid()} on {socket.gethostname()}, "
@@ -130,14 +130,14 @@ def make_greeting() -> str:
 
 
 def _on_stderr(text: str) -> None:
-    """Without the lock of sys.stderr, which a process that is forked at this moment would inherit."""
+    """Writes without the lock of sys.stderr, which a process that is forked at this moment would inherit."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode("ascii", "backslashreplace"))
 
 
 @functools.cache
 def phases() -> Phases:
-    """This process's own."""
+    """Returns this process's own."""
     return Phases()
 
 

@@ -86,7 +86,7 @@ class Stops:
             raise Stopped
 
     def requested(self) -> bool:
-        """Whether this rank has a reason to stop; cheap enough for every step."""
+        """Returns whether this rank has a reason to stop; cheap enough for every step."""
         if self.reason is None and self._file and self._file.exists():
             self.reason = f"the file {self._file}"
         if self.reason is None and any(read_birth(pid) != born for pid, born in self._launchers):
@@ -169,7 +169,7 @@ def open_stops() -> Stops:
 
 
 def _find_launchers() -> list[tuple[int, str]]:
-    """The launchers among the ancestors of this process, from its parent up, as (pid, start time).
+    """Returns the launchers among the ancestors of this process, from its parent up, as (pid, start time).
 
     `deepspeed --hostfile` has sshd start a shell that runs deepspeed.launcher.launch, or becomes it, and sshd's process
     for this session ends with its connection. Where someone has typed `deepspeed` in an ssh session, that session may
@@ -188,7 +188,7 @@ def _find_launchers() -> list[tuple[int, str]]:
 
 
 def _is_launcher(pid: int) -> bool:
-    """Whether a process is a launcher, by the names of its program and script without their folders.
+    """Tells whether a process is a launcher, by the names of its program and script without their folders.
 
     A shell is none: its script may be called deepspeed.sh, yet it launches no ranks. Nor is dstrain keep, which has
     the launcher's command line behind `--`.

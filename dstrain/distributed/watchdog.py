@@ -83,12 +83,12 @@ class Watchdog(AbstractContextManager):
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def talk(self) -> None:
-        """From here on the ranks hear of each other; once the process group stands."""
+        """Lets the ranks hear of each other from here on; the process group stands."""
         if store := group.open_store():
             threading.Thread(target=self._talk, args=(store,), name="talk", daemon=True).start()
 
     def at(self, step: int, phase: str = STEP) -> None:
-        """The main thread is now at this step, in this phase of it."""
+        """Says that the main thread is now at this step, in this phase of it."""
         now = time.monotonic()
         before, _, since = self._now
         if before == STEP:
@@ -97,7 +97,7 @@ class Watchdog(AbstractContextManager):
         phases().at(f"{phase} {step}")
 
     def lost(self, error: BaseException) -> None:
-        """If an error tells that the others are lost: writes the stacks after a timeout, ends suspended ranks here.
+        """Writes the stacks after a timeout and ends suspended ranks here, if an error tells that the others are lost.
 
         Where this rank is overdue, the others have found that the run hangs, and this rank ends as they do.
         """
@@ -143,7 +143,7 @@ class Watchdog(AbstractContextManager):
                 self._end(reasons, at_fault)
 
     def _reasons(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
-        """What is at fault, a line each, once it is known, and the ranks that cannot end by themselves.
+        """Returns what is at fault, a line each, once it is known, and the ranks that cannot end by themselves.
 
         began: since when this rank is overdue.
         """
@@ -227,7 +227,7 @@ class Watchdog(AbstractContextManager):
             append_lines(self._folder / "log.txt", f"{text}\n")
 
     def _write_stacks(self) -> None:
-        """All threads of this rank; on stderr where the folder is not a run's yet."""
+        """Writes the stacks of all threads; on stderr where the folder is not a run's yet."""
         me = self._stand()
         if not (self._folder / "run.yaml").exists():
             faulthandler.dump_traceback(2, all_threads=True)
@@ -253,7 +253,7 @@ class Watchdog(AbstractContextManager):
 
 
 def _describe_late(stands: list[Stand]) -> list[str]:
-    """The ranks that the others wait for, as far as their stands tell."""
+    """Describes the ranks that the others wait for, as far as their stands tell."""
     stands = sorted(stands, key=lambda stand: stand.rank)
     furthest = max(stand.step for stand in stands)
     late = [stand for stand in stands if stand.step < furthest]
