@@ -90,7 +90,7 @@ def probe(run: Run, system: System, source: Any, precision: str = "fp32") -> lis
 
 
 def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
-    """The system's networks, on the meta device where they can be. ConfigError: no machine holds them."""
+    """Builds the networks, on the meta device where they can be. Raises ConfigError if no machine holds them."""
     count, numbers = 0, 0
 
     def bounded(_: Any, entry: str, values: Any) -> None:
@@ -126,7 +126,7 @@ def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
 
 
 def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
-    """The first samples that training takes. What cannot be read is replaced."""
+    """Reads the first samples that training takes. What cannot be read is replaced."""
     with (
         warnings.catch_warnings(),
         Batches(
@@ -312,7 +312,7 @@ def _explain_casts(place: str, half: torch.dtype | None) -> Iterator[None]:
 
 
 def _require_parts(name: str, system: System, networks: dict[str, nn.Module]) -> None:
-    """ConfigError: networks, parts, averages and turns that do not go together."""
+    """Raises ConfigError for networks, parts, averages and turns that do not go together."""
     parts = list(system.parts)
     if set(networks) != set(parts) or not {*system.averaged, *system.turns(0)} <= set(parts):
         raise ConfigError(
@@ -330,7 +330,7 @@ def _require_parts(name: str, system: System, networks: dict[str, nn.Module]) ->
 
 
 def _require_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...]) -> None:
-    """ConfigError: terms that the loop cannot descend or report."""
+    """Raises ConfigError for terms that the loop cannot descend or report."""
     if not isinstance(terms, dict) or not all(map(torch.is_tensor, terms.values())):
         raise ConfigError(f'{place} returns a {type(terms).__name__}: return a dict of tensors, its "loss" a scalar')
     if "loss" not in terms:
@@ -369,7 +369,7 @@ def _list_ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _explain_errors(
     place: str, ids: dict[str, Tensor], device: torch.device, tables: tuple[int, ...] = ()
 ) -> Iterator[None]:
-    """An id out of range becomes a ConfigError that says what ids there are; a need of values becomes _NotChecked."""
+    """Makes an id out of range a ConfigError that says what ids there are, and a need of values _NotChecked."""
     try:
         yield
     except (IndexError, RuntimeError, TypeError) as error:  # also NotImplementedError, which is a RuntimeError
