@@ -20,7 +20,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from dstrain.data.files.listing import walk_files
+from dstrain.data.files.listing import join_few, walk_files
 from dstrain.data.files.storage import require_regular, retry
 from dstrain.recipe import ConfigError
 
@@ -203,9 +203,11 @@ def read_pictures(path: Path, channels: int) -> Tensor:
 
 def find_samples(path: Path) -> Path:
     """Returns the .npz of samples in a folder that `dstrain generate` wrote (it holds a grid, too); else the path
-    itself.
+    itself. Raises ConfigError if it holds several.
     """
     files = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
+    if len(files) > 1:
+        raise ConfigError(f"{path} holds {join_few([file.name for file in files], 3)}: name one of them")
     return files[-1] if files else path
 
 

@@ -60,6 +60,8 @@ def _find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
 def _name_form(name: str, files: Files, request: Request) -> Form | None:
     """Returns the form of which a file is a part; None if it is of none, or only belongs to another file."""
     folder, _, own = name.rpartition("/")
+    if own.lower().endswith(request.suffixes):
+        return request.noun, name.partition("/")[0] if folder else ""
     start, suffix = f"{folder}/" if folder else "", os.path.splitext(own)[1].lower()
     if IDX.fullmatch(own):
         return "MNIST's idx files", folder
@@ -72,8 +74,6 @@ def _name_form(name: str, files: Files, request: Request) -> Form | None:
         return "shards of dstrain pack", folder
     if suffix == ".zip":
         return "a zip file", name
-    if own.lower().endswith(request.suffixes):
-        return request.noun, name.partition("/")[0] if folder else ""
     nouns = {".tar": "tar files", ".arrow": "Arrow files", ".parquet": _TABLES}
     return (nouns[suffix], folder or f"*{suffix}") if suffix in nouns else None
 

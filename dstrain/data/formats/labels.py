@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dstrain.data.files.local import is_folder
 from dstrain.data.source import Source
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, parse_number, read_label
@@ -178,7 +179,7 @@ def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
 def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> None:
     """Checks class folders. Raises ConfigError if they hold splits, which would all be learned from."""
     for name in folders:
-        inner = (entry.name for entry in os.scandir(root / name) if entry.is_dir(follow_symlinks=False))
+        inner = (entry.name for entry in os.scandir(root / name) if "." not in entry.name and is_folder(entry))
         splits = sorted(filter(is_split, inner))  # only these are sorted, since a class may hold a million files
         if len(splits) > 1 and len(folders) == 1:
             refuse_splits(root / name, tuple(splits), key)
