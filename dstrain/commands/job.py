@@ -4,7 +4,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dstrain.commands.options.train import JobOptions
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine import settings
-from dstrain.recipe import ConfigError, Run, format_value
+from dstrain.recipe import ConfigError, Data, Run, format_value
 from dstrain.recipe.trust import is_of_run, trust_system
 from dstrain.runs import folders
 from dstrain.systems.base import System
@@ -90,7 +90,7 @@ def check_recipe(run: Run) -> tuple[Run, list[str]]:
     problems: list[str] = []
     with _collect_problems(problems):
         schema = systems.config_class(run.system)
-        run = run.model_copy(update={"data": complete_data(run.data)})
+        run = run.model_copy(update={"data": complete_data(_keep_upright(run))})
         require_contents(run.data, run.system, schema.learns_from, systems.learners)
         if run.data.durations and not schema.learns_durations:
             raise ConfigError(
@@ -115,6 +115,15 @@ def check_recipe(run: Run) -> tuple[Run, list[str]]:
             )
         problems += config.conflicts(run)
     return run, problems
+
+
+def _keep_upright(run: Run) -> Data:
+    """Returns the data section with the `upright` of the run that goes on, where the user says nothing of it."""
+    if "upright" not in run.data.model_fields_set and (run.directory / "run.yaml").is_file():
+        with suppress(ConfigError):  # a damaged one is told later
+            upright = folders.read_recipe(run.directory).data.upright
+            return run.data.model_copy(update={"upright": upright})
+    return run.data
 
 
 @contextmanager

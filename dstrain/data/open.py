@@ -404,7 +404,13 @@ def describe_data(data: Data, source: Source, held_out: Source | None, folder: P
 def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
     """Returns what the section asks of the form of its data."""
     return Request(
-        suffixes, labels=data.labels, class_list=data.class_list, columns=data.columns, cache=data.cache, **more
+        suffixes,
+        labels=data.labels,
+        class_list=data.class_list,
+        columns=data.columns,
+        cache=data.cache,
+        upright=data.upright,
+        **more,
     )
 
 

@@ -65,6 +65,8 @@ class Data(Mixture, Shaping):
     flip: Annotated[bool, FIXED] = True  # horizontal flips, drawn for each sample and step
     held_out: Annotated[Fraction, FIXED] = 0.0  # share of a folder kept for evaluation; the built-in set has its own
     held_out_path: str | None = None  # a folder for evaluation instead of a share
+    upright: Annotated[bool, FIXED] = True  # pictures and clips are turned and mirrored as their files say (EXIF,
+    # display matrix); false: as runs of earlier versions, which only turn videos
     draft: Annotated[bool, FIXED] = False  # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
     max_bad_fraction: Fraction = 0.01  # share of unreadable files that is replaced before the run ends
     workers: Annotated[int, Field(ge=0, le=1024)] | None = None  # loader processes a rank; 0: none; None chooses

@@ -131,7 +131,7 @@ def _list_files(path: Path) -> list[Path]:
 
 def _read_frames(file: Path, data: Data, most: int) -> Tensor:
     try:
-        clip, real, _ = read_clip(file, Cut(most, *_frame_size(data), data.channels), _LATEST)
+        clip, real, _ = read_clip(file, Cut(most, *_frame_size(data), data.channels, upright=data.upright), _LATEST)
     except Exception as error:  # a hostile file may raise anything
         raise ConfigError(
             f"--prime {file} cannot be read ({' '.join(str(error).split())[:150]}): give a video or a picture"

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.commands.options.encode import EncodeOptions
-from dstrain.data.cached.embeddings import PLAN
+from dstrain.data.cached.embeddings import PLAN, read_plan
 from dstrain.data.cached.rows import FOLDERS
+from dstrain.data.index.build import run_on_first
 from dstrain.data.source import Source, describe_cut_captions, read_items, stack_texts
 from dstrain.data.sources.captioned import open_captioned
 from dstrain.disk import atomic
@@ -60,11 +61,13 @@ def embed(options: EncodeOptions) -> dict[str, Any]:
             ImageEncoder(options.image_encoder).to(group.device()),
             TextEncoder(options.text_encoder, options.max_text_len).to(group.device()),
         )
-    source = open_captioned(options.data, encoders.image.image_size)
+    earlier = run_on_first(lambda: read_plan(options.out / PLAN))
+    upright = options.upright and (earlier is None or earlier.get("upright", False))
+    source = open_captioned(options.data, encoders.image.image_size, upright)
     if group.rank() == 0:
         print(f"data: {options.data}: {source.describe()}", flush=True)
         phases().say(*describe_cut_captions(source, encoders.text))
-    plan = _plan(options, encoders, source)
+    plan = _plan(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
     with claimed(options.out, "embeds", lambda: _prepare(options, plan)):
         notes = {

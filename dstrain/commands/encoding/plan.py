@@ -1,5 +1,6 @@
 """What `dstrain encode` is to do: the images or videos, and their encoding, on which its bytes depend."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -7,9 +8,11 @@ import torch
 
 from dstrain.commands.encoding.options import Plan
 from dstrain.commands.options.encode import EncodeOptions
+from dstrain.data.cached.shards import read_earlier
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
+from dstrain.data.index.build import run_on_first
 from dstrain.data.open import BuiltinData, CodesData, make_request, open_sources
 from dstrain.data.source import Source, read_items
 from dstrain.data.sources.images import open_images
@@ -41,12 +44,22 @@ def planned(options: EncodeOptions) -> Plan:
             )
     if _of_videos(stage) and options.num_captions is not None:
         raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
+    options = replace(options, upright=_is_upright(options, stage))
     texts = _texts(options)
     return Plan(stage, texts, *_encoding(options, stage, texts))
 
 
 def _of_videos(stage: FirstStage) -> bool:
     return stage.data is not None and stage.data.num_frames is not None
+
+
+def _is_upright(options: EncodeOptions, stage: FirstStage) -> bool:
+    """Returns whether pictures are turned as their files say: as the run does, and what is there already."""
+    earlier = None
+    with suppress(OSError):  # told when the folder is made ready
+        earlier = run_on_first(lambda: read_earlier(options.out))
+    older = earlier is not None and "upright" not in earlier["encoding"]
+    return options.upright and not older and (stage.data is None or stage.data.upright)
 
 
 def _texts(options: EncodeOptions) -> TextEncoder | None:
@@ -84,6 +97,8 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
         # All files will be read: their sizes cost little and tell of a changed one.
         "data": group.from_first(source.contents() if group.rank() == 0 else None),
     }
+    if options.upright:  # of which earlier folders say nothing, too
+        encoding["upright"] = True
     if options.precision != "fp32":  # of which earlier folders say nothing
         encoding["precision"] = options.precision
     if options.crops is not None:
@@ -151,7 +166,9 @@ def _images(
 ) -> Source:
     own = options.data is None and stage.data is not None
     captions = options.num_captions is not None or options.text_encoder is not None
-    request = replace(make_request(stage.data) if own else Request(SUFFIXES), captions=captions)
+    request = replace(
+        make_request(stage.data) if own else Request(SUFFIXES), captions=captions, upright=options.upright
+    )
     images = open_images(
         path,
         size,
@@ -180,6 +197,7 @@ def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held
         "flip": False,
         "codes": None,
         "buckets": None,
+        "upright": options.upright,
     }  # codes have one shape: shorter clips are filled up
     if options.data is not None:
         changes |= {"images": None, "captions": None}

@@ -22,6 +22,7 @@ _OF_PAIRS = (
     "text_encoder",
     "max_text_len",
     "text_encodings",
+    "upright",
 )
 
 
@@ -106,6 +107,11 @@ class EncodeOptions(Weights):
         True,
         "without the mirrored images: half the size, and no data.flip; videos are never mirrored",
         name="no-flip",
+    )
+    upright: bool = option(
+        True,
+        "pictures as they lie in their files, not turned as EXIF says: so ADM and DiT read ImageNet",
+        name="no-upright",
     )
     text_encoder: str | None = option(
         None,

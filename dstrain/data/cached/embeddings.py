@@ -65,12 +65,12 @@ def open_stored(path: str | Path) -> "Stored":
 
 def find_encoder(path: str | Path) -> str | None:
     """Returns what made the image embeddings: the fingerprint of the encoder; None of folders that do not say so."""
-    return BUILTIN if str(path) == BUILTIN else (_read_plan(Path(path) / PLAN) or {}).get("image_encoder")
+    return BUILTIN if str(path) == BUILTIN else (read_plan(Path(path) / PLAN) or {}).get("image_encoder")
 
 
 def find_made_of(path: str | Path) -> str | None:
     """Returns the fingerprint of the captioned images that `dstrain encode` has embedded; None as `find_encoder`."""
-    return (_read_plan(Path(path) / PLAN) or {}).get("data")
+    return (read_plan(Path(path) / PLAN) or {}).get("data")
 
 
 class Pairs(Source):
@@ -161,7 +161,7 @@ def _open_folder(root: Path) -> Stored:
             f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
             f".npy files (clip-retrieval's layout), or {BUILTIN}"
         )
-    if (root / PLAN).is_file() and not (_read_plan(root / PLAN) or {}).get("complete"):  # other tools write no plan
+    if (root / PLAN).is_file() and not (read_plan(root / PLAN) or {}).get("complete"):  # other tools write no plan
         raise ConfigError(
             f"data.path={root} is not embedded to the end: give the `dstrain encode` command that "
             "began it once more, and it goes on where it stopped"
@@ -194,7 +194,7 @@ def _open_folder(root: Path) -> Stored:
     return Stored(tables, captions)
 
 
-def _read_plan(path: Path) -> dict[str, Any] | None:
+def read_plan(path: Path) -> dict[str, Any] | None:
     """Reads what `dstrain encode` says of a folder; returns None if nothing can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

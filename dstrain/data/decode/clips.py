@@ -21,6 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -33,6 +34,7 @@ from dstrain.data.decode.pixels import (
     open_image,
     require_below_cap,
     to_tensor,
+    turn_upright,
 )
 from dstrain.data.files.storage import require_regular, retry
 from dstrain.recipe import ConfigError
@@ -58,6 +60,7 @@ class Cut:
     channels: int = 3  # 1 (grey) or 3 (RGB; transparency is laid on white)
     stride: int = 1
     still: bool = False
+    upright: bool = True  # as data.upright
 
     def available(self, count: int) -> int:
         """Returns how many frames a clip may have that is cut out of `count`."""
@@ -228,9 +231,28 @@ def _read_head(packets: Iterator[Any]) -> tuple[list[Any], int]:
 def _decode_pixels(frame: Any, cut: Cut) -> Tensor:
     transparent = any(component.is_alpha for component in frame.format.components)
     image = Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24"))
-    if frame.rotation % 360:  # of a telephone held upright
+    matrix = frame.side_data.get("DISPLAYMATRIX") if cut.upright else None
+    turns = None if matrix is None else _find_turns(np.frombuffer(matrix, np.int32))
+    if turns is not None:
+        for turn in turns:
+            image = image.transpose(turn)
+    elif frame.rotation % 360:  # of a telephone held upright
         image = image.rotate(frame.rotation, expand=True)
     return _crop_frame(image, cut)
+
+
+def _find_turns(matrix: np.ndarray) -> list[Image.Transpose] | None:
+    """Returns what a display matrix int32 (9,) does to a picture; None where it does more than turn and mirror it.
+
+    It puts the pixel (x, y) to (a x + c y, b x + d y), with a, b, c, d = matrix[[0, 1, 3, 4]].
+    """
+    a, b, c, d = np.sign(matrix[[0, 1, 3, 4]]).tolist()
+    if (a and d and not (b or c)) or (b and c and not (a or d)):
+        across, down = (a, d) if a else (c, b)
+        turns = [] if a else [Image.Transpose.TRANSPOSE]
+        turns += [Image.Transpose.FLIP_LEFT_RIGHT] * (across < 0) + [Image.Transpose.FLIP_TOP_BOTTOM] * (down < 0)
+        return turns
+    return None
 
 
 def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
@@ -240,7 +262,7 @@ def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[
         for number in cut.window(count, chance):
             image.seek(number + skipped)
             image.load()
-            frames.append(_crop_frame(image, cut))
+            frames.append(_crop_frame(turn_upright(image) if cut.upright else image, cut))
     return frames, Listing(count)
 
 

@@ -1,9 +1,10 @@
 """From an image file to a square of pixels: guarded decoding, RGB, and the ADM centre crop.
 
 The crop is the one of Dhariwal and Nichol 2021 (ADM), which DiT and the ImageNet literature use: halve with BOX while
-the shorter side is at least twice the target, resize it to the target with BICUBIC, cut out the middle. EXIF
-orientation is ignored, as in ADM. Unlike in ADM, transparency is laid on white (without its alpha channel an image
-shows whatever colours lie beneath), and 16-bit grey is scaled to 8 bits (Pillow would clip it at 255).
+the shorter side is at least twice the target, resize it to the target with BICUBIC, cut out the middle. Pictures are
+turned as EXIF says, unless data.upright=false: ADM does not. Unlike in ADM, transparency is laid on white (without its
+alpha channel an image shows whatever colours lie beneath), and 16-bit grey is scaled to 8 bits (Pillow would clip it at
+255).
 """
 
 import math
@@ -17,7 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from dstrain.data.files.listing import join_few, walk_files
@@ -48,13 +49,36 @@ def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draf
     )
 
 
-def decode_sample(file: str | Path | BinaryIO, channels: int, draft: tuple[int, int] | None = None) -> Image.Image:
-    """Returns an encoded image as L, RGB or RGBA. draft: the size that a reduced one must cover."""
+def decode_sample(
+    file: str | Path | BinaryIO, channels: int, draft: tuple[int, int] | None = None, upright: bool = True
+) -> Image.Image:
+    """Returns an encoded image as L, RGB or RGBA. draft: the size that a reduced one must cover. upright: it is turned
+    as its EXIF orientation says.
+    """
     with open_image(file, FORMATS) as image:
         if draft:
             image.draft(None, draft)
         image.load()
-        return convert_mode(image, channels)
+        return convert_mode(turn_upright(image) if upright else image, channels)
+
+
+def turn_upright(image: Image.Image) -> Image.Image:
+    """Turns and mirrors a picture as its EXIF orientation says; one that says nothing, or nonsense, stays as it is."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # whatever Pillow's parser of hostile EXIF raises
+        return image
+
+
+def read_upright_size(image: Image.Image) -> tuple[int, int]:
+    """Returns the width and height that an opened picture has when it is upright, from its header alone."""
+    exif = Image.Exif()
+    try:
+        exif.load(image.info.get("exif", b""))
+        sideways = exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+    except Exception:  # as in turn_upright
+        sideways = False
+    return image.size[::-1] if sideways else image.size
 
 
 @contextmanager
@@ -69,6 +93,7 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
         try:
             with Image.open(file, formats=formats) as image:
                 require_below_cap(image.width, image.height)
+                _scale_clear_colour(image)
                 yield image
         except UnidentifiedImageError:
             _refuse_video(file)
@@ -79,6 +104,15 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
             raise ConfigError(
                 "its texts have more than 1 MB: take them out, as `mogrify -strip FILE` of ImageMagick does"
             ) from None
+
+
+def _scale_clear_colour(image: Image.Image) -> None:
+    """Brings the colour that a PNG calls transparent to the depth that Pillow gives the pixels, which it does not."""
+    clear, raw = image.info.get("transparency"), image.tile[0].args if image.tile else None
+    if isinstance(clear, int) and raw in ("L;2", "L;4"):
+        image.info["transparency"] = clear * {"L;2": 85, "L;4": 17}[raw]
+    elif isinstance(clear, tuple) and raw == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in clear)
 
 
 def _refuse_video(file: str | Path | BinaryIO) -> None:
@@ -105,9 +139,11 @@ def convert_mode(image: Image.Image, channels: int) -> Image.Image:
     if image.mode == mode and "transparency" not in image.info:
         return image  # convert() would copy
     if image.mode.startswith("I"):
-        wide = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)
+        wide, clear = np.clip(np.asarray(image), 0, 65535).astype(np.uint32), image.info.get("transparency")
         image = Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8))
-    elif image.has_transparency_data and channels != 4:
+        if isinstance(clear, int):
+            image = Image.merge("LA", (image, Image.fromarray(np.where(wide == clear, 0, 255).astype(np.uint8))))
+    if image.has_transparency_data and channels != 4:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert(mode)

@@ -61,6 +61,7 @@ class Request:
     columns: dict[str, str | list[str]] = field(default_factory=dict)  # data.columns: path, image, label, caption
     cache: Cache = field(default_factory=Cache)  # data.cache, of data at an address
     mixed: bool = False  # one of several sources, which share the entries above
+    upright: bool = True  # data.upright: pictures are turned as their files say
     measured: bool = False  # sizes or frames are asked of all samples, and kept beside the index
 
 

@@ -40,7 +40,7 @@ _SMALL = 50_000  # samples that are kept in memory
 _WATCHED = 10_000  # files and folders that are asked for their time of change
 _SYNC = 1.0  # seconds of listing that may be lost
 _TICK = 20_000_000  # ns in which a file system's clock may stand still
-_BESIDE = ("noun", "key", "cache", "mixed", "measured")  # of a request: they do not decide what is listed
+_BESIDE = ("noun", "key", "cache", "mixed", "upright", "measured")  # of a request: they do not decide what is listed
 _OF_REQUEST = ("data.captions=", "data.class_list=")  # files elsewhere, which are watched, too
 _T = TypeVar("_T")
 

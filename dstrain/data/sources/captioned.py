@@ -22,12 +22,12 @@ from dstrain.recipe import ConfigError, reword_errors
 _NONE = " holds no image with a caption of its name beside it (X.png and X.txt), nor tar shards;"
 
 
-def open_captioned(path: str | Path, image_size: int) -> "Captioned":
-    """Opens data in a form of formats/ that has captions, on all ranks together.
+def open_captioned(path: str | Path, image_size: int, upright: bool = True) -> "Captioned":
+    """Opens data in a form of formats/ that has captions, on all ranks together. upright: as data.upright.
     Raises ConfigError if there is no pair.
     """
     with reword_errors(options={"data.path=": "--data ", ", or builtin:fashion": "", ": no images in it;": _NONE}):
-        layout, index = open_index(path, Request(SUFFIXES, captions=True))
+        layout, index = open_index(path, Request(SUFFIXES, captions=True, upright=upright))
     if not index.most_captions:
         raise ConfigError(f"--data {path}{_NONE} images end in {' '.join(SUFFIXES)}")
     return Captioned(layout, index, image_size, captions=True)

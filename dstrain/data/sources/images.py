@@ -139,7 +139,8 @@ class Images(Indexed):
         return self.index.captions(self.row(index))
 
     def _cut(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
-        image = decode_sample(read_encoded(self.layout, place), self.channels, (width, height) if self.draft else None)
+        file, upright = read_encoded(self.layout, place), self.layout.request.upright
+        image = decode_sample(file, self.channels, (width, height) if self.draft else None, upright)
         cut = self.crop(image, width, height, numbers)
         if not self.sizes:
             return {"image": to_tensor(cut.image)}

@@ -1,8 +1,8 @@
 """What decides on the bucket of each sample of an index: the size of an image, or how many frames a clip has.
 
 It is read once, by several threads of one rank, from the headers of the files; the frames of some clips are counted by
-reading them whole. It is kept beside the index, with checksums: sizes.bin, int32 (N, 2), and frames.bin, int32 (N, 1).
-An interruption loses some seconds of it.
+reading them whole. It is kept beside the index, with checksums: upright_sizes.bin, or sizes.bin where pictures are not
+turned, int32 (N, 2), and frames.bin, int32 (N, 1). An interruption loses some seconds of it.
 """
 
 import os
@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dstrain.data.decode.clips import count_frames
-from dstrain.data.decode.pixels import FORMATS, open_image
+from dstrain.data.decode.pixels import FORMATS, open_image, read_upright_size
 from dstrain.data.files.listing import ask_each
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place
@@ -35,7 +35,8 @@ def measure_images(layout: Layout, index: Index) -> Verified:
 
     The index stands on a disk. NotRead: the storage fails.
     """
-    return _open_measures(layout, index, "sizes", 2, lambda place: read_size(layout, place), CHUNK)
+    name = "upright_sizes" if layout.request.upright else "sizes"
+    return _open_measures(layout, index, name, 2, lambda place: read_size(layout, place), CHUNK)
 
 
 def measure_clips(layout: Layout, index: Index) -> Verified:
@@ -48,7 +49,7 @@ def read_size(layout: Layout, place: Place) -> tuple[int, int]:
 
     def read() -> tuple[int, int]:
         with open_image(read_encoded(layout, place), FORMATS) as image:
-            return image.size
+            return read_upright_size(image) if layout.request.upright else image.size
 
     with reading(place.name, Path(layout.root, place.name)):
         return retry(read)

@@ -95,7 +95,7 @@ class Videos(Indexed):
 
     def __init__(self, layout: Layout, index: Index, cut: Cut, **choice: Any) -> None:
         super().__init__(layout, index, **choice)
-        self.cut, self.labelled = cut, index.labelled
+        self.cut, self.labelled = replace(cut, upright=layout.request.upright), index.labelled
         self.captions_from = (
             "beside"
             if layout.notes.get("beside")

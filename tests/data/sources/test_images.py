@@ -189,15 +189,6 @@ def test_sixteen_bits_are_scaled(tmp_path):
     assert np.array_equal(read_image(tmp_path / "a.png", 8)[0].numpy(), expected)
 
 
-def test_exif_is_ignored(tmp_path):
-    """Oracle: the original, which never transposes: orientation 6 changes no pixel."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    picture(4, 32, 32).save(tmp_path / "a.jpg", exif=exif)
-    picture(4, 32, 32).save(tmp_path / "b.jpg")
-    assert torch.equal(read_image(tmp_path / "a.jpg", 32), read_image(tmp_path / "b.jpg", 32))
-
-
 @pytest.mark.parametrize("how", BROKEN)
 def test_broken_files_are_named(tmp_path, how):
     """Oracle: the contract: BadSample with the relative path and a reason of one line."""
