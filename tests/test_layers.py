@@ -376,7 +376,7 @@ def test_names_no_script(path):
 BUDGETS = {
     "checkpoint": 1534,
     "commands": 3985,
-    "data": 6714,
+    "data": 6850,
     "diffusion": 875,
     "disk": 505,
     "distributed": 930,  # with stops in every phase, launches told apart, and the environment read in one place

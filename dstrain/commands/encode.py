@@ -1,4 +1,4 @@
-"""The codes of a whole data set, made once by all ranks: shards that training reads instead of encoding online.
+"""Makes the codes of a whole data set, once, by all ranks: shards that training reads instead of encoding online.
 
 Of videos also their captions, and the states of a text encoder where one is named.
 
@@ -14,11 +14,9 @@ import json
 import math
 import os
 import shutil
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +25,18 @@ import torch
 
 from dstrain import __version__, rng
 from dstrain.commands.encoding import embeddings
-from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
-from dstrain.commands.encoding.plan import planned
+from dstrain.commands.encoding.folder import (
+    SAME_COMMAND,
+    claimed,
+    complete_shards,
+    count_samples,
+    require_readable,
+)
+from dstrain.commands.encoding.plan import make_plan
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached import shards
 from dstrain.data.cached.rows import pack_caption
+from dstrain.data.files.listing import ask_each
 from dstrain.data.source import (
     Bad,
     Item,
@@ -50,7 +55,6 @@ from dstrain.encoders.precision import compute_in
 from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import folders
 from dstrain.runs.first_stage import Encoder, FirstStage
-from dstrain.systems.base import Batch
 
 
 def run_verb(options: EncodeOptions) -> None:
@@ -93,46 +97,42 @@ def encode(options: EncodeOptions) -> dict[str, Any] | None:
 
     ConfigError: what is asked for cannot be, too many files are unreadable, or the folder holds others.
     """
-    plan = planned(options)
+    plan = make_plan(options)
     encoding = plan.encoding
     if group.rank() == 0:
         path = f"{options.data or plan.stage.data.path}, {options.split}"
         print(f"data: {path}: {plan.source.describe()}", flush=True)
         if plan.texts is not None:
             phases().say(*describe_cut_captions(plan.source, plan.texts))
-    numbers = _own(encoding, options.part)
+    numbers = _list_own(encoding, options.part)
 
     def prepare():
-        return _prepare(options, plan.stage, encoding, numbers)
+        return _prepare_folder(options, plan.stage, encoding, numbers)
 
     with (
-        _one_thread(),
+        _use_one_thread(),
         compute_in(options.precision),
         claimed(options.out, "encodes", prepare, numbers, options.part is not None),
     ):
-        records = _whole(options.out, encoding, numbers[group.rank() :: group.world()])
-        whole = set(of_all_ranks(records))
-        missing = [number for number in numbers if number not in whole]
-        records |= _make(options, Encoder(plan.stage, plan.texts, encoding), plan.source, numbers, missing)
-        return _finish(options, plan.source, encoding, dict(of_all_ranks(records.items())))
+        encoder = Encoder(plan.stage, plan.texts, encoding)
+        records = complete_shards(
+            numbers,
+            lambda number: _find_whole(options.out, encoding, number),
+            lambda missing: _make_shards(options, encoder, plan.source, numbers, missing),
+        )
+        return _write_index(options, plan.source, encoding, records)
 
 
-def _own(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
-    """The numbers of the shards of a part; None: of all."""
+def _list_own(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
+    """Returns the numbers of the shards of a part; None: of all."""
     count = -(-encoding["number"] // encoding["shard_size"])
     place, parts = part or (1, 1)
     return range(count * (place - 1) // parts, count * place // parts)
 
 
-def _samples(encoding: dict[str, Any], numbers: Sequence[int]) -> int:
-    """How many samples these shards hold."""
-    size = encoding["shard_size"]
-    return sum(min(size, encoding["number"] - number * size) for number in numbers)
-
-
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """On the CPU, sums depend on how many threads share them: with one, the bytes do not depend on OMP_NUM_THREADS."""
+def _use_one_thread() -> Iterator[None]:
+    """Computes with one thread on the CPU, since sums depend on how many share them."""
     before = torch.get_num_threads()
     if group.device().type == "cpu":
         torch.set_num_threads(1)
@@ -142,18 +142,18 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _prepare(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any], numbers: range) -> str | None:
+def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any], numbers: range) -> str | None:
     """Makes the folder ready; returns why it cannot be, else None."""
     out = options.out
     path = f"{options.data or 'the data of the run'}, {options.split}"
     names = {"first_stage": stage.name, "data": path}
-    if problem := _conflict(out, encoding, names):
+    if problem := _find_conflict(out, encoding, names):
         return problem
     own = {shards.shard_name(number) for number in numbers}
     for leftover in out.glob("*.tmp"):
         if options.part is None or (name_target(leftover) or leftover.name.lstrip(".").removesuffix(".tmp")) in own:
             leftover.unlink()
-    needed = _samples(encoding, numbers) * _row_bytes(encoding)
+    needed = count_samples(numbers, encoding["shard_size"], encoding["number"]) * _count_row_bytes(encoding)
     needed -= sum(shard.stat().st_size for shard in out.glob("shard_*.safetensors") if shard.name in own)
     free = shutil.disk_usage(out).free
     if needed > free:
@@ -163,8 +163,8 @@ def _prepare(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any]
     return None
 
 
-def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
-    """Why the files in the folder are not of this encoding, else None. `names` explain fingerprints to people."""
+def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
+    """Returns why the files in the folder are of another encoding, else None. `names` are for people."""
     if (earlier := shards.read_earlier(out)) is not None:
 
         def described(key: str, value: Any, names: dict[str, str]) -> Any:
@@ -187,8 +187,8 @@ def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str
     return None
 
 
-def _row_bytes(encoding: dict[str, Any]) -> int:
-    """The bytes of one sample on the disk."""
+def _count_row_bytes(encoding: dict[str, Any]) -> int:
+    """Returns the bytes of one sample on the disk, with captions that are not long."""
     numbers = math.prod(encoding["shape"]) * encoding["flips"] * encoding.get("crops", 1)
     numbers *= encoding.get("moments", 2) if encoding["kind"] == "latents" else 1
     several, texts = encoding.get("num_captions", 1), shards.CAPTION_BYTES * ("captions" in encoding)
@@ -197,57 +197,56 @@ def _row_bytes(encoding: dict[str, Any]) -> int:
     return numbers * np.dtype(encoding["dtype"]).itemsize + 32 + several * texts
 
 
-def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dict[str, Any]]:
-    """Records of the shards among `numbers` that are there and whole; those that are damaged are removed."""
-    records = {}
-    for number in numbers:
-        path = out / shards.shard_name(number)
-        if path.exists():
-            try:
-                facts = shards.check_shard(path)
-                if facts["encoding"] != shards.hash_encoding(encoding) or facts["number"] != number:
-                    raise ConfigError(f"{path} is of another encoding")
-                if facts["cut"]:
-                    raise ConfigError(f"{path} has captions that an older dstrain cut")
-                records[number] = shards.record_shard(path, facts)
-            except ConfigError as error:
-                print(f"{error}; it is made anew", flush=True)
-                path.unlink()
-    return records
+def _find_whole(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
+    """Returns the record of a shard that is there and whole; else None, and it is gone."""
+    path = out / shards.shard_name(number)
+    if not path.exists():
+        return None
+    try:
+        facts = shards.check_shard(path)
+        if not _is_shard(facts, encoding, number):
+            raise ConfigError(f"{path} is of another encoding")
+        if facts["cut"]:
+            raise ConfigError(f"{path} has captions that an older dstrain cut")
+        return shards.record_shard(path, facts)
+    except ConfigError as error:
+        print(f"{error}; it is made anew", flush=True)
+        path.unlink()
+        return None
 
 
-def _make(
+def _is_shard(facts: dict[str, Any], encoding: dict[str, Any], number: int) -> bool:
+    return facts["encoding"] == shards.hash_encoding(encoding) and facts["number"] == number
+
+
+def _make_shards(
     options: EncodeOptions, encoder: Encoder, source: Source, numbers: range, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Encodes this rank's share of the missing shards among `numbers`; a record of each."""
-    mine, encoding = missing[group.rank() :: group.world()], encoder.encoding
-    size, total, own = options.shard_size, encoding["number"], _samples(encoding, numbers)
-    jobs = (
-        (number, range(start, min(start + options.batch, (number + 1) * size, total)))
-        for number in mine
-        for start in range(number * size, min((number + 1) * size, total), options.batch)
-    )
-    records, parts, shard_bad, bad_files = {}, [], set(), set()
-    unit = "clip" if "num_frames" in encoding else "image"
-    with Bar("encoding", total=own, initial=own - _samples(encoding, missing), unit=unit) as bar:
-        for number, rows, batch, bad in _read(source, jobs, encoding):
-            parts.append(encoder.arrays(batch))
-            shard_bad |= bad
+    """Encodes this rank's share of the missing shards among `numbers`; returns a record of each."""
+    mine, encoding, total = missing[group.rank() :: group.world()], encoder.encoding, encoder.encoding["number"]
+    shard_rows = {number: range(number * options.shard_size, total)[: options.shard_size] for number in mine}
+    samples = _read_samples(source, chain(*shard_rows.values()), encoding, 2 * options.batch)
+    own, records, bad_files = count_samples(numbers, options.shard_size, total), {}, set()
+    done = own - count_samples(missing, options.shard_size, total)
+    with Bar("encoding", total=own, initial=done, unit="clip" if "num_frames" in encoding else "image") as bar:
+        for number, rows in shard_rows.items():
+            parts, bad = [], set()
+            for start in range(0, len(rows), options.batch):
+                items, unread = zip(*islice(samples, len(rows[start : start + options.batch])))
+                parts.append(encoder.arrays(collate_items(list(items))))
+                bad.update(tuple(entry) for entries in unread for entry in entries)
+                _require_readable(bad_files | {name for name, _ in bad}, options, own)
+                # The other ranks are assumed to be as far.
+                bar.update(min(len(items) * min(group.world(), len(missing)), bar.total - bar.n))
             bad_files |= {name for name, _ in bad}
-            _require_readable(bad_files, options, own)
-            if rows.stop in ((number + 1) * size, total):
-                arrays = shards.join_arrays(parts)
-                records[number] = _write(options.out, number, encoding, arrays, sorted(shard_bad))
-                parts, shard_bad = [], set()
-            # The other ranks are assumed to be as far.
-            bar.update(min(len(rows) * min(group.world(), len(missing)), bar.total - bar.n))
+            records[number] = _write_shard(options.out, number, encoding, shards.join_arrays(parts), sorted(bad))
     return records
 
 
-def _read(
-    source: Source, jobs: Iterable[tuple[int, range]], encoding: dict[str, Any]
-) -> Iterator[tuple[int, range, Batch, set[tuple[str, str]]]]:
-    """(shard, rows, samples, bad) of each job, read by threads and ahead; decoders let them run.
+def _read_samples(
+    source: Source, rows: Iterable[int], encoding: dict[str, Any], ahead: int
+) -> Iterator[tuple[Item, Bad]]:
+    """Yields the samples at some rows, and which could not be read before each, by threads; decoders let them run.
 
     ConfigError: a sample without a caption, where captions are encoded, or where others have one.
     """
@@ -255,7 +254,7 @@ def _read(
     several = encoding.get("num_captions")
 
     def read(index: int) -> tuple[dict, list]:
-        items, bad = _crops(source, index, encoding)
+        items, bad = _read_crops(source, index, encoding)
         item = items[0]
         row = (index + len(bad)) % len(source)  # an unreadable sample is replaced by the next one
         sample = {name: torch.as_tensor(item[name]) for name in names if name in item}
@@ -271,27 +270,11 @@ def _read(
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = 1 if source.light else max(1, min(8, cores // group.read_place().local_world))
-    with ThreadPoolExecutor(threads) as pool:
-        waiting: deque = deque()
-        try:
-            for job in chain(jobs, [None, None]):
-                if job is not None:
-                    waiting.append((*job, [pool.submit(read, index) for index in job[1]]))
-                if waiting and (job is None or len(waiting) > 2):
-                    number, rows, futures = waiting.popleft()
-                    items, bad = zip(*(future.result() for future in futures))
-                    yield (
-                        number,
-                        rows,
-                        collate_items(items),
-                        {tuple(entry) for entries in bad for entry in entries},
-                    )
-        finally:
-            pool.shutdown(cancel_futures=True)
+    yield from ask_each(read, rows, threads, ahead)
 
 
-def _crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[Item], Bad]:
-    """A sample in each of its crops, which belong to its number; and those that could not be read before it."""
+def _read_crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[Item], Bad]:
+    """Reads a sample in each of its crops, which belong to its number; and names those that could not be read."""
     if "crops" not in encoding:
         return read_items(source, [index])
     keys = rng.keys_of_seeds(index * encoding["crops"] + torch.arange(encoding["crops"]))
@@ -301,10 +284,10 @@ def _crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[I
     return first + rest, bad
 
 
-def _write(
+def _write_shard(
     out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arrays, bad: list[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Writes one shard, whole or not at all; its record."""
+    """Writes one shard, whole or not at all; returns its record."""
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {"encoding": shards.hash_encoding(encoding), "number": number, "sums": shards.sum_codes(codes), "bad": bad}
     if "caption" in arrays:
@@ -321,13 +304,13 @@ def _require_readable(bad: Collection[Any], options: EncodeOptions, total: int) 
     require_readable(len(bad), total // (options.clips or 1), options.max_bad_fraction, "files")
 
 
-def _finish(
+def _write_index(
     options: EncodeOptions, source: Source, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The index, written last, by rank 0; None where shards of other parts are missing."""
+    """Writes the index, the last file, on rank 0; returns its body, None where shards of other parts are missing."""
     if options.part is not None:
-        records |= group.from_first(_others(options, encoding, records) if group.rank() == 0 else None)
-        if missing := _missing_parts(options.part, encoding, records):
+        records |= group.from_first(_read_others(options, encoding, records) if group.rank() == 0 else None)
+        if missing := _list_missing_parts(options.part, encoding, records):
             if group.rank() == 0:
                 print(
                     f"part {options.part[0]}/{options.part[1]} is whole; these are not: {', '.join(missing)}. The "
@@ -347,23 +330,25 @@ def _finish(
     return index
 
 
-def _others(
+def _read_others(
     options: EncodeOptions, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
-    """Records of the shards that other parts have written, as these state; the maker of each has proved it whole."""
+    """Returns records of the shards that other parts have written; the maker of each has proved it whole."""
     others = {}
-    for number in _own(encoding, None):
+    for number in _list_own(encoding, None):
         path = options.out / shards.shard_name(number)
         facts = None if number in records else shards.read_header_facts(path)
-        if facts is not None and facts["encoding"] == shards.hash_encoding(encoding) and facts["number"] == number:
+        if facts is not None and _is_shard(facts, encoding, number):
             others[number] = shards.record_shard(path, facts)
     return others
 
 
-def _missing_parts(part: tuple[int, int], encoding: dict[str, Any], records: dict[int, dict[str, Any]]) -> list[str]:
-    """The parts, of as many as there are of this one, whose shards are not all in the records."""
+def _list_missing_parts(
+    part: tuple[int, int], encoding: dict[str, Any], records: dict[int, dict[str, Any]]
+) -> list[str]:
+    """Lists the parts, of as many as there are of this one, whose shards are not all in the records."""
     return [
         f"{place}/{part[1]}"
         for place in range(1, part[1] + 1)
-        if not all(number in records for number in _own(encoding, (place, part[1])))
+        if not all(number in records for number in _list_own(encoding, (place, part[1])))
     ]

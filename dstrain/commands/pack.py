@@ -1,4 +1,4 @@
-"""The samples of any data as shards of encoded files, or as webdataset tars: `dstrain pack`.
+"""Packs the samples of any data as shards of encoded files, or as webdataset tars: `dstrain pack`.
 
 The files are copied as they are, and nothing is decoded. Samples are dealt to the shards in their order, so many each,
 and shards to the ranks in turn. A shard is complete or absent, and its bytes are a function of the data alone. The same
@@ -9,9 +9,7 @@ import io
 import json
 import os
 import tarfile
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,10 +17,18 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image
 
-from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
+from dstrain.commands.encoding.folder import (
+    SAME_COMMAND,
+    claimed,
+    complete_shards,
+    count_samples,
+    describe_changes,
+    require_readable,
+)
 from dstrain.commands.options.pack import PackOptions
 from dstrain.data.decode.pixels import FORMATS
-from dstrain.data.files.storage import is_storage_fault, require_regular, retry
+from dstrain.data.files.listing import ask_each
+from dstrain.data.files.storage import require_regular, retry
 from dstrain.data.formats import packed
 from dstrain.data.formats.base import Layout
 from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, hash_file
@@ -30,13 +36,13 @@ from dstrain.data.index.build import run_on_first
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.open import BuiltinData, find_contents, open_section_index
-from dstrain.data.source import Item
+from dstrain.data.source import BadSample, Item, reading
 from dstrain.data.sources.captioned import hash_texts
 from dstrain.disk import atomic, sealed, small
 from dstrain.disk.texts import read_text, split_lines
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.recipe import ConfigError, Data, NotRead, explain_write_errors
+from dstrain.recipe import ConfigError, Data, explain_write_errors
 
 _SAMPLED = 1000  # files whose sizes say how many samples a shard of --shard-bytes has
 _MOST_BYTES = 1 << 28  # of one file
@@ -51,11 +57,11 @@ class _Packable(Indexed):
 
     @property
     def beside(self) -> bool:
-        """The captions of clips may stand in files beside them, and not in the index."""
+        """Tells whether captions of clips stand in files beside them, and not in the index."""
         return bool(self.layout.notes.get("beside"))
 
     def captions(self, row: int) -> tuple[str, ...]:
-        """OSError, ConfigError: a text beside a clip cannot be read."""
+        """Returns the captions of a row. Raises OSError or ConfigError if a text beside a clip cannot be read."""
         if not self.beside:
             return self.index.captions(row)
         return (read_text((self.path / self.index.name(row)).with_suffix(".txt")),)
@@ -93,10 +99,10 @@ def run_verb(options: PackOptions) -> None:
 def pack(options: PackOptions) -> dict[str, Any]:
     """Writes options.out, on all ranks together; returns what its pack.json says. Raises ConfigError if it cannot."""
     data = options.data()
-    layout, index = _opened(options, data)
+    layout, index = _open_index(options, data)
     first = group.rank() == 0
     files = _Packable(layout, index)  # on all ranks together
-    plan = run_on_first(lambda: _plan(options, files))
+    plan = run_on_first(lambda: _make_plan(options, files))
     if first:
         words = f"{len(index.classes):,} classes" if index.classes else "no classes"
         words += ", captions" if plan["captions"] else ", no captions"
@@ -104,23 +110,19 @@ def pack(options: PackOptions) -> dict[str, Any]:
             f"data: {data.path}: {len(index):,} {plan['noun']}, {words}; {plan['shard_samples']:,} a shard",
             flush=True,
         )
-    with claimed(options.out, "packs", lambda: _prepare(options, plan)):
-        plan = run_on_first(lambda: _planned(options.out))  # an earlier command has counted, too
+    with claimed(options.out, "packs", lambda: _prepare_folder(options, plan)):
+        plan = run_on_first(lambda: _read_plan(options.out))  # an earlier command has counted, too
         count = -(-len(index) // plan["shard_samples"])
-        earlier = run_on_first(lambda: _earlier(options.out))
-        mine = range(group.rank(), count, group.world())
-        records = {
-            number: record
-            for number in mine
-            if (record := _whole(options.out, plan["format"], number, earlier)) is not None
-        }
-        whole = {number for number, _ in of_all_ranks(records.items())}
-        missing = [number for number in range(count) if number not in whole]
-        records |= _make(options, plan, files, missing)
-        return _finish(options, plan, index, dict(of_all_ranks(records.items())))
+        earlier = run_on_first(lambda: _read_records(options.out))
+        records = complete_shards(
+            range(count),
+            lambda number: _find_whole(options.out, plan["format"], number, earlier),
+            lambda missing: _make_shards(options, plan, files, missing),
+        )
+        return _write_index(options, plan, index, records)
 
 
-def _opened(options: PackOptions, data: Data) -> tuple[Layout, Index]:
+def _open_index(options: PackOptions, data: Data) -> tuple[Layout, Index]:
     if BuiltinData.recognises(data) or data.mixture:
         raise ConfigError(
             f"{data.path}: what is built in is not packed; name a folder or a file of data"
@@ -135,11 +137,11 @@ def _opened(options: PackOptions, data: Data) -> tuple[Layout, Index]:
     return open_section_index(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
 
 
-def _plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
-    """What determines the shards, as packing.json says it."""
+def _make_plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
+    """Returns what determines the shards, as packing.json says it."""
     layout, index = files.layout, files.index
     rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLED).astype(int)).tolist()
-    sizes = [len(content) for _, content, _, _ in _read(files, rows, lambda name, reason: None)]
+    sizes = [len(content) for _, content, _, _ in _read_samples(files, rows, lambda name, reason: None)]
     samples = max(1, round(options.shard_bytes / max(float(np.mean(sizes)), 1.0)))
     return {
         "format": options.format,
@@ -153,40 +155,36 @@ def _plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
     }
 
 
-def _prepare(options: PackOptions, plan: dict[str, Any]) -> str | None:
+def _prepare_folder(options: PackOptions, plan: dict[str, Any]) -> str | None:
     """Makes the folder ready; returns why it cannot be, else None."""
     out = options.out
     if (out / PACKING).exists():
         try:
-            before = _planned(out)
-            changes = [
-                f"{key} {before[key]} there, {value} here"
-                for key, value in plan.items()
-                if key != "shard_samples" and before[key] != value
-            ]
+            before = _read_plan(out)
+            changes = describe_changes(before, plan, [key for key in plan if key != "shard_samples"])
         except (OSError, ValueError, KeyError, TypeError):
             return f"--out {out} has a {PACKING} that cannot be read: name another folder"
-        return f"--out {out} holds other shards: {'; '.join(changes)}. Name another folder" if changes else None
-    if strangers := sorted(path.name for path in out.iterdir() if path.name != ".lock"):
+        return f"--out {out} holds other shards: {changes}. Name another folder" if changes else None
+    if strangers := sorted(path.name for path in out.iterdir() if path.name[0] != "."):
         return f"--out {out} holds {', '.join(strangers[:3])}, which `dstrain pack` has not written: name a new folder"
     atomic.write_file(out / PACKING, json.dumps({"plan": plan, "of": options.path}, indent=1, sort_keys=True) + "\n")
     return None
 
 
-def _planned(out: Path) -> dict[str, Any]:
+def _read_plan(out: Path) -> dict[str, Any]:
     return small.read_json(out / PACKING)["plan"]
 
 
-def _shard(out: Path, kind: str, number: int) -> Path:
+def _name_shard(out: Path, kind: str, number: int) -> Path:
     return out / (packed.name_shard(number) if kind == "shards" else f"files-{number:06d}.tar")
 
 
-def _record(out: Path, number: int) -> Path:
+def _name_record(out: Path, number: int) -> Path:
     return out / _RECORDS / f"{number}.json"
 
 
-def _earlier(out: Path) -> dict[int, dict[str, Any]]:
-    """The records in pack.json, where an earlier command has written it."""
+def _read_records(out: Path) -> dict[int, dict[str, Any]]:
+    """Reads the records in pack.json, where an earlier command has written it."""
     for name in (INDEX, _TARS):
         body = sealed.parse_sealed((out / name).read_bytes()) if (out / name).is_file() else None
         if body is not None:
@@ -194,9 +192,9 @@ def _earlier(out: Path) -> dict[int, dict[str, Any]]:
     return {}
 
 
-def _whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
-    """The record of a shard that is there and has its hash; else None, and it is gone."""
-    path, record = _shard(out, kind, number), _record(out, number)
+def _find_whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the record of a shard that is there and has its hash; else None, and it is gone."""
+    path, record = _name_shard(out, kind, number), _name_record(out, number)
     known = earlier.get(number) or (sealed.parse_sealed(record.read_bytes()) if record.is_file() else None)
     if (
         known is not None
@@ -211,21 +209,21 @@ def _whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]
     return None
 
 
-def _make(
+def _make_shards(
     options: PackOptions, plan: dict[str, Any], files: _Packable, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Writes this rank's share of the missing shards; a record of each."""
+    """Writes this rank's share of the missing shards; returns a record of each."""
     mine, size, total = missing[group.rank() :: group.world()], plan["shard_samples"], len(files)
     bad: list[tuple[str, str]] = []
     rows = (row for number in mine for row in range(number * size, min((number + 1) * size, total)))
-    samples = _read(files, rows, lambda name, reason: bad.append((name, reason)))
+    samples = _read_samples(files, rows, lambda name, reason: bad.append((name, reason)))
     write = _write_shard if plan["format"] == "shards" else _write_tar
     records = {}
-    done = total - sum(min(size, total - number * size) for number in missing)
+    done = total - count_samples(missing, size, total)
     with Bar("packing", total=total, initial=done, unit=f" {plan['noun']}", unit_scale=True) as bar:
         for number in mine:
             here, before = min(size, total - number * size), len(bad)
-            path = _shard(options.out, plan["format"], number)
+            path = _name_shard(options.out, plan["format"], number)
             with explain_write_errors(path, SAME_COMMAND), atomic.replace_file(path) as temporary:
                 with open(temporary, "wb") as file:
                     write(file, islice(samples, here), number * size, files.layout.request.suffixes)
@@ -238,53 +236,32 @@ def _make(
                 }
             require_readable(len(bad), total, options.max_bad_fraction, "files")
             with explain_write_errors(options.out, SAME_COMMAND):
-                atomic.write_file(_record(options.out, number), sealed.render_sealed(record))
+                atomic.write_file(_name_record(options.out, number), sealed.render_sealed(record))
             records[number] = record
             bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))  # others are as far
     return records
 
 
-def _read(files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str, str], None]) -> Iterator[Sampled]:
-    """The samples of some rows, read ahead by threads. One that cannot be read has no bytes; `bad` gets its name."""
+def _read_samples(
+    files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str, str], None]
+) -> Iterator[Sampled]:
+    """Yields the samples of some rows. One that cannot be read has no bytes; `bad` gets its name and the reason."""
     layout, index = files.layout, files.index
 
     def read(row: int) -> tuple[Sampled, str | None]:
-        place, captions = index.place(row), ()
+        place, captions, problem = index.place(row), (), None
         try:
-            content, problem = retry(lambda: _read_bytes(layout.read(place))), None
-            captions = retry(lambda: files.captions(row))
-        except NotRead:
-            raise
-        except Exception as error:  # a hostile file may raise anything
-            path = Path(layout.root, place.name)
-            if is_storage_fault(error, path):
-                raise NotRead(
-                    f"{path} cannot be read ({error}), and the fault is not the file's: mend the storage, "
-                    "then give the same command again"
-                ) from None
-            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-            content, problem = b"", kind + " ".join(str(error).split())[:200]
-        label = index.label(row) if index.labelled else None
-        return (place.name, content, label, captions), problem
+            with reading(place.name, Path(layout.root, place.name)):
+                content = retry(lambda: _read_bytes(layout.read(place)))
+                captions = retry(lambda: files.captions(row))
+        except BadSample as error:
+            content, problem = b"", error.reason
+        return (place.name, content, index.label(row) if index.labelled else None, captions), problem
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        waiting: deque = deque()
-        try:
-            for row in rows:
-                waiting.append(pool.submit(read, row))
-                if len(waiting) > 2 * _THREADS:
-                    yield _noted(waiting.popleft().result(), bad)
-            while waiting:
-                yield _noted(waiting.popleft().result(), bad)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _noted(result: tuple[Sampled, str | None], bad: Callable[[str, str], None]) -> Sampled:
-    sample, problem = result
-    if problem is not None:
-        bad(sample[0], problem)
-    return sample
+    for sample, problem in ask_each(read, rows, _THREADS, 2 * _THREADS):
+        if problem is not None:
+            bad(sample[0], problem)
+        yield sample
 
 
 def _read_bytes(content: Path | bytes) -> bytes:
@@ -306,13 +283,13 @@ def _write_shard(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixe
 
 
 def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes: tuple[str, ...]) -> None:
-    """Members as webdataset names them: 000000012.jpg, .cls with the number of its class, .txt with its caption.
+    """Writes members as webdataset names them: 000000012.jpg, .cls with the number of its class, .txt with its caption.
 
     Several captions, or one of several lines, stand in .json, as "caption". `first`: the number of the first sample.
     """
     with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for number, (name, content, label, captions) in enumerate(samples, first):
-            members = {_suffix(name, content, suffixes): content}
+            members = {_choose_suffix(name, content, suffixes): content}
             if label is not None:
                 members["cls"] = str(label).encode()
             if len(captions) == 1 and split_lines(captions[0]) == captions:
@@ -325,8 +302,8 @@ def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes:
                 archive.addfile(entry, io.BytesIO(member))
 
 
-def _suffix(name: str, content: bytes, suffixes: tuple[str, ...]) -> str:
-    """The ending of a member's name: of the file's own, else what its bytes are."""
+def _choose_suffix(name: str, content: bytes, suffixes: tuple[str, ...]) -> str:
+    """Returns the ending of a member's name: of the file's own, else what its bytes are."""
     own = os.path.splitext(name)[1].lower()
     if own in suffixes:
         return own[1:]
@@ -338,10 +315,10 @@ def _suffix(name: str, content: bytes, suffixes: tuple[str, ...]) -> str:
         return suffixes[0][1:]
 
 
-def _finish(
+def _write_index(
     options: PackOptions, plan: dict[str, Any], index: Index, records: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
-    """pack.json, written last, by rank 0."""
+    """Writes pack.json, the last file, on rank 0; returns what it says."""
     body = {
         "format": FORMAT,
         "noun": plan["noun"],
@@ -360,7 +337,7 @@ def _finish(
                 options.out / (INDEX if plan["format"] == "shards" else _TARS), sealed.render_sealed(body)
             )
             for number in records:
-                _record(options.out, number).unlink(missing_ok=True)
+                _name_record(options.out, number).unlink(missing_ok=True)
             if (options.out / _RECORDS).is_dir():
                 (options.out / _RECORDS).rmdir()
     return body

@@ -20,7 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
+from dstrain.commands.encoding.folder import (
+    SAME_COMMAND,
+    claimed,
+    complete_shards,
+    count_samples,
+    describe_changes,
+    require_readable,
+)
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.embeddings import PLAN, read_plan
 from dstrain.data.cached.rows import FOLDERS
@@ -39,7 +46,7 @@ from dstrain.runs.folders import is_same_data
 
 @dataclass(frozen=True)
 class Encoders:
-    """Both towers."""
+    """Holds both towers."""
 
     image: ImageEncoder
     text: TextEncoder
@@ -67,17 +74,15 @@ def embed(options: EncodeOptions) -> dict[str, Any]:
     if group.rank() == 0:
         print(f"data: {options.data}: {source.describe()}", flush=True)
         phases().say(*describe_cut_captions(source, encoders.text))
-    plan = _plan(options, encoders, source) | ({"upright": True} if upright else {})
+    plan = _make_plan(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
-    with claimed(options.out, "embeds", lambda: _prepare(options, plan)):
-        notes = {
-            number: note
-            for number in range(group.rank(), count, group.world())
-            if (note := _whole(options.out, number))
-        }
-        whole = set(of_all_ranks(notes))
-        notes |= _make(options, encoders, source, [number for number in range(count) if number not in whole])
-        bad = set(of_all_ranks(tuple(entry) for note in notes.values() for entry in note["unreadable"]))
+    with claimed(options.out, "embeds", lambda: _prepare_folder(options, plan)):
+        notes = complete_shards(
+            range(count),
+            lambda number: _read_whole(options.out, number),
+            lambda missing: _make_shards(options, encoders, source, missing),
+        )
+        bad = {tuple(entry) for note in notes.values() for entry in note["unreadable"]}
         require_readable(len(bad), plan["pairs"], options.max_bad_fraction, "pairs")
         plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.num_uncaptioned}
         if group.rank() == 0:
@@ -85,8 +90,8 @@ def embed(options: EncodeOptions) -> dict[str, Any]:
     return plan
 
 
-def _plan(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
-    """All that the bytes depend on."""
+def _make_plan(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
+    """Returns all that the bytes depend on."""
     image, text = encoders.image, encoders.text
     weights = image.state_dict() | dict(image.named_buffers())
     return {
@@ -106,23 +111,20 @@ def _plan(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[st
     }
 
 
-def _prepare(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
+def _prepare_folder(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
     """Makes the folder ready; returns why it cannot be, else None."""
     out, path = options.out, options.out / PLAN
     if path.exists():
         try:
             earlier = json.loads(path.read_text(encoding="utf-8"))
-            changes = [
-                f"{key} {earlier.get(key)} there, {value} here"
-                for key, value in plan.items()
-                if key != "complete"
-                and earlier.get(key) != value
-                and not (key == "data" and is_same_data(str(earlier.get(key)), value))
-            ]
+            keys = [key for key in plan if key != "complete"]
+            if is_same_data(str(earlier.get("data")), plan["data"]):
+                keys.remove("data")
+            changes = describe_changes(earlier, plan, keys)
         except (OSError, ValueError, AttributeError):
             return f"--out {path} is damaged: delete it if {out} is of the same embeddings, or name another folder"
         if changes:
-            return f"--out {out} holds other embeddings: {'; '.join(changes)}. Name another folder"
+            return f"--out {out} holds other embeddings: {changes}. Name another folder"
     elif strangers := sorted(entry.name for entry in out.iterdir() if entry.name[0] != "."):
         return f"--out {out} holds {', '.join(strangers[:3])} and no {PLAN}: name a new folder"
     for name in (*FOLDERS.values(), "metadata", "done"):
@@ -134,32 +136,33 @@ def _prepare(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
     return None
 
 
-def _whole(out: Path, number: int) -> dict[str, Any] | None:
-    """The note of a shard, where all its files still have the hashes in it and so it is whole; else None."""
+def _read_whole(out: Path, number: int) -> dict[str, Any] | None:
+    """Reads the note of a shard; returns None unless all its files have the hashes in it, so that it is whole."""
     try:
-        note = json.loads(_note_path(out, number).read_text(encoding="utf-8"))
-        whole = all(_digest((out / name).read_bytes()) == digest for name, digest in note["files"].items())
+        note = json.loads(_name_note(out, number).read_text(encoding="utf-8"))
+        whole = all(_hash_bytes((out / name).read_bytes()) == digest for name, digest in note["files"].items())
         return note if whole and isinstance(note["unreadable"], list) else None
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None
 
 
-def _note_path(out: Path, number: int) -> Path:
+def _name_note(out: Path, number: int) -> Path:
     return out / "done" / f"shard_{number:05d}.json"
 
 
-def _digest(data: bytes) -> str:
+def _hash_bytes(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
-def _make(options: EncodeOptions, encoders: Encoders, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
-    """Embeds this rank's share of the missing shards; the note of each."""
+def _make_shards(
+    options: EncodeOptions, encoders: Encoders, source: Source, missing: list[int]
+) -> dict[int, dict[str, Any]]:
+    """Embeds this rank's share of the missing shards; returns the note of each."""
     notes, num_bad = {}, 0
     mine, total = missing[group.rank() :: group.world()], len(source)
-    pairs = sum(min(options.shard_size, total - number * options.shard_size) for number in mine)
-    with Bar("encoding", total=pairs, unit="pair") as bar:
+    with Bar("encoding", total=count_samples(mine, options.shard_size, total), unit="pair") as bar:
         for number in mine:
-            _note_path(options.out, number).unlink(missing_ok=True)
+            _name_note(options.out, number).unlink(missing_ok=True)
             parts: list[dict[str, Any]] = []
             unreadable: set[tuple[str, str]] = set()
             stop = min((number + 1) * options.shard_size, total)
@@ -168,16 +171,16 @@ def _make(options: EncodeOptions, encoders: Encoders, source: Source, missing: l
                 items, bad = read_items(source, list(rows))
                 unreadable.update(bad)
                 require_readable(num_bad + len(unreadable), total, options.max_bad_fraction, "pairs")
-                parts.append(_embedded(options, encoders, items))
+                parts.append(_embed_batch(options, encoders, items))
                 bar.update(len(rows))
-            notes[number] = _write(options.out, number, parts, sorted(unreadable))
+            notes[number] = _write_shard(options.out, number, parts, sorted(unreadable))
             num_bad += len(unreadable)
     return notes
 
 
 @torch.no_grad()
-def _embedded(options: EncodeOptions, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """One batch, filled up by its last pair to a fixed shape: arrays (n, ...) as stored, and captions."""
+def _embed_batch(options: EncodeOptions, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Embeds a batch, filled up by its last pair to a fixed shape: returns arrays (n, ...) as stored, and captions."""
     full = items + items[-1:] * (options.batch - len(items))
     captions = unpack_captions(stack_texts([item["caption"] for item in full]))
     texts = encoders.text.encode(captions)
@@ -196,26 +199,26 @@ def _embedded(options: EncodeOptions, encoders: Encoders, items: list[dict[str, 
     return arrays | {"captions": captions[: len(items)]}
 
 
-def _write(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> dict[str, Any]:
-    """The files of one shard, and last the note that they are whole."""
+def _write_shard(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> dict[str, Any]:
+    """Writes the files of one shard, and last the note that they are whole."""
     note: dict[str, Any] = {"files": {}, "unreadable": bad}
     with explain_write_errors(f"--out {out}", SAME_COMMAND):
         for name in parts[0]:
             if name == "captions":
                 path = f"metadata/metadata_{number:05d}.parquet"
-                data = _parquet([caption for part in parts for caption in part["captions"]])
+                data = _pack_captions([caption for part in parts for caption in part["captions"]])
             else:
                 path = f"{FOLDERS[name]}/{FOLDERS[name]}_{number:05d}.npy"
                 buffer = io.BytesIO()
                 np.save(buffer, np.concatenate([part[name] for part in parts]))
                 data = buffer.getvalue()
             atomic.write_file(out / path, data)
-            note["files"][path] = _digest(data)
-        atomic.write_file(_note_path(out, number), json.dumps(note, indent=1) + "\n")
+            note["files"][path] = _hash_bytes(data)
+        atomic.write_file(_name_note(out, number), json.dumps(note, indent=1) + "\n")
     return note
 
 
-def _parquet(captions: list[str]) -> bytes:
+def _pack_captions(captions: list[str]) -> bytes:
     import pyarrow  # slow to import
     import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""What the makers of all caches share: a folder that one command at a time writes, and a limit of unreadable files."""
+"""Serves the makers of all caches: a folder that one command at a time writes, shards, and unreadable files."""
 
 import fcntl
 import time
@@ -13,6 +13,7 @@ from dstrain.runs import folders
 
 _SHARDS = ".shards"  # its bytes are locked, one for each shard, and never written
 _PATIENCE = 60.0  # seconds, for ranks of an earlier command that still write
+Record = dict[str, Any]  # what is known of a shard that is whole
 SAME_COMMAND = "what is there is whole: give the same command again once it can"
 
 
@@ -20,7 +21,7 @@ SAME_COMMAND = "what is there is whole: give the same command again once it can"
 def claimed(
     out: Path, verb: str, prepare: Callable[[], str | None], numbers: range | None = None, shared: bool = False
 ) -> Iterator[None]:
-    """Inside, `out` is locked against other commands, and `prepare` has run on rank 0; on all ranks together.
+    """Locks `out` against other commands, and runs `prepare` on rank 0; on all ranks together.
 
     numbers: of the shards that this command writes. shared: other commands may write other shards meanwhile; then
     the whole folder is locked while `prepare` runs, and only these shards afterwards.
@@ -39,7 +40,7 @@ def claimed(
                 first
                 and problem is None
                 and numbers
-                and not _locked(locks.enter_context(open(out / _SHARDS, "a")), numbers)
+                and not _lock_shards(locks.enter_context(open(out / _SHARDS, "a")), numbers)
             ):
                 problem = busy
             if first and shared:
@@ -53,7 +54,7 @@ def claimed(
     group.barrier()
 
 
-def _locked(file: IO[str], numbers: range) -> bool:
+def _lock_shards(file: IO[str], numbers: range) -> bool:
     """Locks a byte of the file for each of the numbers, until it is closed; False: another process holds some."""
     end = time.monotonic() + _PATIENCE
     while True:
@@ -68,13 +69,35 @@ def _locked(file: IO[str], numbers: range) -> bool:
             return True
 
 
-def of_all_ranks(entries: Iterable[Any]) -> list[Any]:
-    """The entries of every rank, on every rank."""
-    return [entry for rank in group.gather_objects(list(entries)) for entry in rank]
+def complete_shards(
+    numbers: range, find: Callable[[int], Record | None], make: Callable[[list[int]], dict[int, Record]]
+) -> dict[int, Record]:
+    """Returns a record of each shard on every rank. find: of a whole one; make: this rank's share of the others."""
+    records = {}
+    for number in numbers[group.rank() :: group.world()]:
+        record = find(number)
+        if record is not None:
+            records[number] = record
+    whole = {number for rank in group.gather_objects(list(records)) for number in rank}
+    records |= make([number for number in numbers if number not in whole])
+    return {number: record for rank in group.gather_objects(records) for number, record in rank.items()}
+
+
+def count_samples(numbers: Iterable[int], size: int, total: int) -> int:
+    """Counts the samples in some of the shards that hold `size` of `total` each, the last one fewer."""
+    return sum(min(size, total - number * size) for number in numbers)
+
+
+def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterable[str]) -> str:
+    """Describes which of the keys a folder was made with otherwise; "" if none was."""
+    changes = [
+        f"{key} {earlier.get(key)} there, {now.get(key)} here" for key in keys if earlier.get(key) != now.get(key)
+    ]
+    return "; ".join(changes)
 
 
 def require_readable(bad: int, total: int, max_fraction: float, unit: str) -> None:
-    """ConfigError: more than a fraction of the files are unreadable. One always may be, unless the fraction is 0."""
+    """Raises ConfigError if too many files are unreadable. One always may be, unless the fraction is 0."""
     if bad > max(max_fraction * total, 1 if max_fraction else 0):
         raise ConfigError(
             f"{bad} of {total} {unit} cannot be read, more than --max-bad-fraction {max_fraction} "

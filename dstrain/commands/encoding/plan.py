@@ -1,12 +1,11 @@
-"""What `dstrain encode` is to do: the images or videos, and their encoding, on which its bytes depend."""
+"""Decides what `dstrain encode` does: the images or videos, and their encoding, on which its bytes depend."""
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from dstrain.commands.encoding.options import Plan
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.shards import read_earlier
 from dstrain.data.decode.crops import Crop
@@ -25,8 +24,18 @@ from dstrain.runs import first_stage
 from dstrain.runs.first_stage import FirstStage
 
 
-def planned(options: EncodeOptions) -> Plan:
-    """The same on all ranks. ConfigError: what is asked for cannot be."""
+@dataclass(frozen=True)
+class Plan:
+    """Holds what the options name, opened."""
+
+    stage: FirstStage
+    texts: TextEncoder | None  # None: captions are not encoded
+    source: Source
+    encoding: dict[str, Any]  # JSON, see data/cached/shards.py
+
+
+def make_plan(options: EncodeOptions) -> Plan:
+    """Returns the same on all ranks. Raises ConfigError if what is asked for cannot be."""
     require_precision(options.precision)
     if options.run is not None:
         stage = first_stage.open_run(options.run, options.ema, options.raw, options.step, options.precision)
@@ -34,22 +43,22 @@ def planned(options: EncodeOptions) -> Plan:
         stage = first_stage.open_diffusers(options.first_stage, options.image_size, options.precision)
     if options.crops is None and options.crop != "random":
         raise ConfigError(f"--crop {options.crop}: say how many of each image, such as --crops 4")
-    if _of_videos(stage) and options.crops is not None:
+    if _is_of_videos(stage) and options.crops is not None:
         raise ConfigError("--crops is for images, and videos are cut at their centre: leave it out")
-    for name in () if _of_videos(stage) else ("clips", "captions"):
+    for name in () if _is_of_videos(stage) else ("clips", "captions"):
         if getattr(options, name) is not None:
             raise ConfigError(
                 f"--{name} is for videos, and {stage.name} encodes images: leave it out, or name a run "
                 "that learned from videos"
             )
-    if _of_videos(stage) and options.num_captions is not None:
+    if _is_of_videos(stage) and options.num_captions is not None:
         raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
     options = replace(options, upright=_is_upright(options, stage))
-    texts = _texts(options)
-    return Plan(stage, texts, *_encoding(options, stage, texts))
+    texts = _open_texts(options)
+    return Plan(stage, texts, *_describe_encoding(options, stage, texts))
 
 
-def _of_videos(stage: FirstStage) -> bool:
+def _is_of_videos(stage: FirstStage) -> bool:
     return stage.data is not None and stage.data.num_frames is not None
 
 
@@ -62,7 +71,7 @@ def _is_upright(options: EncodeOptions, stage: FirstStage) -> bool:
     return options.upright and not older and (stage.data is None or stage.data.upright)
 
 
-def _texts(options: EncodeOptions) -> TextEncoder | None:
+def _open_texts(options: EncodeOptions) -> TextEncoder | None:
     if options.text_encoder is None:
         if options.max_text_len is not None:
             raise ConfigError("--max-text-len counts the tokens of --text-encoder: name one, or leave it out")
@@ -71,9 +80,11 @@ def _texts(options: EncodeOptions) -> TextEncoder | None:
         return TextEncoder(options.text_encoder, options.max_text_len).to(group.device())
 
 
-def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | None) -> tuple[Source, dict[str, Any]]:
-    """The source, and what its encoding is."""
-    source, size = _source(options, stage)
+def _describe_encoding(
+    options: EncodeOptions, stage: FirstStage, texts: TextEncoder | None
+) -> tuple[Source, dict[str, Any]]:
+    """Returns the source, and what its encoding is."""
+    source, size = _open_source(options, stage)
     (first,), _ = read_items(source, [0])
     if texts is not None and "caption" not in first:
         raise ConfigError(
@@ -88,7 +99,7 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
         "shape": list(probe.shape[1:] if tokens else probe.shape[2:]),
         "dtype": "int32" if tokens else options.dtype,
         "number": len(source),
-        "flips": 2 if options.flip and not _of_videos(stage) else 1,
+        "flips": 2 if options.flip and not _is_of_videos(stage) else 1,
         "image_size": size,
         "channels": stage.channels,
         "shard_size": options.shard_size,
@@ -110,7 +121,7 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
         "shape": [texts.max_length, texts.encodings_dim],
         "dtype": options.dtype,
     }
-    if _of_videos(stage):
+    if _is_of_videos(stage):
         encoding |= {
             "num_frames": stage.data.num_frames,
             "frame_stride": stage.data.frame_stride,
@@ -127,8 +138,8 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
     return source, encoding
 
 
-def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
-    """What is encoded, and the size of its squares, or of its width, in pixels."""
+def _open_source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
+    """Returns what is encoded, and the size of its squares, or its width, in pixels."""
     path, size, share, held_out_path = options.data, options.image_size, options.held_out or 0.0, None
     if (run_data := stage.data) is not None:
         size = size or run_data.image_size
@@ -156,12 +167,12 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
             "data.crop=": "--crop ",
         }
     ):
-        if _of_videos(stage):
-            return _clips(options, run_data, path, share, held_out_path), size
-        return _images(options, stage, path, size, share, held_out_path), size
+        if _is_of_videos(stage):
+            return _open_clips(options, run_data, path, share, held_out_path), size
+        return _open_images(options, stage, path, size, share, held_out_path), size
 
 
-def _images(
+def _open_images(
     options: EncodeOptions, stage: FirstStage, path: str, size: int, share: float, held_out_path: str | None
 ) -> Source:
     own = options.data is None and stage.data is not None
@@ -187,8 +198,8 @@ def _images(
     return images
 
 
-def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:
-    """Videos, cut as a run has cut its own; with the images that are mixed into them, where these are the run's own."""
+def _open_clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:
+    """Opens videos, cut as a run has cut its own, with the images that are mixed into the run's own."""
     changes = {
         "path": path,
         "mixture": None,

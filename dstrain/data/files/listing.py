@@ -1,9 +1,9 @@
 """Lists folders: class folders, files at any depth, and questions to many files by several threads."""
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -47,11 +47,21 @@ def list_class_folders(root: Path) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def ask_each(ask: Callable[[_A], _T], names: Sequence[_A]) -> Iterator[_T]:
-    """Yields ask(name) in the order of the names, by several threads."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for start in range(0, len(names), _PENDING):
-            yield from pool.map(ask, [names[i] for i in range(start, min(start + _PENDING, len(names)))])
+def ask_each(
+    ask: Callable[[_A], _T], names: Iterable[_A], threads: int = _THREADS, ahead: int = _PENDING
+) -> Iterator[_T]:
+    """Yields ask(name) in the order of the names, by several threads, which are at most so many names ahead."""
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[_T]] = deque()
+        try:
+            for name in names:
+                waiting.append(pool.submit(ask, name))
+                if len(waiting) > ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def join_few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
