@@ -378,7 +378,7 @@ BUDGETS = {
     "commands": 3985,
     "data": 6850,
     "diffusion": 875,
-    "disk": 505,
+    "disk": 516,
     "distributed": 930,  # with stops in every phase, launches told apart, and the environment read in one place
     "encoders": 380,
     "engine": 2329,
@@ -386,7 +386,7 @@ BUDGETS = {
     "nn": 763,
     "planning": 680,
     "recipe": 688,
-    "runs": 845,
+    "runs": 867,
     "sampling": 412,
     "systems": 5120,
     "tracking": 1787,

@@ -32,6 +32,7 @@ from dstrain.checkpoint.manifest import CONSOLIDATED, NAME, find_faults, read_ma
 from dstrain.checkpoint.safetensors_io import Entry
 from dstrain.commands.options.consolidate import DTYPES, Order
 from dstrain.disk import atomic
+from dstrain.disk.owner import Hold
 from dstrain.distributed.launcher import read_place
 from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError
@@ -145,6 +146,7 @@ def look(order: Order) -> Plan:
             f"--tag {order.tag} names one of DeepSpeed's checkpoints, and {source} is dstrain's: leave "
             "it out, or choose with --step"
         )
+    Hold(checkpoint)
     return _of_dstrain(order, checkpoint)
 
 

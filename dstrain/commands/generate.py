@@ -7,6 +7,7 @@ sampling/scenes.py. sampling/files.py writes the files.
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -23,10 +24,11 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import Bar, phases
 from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
-from dstrain.runs import trained
+from dstrain.runs import hosts, trained
+from dstrain.runs.folders import claim_output
 from dstrain.runs.trained import load_guide
 from dstrain.sampling.draw import class_columns, draw_all, draw_rounds
-from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, folder_for
+from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, folder_for, require_unused
 from dstrain.sampling.requests import OPTIONS, choose_conditions, make_request
 from dstrain.sampling.scenes import Length, choose_length, draw_scenes, frames_of_scenes, read_prime
 from dstrain.systems.base import CHOICES, Request, System
@@ -91,12 +93,12 @@ def _write_samples(
     scenes: list[dict[str, Tensor]],
     clip: Length | None,
 ) -> None:
-    with Bar("drawing", total=options.num, unit="sample") as bar:
+    with ExitStack() as claims, Bar("drawing", total=options.num, unit="sample") as bar:
         rounds = _draw_rounds(runs, options, request, scenes, clip)
         with reword_errors(options=OPTIONS):
             first = next(rounds)  # before the folder is made: this may be refused
-        out.mkdir(parents=True, exist_ok=True)
-        group.barrier()
+        claims.enter_context(claim_output(out, f"--out {out}", "generate"))
+        hosts.run_on_first(lambda: require_unused(out))  # another command may have ended there meanwhile
         about = About(
             options.num,
             options.seed,
@@ -116,7 +118,7 @@ def _write_samples(
                 error = samples.double() - pictures[numbers].double()
                 errors += torch.stack((error.abs().flatten(1).mean(1).sum(), error.square().flatten(1).mean(1).sum()))
             bar.update(len(numbers))
-    files.close()
+        files.close()
     if pictures is not None and group.rank() == 0:
         distance, squares = (errors / options.num).tolist()
         psnr = 10 * math.log10(255**2 / max(squares, 1e-9))

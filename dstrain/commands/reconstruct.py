@@ -8,7 +8,7 @@ by --ema WIDTH (runs/trained.py).
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.combine import Combined, Snapshot, group_snapshots, hash_snapshots
 from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import trained
+from dstrain.runs.folders import claim_output
 
 USUAL = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25)
 
@@ -80,14 +81,13 @@ def reconstruct(options: ReconstructOptions) -> list[Made]:
     folder = options.folder / RECONSTRUCTED
     with explain_write_errors(f"folder={options.folder}", "make room there"):
         stores = {width: Store(folder / repr(width), sys.maxsize, check=validate.check_checkpoint) for width in widths}
-        missing = [width for width, store in stores.items() if not _made(store, step, origin)]
-        if missing:
-            _write(
-                snapshots[-1],
-                parts,
-                {width: stores[width] for width in missing},
-                {width: {**origin, "misfit": misfits[width]} for width in missing},
-            )
+        if any(not _is_made(store, step, origin) for store in stores.values()):
+            with claim_output(folder, str(folder), "reconstruct"):
+                missing = {width: store for width, store in stores.items() if not _is_made(store, step, origin)}
+                _remove_others(missing.values(), step)
+                _write(
+                    snapshots[-1], parts, missing, {width: {**origin, "misfit": misfits[width]} for width in missing}
+                )
     return [Made(width, _path(stores[width], step), max(misfits[width].values())) for width in widths]
 
 
@@ -128,19 +128,21 @@ def usable(folder: Path, step: int | None) -> list[Snapshot]:
     return group_snapshots(whole)
 
 
-def _made(store: Store, step: int, origin: dict[str, Any]) -> bool:
-    """Whether this average was made of the same snapshots before; what was made of others goes."""
-    if step not in group.from_first(store.steps()):
-        return False
-    if store.fault(step) is None and origin.items() <= read_manifest(_path(store, step))["extra"].items():
-        return True
-    group.barrier()  # all have read it
-    if group.from_first(is_held(_path(store, step))):
-        raise ConfigError(f"{_path(store, step)} is being read, and is of other snapshots: give the same command later")
-    if group.rank() == 0:
-        shutil.rmtree(_path(store, step))
+def _is_made(store: Store, step: int, origin: dict[str, Any]) -> bool:
+    """Returns whether this average was made of the same snapshots before."""
+    made = step in group.from_first(store.steps()) and store.fault(step) is None
+    return made and origin.items() <= read_manifest(_path(store, step))["extra"].items()
+
+
+def _remove_others(stores: Iterable[Store], step: int) -> None:
+    """Removes averages of this step that were made of other snapshots. Raises ConfigError if one is being read."""
+    paths = [path for path in (_path(store, step) for store in stores) if path.is_dir()]
+    if read := group.from_first([path for path in paths if is_held(path)]):
+        raise ConfigError(f"{read[0]} is being read, and is of other snapshots: give the same command later")
+    group.barrier()  # all have looked
+    for path in paths if group.rank() == 0 else ():
+        shutil.rmtree(path)
     group.barrier()
-    return False
 
 
 def _write(last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store], extras: dict[float, Any]) -> None:

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -136,6 +136,7 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
     check_start(run, fingerprint, resume)
     with report_disk(run.directory):
         if resume.from_scratch:
+            _require_unread((run.directory / "checkpoints").glob("step_*"))
             set_aside(run.directory)
         owner.identify_folder(run.directory)
 
@@ -242,6 +243,32 @@ def _pass_without_locks() -> Iterator[None]:
         raise
     except OSError:
         pass
+
+
+@contextmanager
+def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
+    """Makes `out`, into which no other command writes inside; on all ranks together.
+
+    Raises ConfigError if another one does, or the folder cannot be written; it begins with `named`.
+    """
+    problem = None
+    if group.rank() == 0:
+        try:
+            with explain_write_errors(named, "name a folder that can be written"):
+                out.mkdir(parents=True, exist_ok=True)
+                owner.claim_folder(out, verb)
+        except owner.Held as held:
+            problem = f"{named}: another command writes there, {held}; wait for its end, or name another folder"
+        except ConfigError as error:
+            problem = str(error)
+    if problem := group.from_first(problem):
+        raise ConfigError(problem)
+    share_claim(out)
+    try:
+        yield
+        group.barrier()
+    finally:
+        owner.release_folder(out)
 
 
 def share_claim(folder: Path) -> None:
@@ -368,6 +395,7 @@ def set_newer_aside(folder: Path, step: int) -> None:
     ]
     if not newer:
         return
+    _require_unread(newer)
     with report_disk(folder):
         earlier = _make_earlier(folder)
         if (folder / "metrics.jsonl").is_file():
@@ -376,6 +404,13 @@ def set_newer_aside(folder: Path, step: int) -> None:
             (target := earlier / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
         note_saved(folder, step)
+
+
+def _require_unread(paths: Iterable[Path]) -> None:
+    """Raises ConfigError if another command reads something that is to be moved aside."""
+    for path in paths:
+        if owner.is_held(path):
+            raise ConfigError(f"{path} is being read by another command: wait for its end, and give this one again")
 
 
 def _make_earlier(folder: Path) -> Path:

@@ -2,8 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 from dstrain import systems
 from dstrain.checkpoint.layout import find_reconstructed
 from dstrain.checkpoint.store import Store
-from dstrain.disk import owner
+from dstrain.checkpoint.validate import check_checkpoint
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import folders
-from dstrain.runs.weights import choose_kind, require_whole
+from dstrain.runs.weights import choose_kind, hold_while_choosing, require_whole
 from dstrain.systems.base import System
 
 Guide = tuple[Path, float | str | None, int | None]  # a run; a decay or width of its EMA, or raw; a step
@@ -45,27 +44,8 @@ def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = N
         return keep(_choose_checkpoint(folder, step, ema))
 
 
-@contextmanager
-def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
-    """Holds checkpoints while one of them is chosen, which the yielded function goes on to hold. On all ranks, of which
-    rank 0 holds.
-    """
-    held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
-
-    def keep(path: Path) -> Path:
-        if group.rank() == 0:
-            held.pop(path, None) or owner.Hold(path)
-        return path
-
-    try:
-        yield keep
-    finally:
-        for hold in held.values():
-            hold.release()
-
-
 def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Path:
-    store = Store(folder / "checkpoints")
+    store = Store(folder / "checkpoints", check=check_checkpoint)
     if step is not None:
         own = store.folder / f"step_{step:08d}" if step in store.steps() else None
         if ema is not None and (made := find_reconstructed(folder, ema, step, own)):

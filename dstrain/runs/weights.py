@@ -4,7 +4,8 @@ import argparse
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from dstrain.checkpoint.fragments import StoredWeight
 from dstrain.checkpoint.layout import RECONSTRUCTED
 from dstrain.checkpoint.manifest import CONSOLIDATED, find_faults
 from dstrain.checkpoint.store import Store
+from dstrain.checkpoint.validate import check_checkpoint
+from dstrain.disk import owner
 from dstrain.disk.modes import apply_umask
 from dstrain.disk.small import read_json
 from dstrain.distributed import group
@@ -44,10 +47,11 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
     if path.name in (f"{_MODEL}.safetensors", f"{_MODEL}.bin") and (path.parent / "config.json").is_file():
         path = path.parent  # the names in it are those of diffusers
     if (path / "checkpoints").is_dir():
-        newest = Store(path / "checkpoints").newest()
-        if newest is None:
-            raise ConfigError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
-        path = newest[1]
+        with hold_while_choosing((path / "checkpoints").glob("step_*[0-9]")) as keep:
+            newest = Store(path / "checkpoints", check=check_checkpoint).newest()
+            if newest is None:
+                raise ConfigError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
+            path = keep(newest[1])
     elif (path / "manifest.json").exists():
         require_whole(path)
     notes: list[str] = []
@@ -181,9 +185,28 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
     apply_umask(folder)
 
 
+@contextmanager
+def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
+    """Holds checkpoints while one of them is chosen, which the yielded function goes on to hold. On all ranks, of which
+    rank 0 holds.
+    """
+    held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
+
+    def keep(path: Path) -> Path:
+        if group.rank() == 0:
+            held.pop(path, None) or owner.Hold(path)
+        return path
+
+    try:
+        yield keep
+    finally:
+        for hold in held.values():
+            hold.release()
+
+
 def require_whole(checkpoint: Path) -> Path:
     """The folder of one checkpoint, if every file of it matches its hash. ConfigError names what does not."""
-    if fault := Store(checkpoint.parent).fault(int(checkpoint.name.removeprefix("step_"))):
+    if fault := Store(checkpoint.parent, check=check_checkpoint).fault(int(checkpoint.name.removeprefix("step_"))):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
     return checkpoint
 

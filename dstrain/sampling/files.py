@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dstrain.data.files.listing import SAMPLES
+from dstrain.disk.atomic import replace_file, write_file
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError
 from dstrain.sampling.scenes import Scene
@@ -108,7 +109,7 @@ class Pictures:
                 for number, caption in enumerate(about.captions)
             )
             text = "".join(f"{json.dumps(line)}\n" for line in lines)
-            (self.out / "captions.jsonl").write_text(text, encoding="utf-8")
+            write_file(self.out / "captions.jsonl", text)
             arrays["prompts"] = np.array(about.captions)
         self.album.close(**arrays)
 
@@ -126,13 +127,14 @@ class Embeddings:
     def close(self) -> None:
         """Writes all samples."""
         if group.rank() == 0:
-            np.save(self.out / "embeddings.npy", torch.cat(self.rows).float().numpy())
+            with replace_file(self.out / "embeddings.npy") as temporary, open(temporary, "wb") as file:
+                np.save(file, torch.cat(self.rows).float().numpy())
             if self.about.captions:
                 _write_prompts(self.out, self.about.captions)
 
 
 def _write_prompts(out: Path, texts: Sequence[str]) -> None:
-    (out / "prompts.txt").write_text("".join(f"{' '.join(text.split())}\n" for text in texts), encoding="utf-8")
+    write_file(out / "prompts.txt", "".join(f"{' '.join(text.split())}\n" for text in texts))
 
 
 def folder_for(out: Path | None, parent: Path) -> Path:
@@ -141,18 +143,24 @@ def folder_for(out: Path | None, parent: Path) -> Path:
     Raises ConfigError if `out` cannot be written, or holds samples already.
     """
 
-    def used(path: Path) -> bool:
-        # Pictures alone are those of a command that was stopped: they would mix with others.
-        return path.is_dir() and any(
-            chain(path.glob("samples_*.npz"), path.glob("embeddings.npy"), path.glob(f"{SAMPLES}/*"))
-        )
-
     if out is None:
-        names = chain(["generated"], (f"generated_{number}" for number in count(2)))
-        return next(parent / name for name in names if not used(parent / name))
+        paths = (parent / name for name in chain(["generated"], (f"generated_{number}" for number in count(2))))
+        return next(path for path in paths if not (_is_used(path) or path.is_symlink()))
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out} cannot be made below {existing}: name a folder that can be written")
-    if used(out):
-        raise ConfigError(f"--out {out} holds samples already: name another folder, or empty it")
+    require_unused(out)
     return out
+
+
+def require_unused(out: Path) -> None:
+    """Raises ConfigError if a folder holds samples already."""
+    if _is_used(out):
+        raise ConfigError(f"--out {out} holds samples already: name another folder, or empty it")
+
+
+def _is_used(path: Path) -> bool:
+    # Pictures alone are those of a command that was stopped: they would mix with others.
+    return path.is_dir() and any(
+        chain(path.glob("samples_*.npz"), path.glob("embeddings.npy"), path.glob(f"{SAMPLES}/*"))
+    )

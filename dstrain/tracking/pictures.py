@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from dstrain.disk import owner
 from dstrain.disk.atomic import replace_file
 from dstrain.recipe import ConfigError
 
@@ -120,8 +121,9 @@ class Album:
 
     def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
         self.path = folder / f"samples_{'x'.join(map(str, shape))}.npz"
-        self._tmp = folder / f".{self.path.name}.tmp"
-        self._zip = zipfile.ZipFile(self._tmp, "w")
+        owner.sweep_abandoned(folder)
+        self._tmp = owner.name_beside(self.path)
+        self._zip = zipfile.ZipFile(self._tmp, "x")
         self._member = self._zip.open("arr_0.npy", "w", force_zip64=True)
         np.lib.format.write_array_header_1_0(
             self._member, {"descr": "|u1", "fortran_order": False, "shape": tuple(shape)}
@@ -138,4 +140,5 @@ class Album:
             with self._zip.open(f"{name}.npy", "w") as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
         self._zip.close()
+        owner.check_claim(self.path)
         os.replace(self._tmp, self.path)

@@ -22,7 +22,7 @@ from tests.support.runs import files, metrics
 
 STEPS = 24
 BEFORE = 12  # steps of the run that the cases of `resume` go on with
-IMAGES, SHARD, MANIFEST, METRICS = "/images/c", "/denoiser-0", ".manifest.json.tmp", "/metrics.jsonl"
+IMAGES, SHARD, MANIFEST, METRICS = "/images/c", "/denoiser-0", "/.manifest.json.", "/metrics.jsonl"
 WORKERS = ("data.workers=1",)
 
 
@@ -75,7 +75,7 @@ CASES = [
     Case("manifest, EIO on one fsync", "fsync", MANIFEST, EIO, 1),
     Case("manifest, ESTALE on one open", "open", MANIFEST, ESTALE, 1),
     Case("manifest, short writes", "write", MANIFEST, "short", 0, 0),
-    Case("saved, ENOSPC on writes", "write", ".saved.tmp", ENOSPC, 0, 2),
+    Case("saved, ENOSPC on writes", "write", "/.saved.", ENOSPC, 0, 2),
     Case("metrics, EIO on one write", "write", METRICS, EIO, 5),
     Case("metrics, ENOSPC on all writes", "write", METRICS, ENOSPC, 5, 0),
     Case("metrics, ESTALE on one open", "open", METRICS, ESTALE, 5),
