@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,9 +66,17 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     return Job(run, resolved, settings.list_remarks(resolved, device_type) + remarks, notes)
 
 
-def load_recipe(path: Path, overrides: Sequence[str]) -> Run:
-    """Returns the Run of a recipe, checked but for its data, which need not be here. Raises ConfigError."""
-    run, problems = check_recipe(_read_recipe(path, overrides))
+def load_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:
+    """Returns the Run of a recipe, checked but for its data, which need not be here. Raises ConfigError.
+
+    note    is called with what a run leaves out whose frozen networks need not be here either
+    """
+    run = _read_recipe(path, overrides)
+    if note is not None:
+        run, left_out = systems.config_class(run.system).without_files(run)
+        if left_out:
+            note(left_out)
+    run, problems = check_recipe(run)
     if problems:
         raise ConfigError(*problems)
     return run

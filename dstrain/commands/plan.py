@@ -2,8 +2,6 @@
 
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +29,12 @@ _HEAD = (
 def run_verb(options: PlanOptions) -> None:
     """Counts, and prints the costs. Raises SystemExit(1) if the run does not fit."""
     phases().at("checking the recipe")
-    run, ds_config = load_recipe(options.recipe, options.overrides), find_ds_config(options.ds_config)
+    run = load_recipe(options.recipe, options.overrides, lambda note: print(note, file=sys.stderr))
+    ds_config = find_ds_config(options.ds_config)
     phases().at("counting")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the process that counts ends with this one
     asked = case(run, ds_config, options.world, options.gpus_per_node, options.gpu, options.network, options.efficiency)
-    with first_stage_may_be_away(run):
-        text, fits = (ways if options.search else plan)(asked, options.json)
+    text, fits = (ways if options.search else plan)(asked, options.json)
     print(text)
     if not fits:
         raise SystemExit(_DOES_NOT_FIT)
@@ -71,22 +69,6 @@ def case(
         ds_config, world, "cuda", batch=run.batch, optimizer=run.optimizer, faults=run.faults
     )  # complaints that name the file
     return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device, efficiency)
-
-
-@contextmanager
-def first_stage_may_be_away(run: Run) -> Iterator[None]:
-    """Adds to the complaint about an autoencoder that is not here how the rest is planned without it."""
-    try:
-        yield
-    except ConfigError as error:
-        if not str(error).startswith("first_stage."):
-            raise
-        side = run.data.image_size // 8
-        raise ConfigError(
-            f"{error}; or plan the run without it: model.first_stage=null model.image_size={side} "
-            f"data.image_size={side} data.channels=4, for latents of 4 channels and an eighth of the "
-            "side"
-        ) from None
 
 
 def plan(case: Case, json: bool = False) -> tuple[str, bool]:

@@ -26,6 +26,18 @@ class Frozen(nn.Module):
         return super().train(False)
 
 
+def is_here(path: Any) -> bool:
+    """Returns whether what a recipe names, if anything, is on this machine: a folder, or a name in the hub's cache."""
+    if not isinstance(path, str) or Path(path).is_dir():
+        return True
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(path, "config.json"), str)
+    except ValueError:  # The path is no name of the hub.
+        return False
+
+
 @contextmanager
 def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = "") -> Iterator[None]:
     """Explains what fails in a block that loads a `kind` of network from a folder with `content`, or by a hub name.

@@ -85,6 +85,13 @@ class SystemConfig(Section):
         """Fills defaults of older versions into the section of a run's own run.yaml."""
         return model
 
+    @classmethod
+    def without_files(cls, run: Run) -> tuple[Run, str]:
+        """Returns, for a plan, a run that trains the same networks where the files of frozen ones are not here, and a
+        line about what it leaves out, "" where it is the run itself.
+        """
+        return run, ""
+
     def conflicts(self, run: Run) -> list[str]:
         """Lists what in the rest of the recipe does not fit this section, a line each, with keys and remedy."""
         return []

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,6 +50,7 @@ class BenchOptions(JobOptions):
 def main() -> None:
     """Parses the command line, measures and prints."""
     options = parse_options(BenchOptions, sys.argv[1:])
+    options = replace(options, overrides=("folder=runs/bench", *options.overrides))  # It goes on with no run.
     job = prepare_job(options)
     if options.print_config:
         print(describe_job(job), end="")

@@ -30,6 +30,7 @@ class BenchOptions(JobOptions):
 
 def main() -> None:
     options = parse_options(BenchOptions, sys.argv[1:])
+    options = replace(options, overrides=("folder=runs/bench", *options.overrides))  # It goes on with no run.
     job = prepare_job(options)
     if options.print_config:
         print(describe_job(job), end="")

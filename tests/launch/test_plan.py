@@ -24,10 +24,6 @@ TINY = "--recipe", ROOT / "tests/launch/tiny.yaml"
         (["--world", "100000"], ["--world 100000", "give --world 4096 or fewer"]),
         (["--ds_config", "{file}"], ["wrong.json", '"zero_optimization.stage" is 7: write one of 0, 1, 2, 3\n']),
         (["model.depth=none"], ["model.depth"]),
-        (
-            ["model.first_stage={{path: nowhere}}", "data.image_size=128", "model.image_size=128"],
-            ["nowhere", "without it: model.first_stage=null model.image_size=16 data.image_size=16"],
-        ),
         (["launch/recipes/dit-small.yaml"], ["write --recipe launch/recipes/dit-small.yaml"]),
     ],
 )

@@ -1,5 +1,6 @@
 """The process that counts: it ends with the command that started it."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -7,8 +8,12 @@ import sys
 import psutil
 import pytest
 
+from dstrain import systems
+from dstrain.commands.job import load_recipe
+from dstrain.recipe import ConfigError
 from tests.support.launch import ROOT, environment
 
+RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
 PROGRAM = """
 import os, signal
 from dstrain.planning.count import run_in_worker
@@ -35,3 +40,21 @@ def test_no_process_is_left_behind(number, tmp_path):
         command.send_signal(number)
         command.wait(60)
         assert psutil.wait_procs([worker], timeout=60)[1] == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_published_recipe_is_planned_without_files(path, tmp_path, monkeypatch):
+    """Oracle: an empty folder without an autoencoder, a tokenizer or data: what learns is built from the recipe alone;
+    only the weights of LPIPS, which are part of the loss, are asked for.
+    """
+    monkeypatch.chdir(tmp_path)
+    notes = []
+    try:
+        run = load_recipe(path, (), notes.append)
+        system = systems.build(run.system, run.model)
+    except ConfigError as error:
+        assert "perceptual.path" in str(error)
+        return
+    assert all(system.on_meta(part) for part in system.parts)
+    named = re.findall(r"^  (?:first_stage|tokenizer|text_encoder):", path.read_text(), re.MULTILINE)
+    assert bool(notes) == bool(named) and all("not here" in note and "not counted" in note for note in notes)

@@ -12,10 +12,9 @@ from dstrain.commands.options.train import RecipeOptions
 class PlanOptions(RecipeOptions):
     """Says what a run will take: bytes on each rank, traffic, operations, time, energy; and what makes it fit.
 
-    The recipe's data need not be here, and no network of a file is needed: leave out encoders with
-    model.first_stage=null, model.text_encoder=null and the like. Ends with 0 where it fits, 1 where it does not (of
-    --search: where nothing does), 2 where the input is wrong. docs/guides/plan.md says what is counted, what is
-    modelled, and has tables of large runs.
+    The recipe's data need not be here. Autoencoders, tokenizers and text encoders are counted where they are, and left
+    out where they are not. Ends with 0 where it fits, 1 where it does not (of --search: where nothing does), 2 where
+    the input is wrong. docs/guides/plan.md says what is counted, what is modelled, and has tables of large runs.
     """
 
     usage: ClassVar[str] = "dstrain plan [options] [key=value ...]"

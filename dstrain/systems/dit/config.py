@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.encoders import autoencoder
+from dstrain.encoders.frozen import is_here
 from dstrain.encoders.precision import Precision, find_problem
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.recipe.shapes import Shape, require_multiples
@@ -181,6 +182,21 @@ class Config(SystemConfig):
         # The section's own codes are replaced: they may be those of another cache.
         replaced = {"sizes": run.data.buckets, "size_conditions": run.data.size_conditions, "codes": codes}
         return {**from_data, **model, **replaced, **({"first_stage": first_stage} if first_stage else {})}
+
+    @classmethod
+    def without_files(cls, run: Run) -> tuple[Run, str]:
+        stage = run.model.get("first_stage")
+        path = stage.get("path") if isinstance(stage, dict) else None
+        if is_here(path) or run.data.buckets:
+            return run, ""
+        side = run.data.image_size // FirstStage.model_validate(stage).factor
+        channels = run.model.get("in_channels", cls.model_fields["in_channels"].default)
+        model = {**run.model, "first_stage": None, "image_size": side}
+        data = run.data.model_copy(update={"image_size": side, "channels": channels})
+        return run.model_copy(update={"model": model, "data": data}), (
+            f"note: model.first_stage.path={path} is not here: the network learns from latents of {channels} x "
+            f"{side} x {side}, and the autoencoder is not counted"
+        )
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size"), run.samples

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from dstrain.encoders.frozen import is_here
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.phenaki import codec
@@ -210,6 +211,23 @@ class Config(SystemConfig):
             return model
         decoding = {"sample_temperature_schedule": "decay", **(model.get("decoding") or {})}
         return {**model, "decoding": decoding, "critic_labels": "replaced" if model.get("critic") else "masked"}
+
+    @classmethod
+    def without_files(cls, run: Run) -> tuple[Run, str]:
+        stage, encoder, every, absent = run.model.get("tokenizer"), run.model.get("text_encoder"), run.every, {}
+        path = stage.get("path") if isinstance(stage, dict) else None
+        if not is_here(path) and run.model.get("token_shape"):
+            absent["tokenizer"] = f"model.tokenizer.path={path}"
+            every = run.every.model_copy(update={"sample": 0})  # Nothing decodes what would be drawn.
+        if not is_here(encoder) and run.model.get("text_encodings_dim"):
+            absent["text_encoder"] = f"model.text_encoder={encoder}"
+        if not absent:
+            return run, ""
+        model = run.model | dict.fromkeys(absent)
+        return run.model_copy(update={"model": model, "every": every}), (
+            f"note: {' and '.join(absent.values())} not here: the network learns from cached tokens and encodings, and "
+            "what made them is not counted"
+        )
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dstrain.diffusion.schedule import SCHEDULES
+from dstrain.encoders.frozen import is_here
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in
 from dstrain.systems.base import SystemConfig
 
@@ -193,6 +194,15 @@ class Config(SystemConfig):
                 "without texts at times: write samples.guidance_scale=1, or model.text_cond_drop_prob=0.1"
             )
         return problems
+
+    @classmethod
+    def without_files(cls, run: Run) -> tuple[Run, str]:
+        encoder = run.model.get("text_encoder")
+        if is_here(encoder):
+            return run, ""
+        return run.model_copy(update={"model": {**run.model, "text_encoder": None}}), (
+            f"note: model.text_encoder={encoder} is not here, and is not counted"
+        )
 
     @classmethod
     def with_encoders(
