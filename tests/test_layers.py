@@ -380,7 +380,7 @@ BUDGETS = {
     "diffusion": 875,
     "disk": 516,
     "distributed": 930,  # with stops in every phase, launches told apart, and the environment read in one place
-    "encoders": 380,
+    "encoders": 390,
     "engine": 2329,
     "metrics": 1161,
     "nn": 763,
