@@ -113,7 +113,8 @@ def _note_end(code: int, at_once: bool = False) -> None:
 
 def _run_main(main: Callable[[], None], hears: bool) -> None:
     try:
-        with _hear_stops() if hears else nullcontext():
+        # Only the main thread may set handlers; a program that runs a verb in another one keeps its own.
+        with _hear_stops() if hears and threading.current_thread() is threading.main_thread() else nullcontext():
             main()
     except KeyboardInterrupt:  # of other commands than training, which saves when it hears Ctrl-C
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)

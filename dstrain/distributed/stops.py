@@ -60,7 +60,8 @@ class Stops:
         self._before: dict[int, Any] = {}
         self.hear(*(number for number in SIGNALS if number != signal.SIGINT or not at_once))
         self._closed, self._main = threading.Event(), threading.get_ident()
-        self._numbers, numbers = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._numbers, numbers = os.pipe()
+        os.set_blocking(numbers, False)
         self._wakeup_before = signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(numbers,), name="stops", daemon=True).start()
 
