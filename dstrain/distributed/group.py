@@ -226,14 +226,7 @@ def sum_ranks(values: Tensor) -> Tensor:
 
 def gather_rows(values: Tensor) -> Tensor:
     """Rows of all ranks in rank order: (b, ...) -> (sum of b, ...); ranks may hold different numbers of rows."""
-    return values if world() == 1 else _gather_padded(values, _count_rows(len(values)))
-
-
-def _count_rows(mine: int) -> list[int]:
-    """Returns every rank's number of rows, exchanged on the host, so that no GPU is waited for."""
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
-    dist.all_gather(counts, torch.tensor([mine]), group=_control())
-    return torch.cat(counts).tolist()
+    return values if world() == 1 else _gather_padded(values, gather_objects(len(values)))
 
 
 def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:

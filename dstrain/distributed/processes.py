@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 _PACKAGE = Path(__file__).parents[1]
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
@@ -66,7 +65,7 @@ def print_on_request() -> None:
 
 def find_line(thread: int) -> tuple[str, bool]:
     """Finds the innermost line of dstrain that a thread is in, and whether it exchanges data with other ranks there."""
-    frame, place, exchanges = _current_frame(thread), "", False
+    frame, place, exchanges = sys._current_frames().get(thread), "", False
     while frame is not None and not place:
         path = frame.f_code.co_filename
         exchanges |= "torch/distributed/" in path or "deepspeed/comm/" in path
@@ -78,13 +77,9 @@ def find_line(thread: int) -> tuple[str, bool]:
 
 def is_debugged(thread: int) -> bool:
     """Returns whether a thread stands in a debugger of Python."""
-    frame = _current_frame(thread)
+    frame = sys._current_frames().get(thread)
     while frame is not None:
         if Path(frame.f_code.co_filename).name in _DEBUGGERS:
             return True
         frame = frame.f_back
     return False
-
-
-def _current_frame(thread: int) -> FrameType | None:
-    return sys._current_frames().get(thread)
