@@ -1,6 +1,8 @@
-"""Flow matching on straight paths: a velocity that carries noise to data, by its ODE or by an SDE of equal marginals.
+"""Flow matching: a velocity that carries noise to data, by its ODE or by an SDE of equal marginals.
 
-Notation: t in [0, 1], 0 is data and 1 is noise (the direction of Stable Diffusion 3; SiT counts the other way),
+Notation: t in [0, 1], 0 is data and 1 is noise (the direction of Stable Diffusion 3; SiT counts the other way). The
+path between them, what the network predicts and its loss are those of interpolant.py; as usual a straight path and its
+velocity,
 
     x_t = (1 - t) x_start + t eps            velocity = dx_t / dt = eps - x_start
 
@@ -9,12 +11,14 @@ and the shift of times for higher resolutions, Equation 23; Ma et al. 2024 (SiT)
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dstrain.diffusion.densities import DENSITIES
 from dstrain.diffusion.gaussian import Network, Noise, Progress, at_boundary
-from dstrain.diffusion.likelihood import mean_flat
+from dstrain.diffusion.interpolant import Interpolant, time_of_noise
 from dstrain.diffusion.schedule import LARGEST_NOISE, below_the_top
 from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve_levels, steps_of
 from dstrain.recipe import ConfigError
@@ -25,50 +29,82 @@ _LOWEST = 0.002  # t / (1 - t) where karras ends, as EDM's
 
 
 class FlowMatching:
-    """One distribution of training times and one grid of sampling times.
+    """One distribution of training times, one interpolant, and one grid of sampling times.
 
-    logit_mean, logit_std   training times are sigmoid(mean + std * normal); std None means uniform times.
+    density                 of training times, see densities.py.
+    logit_mean, logit_std   its mean and deviation; std None means uniform times.
+    t_max                   the largest training time, before the shift.
     shift                   times t become shift t / (1 + (shift - 1) t): above 1 more noise. 1 is none.
+    t_last                  the last of sampling times, before the shift (RAE: 0.001).
     time_scale              the network sees t * time_scale, so that its sinusoids vary as those of diffusion do.
+    noise_scale             deviation of the noise (JiT: 2 at 512 pixels).
+    choices                 of the Interpolant.
     """
 
     def __init__(
-        self, logit_mean: float = 0.0, logit_std: float | None = 1.0, shift: float = 1.0, time_scale: float = 1000.0
+        self,
+        logit_mean: float = 0.0,
+        logit_std: float | None = 1.0,
+        shift: float = 1.0,
+        time_scale: float = 1000.0,
+        *,
+        density: str = "logit_normal",
+        t_max: float = 1.0,
+        t_last: float = 0.0,
+        noise_scale: float = 1.0,
+        **choices: Any,
     ) -> None:
+        self.density = "uniform" if logit_std is None else density
         self.logit_mean, self.logit_std = logit_mean, logit_std
-        self.shift, self.time_scale = shift, time_scale
+        self.t_max, self.t_last = t_max, t_last
+        self.shift, self.time_scale, self.noise_scale = shift, time_scale, noise_scale
+        self.interpolant = Interpolant(**choices)
 
     def times(self, uniforms: Tensor) -> Tensor:
         """Returns training times by the inverse of their distribution: (B,) in [0, 1) -> (B,) in [0, 1]."""
-        if self.logit_std is None:
-            return self._shifted(uniforms)
-        return self._shifted(torch.sigmoid(self.logit_mean + self.logit_std * torch.special.ndtri(uniforms)))
+        return self._shifted(DENSITIES[self.density](uniforms, self.logit_mean, self.logit_std, self.t_max))
 
     def _shifted(self, t: Tensor) -> Tensor:
         return self.shift * t / (1 + (self.shift - 1) * t)
 
-    def velocity(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the network's velocity; channels beyond those of x_t (variances of a diffusion network) are left
+    def predict(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
+        """Returns the network's prediction; channels beyond those of x_t (variances of a diffusion network) are left
         unused.
         """
         return at_boundary(network(x_t, t * self.time_scale))[:, : x_t.shape[1]]
 
+    def velocity(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
+        """Returns the velocity that the network's prediction means."""
+        return self.interpolant.convert(self.predict(network, x_t, t), x_t, t, "velocity")
+
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Returns per-sample terms (B,): loss (with gradient) and mse, its detached value."""
-        x_t = torch.lerp(x_start, noise, t.to(x_start.dtype).view(-1, *(1,) * (x_start.ndim - 1)))
-        mse = mean_flat((self.velocity(network, x_t, t) - (noise - x_start)).square())
+        out = self.predict(network, self.interpolant.mix(x_start, self.scaled(noise), t), t)
+        mse = self.losses(out, x_start, t, noise)
         return {"loss": mse, "mse": mse.detach()}
+
+    def losses(self, out: Tensor, x_start: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """Returns the losses (B,) of a prediction; channels beyond those of x_start are left unused."""
+        return self.interpolant.losses(out[:, : x_start.shape[1]], x_start, self.scaled(noise), t)
+
+    def scaled(self, noise: Tensor) -> Tensor:
+        """Returns noise of the flow's deviation from noise of deviation 1."""
+        return noise if self.noise_scale == 1 else noise * self.noise_scale
 
     def noise_of(self, x_t: Tensor, scaled: Tensor) -> Tensor:
         """Returns sigma / alpha of x_t at the network's times (B,): (B, 1, ...)."""
-        return (scaled / (self.time_scale - scaled)).view(-1, *(1,) * (x_t.ndim - 1))
+        if self.interpolant.path == "linear":
+            return (scaled / (self.time_scale - scaled)).view(-1, *(1,) * (x_t.ndim - 1))
+        alpha, sigma, _, _ = self.interpolant.coefficients(scaled / self.time_scale, x_t)
+        return sigma / alpha
 
     def grid(self, num_steps: int, like: Tensor, spacing: str | None = None) -> Tensor:
         """Returns sampling times from 1 to 0: (num_steps + 1,), evenly (None, linspace) and shifted, or by karras."""
         if spacing == "karras":  # pure noise, then ever denser in t / (1 - t)
-            inner = [1 / (1 + 1 / s) for s in below_the_top(num_steps, _LOWEST, LARGEST_NOISE)]
+            noises = below_the_top(num_steps, _LOWEST, LARGEST_NOISE)
+            inner = [time_of_noise(self.interpolant.path, noise) for noise in noises]
             return torch.tensor([1.0, *inner, 0.0], dtype=like.dtype, device=like.device)
-        return self._shifted(torch.linspace(1, 0, num_steps + 1, dtype=like.dtype, device=like.device))
+        return self._shifted(torch.linspace(1, self.t_last, num_steps + 1, dtype=like.dtype, device=like.device))
 
     def sample(
         self,
@@ -84,6 +120,7 @@ class FlowMatching:
         """Returns x_start from noise x by the sampler of that name, with at most `num_calls` calls of the network
         (heun: 2).
         """
+        x = self.scaled(x)
         eta = eta_of(sampler, eta)
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else steps_of(sampler, num_calls)
         grid = self.grid(num_steps, x, spacing)
@@ -109,10 +146,13 @@ class FlowMatching:
     @torch.no_grad()
     def integrate(self, network: Network, x: Tensor, grid: Tensor, method: str, progress: Progress = iter) -> Tensor:
         """Carries x along times `grid` (n + 1,), from noise or from data, by euler (n calls) or heun (2 n calls)."""
+        times = grid.tolist()
         for step in progress(range(len(grid) - 1)):
             length = grid[step + 1] - grid[step]
             first = self.velocity(network, x, grid[step].expand(len(x)))
-            if method == "euler":
+            # At the data other predictions say little of the velocity: the step there is Euler's.
+            at_data = self.interpolant.prediction != "velocity" and not (times[step] and times[step + 1])
+            if method == "euler" or at_data:
                 x = x + length * first
                 continue
             second = self.velocity(network, x + length * first, grid[step + 1].expand(len(x)))
@@ -129,17 +169,18 @@ class FlowMatching:
     ) -> Tensor:
         """Returns x_start from noise x by Euler-Maruyama, one call a step; eta 0 is Euler's method.
 
-        dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with SiT's coefficient w = eta sigma = eta t, so
-        that w score = -eta eps. The last step adds no noise.
+        dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with SiT's coefficient w = eta sigma, so that
+        w score = -eta eps. The last step adds no noise.
         """
         times = grid.tolist()
         for step in progress(range(len(times) - 1)):
-            t, length = times[step], times[step] - times[step + 1]
-            velocity = self.velocity(network, x, grid[step].expand(len(x)))
-            eps = x + (1 - t) * velocity
+            (_, sigma), length = self.interpolant.level(times[step]), times[step] - times[step + 1]
+            at = grid[step].expand(len(x))
+            out = self.predict(network, x, at)
+            velocity, eps = (self.interpolant.convert(out, x, at, wanted) for wanted in ("velocity", "eps"))
             x = x - length * velocity
             if eta and step < len(times) - 2:
-                x = x - 0.5 * eta * length * eps + math.sqrt(eta * t * length) * noise(step)
+                x = x - 0.5 * eta * length * eps + math.sqrt(eta * sigma * length) * noise(step)
         return x
 
 
@@ -159,10 +200,11 @@ class _Denoiser:
         self.flow, self.network = flow, network
 
     def level(self, t: float) -> Level:
-        return Level(1 - t, t, t)
+        return Level(*self.flow.interpolant.level(t), t)
 
     def nearest(self, s: float) -> Level:
-        return self.level(s / (1 + s))
+        return self.level(time_of_noise(self.flow.interpolant.path, s))
 
     def __call__(self, x: Tensor, level: Level) -> Tensor:
-        return x - level.time * self.flow.velocity(self.network, x, x.new_full((len(x),), level.time))
+        t = x.new_full((len(x),), level.time)
+        return self.flow.interpolant.convert(self.flow.predict(self.network, x, t), x, t, "x")

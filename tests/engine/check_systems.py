@@ -55,6 +55,16 @@ NATIVE, LATE = (("vae", 1), ("vae", 2), ("vae", 3), ("dit", 2)), 16  # in DeepSp
 # steps of its game (1e-5 before, then up to 7e-2). Without an adversary, neither does.
 CASES = {
     "dit": ("tiny", []),
+    "modern": (
+        "tiny",
+        [
+            "model.objective=flow",
+            "model.learn_sigma=false",
+            "model.block={norm: rms, mlp: swiglu, qk_norm: rms, rope: true}",
+            "model.tokens={label: 2, joins: 1}",
+            "model.internal={depth: 1}",
+        ],
+    ),
     "decoder": (
         "tiny",
         [
@@ -86,7 +96,7 @@ CASES = {
 # Ranks and stage: who goes there. Every system goes to more ranks, to one rank without ZeRO, and once to stage 3; those
 # with state of their own and two networks to most places.
 PLACES = {
-    (4, 3): ("dit", "iddpm", "tokenizer", "phenaki"),
+    (4, 3): ("dit", "modern", "iddpm", "tokenizer", "phenaki"),
     (4, 1): ("dvae", "vae", "prior"),
     (2, 3): ("dvae", "prior", "decoder"),
     (1, 0): tuple(CASES),

@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 from dstrain.engine import blocks
 from dstrain.engine.blocks import prepare, structure
 from dstrain.recipe import ConfigError
-from dstrain.systems.dit.network import DiT, DiTBlock
+from dstrain.systems.dit.blocks import Block
+from dstrain.systems.dit.network import DiT
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, UNet
 from tests.engine import check_blocks
 from tests.support import counting
@@ -23,6 +24,7 @@ from tests.support import counting
 # System, index of its CASES, stage, model.recompute, entries of the recipe. Every system, stage and choice occurs.
 CASES = [
     ["dit", 0, 3, "attention"],
+    ["dit", 7, 3, "attention"],
     ["iddpm", 2, 1, "all", "channels_last=true"],
     ["vae", 3, 3, "none"],
     ["phenaki", 2, 0, "attention"],
@@ -55,8 +57,8 @@ def gradients(recompute):
 
 def test_which_blocks_may_share_a_graph():
     """Oracle: by hand: equal sizes do; another width, another setting or another class do not."""
-    same, again = DiTBlock(32, 4, 2.0), DiTBlock(32, 4, 2.0)
-    others = [DiTBlock(64, 4, 2.0), DiTBlock(32, 8, 2.0), DiTBlock(32, 4, 4.0), nn.Linear(32, 32)]
+    same, again = Block(32, 4, 2.0), Block(32, 4, 2.0)
+    others = [Block(64, 4, 2.0), Block(32, 8, 2.0), Block(32, 4, 4.0), nn.Linear(32, 32)]
     assert structure(same) == structure(again.eval()) and structure(same) not in map(structure, others)
 
 
@@ -180,7 +182,7 @@ def test_by_inductor():
         network = DiT(8, 2, 1, 32, 2, 2, num_classes=10)
         for weight in network.parameters():
             nn.init.normal_(weight, std=0.2)
-        prepare(network, (DiTBlock,), recompute, compiled)
+        prepare(network, (Block,), recompute, compiled)
         network(torch.randn(4, 1, 8, 8), torch.arange(4), torch.arange(4)).square().mean().backward()
         found.append(torch.cat([weight.grad.flatten() for weight in network.parameters()]))
     assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()

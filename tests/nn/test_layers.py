@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from dstrain.nn.layers import Linear, Patches, SelfAttention, sincos_positions, timestep_features
+from dstrain.nn.layers import Linear, Patches, timestep_features
+from dstrain.nn.positions import sincos_positions
+from dstrain.nn.tokens import Attention
 
 
 def test_attention():
     """Oracle: torch's own multi-head attention with the same weights."""
     torch.manual_seed(0)
-    ours, theirs = SelfAttention(16, 4), nn.MultiheadAttention(16, 4, batch_first=True)
+    ours, theirs = Attention(16, 4), nn.MultiheadAttention(16, 4, batch_first=True)
     theirs.load_state_dict(
         {
             "in_proj_weight": ours.qkv.weight,
@@ -25,7 +27,7 @@ def test_attention():
     x = torch.randn(2, 7, 16)
     torch.testing.assert_close(ours(x), theirs(x, x, x, need_weights=False)[0], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="num_heads: 3 does not divide hidden_size 16"):
-        SelfAttention(16, 3)
+        Attention(16, 3)
 
 
 @pytest.mark.parametrize("shift", [0, 1])

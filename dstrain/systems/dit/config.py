@@ -1,10 +1,13 @@
 """What determines a DiT: one line for each field."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from dstrain.diffusion.densities import DENSITIES, shift_of_dimension
+from dstrain.diffusion.interpolant import LOSSES, PATHS, PREDICTIONS
 from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.encoders import autoencoder
 from dstrain.encoders.frozen import is_here
@@ -12,9 +15,10 @@ from dstrain.encoders.precision import Precision, find_problem
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig
-from dstrain.systems.dit.network import SIZES
+from dstrain.systems.dit.layouts import LAYOUTS
+from dstrain.systems.dit.presets import PRESETS, SHAPE
 
-_SHAPE = ("patch_size", "hidden_size", "depth", "num_heads")
+_PLAIN = (None, "velocity")  # losses of a velocity that divide by nothing
 
 
 class FirstStage(Section):
@@ -58,22 +62,91 @@ class Diffusion(Section):
 
 
 class Flow(Section):
+    density: Literal[tuple(DENSITIES)] = "logit_normal"
+    """Distribution of training times: of logit(t), uniform, SD3's mode and cosmap, or EDM's of log(noise / signal)."""
     logit_mean: float = 0.0
-    """Mean of logit(t); above 0 more noise."""
+    """Its mean, of logit(t) or of log(noise / signal); above 0 more noise."""
     logit_std: float | None = Field(1.0, gt=0)
-    """Standard deviation of logit(t); None makes t uniform."""
-    shift: float = Field(1.0, gt=0)
-    """Shift of training and sampling times; 1 is none, above 1 more noise (for higher resolutions)."""
+    """Its standard deviation, and the scale of mode; None makes t uniform."""
+    t_max: float = Field(1.0, gt=0, le=1)
+    """The largest training time, before the shift."""
+    t_last: Annotated[float, MAY_CHANGE] = Field(0.0, ge=0, lt=1)
+    """Sampling ends at this time, before the shift, and takes what it has (RAE: 0.001); 0: at the data."""
+    shift: Annotated[float, Field(gt=0)] | Literal["dimension"] = 1.0
+    """Shift of training and sampling times; 1 is none, above 1 more noise (for higher resolutions); dimension takes the
+    square root of (values of an input / 4096)."""
     time_scale: float = Field(1000.0, gt=0)
     """The network sees t in [0, 1] times this."""
+    path: Literal[tuple(PATHS)] = "linear"
+    """Between data and noise: linear, gvp (of constant variance) or vp (DDPM's linear betas)."""
+    prediction: Literal[PREDICTIONS] = "velocity"
+    """What the network predicts."""
+    loss: Literal[LOSSES] | None = None
+    """The space of squared errors, likelihood with SiT's weight; None: the prediction's own, and eps for a score."""
+    t_min: float = Field(0.0, ge=0, lt=0.5)
+    """Conversions between predictions take no time nearer to 0 and 1 than this; needed where they divide by it."""
+    cosine: float = Field(0.0, ge=0)
+    """Weight of 1 - the cosine over channels of prediction and target, beside the squared error (LightningDiT: 1)."""
+    noise_scale: float = Field(1.0, gt=0)
+    """Standard deviation of the noise (JiT at 512 pixels: 2)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Flow":
+        if not self.t_min and (self.prediction != "velocity" or self.path == "vp" or self.loss not in _PLAIN):
+            raise ConfigError(
+                f"flow.t_min: 0 divides by 0 where prediction={self.prediction}, path={self.path} and loss={self.loss} "
+                "are converted; set flow.t_min, such as 0.05 for predictions of x and 0.001 for others"
+            )
+        return self
+
+
+class BlockChoices(Section):
+    norm: Literal["layer", "rms"] = "layer"
+    """LayerNorm without weights, or RMSNorm."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """Two layers, or a gated MLP with two thirds of the hidden width, so as many weights."""
+    qk_norm: Literal["none", "rms", "layer"] = "none"
+    """Norm of each head's queries and keys: the cure for divergence in bf16 at a billion weights."""
+    rope: bool = False
+    """Whether queries and keys turn with their patch's row and column (RoPE)."""
+    modulation: Literal["own", "none"] = "own"
+    """By the condition through a layer of each block's own, or not at all: then give condition tokens."""
+
+
+class Tokens(Section):
+    time: int = Field(0, ge=0)
+    """Condition tokens of the timestep."""
+    label: int = Field(0, ge=0)
+    """Condition tokens of the label."""
+    joins: int = Field(0, ge=0)
+    """Number of blocks before condition tokens join those of the image."""
+
+
+class Wide(Section):
+    hidden_size: int = Field(ge=4)
+    """Width of the head's own tokens."""
+    depth: int = Field(ge=1)
+    """Its blocks, beside `depth` of the trunk."""
+    num_heads: int = Field(ge=1)
+    """Its attention heads."""
+
+
+class Internal(Section):
+    depth: int = Field(ge=1)
+    """The second head reads the tokens after this block, counted from 1."""
+    weight: float = Field(1.0, gt=0)
+    """Weight of its loss, beside 1 of the whole network's."""
+    scale: Annotated[float, MAY_CHANGE] = Field(1.0, gt=0)
+    """Sampling takes base + scale (whole - base), in one forward pass (RAEv2: 1.78); 1: the whole network alone."""
 
 
 class Config(SystemConfig):
     learns_from = ("images", "latents")
     without_labels = "model.num_classes=1"
 
-    size: Literal[tuple(SIZES)] | None = None
-    """A published size such as DiT-XL/2; None takes patch_size, hidden_size, depth and num_heads."""
+    size: Literal[tuple(PRESETS)] | None = None
+    """A published size such as DiT-XL/2 or LightningDiT-XL/1, with its choices of blocks where it has any; None takes
+    patch_size, hidden_size, depth and num_heads."""
     patch_size: int | None = Field(None, ge=1)
     """Side of a patch, in the network's input pixels."""
     hidden_size: int | None = Field(None, ge=4)
@@ -103,8 +176,24 @@ class Config(SystemConfig):
     """Read where objective is diffusion."""
     flow: Flow = Flow()
     """Read where objective is flow."""
-    time_freq: Literal["official", "diffusers"] = "official"
-    """Spacing of the timestep sinusoids: of the published weights, or of diffusers' DiTPipeline."""
+    time_freq: Literal["official", "diffusers", "fourier"] = "official"
+    """Spacing of the timestep sinusoids: of the published weights, of diffusers' DiTPipeline, or fixed random
+    frequencies (RAE)."""
+    block: BlockChoices = BlockChoices()
+    """What every block is made of."""
+    sines: bool = True
+    """Whether fixed sines of the position are added to tokens; with block.rope they may be left out."""
+    tokens: Tokens = Tokens()
+    """Condition tokens beside the image's."""
+    patch_bottleneck: int = Field(0, ge=0)
+    """Channels between a map of the patch's pixels and one to the width (JiT, of pixels); 0: one map."""
+    wide: Wide | None = None
+    """A second, wider trunk as the head, on the input's own patches under a condition for each (RAE)."""
+    layout: Annotated[Literal[tuple(LAYOUTS)] | None, MAY_CHANGE] = None
+    """Whose names and time the weights of init_from have, where the names do not tell it: sit for files of SiT. None:
+    recognised by their names, else ours."""
+    internal: Internal | None = None
+    """A second head in the middle, for internal guidance; flows alone."""
     guidance_channels: Annotated[int | None, MAY_CHANGE] = Field(None, ge=1)
     """Leading channels that are guided; None means all; 3 is what the published samples did."""
     first_stage: FirstStage | None = None
@@ -117,13 +206,26 @@ class Config(SystemConfig):
     codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_preset(cls, model: Any) -> Any:
+        """Takes a preset's choices where the section is silent; of its shape, see network_shape."""
+        preset = PRESETS.get(model.get("size"), {}) if isinstance(model, dict) else {}
+        for name, value in preset.items():
+            if name not in SHAPE and isinstance(value, dict):
+                given = model.get(name)
+                model = {**model, name: {**value, **given} if isinstance(given, dict) else given or value}
+            elif name not in SHAPE and model.get(name) is None:
+                model = {**model, name: value}
+        return model
+
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        by_hand = [name for name in _SHAPE if getattr(self, name) is not None]
+        by_hand = [name for name in SHAPE if getattr(self, name) is not None]
         if self.size is not None and by_hand:
             raise ConfigError(f"size {self.size} sets {', '.join(by_hand)} too; give either size or these")
-        if self.size is None and len(by_hand) < len(_SHAPE):
-            missing = ", ".join(name for name in _SHAPE if name not in by_hand)
+        if self.size is None and len(by_hand) < len(SHAPE):
+            missing = ", ".join(name for name in SHAPE if name not in by_hand)
             raise ConfigError(f"without size, {missing} must be given; or take a size such as DiT-B/2")
         shape, factor = self.network_shape(), self.first_stage.factor if self.first_stage else 1
         patch = shape["patch_size"]
@@ -137,9 +239,36 @@ class Config(SystemConfig):
             raise ConfigError("hidden_size must be a multiple of num_heads")
         if shape["hidden_size"] % 4:
             raise ConfigError("hidden_size must be a multiple of 4, which 2-D positions need")
+        self._check_choices(shape)
         if self.guidance_channels is not None and self.guidance_channels > self.in_channels:
             raise ConfigError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
         return self
+
+    def _check_choices(self, shape: dict[str, int]) -> None:
+        """Checks that blocks, tokens and heads fit each other."""
+        if not self.sines and not self.block.rope:
+            raise ConfigError("sines: without them and without block.rope no patch has a place; set block.rope=true")
+        if self.block.modulation == "none" and not (self.tokens.time and (self.tokens.label or self.num_classes == 1)):
+            raise ConfigError(
+                "block.modulation: none leaves the timestep and the label unread; set tokens.time and tokens.label, "
+                "such as 4 and 8, or modulation=own"
+            )
+        if self.block.modulation == "none" and (self.size_conditions or self.embedding_dim):
+            raise ConfigError("block.modulation: none reads no sizes and no image embeddings; set modulation=own")
+        if self.tokens.joins >= shape["depth"]:
+            raise ConfigError(f"tokens.joins: {self.tokens.joins} is not below depth {shape['depth']}; give a block")
+        for name, width, heads in (
+            ("hidden_size", shape["hidden_size"], shape["num_heads"]),
+            *([("wide.hidden_size", self.wide.hidden_size, self.wide.num_heads)] if self.wide else []),
+        ):
+            if self.block.rope and width // heads % 4:
+                raise ConfigError(f"{name}: a head has {width // heads} values; block.rope needs a multiple of 4")
+            if width % heads:
+                raise ConfigError(f"{name}: {width} must be a multiple of its {heads} heads")
+        if self.internal and self.internal.depth >= shape["depth"]:
+            raise ConfigError(f"internal.depth: {self.internal.depth} is not below depth {shape['depth']}")
+        if self.internal and self.objective != "flow":
+            raise ConfigError("internal: a second head is trained for flows alone; set objective=flow, or leave it out")
 
     def _check_codes(self, patch: int) -> None:
         """Checks that the network's input is what the data hold."""
@@ -235,7 +364,11 @@ class Config(SystemConfig):
 
     def network_shape(self) -> dict[str, int]:
         """Returns patch_size, hidden_size, depth and num_heads, whichever way they are given."""
-        return self.model_dump(include=set(_SHAPE)) if self.size is None else SIZES[self.size]
+        return (
+            self.model_dump(include=set(SHAPE))
+            if self.size is None
+            else {name: PRESETS[self.size][name] for name in SHAPE}
+        )
 
     @property
     def input_size(self) -> int:
@@ -269,5 +402,23 @@ class Config(SystemConfig):
             "time_freq",
             "size_conditions",
             "embedding_dim",
+            "sines",
+            "patch_bottleneck",
+            "wide",
         }
-        return {"input_size": self.input_size, **self.network_shape(), **self.model_dump(include=fields)}
+        return {
+            "input_size": self.input_size,
+            **self.network_shape(),
+            **self.model_dump(include=fields),
+            "block": self.block.model_dump(exclude={"rope"}),
+            "rope": self.block.rope,
+            "tokens": self.tokens.model_dump(),
+            "base_depth": self.internal.depth if self.internal else 0,
+        }
+
+    def flow_arguments(self) -> dict[str, Any]:
+        """Returns the keyword arguments of FlowMatching."""
+        arguments = self.flow.model_dump()
+        if self.flow.shift == "dimension":
+            arguments["shift"] = shift_of_dimension(math.prod(self.shape()))
+        return arguments

@@ -1,4 +1,5 @@
-"""The diffusion transformer of Peebles & Xie 2022 ("Scalable Diffusion Models with Transformers"), adaLN-Zero.
+"""The diffusion transformer of Peebles & Xie 2022 ("Scalable Diffusion Models with Transformers"), and what has been
+made of it since: patches, positions, conditions, a trunk of blocks, and a head, each by choice.
 
 Notation: B samples, N tokens of p x p patches, D = hidden_size; c is the condition (timestep + label), (B, D), to which
 an image embedding adds as in DALL-E 2's decoder (Ramesh et al. 2022, section 2.1).
@@ -6,31 +7,19 @@ State-dict names are the published ones, so that their files load unchanged. Wei
 layers, normal(0.02) embeddings, zero for every modulation and the last layer, so that each block begins as identity.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dstrain.nn.layers import (
-    Embedding,
-    Linear,
-    Mlp,
-    Patches,
-    SelfAttention,
-    name_layers,
-    sincos_positions,
-    timestep_features,
-)
+from dstrain.nn.layers import Embedding, Linear, Patches, name_layers
+from dstrain.nn.positions import rotations, sincos_positions
 from dstrain.recipe import ConfigError
-
-TIME_FEATURES = 256  # number of sinusoids of a timestep
-
-# Table 1 of the paper: name -> hidden_size, depth, num_heads; times patch sizes 2, 4 and 8.
-_WIDTHS = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}
-SIZES = {
-    f"DiT-{letter}/{patch}": {"patch_size": patch, "hidden_size": width, "depth": depth, "num_heads": heads}
-    for letter, (width, depth, heads) in _WIDTHS.items()
-    for patch in (2, 4, 8)
-}
+from dstrain.systems.dit.blocks import Block, FinalLayer, Seen
+from dstrain.systems.dit.conditions import ImageEmbedder, LearnedTokens, SizeEmbedder, TextTokens, TimestepEmbedder
+from dstrain.systems.dit.trunk import Trunk
 
 
 class DiT(nn.Module):
@@ -38,10 +27,19 @@ class DiT(nn.Module):
 
     input_size          height = width of the input, in its own pixels (latents: image size / 8).
     class_dropout_prob  above 0 the label table has one more row, number num_classes: "no label". The caller drops.
+    num_classes         0: no labels.
     learn_sigma         twice as many output channels as input channels.
-    time_freq           official, or diffusers (whose frequencies are spaced a little wider).
+    time_freq           see TimestepEmbedder.
     size_conditions     the original size of an image and its crop are conditions, too.
     embedding_dim       width of an image embedding that is a condition, too; 0: none.
+    block               choices of every block, see Block; `modulation` and `norm` are the head's, too.
+    sines, rope         positions: sines that are added, rotations of queries and keys.
+    tokens              numbers of condition tokens: time, label; before which block they join: joins.
+    text_dim            width of texts, whose tokens are condition tokens; 0: none.
+    patch_bottleneck    channels between the two maps of a patch (JiT); 0: one map.
+    wide                hidden_size, depth and num_heads of RAE's wide head, see WideHead.
+    base_depth          after this block stands a second head, for internal guidance; 0: none.
+    align               depth, widths and hidden of REPA's projectors, see Projector.
 
     Inputs may have other sizes, any multiples of the patch: their positions run over the same range.
     """
@@ -62,47 +60,137 @@ class DiT(nn.Module):
         time_freq: str = "official",
         size_conditions: bool = False,
         embedding_dim: int = 0,
+        block: Mapping[str, str] | None = None,
+        sines: bool = True,
+        rope: bool = False,
+        tokens: Mapping[str, int] | None = None,
+        text_dim: int = 0,
+        patch_bottleneck: int = 0,
+        wide: Mapping[str, int] | None = None,
+        base_depth: int = 0,
+        align: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if input_size % patch_size:
             raise ConfigError(f"patch_size: {patch_size} does not divide the input's size {input_size}")
+        block, tokens = dict(block or {}), dict(tokens or {})
         self.in_channels, self.patch_size, self.num_classes = in_channels, patch_size, num_classes
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
-        self.grid = input_size // patch_size
-        self.x_embedder = PatchEmbed(in_channels, hidden_size, patch_size)
+        self.grid, self.head_dim = input_size // patch_size, hidden_size // num_heads
+        self.x_embedder = PatchEmbed(in_channels, hidden_size, patch_size, patch_bottleneck)
         self.t_embedder = TimestepEmbedder(hidden_size, time_freq)
-        self.y_embedder = name_layers(embedding_table=Embedding(num_classes + (class_dropout_prob > 0), hidden_size))
+        if num_classes:
+            self.y_embedder = name_layers(
+                embedding_table=Embedding(num_classes + (class_dropout_prob > 0), hidden_size)
+            )
         if size_conditions:
             self.s_embedder = SizeEmbedder(hidden_size)
         if embedding_dim:
             self.e_embedder = ImageEmbedder(embedding_dim, hidden_size)
-        self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth))
-        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
-        # .float(), since zero.Init would create it in the compute dtype.
-        self.register_buffer("pos_embed", torch.empty(1, self.grid**2, hidden_size).float())
+        if tokens.get("time"):
+            self.t_tokens = LearnedTokens(tokens["time"], hidden_size)
+        if tokens.get("label"):
+            self.y_tokens = LearnedTokens(tokens["label"], hidden_size)
+        if text_dim:
+            self.text_tokens = TextTokens(text_dim, hidden_size)
+        self.blocks = Trunk(
+            (Block(hidden_size, num_heads, mlp_ratio, **block) for _ in range(depth)), tokens.get("joins", 0)
+        )
+        choices = {name: block[name] for name in ("norm", "modulation") if name in block}
+        values = patch_size**2 * self.out_channels
+        self.wide = wide is not None
+        if wide:
+            self.final_layer = WideHead(patch_size, in_channels, hidden_size, values, mlp_ratio, wide, block)
+            choices["modulation"] = "own"
+        else:
+            self.final_layer = FinalLayer(hidden_size, values, **choices)
+        self.base_depth = base_depth
+        if base_depth:
+            self.base_layer = FinalLayer(hidden_size, values, **choices)
+        self.align_depth = align["depth"] if align else 0
+        if align:
+            self.projectors = nn.ModuleList(
+                Projector(hidden_size, width, align.get("hidden", 0)) for width in align["widths"]
+            )
+        self.sines, self.rope = sines, rope
+        if sines:
+            # .float(), since zero.Init would create it in the compute dtype.
+            self.register_buffer("pos_embed", torch.empty(1, self.grid**2, hidden_size).float())
         self._positions: dict[tuple[int, int], Tensor] = {}  # of other grids; few, since a run has few sizes
+        self._rotations: dict[tuple[int, int, int, int], Tensor] = {}
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Positions only: all weights belong to submodules."""
-        with torch.no_grad():
-            self.pos_embed.copy_(sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid))
+        if self.sines:
+            with torch.no_grad():
+                self.pos_embed.copy_(sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid))
 
     def forward(
-        self, x: Tensor, t: Tensor, y: Tensor, size: Tensor | None = None, embed: Tensor | None = None
-    ) -> Tensor:
-        """Takes size int64 (B, 6), see SizeEmbedder, and embed (B, E), see ImageEmbedder; None: no such conditions."""
-        high, wide = (side // self.patch_size for side in x.shape[2:])
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor | None = None,
+        size: Tensor | None = None,
+        embed: Tensor | None = None,
+        text: Tensor | None = None,
+        mask: Tensor | None = None,
+        extras: bool = False,
+    ) -> Tensor | dict[str, Any]:
+        """Predicts, (B, C or 2C, H, W).
+
+        size, embed   int64 (B, 6), see SizeEmbedder, and (B, E), see ImageEmbedder; None: no such conditions.
+        text, mask    (B, M, text_dim), and bool (B, M), True where a token is read.
+        extras        returns a dict instead: out; base, of the second head; and projected, (B, N, width) each.
+        """
+        image, (high, wide) = x, (side // self.patch_size for side in x.shape[2:])
         x = self.x_embedder(x)  # (B, N, D)
-        x = x + self.positions(high, wide).to(x)
-        c = self.t_embedder(t) + self.y_embedder(y)  # (B, D)
+        if self.sines:
+            x = x + self.positions(high, wide).to(x)
+        time = self.t_embedder(t)  # (B, D)
+        label = self.y_embedder(y) if y is not None else None
+        tokens = self._condition_tokens(time, label, text)
+        c = time if label is None else time + label  # (B, D)
         if size is not None:
             c = c + self.s_embedder(size)
         if embed is not None:
             c = c + self.e_embedder(embed)
-        for block in self.blocks:
-            x = block(x, c)
-        return self.unpatchify(self.final_layer(x, c), high, wide)  # (B, C or 2C, H, W)
+        if self.wide:
+            c = F.silu(c)  # as published: a second time before every modulation
+        count = 0 if tokens is None else tokens.shape[1]
+        seen = Seen(c, rotation=self.rotation(high, wide, self.head_dim, count, x.device) if self.rope else None)
+        if mask is not None:
+            mask = F.pad(mask.bool(), (x.shape[1] + count - mask.shape[1], 0), value=True)
+            seen = seen._replace(mask=mask[:, None, None])
+        taps = {self.base_depth, self.align_depth} if extras else ()
+        x, tapped = self.blocks(x, seen, tokens, taps)
+        if self.wide:
+            rotation = self.rotation(high, wide, self.final_layer.head_dim, 0, x.device) if self.rope else None
+            out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
+        else:
+            out = self.final_layer(x, c)
+        out = self.unpatchify(out, high, wide)
+        if not extras:
+            return out
+        found: dict[str, Any] = {"out": out}
+        if self.base_depth:
+            x = tapped[self.base_depth]
+            base = self.base_layer(x, F.silu(time[:, None] + x) if self.wide else c)
+            found["base"] = self.unpatchify(base, high, wide)
+        if self.align_depth:
+            found["projected"] = [projector(tapped[self.align_depth]) for projector in self.projectors]
+        return found
+
+    def _condition_tokens(self, time: Tensor, label: Tensor | None, text: Tensor | None) -> Tensor | None:
+        """Returns the condition tokens, (B, K, D): of the time, the label and the text. None where there are none."""
+        parts = []
+        if hasattr(self, "t_tokens"):
+            parts.append(self.t_tokens(time))
+        if hasattr(self, "y_tokens") and label is not None:
+            parts.append(self.y_tokens(label))
+        if text is not None:
+            parts.append(self.text_tokens(text))
+        return torch.cat(parts, dim=1) if parts else None
 
     def positions(self, high: int, wide: int) -> Tensor:
         """Returns the positions of the square grid, or float32 (1, N, D) of another one over the same range."""
@@ -113,6 +201,14 @@ class DiT(nn.Module):
             self._positions[high, wide] = positions.to(self.pos_embed.device)
         return self._positions[high, wide]
 
+    def rotation(self, high: int, wide: int, head_dim: int, after: int, device: torch.device) -> Tensor:
+        """Returns the rotations of a grid, over the range of the square one, and of tokens after it."""
+        key = high, wide, head_dim, after
+        if key not in self._rotations:
+            table = rotations((high, wide), head_dim, (self.grid, self.grid), after=after)
+            self._rotations[key] = table.to(device)
+        return self._rotations[key]
+
     def unpatchify(self, x: Tensor, high: int, wide: int) -> Tensor:
         """Tokens of p * p * C values to an image: (B, N, p*p*C) -> (B, C, H, W)."""
         p = self.patch_size
@@ -120,91 +216,61 @@ class DiT(nn.Module):
         return x.reshape(len(x), self.out_channels, high * p, wide * p)
 
 
-class DiTBlock(nn.Module):
-    """Attention and MLP, each shifted, scaled and gated by the condition."""
-
-    def __init__(self, dim: int, num_heads: int, mlp_ratio: float) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
-        self.attn = SelfAttention(dim, num_heads)
-        self.norm2 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), Linear(dim, 6 * dim, init="zero"))
-
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        modulation = self.adaLN_modulation(c)[:, None]  # (B, 1, 6D)
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.chunk(6, dim=-1)
-        x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
-        return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
-
-
-class FinalLayer(nn.Module):
-    """Tokens to the values of their patches."""
-
-    def __init__(self, dim: int, patch_size: int, out_channels: int) -> None:
-        super().__init__()
-        self.norm_final = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
-        self.linear = Linear(dim, patch_size**2 * out_channels, init="zero")
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), Linear(dim, 2 * dim, init="zero"))
-
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=-1)
-        return self.linear(modulate(self.norm_final(x), shift, scale))  # (B, N, p*p*C)
-
-
 class PatchEmbed(nn.Module):
-    """(B, C, H, W) in any precision -> tokens (B, N, D) in the precision of the weights."""
+    """(B, C, H, W) in any precision -> tokens (B, N, D) in the precision of the weights.
 
-    def __init__(self, in_channels: int, dim: int, patch_size: int) -> None:
-        super().__init__()
-        self.proj = Patches(in_channels, dim, patch_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x.to(self.proj.weight.dtype)).flatten(2).transpose(1, 2)
-
-
-class TimestepEmbedder(nn.Module):
-    """(B,) -> (B, D); the sinusoids in float32, since bfloat16 cannot tell timesteps apart."""
-
-    def __init__(self, dim: int, time_freq: str) -> None:
-        super().__init__()
-        if time_freq not in ("official", "diffusers"):
-            raise ConfigError(f"time_freq: {time_freq!r} is unknown; one of official, diffusers")
-        self.shift = int(time_freq == "diffusers")
-        self.mlp = nn.Sequential(Linear(TIME_FEATURES, dim, init="normal"), nn.SiLU(), Linear(dim, dim, init="normal"))
-
-    def forward(self, t: Tensor) -> Tensor:
-        features = timestep_features(t, TIME_FEATURES, shift=self.shift)
-        return self.mlp(features.to(self.mlp[0].weight.dtype))
-
-
-class SizeEmbedder(nn.Module):
-    """The original height and width of an image, the top and left of its crop and the crop's height and width, in
-    pixels, int64 (B, 6) -> (B, D): SDXL's micro-conditioning (Podell et al. 2023). It begins as zero.
+    bottleneck   channels between a map of the patches, without bias, and one to the width (JiT, Li & He 2025); 0: one.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, in_channels: int, dim: int, patch_size: int, bottleneck: int = 0) -> None:
         super().__init__()
-        first, last = Linear(6 * TIME_FEATURES, dim, init="normal"), Linear(dim, dim, init="zero")
-        self.mlp = nn.Sequential(first, nn.SiLU(), last)
+        self.proj = Patches(in_channels, bottleneck or dim, patch_size, bias=not bottleneck)
+        self.wide = Linear(bottleneck, dim) if bottleneck else nn.Identity()
 
-    def forward(self, size: Tensor) -> Tensor:
-        features = timestep_features(size.flatten(), TIME_FEATURES).view(len(size), -1)  # (B, 6 x 256)
-        return self.mlp(features.to(self.mlp[0].weight.dtype))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.proj(x.to(self.proj.weight.dtype)).flatten(2).transpose(1, 2))
 
 
-class ImageEmbedder(nn.Module):
-    """Image embeddings (B, E), or zeros for none, to (B, D). Only their direction counts. It begins as zero."""
+class WideHead(nn.Module):
+    """A second, wider trunk on the image's own patches, each under the condition of its token (RAE's DDT head).
 
-    def __init__(self, embedding_dim: int, dim: int) -> None:
+    Zheng et al. 2025. (B, C, H, W) and conditions (B, N, D) -> (B, N, values).
+    """
+
+    def __init__(
+        self,
+        patch_size: int,
+        in_channels: int,
+        dim: int,
+        values: int,
+        mlp_ratio: float,
+        wide: Mapping[str, int],
+        block: Mapping[str, str],
+    ) -> None:
         super().__init__()
-        first, last = Linear(embedding_dim, dim, init="normal"), Linear(dim, dim, init="zero")
-        self.mlp = nn.Sequential(first, nn.SiLU(), last)
+        width, heads = wide["hidden_size"], wide["num_heads"]
+        block = {**block, "modulation": "own"}
+        self.head_dim = width // heads
+        self.x_embedder = PatchEmbed(in_channels, width, patch_size)
+        self.projector = Linear(dim, width) if dim != width else nn.Identity()
+        self.blocks = Trunk(Block(width, heads, mlp_ratio, **block) for _ in range(wide["depth"]))
+        self.final_layer = FinalLayer(width, values, norm=block.get("norm", "layer"))
 
-    def forward(self, embed: Tensor) -> Tensor:
-        unit_variance = F.normalize(embed.float(), dim=1) * embed.shape[1] ** 0.5
-        return self.mlp(unit_variance.to(self.mlp[0].weight.dtype))
+    def forward(self, image: Tensor, conditions: Tensor, rotation: Tensor | None) -> Tensor:
+        c = self.projector(conditions)
+        x, _ = self.blocks(self.x_embedder(image), Seen(c, rotation=rotation))
+        return self.final_layer(x, c)
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return x * (1 + scale) + shift
+class Projector(nn.Sequential):
+    """Tokens to the features of a frozen encoder, (B, N, D) -> (B, N, width): REPA (Yu et al. 2024).
+
+    hidden   width of the two layers between, under SiLU; 0: one linear map (RAEv2).
+    """
+
+    def __init__(self, dim: int, width: int, hidden: int) -> None:
+        if hidden:
+            layers = Linear(dim, hidden), nn.SiLU(), Linear(hidden, hidden), nn.SiLU(), Linear(hidden, width)
+        else:
+            layers = (Linear(dim, width),)
+        super().__init__(*layers)

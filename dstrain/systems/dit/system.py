@@ -5,7 +5,7 @@ start and noise/0, noise/1, ... in the order of the chain.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
+from dstrain.systems.dit.blocks import Block
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.network import DiT, DiTBlock
+from dstrain.systems.dit.layouts import recognise_layout, translate
+from dstrain.systems.dit.network import DiT
 
 
 class DiTSystem(System):
@@ -57,7 +59,7 @@ class DiTSystem(System):
             )
             self.timesteps = UniformSampler(section.num_steps)
         else:
-            self.flow = FlowMatching(**config.flow.model_dump())
+            self.flow = FlowMatching(**config.flow_arguments())
 
     def networks(self) -> dict[str, nn.Module]:
         return {"denoiser": DiT(**self.config.network_arguments())}
@@ -124,12 +126,21 @@ class DiTSystem(System):
         noise = rng.normal(key, "noise", tuple(x_start.shape[1:]))  # (B, C, H, W)
         uniforms = rng.uniform(key, "timestep")  # (B,)
 
+        tapped: dict[str, Tensor] = {}
+
         def network(x_t, t):
-            return nets["denoiser"](x_t, t, y, **self._conditions(example))
+            if not self.config.internal:
+                return nets["denoiser"](x_t, t, y, **self._conditions(example))
+            tapped.update(nets["denoiser"](x_t, t, y, **self._conditions(example), extras=True))
+            return tapped["out"]
 
         if self.config.objective == "flow":
             t = self.flow.times(uniforms)
-            return self.flow.training_losses(network, x_start, t, noise) | {"quartile": (4 * t).long().clamp(max=3)}
+            terms = self.flow.training_losses(network, x_start, t, noise)
+            if internal := self.config.internal:
+                base = self.flow.losses(tapped["base"], x_start, t, noise)
+                terms |= {"loss": terms["loss"] + internal.weight * base, "base": base.detach()}
+            return terms | {"quartile": (4 * t).long().clamp(max=3)}
         t, _ = self.timesteps.sample(uniforms)
         quartile = 4 * t // self.diffusion.num_timesteps
         return self.diffusion.training_losses(network, x_start, t, noise) | {"quartile": quartile}
@@ -269,8 +280,9 @@ class DiTSystem(System):
             wide, high = request.size or (self.config.image_size,) * 2
             size["size"] = torch.tensor([high, wide, 0, 0, high, wide], device=y.device).expand(len(y), -1)
         process = self.flow if self.config.objective == "flow" else self.diffusion
+        internal = self.config.internal
         return samplers.guide_network(
-            nets["denoiser"],
+            guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"],
             {"y": y} | size | embed,
             {"y": null} | size | no_embed,
             request.guidance_scale,
@@ -293,8 +305,18 @@ class DiTSystem(System):
         return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Positions and the class table may differ, see weights.py."""
-        return weights.adapt_weights(state, self.on_meta(part))
+        """Fits weights whose positions and class table may differ, see weights.py, and whose names and time may be
+        those of a published layout, see layouts.py.
+        """
+        layout, shape = self.config.layout or recognise_layout(state), self.config.network_shape()
+        if layout is None:
+            return weights.adapt_weights(state, self.on_meta(part))
+        state, notes = translate(state, layout, shape["depth"], self.shape[1] // shape["patch_size"])
+        if projectors := [name for name in state if name.startswith("projectors.")]:
+            state = {name: value for name, value in state.items() if name not in projectors}
+            notes.append(f"projectors: {len(projectors)} weights of the alignment are left, since none is trained here")
+        state, changes = weights.adapt_weights(state, self.on_meta(part))
+        return state, [f"layout: {layout}", *notes, *changes]
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.rename_from_diffusers(state, diffusers_config, self.config)
@@ -302,8 +324,12 @@ class DiTSystem(System):
     def require_expressible(self) -> None:
         weights.require_expressible(self.config)
 
+    def decays(self, name: str, weight: Tensor) -> bool:
+        """Returns what System says, but no learned token decays."""
+        return super().decays(name, weight) and not name.endswith("_tokens.tokens")
+
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        return (DiTBlock,)
+        return (Block,)
 
     def frozen(self) -> tuple[nn.Module, ...]:
         return (self.first_stage,) if self.first_stage else ()
@@ -327,6 +353,18 @@ class DiTSystem(System):
         if self.config.size_conditions:
             batch["size"] = torch.tensor([high, wide, 0, 0, high, wide]).repeat(batch_size, 1)
         return batch
+
+
+def guide_internally(network: Callable[..., Any], scale: float) -> Callable[..., Tensor]:
+    """Returns the network whose second head is led away from: base + scale (whole - base), in one forward pass."""
+    if scale == 1:
+        return network
+
+    def guided(x_t: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        found = network(x_t, t, **conditions, extras=True)
+        return torch.lerp(found["base"], found["out"], scale)
+
+    return guided
 
 
 def _load_first_stage(config: Config) -> Autoencoder | None:

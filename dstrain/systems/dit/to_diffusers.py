@@ -21,9 +21,9 @@ from dstrain.diffusion import samplers
 from dstrain.diffusion.published import add_to_index, even_steps, scheduler_arguments
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder
-from dstrain.nn.layers import sincos_positions
 from dstrain.nn.measures import relative_error
 from dstrain.nn.pixels import to_uint8
+from dstrain.nn.positions import sincos_positions
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.dit import weights

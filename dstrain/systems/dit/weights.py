@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn import fitting
-from dstrain.nn.layers import sincos_positions
+from dstrain.nn.positions import sincos_positions
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.config import Config
 
@@ -47,8 +47,18 @@ _FIELDS = {
 
 # What decides a weight's shape or presence: pattern of its name -> the recipe's fields.
 _REMEDIES = (
-    (r"^x_embedder", "in_channels, patch_size and hidden_size (or size)"),
+    (r"^x_embedder", "in_channels, patch_size, patch_bottleneck and hidden_size (or size)"),
     (r"^final_layer\.linear", "learn_sigma, in_channels, patch_size and hidden_size (or size)"),
+    (r"^(t|y)_tokens", "tokens"),
+    (r"^t_embedder\.W", "time_freq"),
+    (r"^final_layer\.(x_embedder|projector|blocks|final_layer)", "wide"),
+    (r"^base_layer", "internal"),
+    (r"^x_embedder\.wide", "patch_bottleneck"),
+    (r"^pos_embed", "sines"),
+    (r"^blocks\.\d+\.norm", "block.norm"),
+    (r"^blocks\.\d+\.attn\..*_norm", "block.qk_norm"),
+    (r"^blocks\.\d+\.mlp\.w", "block.mlp and mlp_ratio"),
+    (r"^blocks\.\d+\.adaLN", "block.modulation, depth and hidden_size (or size)"),
     (r"^s_embedder", "data.size_conditions"),
     (r"^e_embedder", "embedding_dim"),
     (r"^blocks\.\d+\.mlp", "depth, mlp_ratio and hidden_size (or size)"),
@@ -68,7 +78,12 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
     shapes = fitting.shapes_of(network)
     state, notes = dict(state), []
     positions = state.get(_POSITIONS)
-    if positions is not None and positions.ndim == 3 and positions.shape[-1] == shapes[_POSITIONS][-1]:
+    if (
+        positions is not None
+        and _POSITIONS in shapes
+        and positions.ndim == 3
+        and positions.shape[-1] == shapes[_POSITIONS][-1]
+    ):
         state[_POSITIONS] = _interpolate_positions(positions, shapes[_POSITIONS][1], notes)
     notes += fitting.refill_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
     for added in _ADDED:
@@ -193,6 +208,17 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
 
 def require_expressible(config: Config) -> None:
     """Raises ConfigError for a field that diffusers' DiTTransformer2DModel or its schedulers cannot express."""
+    for name in ("block", "sines", "tokens", "patch_bottleneck", "wide", "internal"):
+        if getattr(config, name) != type(config).model_fields[name].default:
+            raise ConfigError(
+                f"{name}: diffusers' DiTTransformer2DModel has the blocks of DiT alone; take --format safetensors"
+            )
+    for name in ("path", "prediction", "noise_scale") if config.objective == "flow" else ():
+        if getattr(config.flow, name) != type(config.flow).model_fields[name].default:
+            raise ConfigError(
+                f"flow.{name}: diffusers' FlowMatchEulerDiscreteScheduler has straight paths and velocities alone; "
+                "take --format safetensors"
+            )
     if config.embedding_dim:
         raise ConfigError(
             "embedding_dim: diffusers' DiTTransformer2DModel takes no image embeddings; take --format safetensors"

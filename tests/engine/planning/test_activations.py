@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain.engine.blocks import prepare
 from dstrain.engine.planning.activations import _fused, count_flops, count_kept_bytes
-from dstrain.nn.layers import Mlp, SelfAttention
+from dstrain.nn.tokens import Attention, Mlp
 
 B, N, D, H, DEPTH = 2, 8, 16, 24, 3  # samples, tokens, widths, blocks
 TOKENS = B * N
@@ -50,7 +50,7 @@ def test_the_work_of_attention(recompute, with_weights, attention):
     """Oracle: by hand: four products of D x D for a token, once forward and twice backward, three of them in a second
     pass; scores and their sum over values, 4 N^2 D for a sample, which `attention` computes a second time, too.
     """
-    _, work = counted(lambda: SelfAttention(D, 2), recompute)
+    _, work = counted(lambda: Attention(D, 2), recompute)
     assert work == DEPTH * (with_weights * 2 * TOKENS * D * D + attention * 4 * B * N * N * D)
 
 
@@ -58,7 +58,7 @@ def test_fused_attention():
     """Oracle: by hand: no score is kept, but input, queries, keys and values, the result, a float for each row of
     scores, and some bytes of the generator. The plain products would keep 2 N^2 for each head.
     """
-    size, _ = counted(lambda: SelfAttention(D, 2), "none")
+    size, _ = counted(lambda: Attention(D, 2), "none")
     assert 0 <= size - 4 * ((DEPTH - 1) * TOKENS * D + DEPTH * TOKENS * (4 * D + 2) + 1) <= 64 * DEPTH
 
 

@@ -20,6 +20,27 @@ CASES = [
     TINY | {"learn_sigma": False, "num_classes": 1, "diffusion": {"prediction": "v", "schedule": "cosine"}},
     TINY | {"sizes": [[8, 8], [16, 6]], "size_conditions": True, "objective": "flow"},
     TINY | {"learn_sigma": False, "num_classes": 1, "embedding_dim": 6},
+    TINY
+    | {
+        "objective": "flow",
+        "learn_sigma": False,
+        "block": {"norm": "rms", "mlp": "swiglu", "qk_norm": "rms", "rope": True},
+        "tokens": {"label": 2, "joins": 1},
+        "patch_bottleneck": 3,
+        "flow": {"prediction": "x", "loss": "velocity", "t_min": 0.05, "cosine": 0.5},
+    },
+    TINY
+    | {
+        "objective": "flow",
+        "learn_sigma": False,
+        "block": {"norm": "rms", "mlp": "swiglu", "rope": True, "modulation": "none"},
+        "sines": False,
+        "time_freq": "fourier",
+        "tokens": {"time": 2, "label": 2},
+        "wide": {"hidden_size": 48, "depth": 1, "num_heads": 3},
+        "internal": {"depth": 1, "scale": 1.5},
+        "flow": {"shift": "dimension", "path": "gvp"},
+    },
 ]
 
 

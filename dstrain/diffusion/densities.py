@@ -1,0 +1,57 @@
+"""How training times of a flow are distributed: each by the inverse of its distribution at a uniform number.
+
+t in [0, 1], 1 is noise (the direction of Stable Diffusion 3). A time is a function of its sample's own number, so that
+it does not depend on ranks or batches. Sources: Esser et al. 2024 (SD3), section 3.1 (logit-normal, mode, cosmap);
+Zheng et al. 2025 (RAE; truncation, shift by dimension); Karras et al. 2022 (EDM; log-normal sigma).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+REFERENCE_VALUES = 4096  # of a latent whose shift by dimension is 1 (RAE, after SD3)
+
+
+def draw_logit_normal(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
+    """Returns sigmoid(mean + std normal), of those at most `highest`."""
+    if highest < 1:
+        share = torch.special.ndtr(torch.tensor((math.log(highest / (1 - highest)) - mean) / std).double())
+        uniforms = uniforms * share.to(uniforms.dtype)
+    return torch.sigmoid(mean + std * torch.special.ndtri(uniforms))
+
+
+def draw_uniform(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
+    return uniforms * highest if highest < 1 else uniforms
+
+
+def draw_mode(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
+    """SD3's density with heavy tails: 1 - u - std (cos^2(pi u / 2) - 1 + u) at 1 - `uniforms`; `mean` has no part."""
+    u = 1 - uniforms * highest
+    return 1 - u - std * (torch.cos(math.pi / 2 * u).square() - 1 + u)
+
+
+def draw_cosmap(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
+    """SD3's times under which log(signal / noise) is distributed as the cosine schedule's."""
+    return 1 - 1 / (torch.tan(math.pi / 2 * uniforms * highest) + 1)
+
+
+def draw_lognormal_sigma(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
+    """EDM's: noise over signal is exp(mean + std normal)."""
+    sigma = torch.exp(mean + std * torch.special.ndtri(uniforms * highest))
+    return torch.where(sigma.isinf(), 1.0, sigma / (1 + sigma))
+
+
+DENSITIES: dict[str, Callable[..., Tensor]] = {
+    "logit_normal": draw_logit_normal,
+    "uniform": draw_uniform,
+    "mode": draw_mode,
+    "cosmap": draw_cosmap,
+    "lognormal_sigma": draw_lognormal_sigma,
+}
+
+
+def shift_of_dimension(num_values: int) -> float:
+    """Returns the shift of times for an input of so many values: the square root of their number over 4096."""
+    return math.sqrt(num_values / REFERENCE_VALUES)

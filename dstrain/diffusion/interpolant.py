@@ -1,0 +1,149 @@
+"""Between data and noise: a path, what a network predicts on it, and the space in which its loss is measured.
+
+Notation: t in [0, 1], 0 is data and 1 is noise,
+
+    x_t = alpha x + sigma eps            velocity = dx_t / dt = alpha' x + sigma' eps            score = -eps / sigma
+
+x, eps, the velocity and x_t are four combinations of x and eps, so any one is a combination of any other and x_t: a
+prediction and a loss are chosen apart. Sources: Albergo & Vanden-Eijnden 2022; Ma et al. 2024 (SiT), sections 2 and 3,
+which counts t the other way; Li & He 2025 (JiT), who predict x and measure velocities.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dstrain.diffusion.likelihood import mean_flat
+
+Coefficients = tuple[Tensor, Tensor, Tensor, Tensor]  # alpha, sigma and their derivatives, (B, 1, ...) or scalars
+PREDICTIONS = ("velocity", "x", "eps", "score")
+LOSSES = ("velocity", "x", "eps", "likelihood")
+_VP_LOW, _VP_HIGH = 0.1, 20.0  # betas at both ends
+
+
+def linear_path(t: Tensor) -> Coefficients:
+    one = torch.ones_like(t)
+    return 1 - t, t, -one, one
+
+
+def gvp_path(t: Tensor) -> Coefficients:
+    """Returns a path of constant variance: alpha and sigma are cosine and sine."""
+    angle = math.pi / 2 * t
+    alpha, sigma = angle.cos(), angle.sin()
+    return alpha, sigma, -math.pi / 2 * sigma, math.pi / 2 * alpha
+
+
+def vp_path(t: Tensor) -> Coefficients:
+    """Returns the path of DDPM's linear betas, 0.1 to 20, in continuous time (Song et al. 2020, VP-SDE)."""
+    half_log = -(t.square()) * (_VP_HIGH - _VP_LOW) / 4 - t * _VP_LOW / 2
+    slope = -t * (_VP_HIGH - _VP_LOW) / 2 - _VP_LOW / 2
+    alpha = half_log.exp()
+    sigma = (-torch.expm1(2 * half_log)).sqrt()
+    return alpha, sigma, slope * alpha, -slope * alpha.square() / sigma
+
+
+PATHS: dict[str, Callable[[Tensor], Coefficients]] = {"linear": linear_path, "gvp": gvp_path, "vp": vp_path}
+
+
+def time_of_noise(path: str, noise: float) -> float:
+    """Returns the time at which sigma / alpha of a path is `noise`."""
+    if path == "linear":
+        return noise / (1 + noise)
+    if path == "gvp":
+        return 2 / math.pi * math.atan(noise)
+    slope, curvature = _VP_LOW / 2, (_VP_HIGH - _VP_LOW) / 4
+    return (math.sqrt(slope**2 + 2 * curvature * math.log1p(noise**2)) - slope) / (2 * curvature)
+
+
+class Interpolant:
+    """A path, a prediction and a loss.
+
+    path         linear, gvp or vp.
+    prediction   velocity, x, eps or score: what the network gives.
+    loss         the space of squared errors: velocity, x, eps; or likelihood, SiT's weight of a bound. None: the
+                 prediction's own, and eps for a score.
+    t_min        conversions that divide by sigma or alpha take no t nearer to 0 or 1 than this. 0: any.
+    cosine       weight of LightningDiT's term, 1 - the cosine over channels of prediction and target.
+    """
+
+    def __init__(
+        self,
+        path: str = "linear",
+        prediction: str = "velocity",
+        loss: str | None = None,
+        t_min: float = 0.0,
+        cosine: float = 0.0,
+    ) -> None:
+        self.path, self.prediction, self.t_min, self.cosine = path, prediction, t_min, cosine
+        self.loss = loss or {"score": "eps"}.get(prediction, prediction)
+
+    def coefficients(self, t: Tensor, like: Tensor) -> Coefficients:
+        """Returns alpha, sigma and their derivatives at t (B,), to multiply tensors such as `like` (B, ...)."""
+        return PATHS[self.path](t.to(like.dtype).view(-1, *(1,) * (like.ndim - 1)))
+
+    def level(self, t: float) -> tuple[float, float]:
+        """Returns alpha and sigma at a time."""
+        alpha, sigma, _, _ = PATHS[self.path](torch.tensor(t, dtype=torch.float64))
+        return float(alpha), float(sigma)
+
+    def mix(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """Returns x_t for times (B,)."""
+        if self.path == "linear":
+            return torch.lerp(x_start, noise, t.to(x_start.dtype).view(-1, *(1,) * (x_start.ndim - 1)))
+        alpha, sigma, _, _ = self.coefficients(t, x_start)
+        return alpha * x_start + sigma * noise
+
+    def convert(self, out: Tensor, x_t: Tensor, t: Tensor, wanted: str) -> Tensor:
+        """Returns what a prediction means as velocity, x, eps or score, at times (B,)."""
+        if wanted == self.prediction:
+            return out
+        of_x_t, of_out = self._weights(self.coefficients(self._inside(t), out), wanted)
+        return of_x_t * x_t + of_out * out
+
+    def losses(self, out: Tensor, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """Returns mean squared errors (B,) of predictions (B, C, ...) in the space of the loss."""
+        coefficients = self.coefficients(self._inside(t), out)
+        alpha, sigma, alpha_slope, sigma_slope = coefficients
+        if self.prediction == "velocity":
+            exact = self.coefficients(t, out)
+            target = noise - x_start if self.path == "linear" else exact[2] * x_start + exact[3] * noise
+        elif self.prediction == "score":  # a score is infinite at the data, the noise that it stands for is not
+            out, target = -sigma * out, noise
+        else:
+            target = x_start if self.prediction == "x" else noise
+        error = out - target
+        space = {"score": "eps"}.get(self.prediction, self.prediction)
+        wanted = "eps" if self.loss == "likelihood" else self.loss
+        if wanted != space:
+            error = self._weights(coefficients, wanted, space)[1] * error
+        losses = mean_flat(error.square())
+        if self.loss == "likelihood":
+            losses = losses * ((sigma_slope - sigma * alpha_slope / alpha) / sigma).flatten()
+        if self.cosine:
+            losses = losses + self.cosine * mean_flat(1 - torch.cosine_similarity(out, target, dim=1))
+        return losses
+
+    def _inside(self, t: Tensor) -> Tensor:
+        """Returns times as far from an end as t_min, if conversions divide by 0 there: by alpha for a network that
+        gives noise, by sigma for one that gives x, and by sigma for the slope of sigma on the path vp.
+        """
+        low = self.t_min if self.prediction == "x" or self.path == "vp" else 0.0
+        high = 1 - self.t_min if self.prediction in ("eps", "score") else 1.0
+        return t.clamp(low, high) if self.t_min else t
+
+    def _weights(self, coefficients: Coefficients, wanted: str, given: str | None = None) -> tuple[Tensor, Tensor]:
+        """Returns by what x_t and a prediction are multiplied, so that their sum is what is wanted."""
+        alpha, sigma, alpha_slope, sigma_slope = coefficients
+        zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
+        of_x_and_eps = {
+            "velocity": (alpha_slope, sigma_slope),
+            "x": (one, zero),
+            "eps": (zero, one),
+            "score": (zero, -1 / sigma),
+        }
+        x_given, eps_given = of_x_and_eps[given or self.prediction]
+        x_wanted, eps_wanted = of_x_and_eps[wanted]
+        scale = alpha * eps_given - sigma * x_given
+        return (x_wanted * eps_given - eps_wanted * x_given) / scale, (alpha * eps_wanted - sigma * x_wanted) / scale
