@@ -16,7 +16,7 @@ class _Watch:
         self.root, self.out, self.found = os.path.realpath(root), os.path.realpath(out), []
 
     def is_within(self, path: object, folder: str) -> bool:
-        if not isinstance(path, (str, bytes)):
+        if not isinstance(path, (str, bytes)) or path[:1] in ("<", b"<"):  # the code of no file
             return False
         return (os.path.realpath(os.path.join(os.getcwd(), os.fsdecode(path))) + "/").startswith(folder + "/")
 
