@@ -12,6 +12,9 @@ import pytest
 from dstrain.recipe import ConfigError, NotSaved, Run
 from dstrain.runs import hosts
 from tests.support import gloo
+from tests.support.forks import child
+from tests.support.launch import ROOT, environment, free_port
+from tests.support.runs import RECIPE
 
 SETTINGS = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 CODES = (
@@ -179,3 +182,20 @@ def test_a_folder_that_was_taken_away(tmp_path, taken):
     if taken == "for a moment":
         threading.Timer(0.3, away.rename, [folder / "run.yaml"]).start()
     hosts.require_folder(folder, patience=30)
+
+
+def test_options_of_one_rank_alone(tmp_path):
+    """Oracle: the option that one of two real commands was given: both end with 2, and rank 0 names it."""
+    words = ("--profile=1:2", "--from-scratch")
+    shared = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    command = [str(ROOT / "launch" / "train.py"), "--recipe", str(RECIPE), f"folder={tmp_path / 'run'}"]
+    ranks = [
+        child(
+            [*command, words[rank]], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, tmp_path / f"output-{rank}"
+        )
+        for rank in (0, 1)
+    ]
+    codes = [rank.wait(120) for rank in ranks]
+    output = (tmp_path / "output-0").read_text()
+    assert codes == [2, 2], output
+    assert "--from-scratch=True (not False)" in output and "--profile=None (not (1, 2, 1))" in output
