@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -31,7 +32,7 @@ from dstrain.checkpoint.layout import COMMON, SHARD
 from dstrain.checkpoint.manifest import CONSOLIDATED, NAME, find_faults, read_manifest
 from dstrain.checkpoint.safetensors_io import Entry
 from dstrain.commands.options.consolidate import DTYPES, Order
-from dstrain.disk import atomic
+from dstrain.disk import atomic, small
 from dstrain.disk.owner import Hold
 from dstrain.distributed.launcher import read_place
 from dstrain.distributed.progress import Bar
@@ -122,7 +123,7 @@ def _write(order: Order, plan: Plan, out: Path, update: Update) -> None:
         written = safetensors_io.write_model(folder, entries, order.shard_size, metadata, update)
         files |= {path.relative_to(out).as_posix(): entry for path, entry in written.items()}
     if plan.recipe:
-        shutil.copyfile(plan.recipe, out / "recipe.yaml")
+        (out / "recipe.yaml").write_bytes(small.read_bytes(plan.recipe, small.MEGABYTE))
     description = json.dumps({**_description(order, plan), "files": files}, indent=2)
     (out / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
 
@@ -273,14 +274,17 @@ def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[floa
 
 def _parsed(path: Path | None, parse: Callable[[str], Any]) -> Any:
     """What a text file beside the weights holds; None: there is none. ConfigError: it cannot be read."""
-    if path is None or not path.exists():
+    if path is None or not os.path.lexists(path):
         return None
     import yaml
 
     try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = "no UTF-8" if isinstance(error, UnicodeDecodeError) else str(getattr(error, "problem", None) or error)
+        if path.is_symlink():
+            raise OSError("it is a link, which is not followed")
+        return parse(small.read_text(path, small.MEGABYTE))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        reason = str(getattr(error, "problem", None) or getattr(error, "strerror", None) or error)
+        reason = "no UTF-8" if isinstance(error, UnicodeDecodeError) else reason
         raise ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away") from None
 
 
