@@ -24,6 +24,7 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats.base import Layout, Request, peek_files
 from dstrain.data.formats.imagenet import split_root
+from dstrain.data.index.alike import require_same_source
 from dstrain.data.index.build import find_cache_folder, open_index, run_on_first
 from dstrain.data.index.index import Index
 from dstrain.data.mixture import add_codes, open_mixture
@@ -353,7 +354,10 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
     kind.refuse_labels(mixed)
     if not data.mixture:
         phases().at(f"listing {data.path}")
-    return kind.open(verify, run, mixed)
+    split = kind.open(verify, run, mixed)
+    if isinstance(kind, PairsData | CodesData):
+        require_same_source(split[0], data.path)
+    return split
 
 
 def open_split(data: Data, split: str) -> Source | None:

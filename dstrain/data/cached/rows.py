@@ -3,6 +3,7 @@
 import errno
 import zipfile
 import zlib
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,30 @@ _AXES = {
 }
 
 
-class Table:
+class Rows:
+    """Rows of consecutive files: names, and how many each has in `lengths`."""
+
+    names: list[str]
+    lengths: list[int]
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        return np.cumsum(self.lengths)
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Returns the number of the file that holds a row, and its place there."""
+        number = int(np.searchsorted(self.ends, row, side="right"))
+        return number, row - int(self.ends[number] - self.lengths[number])
+
+    def name(self, row: int) -> str:
+        number, inner = self.place(row)
+        return f"{self.names[number]}[{inner}]"
+
+
+class Table(Rows):
     """Arrays (n, ...) of one kind, whose rows count on from array to array.
 
     Files below `root` are mapped when they are read, and the _MAPPED last used ones stay mapped; without a root
@@ -60,17 +84,13 @@ class Table:
             self.shape = array.shape[1:]
             self.lengths.append(len(array))
             self.size += array.nbytes
-        self.ends = np.cumsum(self.lengths)
 
     def __getstate__(self) -> dict[str, Any]:
         # A mapped array would travel to a worker as a copy of the file.
         return {**self.__dict__, "arrays": {} if self.root is not None else self.arrays}
 
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
     def __getitem__(self, row: int) -> np.ndarray:
-        number, inner = self._place(row)
+        number, inner = self.place(row)
         return self._array(number)[inner]
 
     def _array(self, number: int) -> np.ndarray:
@@ -83,14 +103,6 @@ class Table:
                 del self.arrays[next(iter(self.arrays))]
         self.arrays[number] = array
         return array
-
-    def _place(self, row: int) -> tuple[int, int]:
-        number = int(np.searchsorted(self.ends, row, side="right"))
-        return number, row - int(self.ends[number] - self.lengths[number])
-
-    def name(self, row: int) -> str:
-        number, inner = self._place(row)
-        return f"{self.names[number]}[{inner}]"
 
     def scan(self) -> None:
         """Looks through all rows. Raises ConfigError, which names the first that cannot be used."""
@@ -163,13 +175,12 @@ def convert_float32(values: np.ndarray) -> np.ndarray:
         return np.array(values, dtype=bool if values.dtype == bool else np.float32)
 
 
-class Captions:
+class Captions(Rows):
     """The caption column of parquet files; a file's captions stay in memory once one of them was read."""
 
     def __init__(self, root: Path, names: list[str]) -> None:
         parquet = _import_parquet()
-        self.root, self.names, self.columns, self.cached = root, names, [], {}
-        lengths = []
+        self.root, self.names, self.lengths, self.columns, self.cached = root, names, [], [], {}
         for name in names:
             try:
                 require_regular(root / name)
@@ -184,8 +195,7 @@ class Captions:
                 )
             _require_text(name, schema.schema_arrow.field(column))
             self.columns.append(column)
-            lengths.append(schema.metadata.num_rows)
-        self.lengths, self.ends = lengths, np.cumsum(lengths)
+            self.lengths.append(schema.metadata.num_rows)
 
     @staticmethod
     def exist(root: Path, names: list[str]) -> bool:
@@ -203,14 +213,13 @@ class Captions:
         return {**self.__dict__, "cached": {}}
 
     def __getitem__(self, row: int) -> Tensor:
-        number = int(np.searchsorted(self.ends, row, side="right"))
+        number, inner = self.place(row)
         if number not in self.cached:
             table = _import_parquet().read_table(self.root / self.names[number], columns=[self.columns[number]])
             self.cached[number] = table.column(0).combine_chunks()
-        inner = row - int(self.ends[number] - self.lengths[number])
         text = self.cached[number][inner].as_py()
         if not text:
-            raise BadSample(f"{self.names[number]}[{inner}]", "has no caption")
+            raise BadSample(self.name(row), "has no caption")
         return pack_caption(text)
 
     def add_to(self, digest: Any) -> None:

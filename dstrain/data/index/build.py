@@ -29,6 +29,7 @@ from dstrain.data.files.listing import ask_each, join_few
 from dstrain.data.files.local import Files, require_there
 from dstrain.data.formats import open_data_files, recognise_layout
 from dstrain.data.formats.base import Layout, Request
+from dstrain.data.index.alike import require_same_data
 from dstrain.data.index.columns import ELSEWHERE, Columns
 from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed
 from dstrain.disk import atomic, lines, sealed
@@ -64,18 +65,25 @@ def open_index(
             f"the index of {path} is not to be seen on another machine: write data.index="
             "FOLDER, a folder that all machines share"
         )
+    if group.world() > 1:
+        watched = group.from_first(_list_watched(layout, index) if group.rank() == 0 else None)
+        require_same_data(layout, index, lambda: _read_stats(layout, watched))
     return layout, index
 
 
-def write_splits(index: Index, held_out: float) -> None:
-    """Makes the splits of an index on a disk, unless they stand there; one command at a time.
+def make_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None]) -> None:
+    """Makes what stands beside an index on a disk, unless it is there: on rank 0, and one command at a time.
 
-    ConfigError: they cannot be written there.
+    Raises ConfigError if it cannot be written there.
     """
-    if not index.has_splits(held_out):
-        with lock_index(index.folder):
-            if not index.has_splits(held_out):
-                index.write_splits(held_out)
+
+    def make_missing() -> None:
+        if not is_there():
+            with lock_index(index.folder), explain_write_errors(index.folder, ELSEWHERE):
+                if not is_there():
+                    make()
+
+    run_on_first(make_missing)
 
 
 def run_on_first(make: Callable[[], _T]) -> _T:
@@ -205,6 +213,12 @@ def _choose_watched(layout: Layout) -> list[str]:
         names = [names[place] for place in np.linspace(0, len(names) - 1, _WATCHED).astype(int).tolist()]
     lists = zip(_OF_REQUEST, (request.captions_file, request.class_list))
     return [*names, *(f"{key}{path}" for key, path in lists if path is not None)]
+
+
+def _list_watched(layout: Layout, index: Index) -> list[str]:
+    """Returns the names that an index has watched since it was made."""
+    watched = None if index.folder is None else read_sealed(index.folder / WATCHED)
+    return _choose_watched(layout) if watched is None else watched["names"]
 
 
 def _list_in_memory(layout: Layout) -> Index | None:

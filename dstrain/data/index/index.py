@@ -24,7 +24,7 @@ from dstrain.data.formats.base import Place
 from dstrain.data.index.verified import Verified, map_file, write_sums
 from dstrain.disk import atomic, sealed
 from dstrain.distributed.progress import phases
-from dstrain.recipe import ConfigError, explain_write_errors
+from dstrain.recipe import ConfigError
 
 HEADER, WATCHED, VERSION = "index.json", "watched.json", 5
 COLUMNS = {  # name: (type, default); of "ends" the place behind the last byte or entry
@@ -158,26 +158,24 @@ class Index:
         """Writes both splits beside an index on a disk, a chunk at a time.
 
         Other processes may have mapped the old files: they are replaced, never written to.
-        Raises ConfigError if they cannot be written there.
         """
         folder, header = self._split_folder(held_out), {"index": self._identity()}
-        with explain_write_errors(folder, "write data.index=FOLDER, a folder that can be written"):
-            folder.mkdir(exist_ok=True)
-            names = {split: blake2b(digest_size=8) for split in SPLITS}
-            with ExitStack() as stack:
-                paths = {split: stack.enter_context(atomic.replace_file(folder / f"{split}.bin")) for split in names}
-                files = {split: stack.enter_context(open(path, "wb")) for split, path in paths.items()}
-                for part in _divide_rows(self, held_out):
-                    for split, (rows, text) in part.items():
-                        files[split].write(rows.tobytes())
-                        names[split].update(text)
-            for split, digest in names.items():
-                path = folder / f"{split}.bin"
-                members = np.frombuffer(map_file(path), _choose_row_type(self))
-                write_sums(path, members)
-                own = _describe_split(self, members, digest)
-                header[split] = {"number": own.number, "counts": own.counts, "names": own.names}
-            atomic.write_file(folder / HEADER, sealed.render_sealed(header))
+        folder.mkdir(exist_ok=True)
+        names = {split: blake2b(digest_size=8) for split in SPLITS}
+        with ExitStack() as stack:
+            paths = {split: stack.enter_context(atomic.replace_file(folder / f"{split}.bin")) for split in names}
+            files = {split: stack.enter_context(open(path, "wb")) for split, path in paths.items()}
+            for part in _divide_rows(self, held_out):
+                for split, (rows, text) in part.items():
+                    files[split].write(rows.tobytes())
+                    names[split].update(text)
+        for split, digest in names.items():
+            path = folder / f"{split}.bin"
+            members = np.frombuffer(map_file(path), _choose_row_type(self))
+            write_sums(path, members)
+            own = _describe_split(self, members, digest)
+            header[split] = {"number": own.number, "counts": own.counts, "names": own.names}
+        atomic.write_file(folder / HEADER, sealed.render_sealed(header))
 
     def _open_splits(self, held_out: float) -> dict[str, Split] | None:
         """Opens both splits on the disk; returns None if they are missing, damaged, or of another index."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import ask_each, join_few
 from dstrain.data.formats.base import Layout
-from dstrain.data.index.build import run_on_first, write_splits
+from dstrain.data.index.build import make_once
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError, NotRead
@@ -55,7 +55,7 @@ class Indexed(Source):
             if classes != index.classes:
                 self._renumbered = np.array([places[name] for name in index.classes], np.int32)
         if index.folder is not None:
-            run_on_first(lambda: write_splits(index, held_out))
+            make_once(index, lambda: index.has_splits(held_out), lambda: index.write_splits(held_out))
         self.chosen = index.split(split, held_out)
         if not self.chosen.number:
             raise ConfigError(

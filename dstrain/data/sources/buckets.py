@@ -8,7 +8,6 @@ file that all ranks and workers map, so that none of them holds a list:
                                 the places of the samples in the source, bucket after bucket; in each in their order
 """
 
-import os
 import shutil
 from abc import abstractmethod
 from hashlib import blake2b
@@ -19,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from dstrain.data.bucket_order import BucketOrder, choose_buckets, compute_upscale
-from dstrain.data.index.build import run_on_first
+from dstrain.data.index.build import make_once
 from dstrain.data.index.index import CHUNK, HEADER, read_sealed
 from dstrain.data.index.source import Indexed
 from dstrain.data.index.verified import Verified, open_shared, open_whole, write_sums
@@ -29,7 +28,8 @@ from dstrain.data.sources.sizes import measure_clips, measure_images
 from dstrain.data.sources.videos import Mixed, Videos
 from dstrain.data.views import Remade
 from dstrain.disk import atomic, sealed
-from dstrain.recipe import ConfigError, explain_write_errors
+from dstrain.distributed import group
+from dstrain.recipe import ConfigError
 from dstrain.recipe.shapes import Shape
 
 _MEMBERS = "members.bin"
@@ -51,7 +51,8 @@ class Bucketed(Remade):
         key = repr([shapes, rule, whole.split, whole.chosen.number, whole.chosen.names])
         folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
         self.dtype = "uint32" if len(whole) < 1 << 32 else "uint64"  # of places in the source
-        self.header = run_on_first(lambda: _sort_samples(self, table, folder))
+        make_once(whole.index, lambda: _read_header(folder, self.dtype), lambda: _write_buckets(self, table, folder))
+        self.header = group.from_first(_read_header(folder, self.dtype) if group.rank() == 0 else None)
         self.members = open_shared(folder / _MEMBERS, self.dtype, _count_bytes(self.header, self.dtype))
         self.counts = tuple(self.header["counts"])
         self.ends = tuple(np.cumsum(self.counts).tolist())
@@ -184,15 +185,6 @@ def sort_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Time
     return Timed(source, durations)
 
 
-def _sort_samples(source: Bucketed, table: Verified, folder: Path) -> dict[str, Any]:
-    """Writes the samples by bucket into the folder, unless they stand there; returns how many each bucket has."""
-    header = _read_header(folder, source.dtype)
-    if header is None:
-        with explain_write_errors(folder, "name another folder for the index with data.index=FOLDER"):
-            header = _write_buckets(source, table, folder)
-    return header
-
-
 def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
     """Returns what stands in the folder; None if it is not there, or altered."""
     header = read_sealed(folder / HEADER)
@@ -204,29 +196,22 @@ def _count_bytes(header: dict[str, Any], dtype: str) -> int:
     return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
 
 
-def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> dict[str, Any]:
-    """Makes the folder, which is there at once and whole: other commands may be about the same one."""
-    building = folder.with_name(f"{folder.name}.{os.getpid()}")
-    building.mkdir(parents=True, exist_ok=True)
-    try:
-        buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(source.whole),))
-        header = _choose_buckets(buckets, source, table)
-        number = _count_bytes(header, source.dtype) // np.dtype(source.dtype).itemsize
-        members = np.memmap(building / _MEMBERS, source.dtype, "w+", shape=(number,))
-        _sort_by_bucket(members, buckets, len(source.shapes))
-        members.flush()
-        write_sums(building / _MEMBERS, members)
-        (building / "by_sample.bin").unlink()
-        atomic.write_file(building / HEADER, sealed.render_sealed(header))
-        if _read_header(folder, source.dtype) is None:
-            shutil.rmtree(folder, ignore_errors=True)  # damaged
-            atomic.publish_folder(building, folder)
-    except OSError:
-        if _read_header(folder, source.dtype) is None:  # else another command was faster by a moment
-            raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return header
+def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
+    """Writes the samples by bucket into a folder, which is there at once and whole."""
+    building = folder.with_name(f"{folder.name}.building")
+    for path in (building, folder):  # what an interrupted command has left, or damaged files
+        shutil.rmtree(path, ignore_errors=True)
+    building.mkdir(parents=True)
+    buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(source.whole),))
+    header = _choose_buckets(buckets, source, table)
+    number = _count_bytes(header, source.dtype) // np.dtype(source.dtype).itemsize
+    members = np.memmap(building / _MEMBERS, source.dtype, "w+", shape=(number,))
+    _sort_by_bucket(members, buckets, len(source.shapes))
+    members.flush()
+    write_sums(building / _MEMBERS, members)
+    (building / "by_sample.bin").unlink()
+    atomic.write_file(building / HEADER, sealed.render_sealed(header))
+    atomic.publish_folder(building, folder)
 
 
 def _choose_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:

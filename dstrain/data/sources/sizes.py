@@ -18,14 +18,12 @@ from dstrain.data.decode.pixels import FORMATS, open_image, read_upright_size
 from dstrain.data.files.listing import ask_each
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place
-from dstrain.data.index.build import lock_index, run_on_first
-from dstrain.data.index.columns import ELSEWHERE
+from dstrain.data.index.build import make_once
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import Verified, map_file, open_shared, open_whole, write_sums
 from dstrain.data.source import BadSample, reading
 from dstrain.data.sources.images import read_encoded
 from dstrain.distributed.progress import phases
-from dstrain.recipe import explain_write_errors
 
 _CLIPS = 1024  # files between two writes, where each may take long
 
@@ -70,14 +68,7 @@ def _open_measures(
     """
     path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
     found = partial(open_whole, path, dtype, len(index) * dtype.itemsize)
-
-    def make() -> None:
-        if found() is None:
-            with lock_index(index.folder), explain_write_errors(index.folder, ELSEWHERE):
-                if found() is None:
-                    _write_measures(path, layout, index, dtype, measure, chunk)
-
-    run_on_first(make)
+    make_once(index, found, lambda: _write_measures(path, layout, index, dtype, measure, chunk))
     return open_shared(path, dtype, len(index) * dtype.itemsize)
 
 

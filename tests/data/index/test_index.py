@@ -27,7 +27,7 @@ from dstrain.data.decode.pixels import SUFFIXES, read_image
 from dstrain.data.files.local import Files
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
-from dstrain.data.index.build import open_index, write_splits
+from dstrain.data.index.build import make_once, open_index
 from dstrain.data.index.index import Index
 from dstrain.data.index.verified import Verified, write_sums
 from dstrain.data.source import stack_texts
@@ -282,8 +282,12 @@ def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):
         write(self, held_out)
 
     monkeypatch.setattr(Index, "write_splits", slow)
-    second = threading.Thread(target=write_splits, args=(Index.open(index.folder), 0.3))
-    write_splits(index, 0.3)
+
+    def write_splits(index: Index) -> None:
+        make_once(index, lambda: index.has_splits(0.3), lambda: index.write_splits(0.3))
+
+    second = threading.Thread(target=write_splits, args=(Index.open(index.folder),))
+    write_splits(index)
     second.join()
     memory = open_index(root, Request(SUFFIXES))[1]
     assert writes == [0.3]
@@ -460,7 +464,7 @@ def test_pixel_sizes(tmp_path):
     (root / "c0" / "x.png").write_bytes(b"")
     assert measure_images(source.layout, source.index)[3].tolist() == [50, 20]
     (root / "c0" / "x.png").write_bytes(content)
-    table = source.index.folder / "sizes.bin"
+    table = source.index.folder / "upright_sizes.bin"
     table.write_bytes(b"\1" + table.read_bytes()[1:])  # altered, it is made anew
     assert np.array_equal(measure_images(source.layout, source.index)[:], sizes)
 

@@ -1,0 +1,155 @@
+"""Checks that all ranks see the same data: rank 0 lists them, and others may read a copy, or another folder.
+
+A view is a machine and the very file or folder that the data's path leads to there. One rank of each view but rank 0's
+compares what it sees with what rank 0 has listed: the sizes of 10,000 files and both ends of some, then the times of
+change of what the index watches, which are equal on a shared disk. Where they are not, as of copies, it lists the data
+again and compares them sample by sample, holding none. So the check takes a second at any number of samples, but for
+copies of so many single files.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dstrain.data.files.listing import ask_each
+from dstrain.data.formats import open_data_files, recognise_layout
+from dstrain.data.formats.base import Layout
+from dstrain.data.index.index import CHUNK, Index
+from dstrain.data.source import Source
+from dstrain.disk.texts import parse_number
+from dstrain.distributed import group
+from dstrain.distributed.progress import phases
+from dstrain.recipe import ConfigError, NotRead
+
+_SIZED = 10_000  # files whose sizes are compared
+_READ = 256  # files whose ends are compared
+_ENDS = 1 << 16  # bytes at either end
+
+
+def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], list[Any]]) -> None:
+    """Compares the views of the data, on all ranks together. read_stats: of what the index watches.
+
+    Raises ConfigError, which names the machine and the first difference.
+    """
+    if not layout.files.far:
+        _compare_views(
+            layout.root,
+            f"{layout.request.key}={layout.root}",
+            lambda: _observe(layout, index, read_stats()),
+            lambda expected, found: _find_difference(layout, index, expected, found),
+        )
+
+
+def require_same_source(source: Source, path: str) -> None:
+    """Compares the fingerprints of cached data between the views, on all ranks together. Raises ConfigError."""
+    _compare_views(path, f"data.path={path}", source.fingerprint, "{1!r}, not {0!r}".format)
+
+
+def _compare_views(
+    root: str, where: str, observe: Callable[[], Any], explain: Callable[[Any, Any], str | None]
+) -> None:
+    """Compares what each view observes with what rank 0 does. explain: describes how two observations differ, if so."""
+    views = group.gather_objects(_find_view(root))
+    if len(set(views)) == 1:
+        return
+    rank, problem = group.rank(), None
+    expected = group.from_first(observe() if rank == 0 else None)
+    if rank != 0 and views.index(views[rank]) == rank:
+        try:
+            found = observe()
+            problem = None if found == expected else explain(expected, found)
+        except ConfigError as error:
+            problem = f"other data ({error})"
+    for number, fault in enumerate(group.gather_objects(problem)):
+        if fault is not None:
+            raise ConfigError(
+                f"{where} is not the same on all machines: rank {number} on {views[number][0]} sees {fault}: copy the "
+                "data anew, or name a folder that all machines share"
+            )
+
+
+def _find_view(root: str) -> tuple[Any, ...]:
+    """Returns what tells views apart: the machine, and the file or folder at a path."""
+    try:
+        status = os.stat(root)
+        return socket.gethostname(), status.st_dev, status.st_ino
+    except (OSError, ValueError):  # a pattern, or a name that stands for something else
+        return socket.gethostname(), os.path.abspath(root)
+
+
+def _observe(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
+    """Returns what this machine sees: what is watched, parts, and (size, hash of ends) of some files."""
+    parts = [] if index.single else layout.parts()
+    count = len(index) if index.single else len(parts)
+    numbers = np.unique(np.linspace(0, count - 1, min(count, _SIZED)).astype(int)).tolist()
+    names = [index.name(number) if index.single else parts[number] for number in numbers]
+    read = set(names[:: -(-len(names) // _READ)])
+    files = ask_each(lambda name: (_read_size(layout, name), _hash_ends(layout, name) if name in read else ""), names)
+    return {"watched": stats, "files": dict(zip(names, files)), "parts": parts}
+
+
+def _read_size(layout: Layout, name: str) -> int:
+    try:
+        return layout.files.stat(name).size
+    except NotRead:
+        raise
+    except OSError:
+        return -1
+
+
+def _hash_ends(layout: Layout, name: str) -> str:
+    try:
+        path: Path = layout.files.local(name)
+        with open(path, "rb") as file:
+            digest = blake2b(file.read(_ENDS), digest_size=8)
+            file.seek(-min(_ENDS, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            digest.update(file.read(_ENDS))
+            return digest.hexdigest()
+    except OSError:
+        return ""
+
+
+def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], found: dict[str, Any]) -> str | None:
+    """Describes how this machine's data differ from rank 0's; None: they do not."""
+    for name, (size, ends) in expected["files"].items():
+        own_size, own_ends = found["files"].get(name, (-1, ""))
+        if own_size != size:
+            return f"{name} of {own_size:,} bytes, not {size:,}" if own_size >= 0 else f"no {name}"
+        if own_ends != ends:
+            return f"{name} with another content"
+    if found["parts"] != expected["parts"]:
+        return f"{len(found['parts']):,} files such as {found['parts'][:1]}, not {len(expected['parts']):,}"
+    if not index.single or found["watched"] == expected["watched"]:
+        return None
+    return next(_compare_samples(layout, index), None)
+
+
+def _compare_samples(layout: Layout, index: Index) -> Iterator[str]:
+    """Lists the data on this machine, and yields how they differ from the index."""
+    own = recognise_layout(layout.root, open_data_files(layout.root, layout.request), layout.request)
+    row = 0
+    for part in own.parts():
+        for sample in own.samples(part):
+            if row % CHUNK == 0:
+                phases().at(f"comparing {layout.root} with what rank 0 has listed: {row:,} of {len(index):,}")
+            if row == len(index):
+                yield f"{sample.place.name}, which is not on rank 0"
+            name = index.name(row)
+            if sample.place.name != name:
+                yield f"{sample.place.name} where {name} is on rank 0"
+            if isinstance(sample.label, str) and index.classes:
+                number, known = parse_number(sample.label), index.classes[index.label(row)]
+                if known not in (sample.label, str(number)):
+                    yield f"{name} of the class {sample.label}, not {known}"
+            elif sample.label is not None and sample.label != index.label(row):
+                yield f"{name} with the label {sample.label}, not {index.label(row)}"
+            if tuple(map(str, sample.captions)) != index.captions(row):
+                yield f"{name} with another caption"
+            row += 1
+    if row < len(index):
+        yield f"no {index.name(row)}"
