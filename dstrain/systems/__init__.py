@@ -107,6 +107,12 @@ def package(name: str) -> ModuleType:
     return module
 
 
+def find_outside(name: str) -> Path | None:
+    """Returns the file of a system that is not of dstrain; None of those that are."""
+    file = Path(package(name).__file__ or "")
+    return None if Path(__file__).parent in file.parents else file
+
+
 def _suggest(name: str) -> str:
     near = difflib.get_close_matches(name, names(), n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -175,7 +175,9 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
                 f"{type(self).__name__}: held-out data are measured by loss_each (B,), which the loss "
                 "does not return: return it, or write `evaluate`"
             )
-        return {name: term for name, term in terms.items() if term.ndim} | {"loss": terms["loss_each"]}
+        by_sample = {name: term for name, term in terms.items() if term.ndim}
+        loss = by_sample.pop("loss_each")
+        return by_sample | {"loss": loss}
 
     def turns(self, step: int) -> tuple[str, ...]:
         """Returns the parts that learn at `step`, in order."""

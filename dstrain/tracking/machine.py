@@ -17,8 +17,12 @@ from dstrain.distributed import group
 _LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "numpy")
 
 
-def describe_machine() -> dict[str, Any]:
-    """Ranks, device, host, versions and git commit of this command; of rank 0 where machines differ."""
+def describe_machine(system: Path | None = None) -> dict[str, Any]:
+    """Returns ranks, device, host, versions and git commit of this command; of rank 0 where machines differ.
+
+    system  the file of a system that is not of dstrain: with its own commit.
+    """
+    outside = {} if system is None else {"system": read_commit(system)}
     versions = {"dstrain": __version__, "python": platform.python_version(), "cuda": torch.version.cuda}
     for library in _LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -30,18 +34,21 @@ def describe_machine() -> dict[str, Any]:
         "host": socket.gethostname(),
         "cores": os.cpu_count(),
         "versions": {library: version for library, version in versions.items() if version},
-    } | read_commit()
+        **read_commit(),
+        **outside,
+    }
 
 
-def read_commit(package: Path = Path(__file__).parents[1]) -> dict[str, Any]:
-    """`commit` that is checked out of the code that runs, and whether it is `dirty`: changed since, or joined by files
-    that git neither has nor ignores. Empty where git does not know the package.
+def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[str, Any]:
+    """Reads which `commit` of a package or module is checked out, and whether it is `dirty`: changed, or joined by
+    files that git neither has nor ignores. Empty where git does not know the file.
     """
+    code = file.parent if file.name == "__init__.py" else file
 
     def git(*words: str) -> str:
         # Without the lock by which `status` would write down what it has seen: somebody may commit at this moment.
         return subprocess.run(
-            ["git", "--no-optional-locks", "-C", package.parent, *words],
+            ["git", "--no-optional-locks", "-C", code.parent, *words],
             check=True,
             timeout=10,
             stdin=subprocess.DEVNULL,
@@ -51,8 +58,8 @@ def read_commit(package: Path = Path(__file__).parents[1]) -> dict[str, Any]:
         ).stdout
 
     try:
-        git("ls-files", "--error-unmatch", f"{package.name}/__init__.py")  # else the repository is somebody else's
-        changed = git("status", "--porcelain", "--", package.name, "launch", "ds_configs")
+        git("ls-files", "--error-unmatch", file)  # else the repository is somebody else's
+        changed = git("status", "--porcelain", "--", code.name, "launch", "ds_configs")
         return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(changed.strip())}
     except (OSError, subprocess.SubprocessError):
         return {}

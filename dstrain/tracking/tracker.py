@@ -72,6 +72,7 @@ class Tracker:
         resumed_step: int = 0,
         settings: dict[str, Any] | None = None,
         weights: dict[str, int] | None = None,
+        system: Path | None = None,
     ) -> None:
         if track.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("track.tensorboard=true needs a package: `pip install tensorboard`, or write false")
@@ -95,7 +96,7 @@ class Tracker:
             phases().through(self._print)
         for line in phases().logged():
             self._write("log.txt", line + "\n")
-        facts = describe_machine() | ({"weights": weights} if weights else {})
+        facts = describe_machine(system) | ({"weights": weights} if weights else {})
         sharding = {"deepspeed": settings or {}}
         if track.tensorboard:
             from torch.utils.tensorboard import SummaryWriter

@@ -48,9 +48,6 @@ class Counting(System):
     def encode(self, batch: Batch) -> dict[str, Tensor]:
         return dict(batch)
 
-    def evaluate(self, nets: Nets, example: dict[str, Tensor]) -> Terms:
-        return {"loss": self.difference(nets, example)["loss_each"]}
-
     def pictures(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"inverted": 255 - example["video"]}
 

@@ -9,6 +9,7 @@ from dstrain import rng, systems
 from dstrain.engine.blocks import prepare
 from dstrain.recipe import Samples
 from dstrain.systems.base import Request, System
+from tests.support import counting
 from tests.support.cases import CASES, modules
 from tests.support.cases import request as request_of
 
@@ -141,6 +142,14 @@ def test_loss(system):
         for name, parameter in nets[part].named_parameters():
             assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
             assert bool(parameter.grad.abs().sum() > 0), name
+
+
+def test_the_default_evaluation_gives_each_figure_once():
+    """Oracle: the loss by sample, which training calls loss_each, under the name that all systems give it."""
+    system = counting.Counting(counting.Config())
+    nets, example = system.networks(), system.encode(system.synthetic(3))
+    terms = system.evaluate(nets, example)
+    assert terms.keys() == {"loss"} and torch.equal(terms["loss"], system.difference(nets, example)["loss_each"])
 
 
 def test_randomness_belongs_to_the_sample(system):

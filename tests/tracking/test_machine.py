@@ -16,26 +16,34 @@ def git(folder, *words: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
-def test_the_commit_of_the_code_that_runs(tmp_path):
-    """Oracle: git rev-parse, and what was done to the files: nothing, a change, a file that git ignores, a new one."""
-    package, runs = tmp_path / "dstrain", tmp_path / "runs"
-    assert machine.read_commit(package) == {}  # no repository
+@pytest.mark.parametrize("name", ["dstrain/__init__.py", "module.py"])
+def test_the_commit_of_the_code_that_runs(tmp_path, name):
+    """Oracle: git rev-parse, and what was done to the files: nothing, a change, a file that git ignores, a new one. A
+    system from outside has its own, beside that of dstrain.
+    """
+    file = tmp_path / name
+    assert machine.read_commit(file) == {}  # no repository
     git(tmp_path, "init", "-q")
-    for path in (package, runs):
-        path.mkdir()
-        (path / "__init__.py").write_text("")
-    assert machine.read_commit(package) == {}  # one that does not have the package, such as site-packages
+    for path in (file, tmp_path / "runs" / "__init__.py"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    assert machine.read_commit(file) == {}  # one that does not have the package, such as site-packages
     (tmp_path / ".gitignore").write_text("*.pyc\n")
-    git(tmp_path, "add", "dstrain", ".gitignore")
+    git(tmp_path, "add", file, ".gitignore")
     git(tmp_path, "commit", "-qm", "one")
     head = git(tmp_path, "rev-parse", "HEAD").strip()
-    (package / "a.pyc").write_text("ignored")
-    assert machine.read_commit(package) == {"commit": head, "dirty": False}  # runs/ is no code
-    (package / "new.py").write_text("")
-    assert machine.read_commit(package) == {"commit": head, "dirty": True}
-    (package / "new.py").unlink()
-    (package / "__init__.py").write_text("changed")
-    assert machine.read_commit(package)["dirty"]
+    (file.parent / "a.pyc").write_text("ignored")
+    assert machine.read_commit(file) == {"commit": head, "dirty": False}  # runs/ is no code
+    if file.name == "__init__.py":
+        (file.parent / "new.py").write_text("")
+        assert machine.read_commit(file) == {"commit": head, "dirty": True}
+        (file.parent / "new.py").unlink()
+    file.write_text("changed")
+    assert machine.read_commit(file)["dirty"]
+    facts = machine.describe_machine(file)
+    assert facts["system"] == {"commit": head, "dirty": True}
+    assert {key: facts.get(key) for key in machine.read_commit()} == machine.read_commit()
+    assert "system" not in machine.describe_machine()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells the GPU's memory there")

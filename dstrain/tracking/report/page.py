@@ -228,6 +228,8 @@ def _list_facts(record: Record) -> dict[str, str]:
         facts |= {name: str(last[name]) for name in ("device", "world", "host") if name in last}
         if "commit" in last:
             facts["code"] = str(last["commit"])[:12] + (", changed since" if last.get("dirty") else "")
+        if isinstance(system := last.get("system"), dict) and "commit" in system:
+            facts["system's code"] = str(system["commit"])[:12] + (", changed since" if system.get("dirty") else "")
         if isinstance(weights := last.get("weights"), dict):
             facts["weights"] = ", ".join(f"{part} {count:,}" for part, count in weights.items() if type(count) is int)
     return facts
