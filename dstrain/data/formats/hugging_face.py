@@ -382,17 +382,17 @@ class ParquetTables(Tables):
         return _open_parquet(self.files, part, self._where(part))
 
 
-def find_files(files: Files, suffix: str, folder: str = "") -> Iterator[str]:
-    """Yields the files with a suffix at any depth, in the order of their names."""
+def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
+    """Yields the files with one of the suffixes at any depth, in the order of their names."""
     if isinstance(files, LocalFiles) and not (files.listed or files.pattern):
-        names = walk_files(Path(files.root), folder, (suffix,))
+        names = walk_files(Path(files.root), folder, suffixes)
         yield from sorted(names, key=lambda name: name.replace("/", "\0"))
         return
     for name, is_folder in files.names(folder):
         path = f"{folder}/{name}" if folder else name
         if is_folder:
-            yield from find_files(files, suffix, path)
-        elif name.lower().endswith(suffix):
+            yield from find_files(files, *suffixes, folder=path)
+        elif name.lower().endswith(suffixes):
             yield path
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import list_class_folders, listing_errors
-from dstrain.data.files.local import require_there
+from dstrain.data.files.local import Files, require_there
 from dstrain.data.files.remote import open_files
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
@@ -37,9 +37,13 @@ def split_root(
     The same holds for data whose form has a held-out split, such as Hugging Face's.
     Raises ConfigError if the `whole` of a root is asked for, since held-out samples would count among the others.
     """
-    splits = _find_splits(path) or _find_packed(path, cache)
+    splits = _find_splits(path)
     if splits is None:
-        return path, held_out_path or (None if held_out or whole else find_held_out(path, cache))
+        files = open_files(path, cache)
+        require_there(f"data.path={path}", files)
+        splits = find_packed_splits(str(path), files)
+    if splits is None:
+        return path, held_out_path or (None if held_out or whole else _find_held_out(str(path), files))
     if whole:
         raise ConfigError(
             f"data.path={path}: {os.path.basename(splits[0])} and {os.path.basename(splits[1])} in it are splits, "
@@ -48,18 +52,11 @@ def split_root(
     return splits[0], held_out_path or (None if held_out else splits[1])
 
 
-def _find_packed(path: str | Path, cache: Cache | None) -> tuple[str, str] | None:
-    files = open_files(path, cache)
-    require_there(f"data.path={path}", files)
-    return find_packed_splits(str(path), files)
-
-
-def find_held_out(path: str | Path, cache: Cache | None = None) -> str | None:
+def _find_held_out(path: str, files: Files) -> str | None:
     """Returns the path of the samples that a form of data holds out; None if there are none."""
-    files, request = open_files(path, cache), Request(SUFFIXES)
-    require_there(f"data.path={path}", files)
-    kind = next((kind for kind in _WITH_HELD_OUT if kind.recognises(str(path), files, request)), None)
-    return kind(str(path), files, request).unseen() if kind is not None else None
+    request = Request(SUFFIXES)
+    kind = next((kind for kind in _WITH_HELD_OUT if kind.recognises(path, files, request)), None)
+    return None if kind is None else kind(path, files, request).unseen()
 
 
 def _find_splits(path: str | Path) -> tuple[str, str] | None:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
-from dstrain.data.formats.hugging_face import name_split
+from dstrain.data.formats.hugging_face import find_files, name_split
 from dstrain.disk import small
 from dstrain.disk.texts import clean_text, decode_text, find_captions, split_lines
 from dstrain.recipe import ConfigError, NotRead
@@ -51,13 +51,15 @@ class Tars(Layout):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         if _names_several(root):
             return _is_tar(root)
-        return any(_is_tar(name) for name, is_folder in peek_names(files) if not is_folder)
+        return any(_is_tar(name) for name, inner in peek_names(files) if not inner)
 
     def parts(self) -> list[str]:
         """Returns the shards. Raises ConfigError if a tar file is compressed, in which nothing can be read by its
         place.
         """
-        names = list(_list_tars(self.files, _names_several(self.root)))
+        several = _names_several(self.root)
+        top = (name for name, inner in self.files.names() if not inner)
+        names = [name for name in (find_files(self.files, *_ENDS) if several else top) if _is_tar(name)]
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
             if packed and (name[: -len(packed)] + ".tar") not in names:
@@ -67,7 +69,7 @@ class Tars(Layout):
                 )
         self.classes = self.class_list.classes
         shards = [name for name in names if name.lower().endswith(".tar")]
-        if not (self.files.pattern or _names_several(self.root)):
+        if not (several or self.files.pattern):
             self._refuse_splits(shards)
         return shards
 
@@ -254,16 +256,6 @@ def _find_more(file: BinaryIO) -> int | None:
 def _names_several(root: str) -> bool:
     """Returns whether files are named one by one: by a pattern, or as addresses with spaces between them."""
     return "{" in root or ("://" in root and " " in root)
-
-
-def _list_tars(files: Files, deep: bool, folder: str = "") -> Iterator[str]:
-    """Yields the tar files of a folder, and of those below it where a pattern names them."""
-    for name, is_folder in files.names(folder):
-        path = f"{folder}/{name}" if folder else name
-        if is_folder and deep:
-            yield from _list_tars(files, deep, path)
-        elif not is_folder and _is_tar(name):
-            yield path
 
 
 def _is_tar(name: str) -> bool:
