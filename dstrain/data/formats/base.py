@@ -6,6 +6,7 @@ their places. A layout is pickled to the workers, so it keeps the names of its p
 
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -131,6 +132,11 @@ class Layout(ABC):
         for suffix in sorted(counts):
             if suffix in VIDEOS + _OTHER_VIDEOS + PICTURES + CONTAINERS and suffix not in self.request.suffixes:
                 self.leave_out(suffix, counts[suffix])
+
+    def leave_out_beside(self) -> None:
+        """Counts pictures and videos of other types that lie beside files that hold the samples."""
+        suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files(self.files))
+        self.leave_out_others({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS})
 
     @property
     def left_out(self) -> dict[str, int]:

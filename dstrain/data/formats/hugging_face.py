@@ -142,6 +142,8 @@ class Tables(Layout):
 
         Raises ConfigError if its columns or the names of its labels are not those of the first.
         """
+        if part == self._chosen()[0]:
+            self.leave_out_beside()
         first, own = self.columns, self._choose_columns(part)
         if own._replace(classes=first.classes) != first:
             raise ConfigError(

@@ -49,6 +49,8 @@ def explain_no_samples(layout: Layout) -> ConfigError:
         suffix = splitext(name)[1].lower()
         counts[suffix] += 1
         first.setdefault(suffix, name)
+    if reasons := [f"{count:,} {reason}" for reason, count in layout.left_out.items() if reason[0] != "."]:
+        return ConfigError(f"{where}: no {noun} in it but {', '.join(reasons)}: put the {noun} themselves there")
     if not counts:
         return ConfigError(f"{where}: no {noun} in it, and no other file: put {noun} into it, or name other data")
     known = {suffix: remedy for suffixes, remedy in _REMEDIES for suffix in suffixes if suffix not in request.suffixes}

@@ -71,6 +71,7 @@ class Tars(Layout):
         shards = [name for name in names if name.lower().endswith(".tar")]
         if not (several or self.files.pattern):
             self._refuse_splits(shards)
+        self._first = shards[0]
         return shards
 
     def _refuse_splits(self, shards: list[str]) -> None:
@@ -89,6 +90,8 @@ class Tars(Layout):
         return ["", *self.parts()]
 
     def samples(self, part: str) -> Iterator[Sample]:
+        if part == self._first:
+            self.leave_out_beside()
         members = self._members(part)
         labelled = any(_find_label(sample) is not None for sample in members.values())
         for key in sorted(members):

@@ -494,6 +494,27 @@ def links_in_a_tar(d):
     return read(d)
 
 
+@case("refused: data.path=D: no images in it but 1 links: put the images themselves there")
+def a_tar_of_links(d):
+    pack_tar(d / "x.tar", links={"s.png": "0.png"})
+    return read(d)
+
+
+@case("10; files of other types are left out, .gif 1, .mp4 1: .*")
+def pictures_and_videos_beside_tars(d):
+    pack_tar(d / "x.tar", ("0.png", encode(10)))
+    for name in ("demo.gif", "v/0.mp4", "x.csv"):
+        (d / name).parent.mkdir(exist_ok=True)
+        (d / name).write_bytes(b"x")
+    return read(d)
+
+
+@case("10; files of other types are left out, .svg 1: .*")
+def pictures_beside_tables(d):
+    (d / "logo.svg").write_bytes(b"x")
+    return read(put_named(d, "train"))
+
+
 @case("10; 1 sparse or special files are left out")
 def sparse_members_of_a_tar(d):
     pack_tar(d / "x.tar", ("0.png", encode(10)))
