@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dstrain.engine.masters import full_shape
+from dstrain.engine.patches import replace_linear
 
 # What recompute=attention keeps: products with weights, which are most of the work and few of the bytes. The products
 # within attention that some of torch's implementations make are batched ones (bmm), and not kept.
@@ -50,13 +51,8 @@ def prepare(
         set_z3_leaf_modules(network, list({type(module) for module in repeated}))
         for module in repeated:
             module.register_forward_pre_hook(_with_gradient)  # before DeepSpeed's own hooks
-        from deepspeed.runtime.zero import linear
-
-        linear.is_zero_param = _may_be_away
     if repeated and (compiled or recompute == "attention"):  # at every stage: its layer outlives a ZeRO-3
-        from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-
-        LinearFunctionForZeroStage3.forward = staticmethod(_linear)
+        replace_linear()
     graphs = Graphs()
     for number, module in enumerate(repeated, 1):
         keeps = recompute if isinstance(recompute, str) else "none" if number % recompute else "all"
@@ -75,22 +71,6 @@ def _with_gradient(_: nn.Module, inputs: tuple) -> tuple:
         return inputs
     first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     return tuple(value.detach().requires_grad_() if value is first else value for value in inputs)
-
-
-def _linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """For ZeRO-3's linear layer, which takes the place of torch's in the whole process. Its own adds the bias in place
-    to the product. recompute=attention keeps that: when it is used again, the bias would be in it twice. And in a
-    compiled block torch 2.11 silently loses the gradient of what an autograd function has changed in place: it would
-    be 0 for the layer and for all before it (github.com/pytorch/pytorch/issues/180642).
-    """
-    return torch.ops.aten.linear(values, weight, bias)
-
-
-def _may_be_away(weight: Tensor) -> bool:
-    """Tells the backward pass of ZeRO-3's linear layer whether to gather a weight. In compiled blocks all
-    are: to ask for their numbers nevertheless would compile each block anew under torch 2.11.
-    """
-    return not torch.compiler.is_compiling() and hasattr(weight, "ds_id")
 
 
 def is_compiled(choice: str) -> bool:

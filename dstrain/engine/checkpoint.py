@@ -34,8 +34,8 @@ from dstrain.distributed.progress import phases
 from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.masters import defer_errors, make_universal_info
 from dstrain.engine.optimizers import CODES, from_floats
+from dstrain.engine.patches import defer_errors, make_universal_info
 from dstrain.engine.recovery import Divergence, State, advise_user, check_weights
 from dstrain.recipe import ConfigError, NotRead, Save
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from dstrain.distributed.progress import phases
 from dstrain.engine.blocks import is_compiled, prepare, use_channels_last
-from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, flatten_in_place, release_memory
+from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, release_memory
 from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, build_optimizer, full_shape, group_weights
+from dstrain.engine.patches import flatten_in_place
 from dstrain.engine.settings import make_deepspeed_config, offloads_optimizer, read_stage, sums_in_fp32
 from dstrain.engine.updates import Flag, WideSums
 from dstrain.recipe import Optimizer

@@ -19,7 +19,7 @@ Weights on the meta device get their memory in `allocate_weights`, so that no ra
 
     stages 0 to 2    The weights of a parameter group lie one after another in one tensor of the compute dtype. Stages 1
                      and 2 want them so, and DeepSpeed would copy all of them for it: twice 2 bytes a weight in bf16,
-                     beside 16 / N for masters, moments and average. `flatten_in_place` lets it keep ours.
+                     beside 16 / N for masters, moments and average. patches.flatten_in_place lets it keep ours.
     stage 3          A weight gets its memory when zero.Init asks for it, which keeps this rank's share and frees the
                      rest before it asks for the next one.
 
@@ -332,45 +332,6 @@ def _replace_weight(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
     fresh = nn.Parameter(values, requires_grad=weight.requires_grad)
     vars(fresh).update(vars(weight))
     return fresh
-
-
-@contextmanager
-def flatten_in_place() -> Iterator[None]:
-    """Has DeepSpeed's stages 1 and 2 take the weights of a group inside as they lie, where they lie in one tensor."""
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    copying, inside = stage_1_and_2._flatten_dense_tensors, True
-
-    def flatten(tensors: Sequence[Tensor]) -> Tensor:
-        flat = _find_flat(tensors) if inside else None  # the optimizer keeps this function for gradients
-        return copying(tensors) if flat is None else flat
-
-    stage_1_and_2._flatten_dense_tensors = flatten
-    try:
-        yield
-    finally:
-        stage_1_and_2._flatten_dense_tensors, inside = copying, False
-
-
-@torch.no_grad()
-def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the tensor that weights of `_pack_weights` fill from its beginning, with padding behind them; None if
-    they do not.
-    """
-    weights = [tensor for tensor in tensors if getattr(tensor, "lies_in_one", False)]
-    padding = sum(tensor.numel() for tensor in tensors[len(weights) :])
-    first, end = tensors[0], 0
-    for tensor, weight in zip(tensors, weights):
-        if tensor is not weight or tensor.storage_offset() != end or not tensor.is_contiguous():
-            return None
-        end += tensor.numel()
-    if not weights or (end + padding) * first.element_size() > first.untyped_storage().nbytes():
-        return None
-    flat = first.detach().as_strided((end + padding,), (1,), 0)
-    for tensor in tensors[len(weights) :]:
-        flat[end : end + tensor.numel()] = tensor
-        end += tensor.numel()
-    return flat
 
 
 def release_memory() -> None:

@@ -1,17 +1,6 @@
 """The fp32 weights that this rank owns, as named fragments, and the optimizer's state.
 
-These files reach behind DeepSpeed's public interface, as it is in 0.19.8; a newer version must be tried with each:
-
-    masters.py        where the fp32 weights lie, and how they get into the weights that a network computes with
-    updates.py        the optimizer's step, the end of a backward pass, the hooks of gradients
-    initial.py        how stages 1 and 2 flatten weights, and what zero.Init asks of a module
-    blocks.py         ZeRO-3's linear layer, and the hooks of blocks that are its leaves
-    start.py          what the import compiles, and how the current stream is asked for
-    schema.py         the classes that parse its settings
-    planning/fake_ranks.py, planning/memory_kinds.py    what must not be asked of ranks that do not exist; its buffers
-
-Other files only call an engine's `backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and
-`load_checkpoint`, and use its `module` and `optimizer.param_groups`.
+It reads DeepSpeed's internals: see patches.py.
 
 A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole
 parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; the rest is padding.
@@ -23,9 +12,8 @@ parameter at stage 0. A fragment is the part of one named parameter that lies in
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -37,49 +25,6 @@ from dstrain.checkpoint.fragments import Fragment, read_elements
 from dstrain.distributed import group
 from dstrain.engine.optimizers import CODES, Muon, as_floats, full_shape, get_state, read_moment, write_moment
 from dstrain.engine.updates import Updates
-
-
-def make_universal_info() -> dict[str, Any]:
-    """Returns an entry for DeepSpeed's own checkpoints, from which its tool ds_to_universal sees how weights are
-    split.
-    """
-    from deepspeed.checkpoint import constants
-
-    return {
-        constants.UNIVERSAL_CHECKPOINT_INFO: {
-            constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE
-        }
-    }
-
-
-@contextmanager
-def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
-    """Keeps back the errors of files that DeepSpeed cannot write, and raises the first at the end.
-
-    The ranks communicate between the files of a save_checkpoint: a rank that left there would leave them waiting.
-    """
-    errors: list[OSError | RuntimeError] = []
-
-    def attempt(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return write(*args, **kwargs)
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
-            errors.append(error)
-
-    writers = [
-        writer
-        for engine in engines
-        for writer in ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))
-    ]
-    for owner, name in writers:
-        setattr(owner, name, partial(attempt, getattr(owner, name)))
-    try:
-        yield
-    finally:
-        for owner, name in writers:
-            delattr(owner, name)  # uncovers the class's method
-    if errors:
-        raise errors[0]
 
 
 class Masters(Updates):

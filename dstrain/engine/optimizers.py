@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed import group as ranks
 from dstrain.engine import settings
+from dstrain.engine.patches import forget_powers
 from dstrain.recipe import ConfigError, Optimizer
 
 Group = dict[str, Any]
@@ -50,7 +51,7 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
         import deepspeed
 
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-        optimizer.register_step_pre_hook(_forget_powers)
+        optimizer.register_step_pre_hook(forget_powers)
         return optimizer
     if choice.name == "lion":
         return Lion(groups, lr=choice.lr, betas=tuple(choice.betas))
@@ -61,17 +62,6 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
     if choice.name == "muon":
         return Muon(groups, fused=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
-
-
-def _forget_powers(optimizer: Any, *_: Any) -> None:
-    """Has DeepSpeed's AdamW for the CPU compute its powers of beta from the number of the step, as a resumed run does.
-
-    Where one step follows another, its C++ multiplies the powers of the last step, which no checkpoint holds, by beta:
-    other bits than std::pow gives. An update of no elements, at a step that no run reaches, ends that chain.
-    """
-    nothing = torch.zeros(0)
-    betas = optimizer.param_groups[0]["betas"]
-    optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1 << 40, 0.0, *betas, 0.0, 0.0, True, *[nothing] * 4)
 
 
 def group_weights(

@@ -1,16 +1,14 @@
 """The beginning of a process: joins the process group, whichever launcher has started the ranks."""
 
 import io
-import logging
 import os
 import socket
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
@@ -18,7 +16,7 @@ from dstrain.distributed import group
 from dstrain.distributed.launcher import Place
 from dstrain.distributed.presence import name_launch
 from dstrain.distributed.progress import phases
-from dstrain.engine import prepare_environment
+from dstrain.engine.patches import import_deepspeed, remember_device, set_timeout
 from dstrain.recipe import ConfigError
 
 _OPERATOR = "deepspeed_shm_comm"  # also the name of its folder
@@ -48,18 +46,14 @@ def start_group(timeout_minutes: float = 30) -> None:
         port = _find_free_port() if place.world == 1 else 20000 + number % 10000
         os.environ["MASTER_PORT"] = str(port)
     deepspeed = import_deepspeed()
-    deepspeed.utils.logger.addFilter(_is_news)
     if torch.cuda.is_available():
         torch.cuda.set_device(group.device())
-        # DeepSpeed asks some thousand times a step. To find the current device takes as long as to find its stream.
-        own = group.device().index
-        deepspeed.get_accelerator().current_stream = lambda device=own: torch.cuda.current_stream(device)
+        remember_device(group.device().index)
     if not group.is_started():
         global exchanged
         exchanged = True
-        # A timeout that is given to the first group alone does not hold for those that DeepSpeed and we make later.
-        groups, timeout = torch.distributed.distributed_c10d, timedelta(minutes=timeout_minutes)
-        groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
+        timeout = timedelta(minutes=timeout_minutes)
+        set_timeout(timeout)
         try:
             if place.world > 1:
                 phases().at(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
@@ -75,34 +69,6 @@ def start_group(timeout_minutes: float = 30) -> None:
             raise _explain_taken_port() from None
         group.barrier()
         _unlink_buffers()
-
-
-def import_deepspeed() -> ModuleType:
-    """Imports DeepSpeed, with all that its engines import, but for torch's compiler: 1.2 s of every start.
-
-    DeepSpeed decorates its own Muon with torch.compile, and imports it to ask whether an optimizer is one. dstrain's is
-    another, see optimizers.py. A DeepSpeed without that module goes its own way. The environment that it reads is
-    prepared.
-    """
-    prepare_environment()
-    import deepspeed
-    from deepspeed.runtime import compiler
-
-    original, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
-    try:
-        with suppress(ImportError):
-            import deepspeed.runtime.zero.muon.original_muon
-        with suppress(ImportError):
-            # The destructor of an engine imports it, perhaps amid another import, where that is a KeyError (gh-106176).
-            import deepspeed.module_inject.auto_ep_comm
-    finally:
-        compiler.compile = original
-    return deepspeed
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Keeps DeepSpeed's warning of any optimizer but its own out of the log: ours are tested at every stage of ZeRO."""
-    return "untested" not in record.getMessage()
 
 
 @contextmanager

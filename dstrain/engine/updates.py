@@ -16,7 +16,7 @@ other checkpoints. There WideSums holds the sum in fp32 beside the weights, and 
 micro-batch, in the precision of the network, which is also that of the reduction. One rank has nothing to reduce: its
 gradients are summed where the optimizer takes them, and the sum is not rounded.
 
-Like masters.py, this file reaches behind DeepSpeed's public interface.
+It reads and replaces DeepSpeed's internals: see patches.py.
 """
 
 import math

@@ -86,7 +86,7 @@ def _prepare_worker() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):
         os.dup2(nowhere, output)
-    from dstrain.engine.start import import_deepspeed
+    from dstrain.engine.patches import import_deepspeed
 
     import_deepspeed()
     gc.freeze()

@@ -21,7 +21,7 @@ def main() -> int:
     chosen = [case for case in known if options.part in (None, case.part) and _named(case.name, options.only, known)]
     if options.case:
         (case,) = [case for case in known if case.name == options.case]
-        from dstrain.engine.start import import_deepspeed
+        from dstrain.engine.patches import import_deepspeed
 
         return kit.run_case(case, options.record, options.dry_run, options.out, import_deepspeed)
     in_reach = [case.name for case in known if options.part in (None, case.part)]

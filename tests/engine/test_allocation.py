@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dstrain.engine.initial import allocate_weights, flatten_in_place, release_memory, weights_on_meta
+from dstrain.engine.initial import allocate_weights, release_memory, weights_on_meta
+from dstrain.engine.patches import flatten_in_place
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

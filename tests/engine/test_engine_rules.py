@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.engine.engines import Engines
-from dstrain.engine.masters import defer_errors, make_universal_info
+from dstrain.engine.patches import defer_errors, make_universal_info
 from dstrain.recipe import ConfigError
 from tests.engine.check_engines import applied
 from tests.engine.test_masters import DECAY, LR, engines_of, step, weights

@@ -216,7 +216,8 @@ MEETS = """
 import os, sys, time
 from dstrain.commands.exits import run_main
 from dstrain.distributed import group
-from dstrain.engine.start import import_deepspeed, start_group
+from dstrain.engine.patches import import_deepspeed
+from dstrain.engine.start import start_group
 def main():
     import_deepspeed()
     open(f"{sys.argv[1]}{os.environ['RANK']}", "w").close()
@@ -254,7 +255,8 @@ def test_a_start_without_compiler():
     """
     program = """
 import sys, torch
-from dstrain.engine.start import import_deepspeed, start_group
+from dstrain.engine.patches import import_deepspeed
+from dstrain.engine.start import start_group
 start_group(timeout_minutes=1)
 deepspeed = import_deepspeed()
 known = deepspeed.runtime.zero.utils.is_zero_supported_optimizer(torch.optim.AdamW([torch.zeros(1)]))

@@ -10,7 +10,7 @@ def preload() -> None:
     ZeRO-3 collects garbage for each engine: not among all these modules, which a fork would so copy.
     """
     from dstrain import systems
-    from dstrain.engine.start import import_deepspeed
+    from dstrain.engine.patches import import_deepspeed
 
     deepspeed = import_deepspeed()
     for name in ("deepspeed.runtime.zero.stage3", "torch._dynamo"):  # torch's optimizers import the second

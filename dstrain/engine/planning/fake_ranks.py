@@ -6,9 +6,8 @@ Where code reads a value, it gets zero, and where it selects elements by their v
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from dstrain.distributed import group
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import Networks, Values, weights_on_meta
 from dstrain.engine.masters import Masters
-from dstrain.engine.start import import_deepspeed
+from dstrain.engine.patches import import_deepspeed, pretend_operators
 
 
 @contextmanager
@@ -35,21 +34,10 @@ def fake_world(world: int) -> Iterator[None]:
     """Makes this process rank 0 of `world` inside. It may be entered again, with another `world`."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     deepspeed = import_deepspeed()
-    import cpuinfo
-    from deepspeed.ops import adam
-    from deepspeed.runtime.zero import partitioned_param_coordinator
     from deepspeed.utils import groups
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None  # it compares values
-    adam.DeepSpeedCPUAdam.step = _first_step
-    cpuinfo.get_cpu_info = dict  # it measures the CPU for a second, and DeepSpeed asks for the vendor
-    adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(
-        load=lambda: SimpleNamespace(
-            **dict.fromkeys(("create_adam", "adam_update", "destroy_adam"), lambda *args: None)
-        )
-    )  # it would be compiled
+    pretend_operators()
     linear, asked = nn.functional.linear, torch.cuda.is_available
     found = asked()
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
@@ -124,19 +112,6 @@ _VIEWS = frozenset(
 
 def _make_zero(tensor: torch.Tensor) -> bool | int | float:
     return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
-
-
-@torch.no_grad()
-def _first_step(optimizer: Any, closure: Callable | None = None) -> None:
-    """Stands in for the step of DeepSpeed's AdamW on the host: makes the moments, as that does, and computes
-    nothing.
-    """
-    for members in optimizer.param_groups:
-        for weight in members["params"]:
-            state = optimizer.state[weight]
-            if not state:
-                state["step"] = 0
-                state.update((moment, torch.zeros_like(weight.data, device="cpu")) for moment in members["moments"])
 
 
 class FakeMasters(Masters):

@@ -1,4 +1,4 @@
-"""What engines and averages hold between calls, by kind. Like masters.py, it reaches behind DeepSpeed's interface.
+"""What engines and averages hold between calls, by kind. It reads DeepSpeed's internals: see patches.py.
 
 weights      what the networks compute with, and their buffers: at stage 3 this rank's shares
 persistent   at stage 3, small weights that stay whole
