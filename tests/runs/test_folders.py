@@ -405,17 +405,30 @@ def test_going_on_keeps_what_is_there(begun):
     assert {name for name in after if after[name] != before[name]} == {"run.yaml"}
 
 
-def test_one_run_in_a_folder(tmp_path):
-    """Oracle: a real process that holds the folder until it is killed; the name of the remedy in the meantime."""
+def refuse_lock(*_: object) -> None:
+    """Stands in for fcntl.flock on a file system without locks."""
+    raise OSError(37, "No locks available")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_one_run_in_a_folder(tmp_path, monkeypatch, locks):
+    """Oracle: a real process that holds the folder until it is killed, also on a file system without locks; the name of
+    the remedy in the meantime.
+    """
     folder = tmp_path / "runs" / "a"
-    program = (
+    without = (
+        "" if locks else "import fcntl\ndef flock(*_): raise OSError(37, 'No locks available')\nfcntl.flock = flock\n"
+    )
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", refuse_lock)
+    program = without + (
         "import sys, time; from dstrain.runs import folders; from pathlib import Path\n"
         "lock = folders.lock_folder(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", program, str(folder)], env=environment(), stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match="another process trains in it; name another folder="):
+        with pytest.raises(ConfigError, match="another process trains in it.*; name another folder="):
             folders.lock_folder(folder, patience=0)
     finally:
         holder.kill()
