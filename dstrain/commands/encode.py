@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
@@ -88,7 +88,8 @@ def _summarize(out: Path, index: dict[str, Any]) -> str:
     if encoding.get("text"):
         text += f" and text_encodings {encoding['text']['shape']}"
     if index["bad_files"]:
-        text += f", {len(index['bad_files'])} unreadable files replaced"
+        name, reason = index["bad_files"][0]
+        text += f", {len(index['bad_files'])} unreadable files replaced, such as {name}: {reason}"
     return text
 
 
@@ -226,7 +227,7 @@ def _make_shards(
     mine, encoding, total = missing[group.rank() :: group.world()], encoder.encoding, encoder.encoding["number"]
     shard_rows = {number: range(number * options.shard_size, total)[: options.shard_size] for number in mine}
     samples = _read_samples(source, chain(*shard_rows.values()), encoding, 2 * options.batch)
-    own, records, bad_files = count_samples(numbers, options.shard_size, total), {}, set()
+    own, records, bad_files = count_samples(numbers, options.shard_size, total), {}, {}
     done = own - count_samples(missing, options.shard_size, total)
     with Bar("encoding", total=own, initial=done, unit="clip" if "num_frames" in encoding else "image") as bar:
         for number, rows in shard_rows.items():
@@ -235,10 +236,10 @@ def _make_shards(
                 items, unread = zip(*islice(samples, len(rows[start : start + options.batch])))
                 parts.append(encoder.arrays(collate_items(list(items))))
                 bad.update(tuple(entry) for entries in unread for entry in entries)
-                _require_readable(bad_files | {name for name, _ in bad}, options, own)
+                _require_readable(bad_files | dict(bad), options, own)
                 # The other ranks are assumed to be as far.
                 bar.update(min(len(items) * min(group.world(), len(missing)), bar.total - bar.n))
-            bad_files |= {name for name, _ in bad}
+            bad_files |= dict(bad)
             records[number] = _write_shard(options.out, number, encoding, shards.join_arrays(parts), sorted(bad))
     return records
 
@@ -299,9 +300,9 @@ def _write_shard(
     return shards.record_shard(path, shards.read_facts(data))
 
 
-def _require_readable(bad: Collection[Any], options: EncodeOptions, total: int) -> None:
+def _require_readable(bad: Mapping[str, str], options: EncodeOptions, total: int) -> None:
     # A file is bad in each of its windows, and counts once.
-    require_readable(len(bad), total // (options.clips or 1), options.max_bad_fraction, "files")
+    require_readable(bad, total // (options.clips or 1), options.max_bad_fraction, "files")
 
 
 def _write_index(
@@ -322,7 +323,7 @@ def _write_index(
     index = shards.make_index_body(
         encoding, list(source.classes), [records[number] for number in sorted(records)], versions
     )
-    _require_readable(index["bad_files"], options, encoding["number"])
+    _require_readable(dict(index["bad_files"]), options, encoding["number"])
     if group.rank() == 0:
         # Two parts that end at the same time write the same index.
         with nullcontext() if options.part is None else folders.lock_folder(options.out):

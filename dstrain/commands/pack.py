@@ -234,7 +234,7 @@ def _make_shards(
                     "samples": here,
                     "bad": [list(entry) for entry in bad[before:]],
                 }
-            require_readable(len(bad), total, options.max_bad_fraction, "files")
+            require_readable(dict(bad), total, options.max_bad_fraction, "files")
             with explain_write_errors(options.out, SAME_COMMAND):
                 atomic.write_file(_name_record(options.out, number), sealed.render_sealed(record))
             records[number] = record
@@ -327,7 +327,7 @@ def _write_index(
         "captions": plan["captions"],
         "shards": [records[number] for number in sorted(records)],
     }
-    bad = sum(len(record["bad"]) for record in body["shards"])
+    bad = dict(entry for record in body["shards"] for entry in record["bad"])
     require_readable(bad, len(index), options.max_bad_fraction, "files")
     if group.rank() == 0:
         with explain_write_errors(options.out, SAME_COMMAND):

@@ -358,7 +358,7 @@ def convert_latents(options: ConvertOptions) -> dict[str, Any]:
         records = [_write_shard(options, source, encoding, rows) for rows in _list_shards(options, source)]
         versions = {"dstrain": __version__, "torch": torch.__version__}
         index = shards.make_index_body(encoding, None if source.labelled else [], records, versions)
-        require_readable(len(index["bad_files"]), len(source), options.max_bad_fraction, "files")
+        require_readable(dict(index["bad_files"]), len(source), options.max_bad_fraction, "files")
         atomic.write_file(options.out / shards.INDEX, render_sealed(index))
     return index
 

@@ -295,10 +295,22 @@ def test_unreadable_clips(made, tmp_path):
     """Oracle: the rule of bad_files.py, by files: each window of a broken one is the next clip's."""
     root = write(tmp_path / "clips")
     (root / "002.apng").write_bytes((root / "002.apng").read_bytes()[:60])
-    with pytest.raises(ConfigError, match="1 of 7 files cannot be read, more than --max-bad-fraction 0.0 "):
+    refusal = "1 of 7 files cannot be read, more than --max-bad-fraction 0.0 tolerates, such as "
+    with pytest.raises(ConfigError, match=f"{refusal}002.apng: "):
         encode(options(made[0], tmp_path / "none", data=str(root), clips=2, max_bad_fraction=0.0))
     index = encode(options(made[0], tmp_path / "out", data=str(root), clips=2))
     assert [name for name, _ in index["bad_files"]] == ["002.apng"]
     batch = Latents(tmp_path / "out").take(torch.arange(14))
     assert unpack_captions(batch["caption"])[4:6] == [TEXTS[3]] * 2
     assert np.array_equal(batch["tokens"][4], batch["tokens"][6])
+
+
+@pytest.mark.parametrize("content", [b"", b" \r\n", b"\xef\xbb\xbf", b"caf\xe9"])
+def test_a_caption_that_is_empty_or_no_text(made, tmp_path, content):
+    """Oracle: the file: named with what is wrong about its caption, and no broken clip."""
+    root = write(tmp_path / "clips")
+    for clip in sorted(root.glob("*.apng")):
+        clip.with_suffix(".txt").write_bytes(content if clip.stem == "002" else b"a clip")
+    reason = "UnicodeDecodeError" if content == b"caf\xe9" else "its caption is empty"
+    with pytest.raises(ConfigError, match=f"such as 002.apng: {reason}"):
+        encode(options(made[0], tmp_path / "none", data=str(root), max_bad_fraction=0.0))

@@ -82,8 +82,8 @@ def embed(options: EncodeOptions) -> dict[str, Any]:
             lambda number: _read_whole(options.out, number),
             lambda missing: _make_shards(options, encoders, source, missing),
         )
-        bad = {tuple(entry) for note in notes.values() for entry in note["unreadable"]}
-        require_readable(len(bad), plan["pairs"], options.max_bad_fraction, "pairs")
+        bad = dict(entry for note in notes.values() for entry in note["unreadable"])
+        require_readable(bad, plan["pairs"], options.max_bad_fraction, "pairs")
         plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.num_uncaptioned}
         if group.rank() == 0:
             atomic.write_file(options.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
@@ -158,7 +158,7 @@ def _make_shards(
     options: EncodeOptions, encoders: Encoders, source: Source, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
     """Embeds this rank's share of the missing shards; returns the note of each."""
-    notes, num_bad = {}, 0
+    notes, all_bad = {}, {}
     mine, total = missing[group.rank() :: group.world()], len(source)
     with Bar("encoding", total=count_samples(mine, options.shard_size, total), unit="pair") as bar:
         for number in mine:
@@ -170,11 +170,11 @@ def _make_shards(
                 rows = range(start, min(start + options.batch, stop))
                 items, bad = read_items(source, list(rows))
                 unreadable.update(bad)
-                require_readable(num_bad + len(unreadable), total, options.max_bad_fraction, "pairs")
+                require_readable(all_bad | dict(unreadable), total, options.max_bad_fraction, "pairs")
                 parts.append(_embed_batch(options, encoders, items))
                 bar.update(len(rows))
             notes[number] = _write_shard(options.out, number, parts, sorted(unreadable))
-            num_bad += len(unreadable)
+            all_bad |= dict(unreadable)
     return notes
 
 

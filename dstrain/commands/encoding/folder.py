@@ -2,7 +2,7 @@
 
 import fcntl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -96,10 +96,14 @@ def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterabl
     return "; ".join(changes)
 
 
-def require_readable(bad: int, total: int, max_fraction: float, unit: str) -> None:
-    """Raises ConfigError if too many files are unreadable. One always may be, unless the fraction is 0."""
-    if bad > max(max_fraction * total, 1 if max_fraction else 0):
+def require_readable(bad: Mapping[str, str], total: int, max_fraction: float, unit: str) -> None:
+    """Raises ConfigError if too many samples are unreadable. One always may be, unless the fraction is 0.
+
+    bad: why each cannot be read, by its name.
+    """
+    if len(bad) > max(max_fraction * total, 1 if max_fraction else 0):
+        name, reason = next(iter(bad.items()))
         raise ConfigError(
-            f"{bad} of {total} {unit} cannot be read, more than --max-bad-fraction {max_fraction} "
-            "tolerates: repair or remove them, or raise it"
+            f"{len(bad)} of {total} {unit} cannot be read, more than --max-bad-fraction {max_fraction} tolerates, such "
+            f"as {name}: {reason}. Repair or remove them, or raise it"
         )

@@ -279,10 +279,12 @@ class Config(SystemConfig):
                 f"in_channels to {channels}"
             )
         if sides != [self.input_size] * 2:
+            factor = self.first_stage.factor
+            other = "" if self.image_size % sides[0] else f", or first_stage.factor to {self.image_size // sides[0]}"
             raise ConfigError(
-                f"first_stage.factor {self.first_stage.factor}: images of side {self.image_size} would "
-                f"have latents of side {self.input_size}, those in data.path are {sides[0]} x "
-                f"{sides[1]}; set first_stage.factor to {self.image_size // sides[0]}"
+                f"image_size {self.image_size}: images of this side would have latents of side {self.input_size} by "
+                f"first_stage.factor {factor}, those in data.path are {sides[0]} x {sides[1]}; set image_size to "
+                f"{sides[0] * factor}{other}"
             )
         if sides[0] % patch:
             raise ConfigError(f"patch_size {patch} does not divide the latents' side, {sides[0]}")

@@ -358,7 +358,7 @@ def test_recipes_that_do_not_fit(stage):
         ([], "every.sample=300: pictures need the autoencoder.*model.first_stage.path"),
         ([f"model.first_stage.path={other}"], f"{other} is the autoencoder .* the latents in data.path are of"),
         ([f"model.first_stage.path={coarse}"], "first_stage.factor: 4 in the recipe, 8 in autoencoder"),
-        ([given, "model.first_stage.factor=8"], "set first_stage.factor to 4"),
+        ([given, "model.first_stage.factor=8"], "set image_size to .*, or first_stage.factor to 4"),
         ([given, "model.in_channels=4"], "set in_channels to 3"),
         ([given, "model.patch_size=3"], "multiple of 12"),
         ([given, "data.image_size=32"], "write data.image_size=16"),
