@@ -268,8 +268,13 @@ def _check_profile(run: Run, options: JobOptions) -> None:
 def _require_samples(run: Run, system: System) -> None:
     """Raises ConfigError if the grids of training cannot be drawn as the recipe says. A text encoder is tried here."""
     samples, draws = run.samples, system.generates or not run.every.sample
-    system.sampler(samples.sampler, "samples.sampler")
-    system.check_sampling(samples)
+    problems: list[str] = []
+    with _collect_problems(problems):
+        system.sampler(samples.sampler, "samples.sampler")
+    with _collect_problems(problems):
+        system.check_sampling(samples)
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
     if run.every.sample and system.generates and (problem := system.cannot_draw()):
         raise ConfigError(
             f"every.sample={run.every.sample}: {problem}; write every.sample=0, or set `generates` to "

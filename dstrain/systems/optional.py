@@ -95,20 +95,19 @@ class Sampling:
     # that are carried to noise, and drawn again from it
 
     def check_sampling(self, samples: Samples) -> None:
-        """Raises ConfigError for a choice that this system does not read, or that does not go with its sampler."""
-        usual = Samples()
+        """Raises ConfigError for the choices that this system does not read, or that do not go with its sampler."""
+        usual, kind, problems = Samples(), type(self).__name__, []
         if samples.size is not None and not self.takes_sizes:
-            raise ConfigError(
-                f"samples.size={list(samples.size)}, or --size: a {type(self).__name__} draws pictures "
-                "of one size; leave it out"
+            problems.append(
+                f"samples.size={list(samples.size)}, or --size: a {kind} draws pictures of one size; leave it out"
             )
         for name in CHOICES:
             value = getattr(samples, name)
             if value != getattr(usual, name) and name not in self.sampling:
-                raise ConfigError(
-                    f"samples.{name}={value}, or --{name.replace('_', '-')}: a {type(self).__name__} "
-                    "does not read it; leave it out"
-                )
+                option = f"--{name.replace('_', '-')}"
+                problems.append(f"samples.{name}={value}, or {option}: a {kind} does not read it; leave it out")
+        if problems:
+            raise ConfigError(*problems)
 
     def require_guide(self, other: Any) -> None:
         """Raises ConfigError if the networks of the system `other`, as `guide` in `nets`, cannot guide this one's
