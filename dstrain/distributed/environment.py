@@ -55,6 +55,21 @@ def make_private_folder(name: str) -> Path:
     return folder / name
 
 
+def can_write(folder: Path) -> bool:
+    """Makes a folder if it can, and returns whether files can be made there."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def find_cache(name: str) -> Path:
+    """Returns a folder for what later commands find again: below XDG_CACHE_HOME or ~/.cache, or where that cannot be
+    written, below the folder for temporary files.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / name
+    return folder if can_write(folder) else make_private_folder(name)
+
+
 def _check_place() -> Iterator[str]:
     """Checks what the launcher says of the ranks, and where they meet."""
     try:

@@ -4,10 +4,9 @@ import hashlib
 import logging
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from dstrain.distributed.environment import make_private_folder
+from dstrain.distributed.environment import can_write, make_private_folder
 from dstrain.recipe import ConfigError
 
 
@@ -44,7 +43,5 @@ def _ensure_writable(variable: str, default: str) -> None:
     below the folder for temporary files.
     """
     folder = Path(os.path.expanduser(os.environ.get(variable) or default))
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    usable = folder.is_absolute() and os.access(folder, os.W_OK | os.X_OK)
+    usable = folder.is_absolute() and can_write(folder)
     os.environ[variable] = str(folder if usable else make_private_folder(f"{variable.lower()}-{folder.name}"))

@@ -120,6 +120,19 @@ def test_operators_are_built_where_it_can_be_written(tmp_path, monkeypatch):
         assert folder.is_dir() and folder.is_relative_to(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "variables", [{"XDG_CACHE_HOME": "/dev/null/x"}, {"XDG_CACHE_HOME": "", "HOME": "/dev/null"}], ids=str
+)
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, variables):
+    """Oracle: the file system: an index and data from elsewhere are kept below TMPDIR."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert environment.find_cache("dstrain/index") == tmp_path / f"dstrain-{os.getuid()}" / "dstrain/index"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    assert environment.find_cache("dstrain/index") == tmp_path / "own" / "dstrain" / "index"
+
+
 def test_a_private_folder_is_nobody_elses(tmp_path, monkeypatch):
     """Oracle: a link, and a folder that others may write, in the place of ours: operators there would be theirs."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

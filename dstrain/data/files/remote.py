@@ -31,6 +31,7 @@ from dstrain.data.files.local import (
     select_names,
 )
 from dstrain.data.files.storage import retry
+from dstrain.distributed.environment import find_cache
 from dstrain.recipe import Cache, ConfigError, NotRead
 
 SCHEMES = ("s3", "gs", "hf", "http", "https")
@@ -110,7 +111,7 @@ class RemoteFiles(Files):
     far = True
 
     def __init__(self, root: str, cache: Cache) -> None:
-        self.cache = DiskCache(os.path.expanduser(cache.folder or _default_folder()), int(cache.gb * 1e9))
+        self.cache = DiskCache(os.path.expanduser(cache.folder or find_cache("dstrain/data")), int(cache.gb * 1e9))
         self._store = Store(root.partition("://")[0])
         self._store.system()  # What is not installed is told before any file is blamed.
         self._stats: dict[str, Stat] = {}
@@ -309,10 +310,6 @@ def _read_stat(entry: dict[str, Any], address: str = "") -> Stat:
 def _strip_query(address: str) -> str:
     """Returns an address without the part after ?, which signs or chooses a version."""
     return address.partition("?")[0] if address.startswith("http") else address
-
-
-def _default_folder() -> str:
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "dstrain", "data")
 
 
 def _translate(error: Exception, address: str, refused: type[Exception]) -> Exception:

@@ -34,6 +34,7 @@ from dstrain.data.index.columns import ELSEWHERE, Columns
 from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed
 from dstrain.disk import atomic, lines, sealed
 from dstrain.distributed import group
+from dstrain.distributed.environment import find_cache
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, NotRead, explain_write_errors
 
@@ -131,7 +132,7 @@ def _hash_request(path: str, request: Request) -> str:
 
 def find_cache_folder() -> Path:
     """Returns where `dstrain index` keeps indexes, and commands without a run do."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "index"
+    return find_cache("dstrain/index")
 
 
 def _list_usual_folders(run: Path | None) -> list[Path]:
