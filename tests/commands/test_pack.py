@@ -29,7 +29,7 @@ from dstrain.disk import sealed
 from dstrain.recipe import ConfigError
 from tests.support import gloo
 from tests.support.clips import moving, write_pictures
-from tests.support.pictures import break_file, folder
+from tests.support.pictures import break_file, folder, picture
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
@@ -274,3 +274,20 @@ def test_captions_beside_clips(tmp_path, kind):
         (tmp_path / "d" / f"{number}.txt").mkdir()
     with pytest.raises(ConfigError, match="2 of 3"):
         pack(PackOptions(str(tmp_path / "d"), entries, tmp_path / "again", kind))
+
+
+@pytest.mark.parametrize("kind", ["tar", "shards"])
+def test_captions_of_any_kind(tmp_path, kind):
+    """Oracle: the captions in the list that is packed: with line breaks and other separators, long ones, several."""
+    marks = ("\n", "\r\n", "\r", "\u2028", "\x85", "\x0b", "\x0c", "\t", '"', "\\n")
+    texts = [*(f"a cat{mark}on a mat" for mark in marks), "x" * 3000, "y" * (1 << 20) + "END", ["one", "two\nlines"]]
+    (tmp_path / "in").mkdir()
+    for number in range(len(texts)):
+        picture(number).save(tmp_path / "in" / f"{number:02}.png")
+    rows = [{"file_name": f"{number:02}.png", "caption": text} for number, text in enumerate(texts)]
+    (tmp_path / "in" / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    packed(tmp_path / "in" / "l.jsonl", tmp_path / "out", format=kind, captions=True)
+    source = open_images(tmp_path / "out", 16, split="all", request=Request(SUFFIXES, captions=True))
+    assert [source.captions(n) for n in range(len(texts))] == [
+        tuple(text) if isinstance(text, list) else (text,) for text in texts
+    ]

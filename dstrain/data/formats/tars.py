@@ -21,11 +21,10 @@ from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
 from dstrain.data.formats.hugging_face import find_files, name_split
 from dstrain.disk import small
-from dstrain.disk.texts import clean_text, decode_text, find_captions, split_lines
+from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_captions, split_lines
 from dstrain.recipe import ConfigError, NotRead
 
 MAX_BYTES = 1 << 28  # of a member that is read
-_MOST_TEXT = 1 << 20  # of a text that is read
 _MOST_HEADER = 1 << 20  # of a long name or of further attributes
 _UNPACK = {
     ".tar.gz": "gunzip {}",
@@ -190,11 +189,11 @@ class Tars(Layout):
         if kind in sample or not (wants_captions if kind == "txt" else wants_labels if kind == "cls" else True):
             return
         file.seek(member.offset_data)
-        content = file.read(min(member.size, _MOST_TEXT + 1))
+        content = file.read(min(member.size, LONGEST_TEXT + 1))
         sample[kind] = None
         try:
-            if len(content) > _MOST_TEXT:
-                raise ValueError(f"more than {_MOST_TEXT} bytes")
+            if len(content) > LONGEST_TEXT:
+                raise ValueError(f"more than {LONGEST_TEXT} bytes")
             text = decode_text(content)
             if kind == "txt":
                 sample["txt"] = split_lines(text) or ("",)
