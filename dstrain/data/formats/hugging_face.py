@@ -121,12 +121,14 @@ class Tables(Layout):
         return bool(find_image_columns(self._open(part).schema, self.request))
 
     def _path_of(self, split: str, names: list[str]) -> str:
-        """Returns what data.path would be for a split alone."""
+        """Returns what data.path would be for a split alone: a file, a folder, a pattern, or the list of its files."""
         folder, _, common = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 (letters of names are meant)
-        place = "/".join(filter(None, (self.root.rstrip("/"), folder)))
-        if len(names) > 1 and common:
-            common += f"*{self.suffix}"
-        return f"{place}/{common}" if common else place
+        start = f"{folder}/" if folder else ""
+        name = f"{common}*{self.suffix}" if len(names) > 1 and common else common
+        others = {other for files in self._splits.values() for other in files} - set(names)
+        if any(other.startswith(start + common) for other in others) or (len(names) > 1 and not start + common):
+            folder, name = "", f"{{{','.join(names)}}}"
+        return "/".join(filter(None, (self.root.rstrip("/"), folder, name)))
 
     def _open(self, part: str) -> Any:
         """Returns an ArrowFile or a ParquetFile."""

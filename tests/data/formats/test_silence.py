@@ -293,6 +293,29 @@ def splits_in_a_folder_called_dev(d):
     return f"{read(d)} held out: {int(unseen[0]['image'][0, 0, 0])}"
 
 
+def read_both(d: Path) -> str:
+    """What is trained on, and what is held out."""
+    train, unseen = open_sources(Data(path=str(d), image_size=8))
+    values = [[int(source[index]["image"][0, 0, 0]) for index in range(len(source))] for source in (train, unseen)]
+    return f"{values[0]} {values[1]}"
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        ("a_train b_train a_test b_test", "[10, 20] [30, 40]"),
+        ("x/train-0 y/train-0 x/test-0 y/test-0", "[10, 20] [30, 40]"),
+        ("train-0 train-1 test-0 test-1", "[10, 20] [30, 40]"),
+        ("train/0 train/1 test/0 test/1", "[10, 20] [30, 40]"),
+        ("train-0 test-0 test-x-train-0", "[10] [20, 30]"),
+        ("train val", "[10] [20]"),
+    ],
+)
+def test_held_out_splits(tmp_path, names, expected):
+    """Oracle: the names: what is held out is the other split, wherever its files lie, and nothing of train."""
+    assert read_both(put_named(tmp_path, *names.split())) == expected
+
+
 @case("10 30; files of other splits are not among them, test 1")
 def splits_in_folders(d):
     return read(put_named(d, "train/0", "test/1", "train/2"))
