@@ -124,7 +124,7 @@ def measure_source(
     num_steps: int | None = None,
     show: bool = False,
 ) -> dict[str, Any]:
-    """Means over all samples of a source, on all ranks together, which make equally many calls of the networks.
+    """Averages over all samples of a source, on all ranks together, which make equally many calls of the networks.
 
     figures and standard_errors {name: mean}, curves {name: [mean of each column]}, timesteps (of the columns, or None),
     quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples. What is not finite becomes None.
@@ -148,7 +148,7 @@ def measure_source(
 
 
 def _make_plain(value: Any) -> Any:
-    """Figures as JSON has them: tensors become lists, and what is not finite None, since JSON knows no NaN."""
+    """Returns figures as JSON has them: tensors become lists, and what is not finite None, since JSON knows no NaN."""
     if isinstance(value, dict):
         return {key: _make_plain(inner) for key, inner in value.items()}
     if isinstance(value, Tensor):
@@ -157,7 +157,7 @@ def _make_plain(value: Any) -> Any:
 
 
 def _show_steps(bar: Bar, rounds: int) -> Any:
-    """A System's Progress: every batch takes the same steps, so the bar knows its end from the first one on."""
+    """Makes a System's Progress: every batch takes the same steps, so the bar knows its end from the first one on."""
 
     def steps_of(steps: Iterable[int]) -> Iterator[int]:
         steps = list(steps)
@@ -279,7 +279,7 @@ def _require_fit(path: str, source: Images, run: Run) -> None:
 
 
 def _name_result(options: EvaluateOptions, result: dict[str, Any]) -> str:
-    """One name for one question: other options write another file, the same ones replace their own."""
+    """Returns one name for one question: other options write another file, the same ones replace their own."""
     words = [f"step_{result['step']:08d}", figures.name_weights(result)]
     if options.data is not None:
         digest = hashlib.blake2b(os.path.abspath(options.data).encode(), digest_size=3).hexdigest()

@@ -38,7 +38,7 @@ Opened = tuple[Path, Run, System]
 
 @dataclass(frozen=True)
 class ReadyRun:
-    """A run whose weights are loaded."""
+    """Holds a run whose weights are loaded."""
 
     folder: Path
     run: Run
@@ -152,7 +152,10 @@ def _load_run(
 
 
 def _choose_length(options: GenerateOptions, run: Run, system: System) -> Length | None:
-    """How long clips are, None of pictures. ConfigError: options of videos where none are drawn, or that do not fit."""
+    """Returns how long clips are, None of pictures.
+
+    ConfigError: options of videos where none are drawn, or that do not fit.
+    """
     values = {
         "--num-frames": options.num_frames,
         "--scenes": options.scenes,
@@ -183,8 +186,8 @@ def _choose_length(options: GenerateOptions, run: Run, system: System) -> Length
 
 
 def _read_beginning(options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None) -> Tensor | None:
-    """What the first run begins from, where it does: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or embeddings
-    float32 (N, D).
+    """Returns what the first run begins from, where it does: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or
+    embeddings float32 (N, D).
 
     ConfigError: runs that cannot be chained.
     """
@@ -225,7 +228,7 @@ def _read_beginning(options: GenerateOptions, first: Opened, then: list[Opened],
 
 
 def _require_chain(before: Opened, after: Opened) -> None:
-    """ConfigError: a run of --then cannot begin from what the one before it draws."""
+    """Raises ConfigError if a run of --then cannot begin from what the one before it draws."""
     (_, run, system), (folder, later, taker) = before, after
     width, size = system.draws_embeddings, run.data.image_size
     if not taker.starts_from_data:
@@ -272,8 +275,10 @@ def _read_pictures_to_invert(path: Path, options: GenerateOptions, run: Run, sys
 
 
 def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> list[dict[str, Tensor]]:
-    """Conditions of the scenes behind the first, (1, ...) each. All texts are encoded in one call, which loads an
-    encoder once. ConfigError: texts are given, and the system takes none.
+    """Returns conditions of the scenes behind the first, (1, ...) each. All texts are encoded in one call, which loads
+    an encoder once.
+
+    ConfigError: texts are given, and the system takes none.
     """
     if not system.takes_texts and (options.scenes is not None or options.prompts is not None):
         option = "--scenes" if options.scenes is not None else "--prompts"
@@ -288,7 +293,7 @@ def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> 
 def _make_request(
     options: GenerateOptions, run: Run, system: System, images: Tensor | None, clip: Length | None, sampler: str
 ) -> tuple[Request, list[str] | None]:
-    """What the first run is to draw, and the caption of each sample."""
+    """Returns what the first run is to draw, and the caption of each sample."""
     prompts, option = options.prompts, "" if options.prompts is None else "--prompts: "
     if options.scenes is not None:
         prompts, option = options.scenes[:1], "--scenes: "
@@ -322,7 +327,7 @@ def _draw_rounds(
     scenes: list[dict[str, Tensor]],
     clip: Length | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(numbers, samples) of each round, carried through all scenes or runs."""
+    """Yields (numbers, samples) of each round, carried through all scenes or runs."""
     chunk = min(options.batch, options.num)
     first, *then = runs
     shared = [_share_labels(request, later, options) for later in then]
@@ -361,7 +366,7 @@ def _draw_rounds(
 
 
 def _share_labels(request: Request, later: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
-    """The labels that the first run draws, as conditions of a later one, where that takes labels."""
+    """Returns the labels that the first run draws, as conditions of a later one, where that takes labels."""
     if "label" not in later.system.conditions(1):
         return {}
     drawn = request.conditions.get("label")

@@ -24,7 +24,7 @@ SIDE = 28  # pixels of an image that the network sees
 
 
 def prepare_images(images: Tensor) -> Tensor:
-    """uint8 (N, C, H, W) -> float32 (N, 1, 28, 28) in [0, 1], as the built-in data have them at that size.
+    """Turns uint8 (N, C, H, W) into float32 (N, 1, 28, 28) in [0, 1], as the built-in data have them at that size.
 
     Images of 28 pixels stay as they are. Others are resized to 32, bilinear and antialiased, and their middle 28 are
     taken: so data.image_size shows the items, with a border. Colours become luminance (Rec. 601).
@@ -39,7 +39,7 @@ def prepare_images(images: Tensor) -> Tensor:
 
 
 class Builtin(Features):
-    """Features of the built-in classifier, of pictures and of clips."""
+    """Describes pictures and clips by the built-in classifier."""
 
     name = "builtin"
     size = 64
@@ -54,7 +54,7 @@ class Builtin(Features):
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 (N, C, H, W), or clips (N, T, C, H, W) -> features (N, 64) and logits (N, 10), float32."""
+        """Returns features (N, 64) and logits (N, 10), float32, of uint8 (N, C, H, W) or of clips (N, T, C, H, W)."""
         images = images.to(self._device)
         with compute_in("fp32"):
             if images.ndim == 4:
@@ -74,7 +74,7 @@ class Builtin(Features):
     def showing(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """As of Features; of clips by their captions: those that are right, all, right items, and right motions."""
+        """Counts as Features does; clips by their captions: right ones, all, right items, and right motions."""
         if images.ndim == 4 or captions is None:
             return super().showing(images, logits, labels, captions)
         self.require_captions(captions)
@@ -85,7 +85,7 @@ class Builtin(Features):
 
 
 class Emoji(Features):
-    """Embeddings of the tower, comparable with those of the built-in pairs' captions."""
+    """Embeds pictures by the tower, comparably with the captions of the built-in pairs."""
 
     name = "emoji"
     size = emoji.DIM

@@ -22,12 +22,12 @@ _EDGE = 0.01  # of the brightness lies beyond either edge of an item
 
 
 def average_colours(videos: Tensor) -> Tensor:
-    """uint8 (N, T, C, H, W) -> float32 (N, T, H, W) in [0, 1], the mean of the colours."""
+    """Averages the colours of uint8 (N, T, C, H, W): float32 (N, T, H, W) in [0, 1]."""
     return videos.float().mean(2) / 255
 
 
 def cut_items(frames: Tensor, side: int = 28) -> Tensor:
-    """The item of each frame float32 (N, H, W), as the classifier knows it: float32 (N, 1, side, side).
+    """Cuts the item out of each frame float32 (N, H, W), as the classifier knows it: float32 (N, 1, side, side).
 
     The item's square is as wide as the clips are made, and lies around the middle between its edges. Its inner 28/32
     are taken, the rest being the border that the data have at any size but 28.
@@ -44,7 +44,7 @@ def cut_items(frames: Tensor, side: int = 28) -> Tensor:
 
 
 def find_motions(videos: Tensor) -> Tensor:
-    """Of clips float32 (N, T, H, W) the index of the motion in MOTIONS, or NO_MOTION: int64 (N,), T >= 2.
+    """Finds the motion of clips float32 (N, T, H, W), T >= 2: its index in MOTIONS, or NO_MOTION, int64 (N,).
 
     From the centre of brightness in each frame. An item bounces whose paths along both axes are of similar length; else
     it moves along the axis of the larger displacement. All true clips of five frames or more on a square are right; an
@@ -65,12 +65,12 @@ def find_motions(videos: Tensor) -> Tensor:
 
 
 def _find_centre(profile: Tensor) -> Tensor:
-    """The centre of brightness along the last axis, pixels; NaN of black."""
+    """Finds the centre of brightness along the last axis, pixels; NaN of black."""
     return (profile * (torch.arange(profile.shape[-1], device=profile.device) + 0.5)).sum(-1) / profile.sum(-1)
 
 
 def _find_middle(profile: Tensor) -> Tensor:
-    """The middle between the two edges of a profile (N, L) of brightness, pixels (N,); of black it is L / 2."""
+    """Finds the middle between the edges of a profile (N, L) of brightness, pixels (N,); of black it is L / 2."""
     share = profile.cumsum(1) / profile.sum(1, keepdim=True)  # up to the right edge of a pixel
     share = torch.where(share.isfinite(), share, torch.linspace(0, 1, profile.shape[1], device=profile.device))
     before = torch.cat((torch.zeros_like(share[:, :1]), share[:, :-1]), 1)
@@ -83,7 +83,7 @@ def _find_middle(profile: Tensor) -> Tensor:
 
 
 def make_stories(seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """What the stories of seeds int64 (N,) tell: the item (N,), which come in turn, and the motions (N, SCENES), all
+    """Makes the stories of seeds int64 (N,): the item (N,), which come in turn, and the motions (N, SCENES), all
     different; int64 both.
     """
     items = seeds % (len(captions()) // len(MOTIONS))
@@ -122,9 +122,9 @@ def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor
 
 
 def score_scenes(sums: Tensor) -> dict[str, tuple[float, float | None]]:
-    """Of all scenes and by scene: the shares of stories whose item is right, is that of the first scene, and moves as
-    told; and the seam, the change from a scene's last frame to the next one's first, as a multiple of the mean change
-    between frames within scenes. 1 is best of all four.
+    """Scores all scenes, and each: the shares of stories whose item is right, is that of the first scene, and moves as
+    told; and the seam, the change from a scene's last frame to the next one's first, over the mean change between
+    frames within scenes. 1 is best of all four.
     """
     stories, item, kept, motion, seam, within = sums
     values = {

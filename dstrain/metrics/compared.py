@@ -18,7 +18,7 @@ Collect = Callable[[Images, dict[str, Features]], dict[str, Statistics]]
 
 @dataclass(frozen=True)
 class Compared:
-    """A reference that is opened and not yet read."""
+    """Holds a reference that is opened and not yet read."""
 
     statistics: dict[str, Statistics] = field(default_factory=dict)  # of a file, by name of their network
     images: Images | None = None

@@ -18,7 +18,7 @@ _SEED = 2020  # of the choices below, torch-fidelity's
 
 
 def measure_frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
-    """Squared Frechet distance of two Gaussians (Dowson & Landau 1982), float64 (D,) and (D, D).
+    """Measures the squared Frechet distance of two Gaussians (Dowson & Landau 1982), float64 (D,) and (D, D).
 
     The trace of sqrt(S T) is the sum of the singular values of A^T B, where S = A A^T and T = B B^T. So no eigenvalue
     comes out negative, also where samples are fewer than D.
@@ -29,14 +29,14 @@ def measure_frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_
 
 
 def _factor_covariance(covariance: Tensor) -> Tensor:
-    """A of S = A A^T, (D, r), without the directions in which S is zero to rounding."""
+    """Returns A of S = A A^T, (D, r), without the directions in which S is zero to rounding."""
     values, vectors = torch.linalg.eigh(covariance)
     real = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, real] * values[real].sqrt()
 
 
 def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: int = 1000) -> tuple[float, float]:
-    """Kernel distance of float32 (N, D) and (M, D), its mean over subsets and their deviation (Binkowski et al. 2018).
+    """Measures the kernel distance of float32 (N, D) and (M, D) (Binkowski et al. 2018): mean, deviation.
 
     The unbiased estimate with the kernel (x y / D + 1)^3, of subsets of `size` each, or of all where there are fewer.
     The subsets are torch-fidelity's.
@@ -53,7 +53,7 @@ def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: i
 
 
 def _average_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """Mean of the kernel over pairs; of one set with itself without the pairs of a row with itself."""
+    """Averages the kernel over pairs; of one set with itself without the pairs of a row with itself."""
     with compute_in("fp32"):
         kernel = (x @ y.T / x.shape[1] + 1).double().pow_(3)
     if x is not y:
@@ -64,7 +64,7 @@ def _average_kernel(x: Tensor, y: Tensor) -> Tensor:
 def measure_manifold(
     features: Tensor, reference: Tensor, neighbours: int = 3, near: int = NEIGHBOURS
 ) -> dict[str, float]:
-    """Precision, recall, density and coverage of float32 (N, D) against (M, D).
+    """Measures precision, recall, density and coverage of float32 (N, D) against (M, D).
 
     precision, recall    share of one set within the balls of the other, whose radius is the distance to the third
                          neighbour (Kynkaanniemi et al. 2019)
@@ -95,21 +95,21 @@ def measure_manifold(
 
 
 def _share_rows(count: int) -> list[slice]:
-    """This rank's rows of `count`."""
+    """Returns this rank's rows of `count`."""
     return [
         slice(begin, min(begin + _ROWS, count)) for begin in range(group.rank() * _ROWS, count, _ROWS * group.world())
     ]
 
 
 def _square_distances(x: Tensor, y: Tensor) -> Tensor:
-    """Squared distances (N, M)."""
+    """Returns squared distances (N, M)."""
     with compute_in("fp32"):
         products = x @ y.T
     return products.mul_(-2).add_(x.square().sum(1)[:, None]).add_(y.square().sum(1)).clamp_(min=0)
 
 
 def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
-    """Squared distance of each row to its n-th neighbour among the others, (len(neighbours), N)."""
+    """Finds the squared distance of each row to its n-th neighbour among the others, (len(neighbours), N)."""
     radii = torch.zeros(len(neighbours), len(features), device=features.device)
     for rows in _share_rows(len(features)):
         smallest = (
@@ -121,7 +121,7 @@ def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
 
 
 def score_inception(probabilities: Tensor, entropies: Tensor, counts: Tensor) -> tuple[float, float]:
-    """Inception Score (Salimans et al. 2016): mean and deviation over splits of exp of the mean KL to the marginal.
+    """Returns the Inception Score (Salimans et al. 2016), exp(mean KL to the marginal): mean, deviation over splits.
 
     Sums over the samples of each split, float64: of p (S, K), and of sum p log p (S,); counts (S,).
     """

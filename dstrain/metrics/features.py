@@ -48,7 +48,10 @@ _TOWERS = {
 
 
 def open_features(words: str, device: torch.device | None = None) -> Features:
-    """The network that KIND:PATH names, on a device (None: the rank's). ConfigError: unknown, absent or another's."""
+    """Opens the network that KIND:PATH names, on a device (None: the rank's).
+
+    Raises ConfigError if it is unknown or absent, or the file holds another one.
+    """
     kind, _, path = words.partition(":")
     device = device or group.device()
     if words in BUILT_IN:

@@ -25,7 +25,7 @@ from dstrain.recipe import ConfigError, reword_errors
 
 @dataclass
 class Batch:
-    """Some images of a set, all of one size."""
+    """Holds some images of a set, all of one size."""
 
     numbers: Tensor  # int64 (n,), their places in the set
     images: Tensor  # uint8 (n, C, H, W); of clips (n, T, C, H, W)
@@ -34,22 +34,22 @@ class Batch:
 
 
 class Images(ABC):
-    """A set of images, of which each rank takes some."""
+    """Gives the images of a set, of which each rank takes some."""
 
     captions: Sequence[str] | None = None  # of all images, or those that they repeat; None: they are not known
     clips: bool | None = None  # whether they are clips; None: it shows in each
 
     @abstractmethod
     def __len__(self) -> int:
-        """Images of the set, on all ranks."""
+        """Counts the images of the set, on all ranks."""
 
     @abstractmethod
     def batches(self, size: int) -> Iterator[Batch]:
-        """This rank's images, at most `size` at a time."""
+        """Yields this rank's images, at most `size` at a time."""
 
 
 class Begun(Images):
-    """A set whose first batch is taken at once, so that its faults show before a large reference is read."""
+    """Takes the first batch of a set at once, so that its faults show before a large reference is read."""
 
     def __init__(self, images: Images, size: int) -> None:
         self.captions, self._length, self._size = images.captions, len(images), size
@@ -60,7 +60,7 @@ class Begun(Images):
         return self._length
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Once, and of the size that it began with."""
+        """Yields them once, and of the size that it began with."""
         assert size == self._size
         if self.first is not None:
             yield self.first
@@ -68,15 +68,15 @@ class Begun(Images):
 
 
 def _deal_numbers(count: int, size: int) -> Iterator[range]:
-    """This rank's numbers below `count`."""
+    """Yields this rank's numbers below `count`."""
     for begin in range(group.rank() * size, count, size * group.world()):
         yield range(begin, min(begin + size, count))
 
 
 def open_set(path: Path, option: str) -> Images:
-    """A folder of images (at any depth; of dstrain generate by its .npz), a .zip of images, or an .npz with arr_0.
+    """Opens a folder of images (at any depth; of dstrain generate by its .npz), a .zip of them, or an .npz with arr_0.
 
-    ConfigError with `option`: no images there, or a single one.
+    Raises ConfigError with `option` if there are no images, or a single one.
     """
     path = find_samples(path.expanduser())
     images = _open_images(path, option)
@@ -121,7 +121,7 @@ def _report_damage(path: Path, option: str) -> Iterator[None]:
 
 
 class Files(Images):
-    """PNG, JPEG, WebP and BMP by name, each in its own size: nothing is cropped, as other tools read them."""
+    """Reads PNG, JPEG, WebP and BMP by name, each in its own size: nothing is cropped, as other tools read them."""
 
     def __init__(self, path: Path, names: list[str], archive: Path | None, option: str) -> None:
         if not names:
@@ -148,7 +148,7 @@ class Files(Images):
 
 
 class Arrays(Images):
-    """arr_0 of an .npz, uint8 (N, H, W, C) or (N, T, H, W, C), with arr_1 as labels and prompts, where it has them."""
+    """Reads arr_0 of an .npz, uint8 (N, H, W, C) or (N, T, H, W, C), arr_1 as labels, and prompts, if it has them."""
 
     def __init__(self, path: Path, option: str) -> None:
         self.path, self.option, others = path, option, {}
@@ -175,7 +175,7 @@ class Arrays(Images):
 
     @contextmanager
     def _stream(self) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
-        """The pixels as a stream, so that memory does not grow with N, and their shape."""
+        """Yields the pixels as a stream, so that memory does not grow with N, and their shape."""
         with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as stream:
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -205,7 +205,7 @@ class Arrays(Images):
 
 
 class Sourced(Images):
-    """The images or clips of a data source of ours, as training sees them: cropped and resized."""
+    """Reads images or clips of a data source of ours, as training sees them: cropped and resized."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

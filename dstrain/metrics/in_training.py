@@ -107,7 +107,7 @@ class Quality:
         return {name: _place_statistics(values) for name, values in statistics.items()}
 
     def measure(self, nets: Nets, micro: int) -> dict[str, float]:
-        """samples.metrics of what the networks draw, at most `micro` pictures of a rank at a time; not those by class.
+        """Measures what the networks draw, at most `micro` pictures of a rank at a time; leaves out figures by class.
 
         On all ranks together, and the same on all of them.
         """
@@ -119,7 +119,7 @@ class Quality:
         return {name: value for name, (value, _) in values.items() if "/" not in name}
 
     def score(self, figures: dict[str, float]) -> float | None:
-        """The figure of save.best as a score, of which the lowest is the best; None: save.best names no metric."""
+        """Returns the figure of save.best as a score, the lowest is the best; None: save.best names no metric."""
         best = self._run.save.best
         if not isinstance(best, str):
             return None
@@ -127,7 +127,7 @@ class Quality:
 
 
 class _Drawn(Images):
-    """A set that networks draw of a request, each rank its own share."""
+    """Draws a set by networks, each rank its own share."""
 
     def __init__(self, quality: Quality, nets: Nets) -> None:
         self.quality, self.nets = quality, nets

@@ -55,7 +55,7 @@ def _describe_c(width: int) -> Convolutions:
 
 
 def _describe_blocks() -> dict[str, tuple[str, Convolutions]]:
-    """Pool and convolutions of each block: mean and max keep the size, halved is the maximum with stride 2."""
+    """Returns pool and convolutions of each block: mean and max keep the size, halved is the maximum with stride 2."""
     e = {
         "branch1x1": ("x", 320, 1),
         "branch3x3_1": ("x", 384, 1),
@@ -97,7 +97,7 @@ def _describe_blocks() -> dict[str, tuple[str, Convolutions]]:
 
 
 class Convolution(nn.Module):
-    """Convolution without bias, batch norm, ReLU."""
+    """Applies a convolution without bias, batch norm, ReLU."""
 
     def __init__(
         self, before: int, after: int, kernel: int | tuple[int, int], stride: int = 1, padded: bool = True
@@ -113,7 +113,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """One row of `_blocks`: (N, before, h, w) -> (N, after, h, w), half the size where its pool is halved."""
+    """Computes one row of `_describe_blocks`: (N, before, h, w) -> (N, after, h, w), half the size by a halved pool."""
 
     def __init__(self, before: int, pool: str, convolutions: Convolutions) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Block(nn.Module):
 
 
 class Inception(nn.Module):
-    """float32 (N, 3, 299, 299) in [-1, 1] -> features (N, 2048); the names of the weights are torchvision's."""
+    """Turns float32 (N, 3, 299, 299) in [-1, 1] into features (N, 2048); the weights are named as torchvision's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Inception(nn.Module):
         self.fc = nn.Linear(width, 1008)
 
     def forward(self, x: Tensor, until: str | None = None) -> Tensor:
-        """Features, or what enters the block `until`."""
+        """Returns features, or what enters the block `until`."""
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
         x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(F.max_pool2d(x, 3, 2)))
         x = F.max_pool2d(x, 3, 2)
@@ -165,7 +165,7 @@ class Inception(nn.Module):
 
 
 def resize_as_tensorflow(images: Tensor) -> Tensor:
-    """float32 (N, C, h, w) -> (N, C, 299, 299) as TensorFlow 1 does: bilinear, corners together, nothing smoothed."""
+    """Resizes float32 (N, C, h, w) to 299 as TensorFlow 1 does: bilinear, corners together, nothing smoothed."""
     for axis in (-1, -2):
         size = images.shape[axis]
         place = torch.arange(SIDE, dtype=torch.float32, device=images.device) * (size / SIDE)
@@ -177,12 +177,12 @@ def resize_as_tensorflow(images: Tensor) -> Tensor:
 
 
 def resize_as_pytorch_fid(images: Tensor) -> Tensor:
-    """float32 (N, C, h, w) -> (N, C, 299, 299): torch's bilinear, centres of pixels together, nothing smoothed."""
+    """Resizes float32 (N, C, h, w) to 299 by torch's bilinear: centres of pixels together, nothing smoothed."""
     return F.interpolate(images, (SIDE, SIDE), mode="bilinear", align_corners=False)
 
 
 def resize_as_clean_fid(images: Tensor) -> Tensor:
-    """float32 (N, C, h, w) -> (N, C, 299, 299): Pillow's bicubic in floats, smoothed where it reduces (Parmar 2022)."""
+    """Resizes float32 (N, C, h, w) to 299 by Pillow's bicubic in floats, smoothed where it reduces (Parmar 2022)."""
     planes = images.flatten(0, 1).cpu().numpy()
     resized = [np.asarray(Image.fromarray(plane).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) for plane in planes]
     values = torch.from_numpy(np.stack(resized)).clamp(0, 255)
@@ -198,7 +198,7 @@ KINDS = {
 
 
 class InceptionFeatures(Features):
-    """Features of the last pool; logits of 1008 classes without their bias, as Inception Scores take them."""
+    """Gives features of the last pool; logits of 1008 classes without their bias, as Inception Scores take them."""
 
     size = 2048
 
@@ -208,7 +208,7 @@ class InceptionFeatures(Features):
         self.spatial = InceptionSpatial(self)
 
     def prepared(self, images: Tensor) -> Tensor:
-        """uint8 (N, C, h, w) -> what the network takes."""
+        """Turns uint8 (N, C, h, w) into what the network takes."""
         images = make_rgb(images).to(self._network.fc.weight.device).float()
         return self._resize(images) / self._middle - 1
 
@@ -220,7 +220,7 @@ class InceptionFeatures(Features):
 
 
 class InceptionSpatial(Features):
-    """What sFID compares (Nash et al. 2021): seven maps of 17 x 17 in the middle of Inception, as ADM takes them."""
+    """Gives what sFID compares (Nash et al. 2021): seven maps of 17 x 17 in the middle of Inception, as ADM does."""
 
     name, size = "inception-spatial", 17 * 17 * _SPATIAL_CHANNELS
 
@@ -236,7 +236,7 @@ class InceptionSpatial(Features):
 
 
 def open_inception(kind: str, path: Path, device: torch.device) -> InceptionFeatures:
-    """A file of weights as the features of a kind. ConfigError: it holds no weights of this network."""
+    """Opens a file of weights as the features of a kind. Raises ConfigError if it holds none of this network."""
     network = Inception()
     try:
         network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

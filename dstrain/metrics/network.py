@@ -10,7 +10,7 @@ from dstrain.recipe import ConfigError
 
 
 class Features(ABC):
-    """A frozen network in fp32 that describes each image by a vector.
+    """Describes each image by a vector, by a frozen network in fp32.
 
     name         the kind, such as inception; figures of different kinds are never compared
     size         D, the length of the vector
@@ -31,19 +31,19 @@ class Features(ABC):
 
     @abstractmethod
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """uint8 (N, C, H, W) on any device -> features float32 (N, D), and logits float32 (N, K) or None."""
+        """Returns features float32 (N, D), and logits float32 (N, K) or None, of uint8 (N, C, H, W) on any device."""
 
     def texts(self, captions: list[str]) -> Tensor | None:
-        """Vectors float32 (N, D) of texts that are comparable with those of images; None: it reads no texts."""
+        """Returns vectors float32 (N, D) of texts, comparable with those of images; None: it reads no texts."""
         return None
 
     def require_captions(self, captions: Sequence[str]) -> None:
-        """ConfigError: clips of these captions cannot be scored by `showing`."""
+        """Raises ConfigError if clips of these captions cannot be scored by `showing`."""
 
     def showing(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Of images that were asked for by labels (n,) or captions, float64 (2, classes): those that show it, and all.
+        """Counts images that were asked for by labels (n,) or captions: float64 (2, classes), right ones, and all.
 
         More rows are images that show a part of what was asked for, as named in `parts`. None: nothing was asked for.
         """
@@ -67,7 +67,7 @@ def sum_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
 
 
 def make_rgb(images: Tensor) -> Tensor:
-    """Images as RGB, (..., 3, H, W): grey is repeated, RGBA is laid on white, all uint8."""
+    """Returns images as RGB, (..., 3, H, W): grey is repeated, RGBA is laid on white, all uint8."""
     channels = images.shape[-3]
     if channels == 4:
         colour, alpha = images[..., :3, :, :].float(), images[..., 3:, :, :].float() / 255

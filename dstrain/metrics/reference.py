@@ -27,9 +27,9 @@ _EDM2 = {"fid": INCEPTIONS, "fd_dinov2": ("dinov2",)}
 
 
 def read_reference(path: Path, networks: Iterable[Features], device: torch.device) -> dict[str, Statistics]:
-    """The statistics that a file holds of these networks, by name; none where it holds images alone.
+    """Reads the statistics that a file holds of these networks, by name; none where it holds images alone.
 
-    ConfigError: it cannot be read, or its statistics are of other networks.
+    Raises ConfigError if it cannot be read, or its statistics are of other networks.
     """
     try:
         arrays = _read_pickle(path) if path.suffix == ".pkl" else _read_npz(path)
@@ -52,7 +52,7 @@ def read_reference(path: Path, networks: Iterable[Features], device: torch.devic
 
 
 def has_images(path: Path) -> bool:
-    """Whether images can be read there: a folder, a zip, or an .npz with arr_0. ConfigError: nothing is there."""
+    """Tells whether a path may hold images: a folder, a zip, an .npz with arr_0. Raises ConfigError if it is absent."""
     if not path.exists():
         raise ConfigError(f"--reference {path}: there is no such file or folder")
     if path.suffix != ".npz":
@@ -110,8 +110,9 @@ def _select_statistics(
 
 
 def _check_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
-    """Numbers with these axes, those of one letter equally long. ConfigError with `name`: they are
-    not, or not finite.
+    """Returns numbers with these axes, those of one letter equally long.
+
+    Raises ConfigError with `name` if they are not such, or not finite.
     """
     if rows is None:
         return None
@@ -137,7 +138,7 @@ def _make_tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.dev
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
-    """All but the images."""
+    """Reads all but the images."""
     if not zipfile.is_zipfile(path):  # numpy would advise to read it unsafely
         raise ValueError("it is no whole .npz")
     with np.load(path, allow_pickle=False) as file:
@@ -154,7 +155,7 @@ class _Arrays(pickle.Unpickler):
 
 
 def _read_pickle(path: Path) -> dict[str, Any]:
-    """EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}, by our names."""
+    """Reads EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}, by our names."""
     with open(path, "rb") as file:
         content = _Arrays(file).load()
     return {
@@ -167,7 +168,7 @@ def _read_pickle(path: Path) -> dict[str, Any]:
 
 
 def write_reference(path: Path, statistics: dict[str, Statistics]) -> None:
-    """Writes statistics by name of their network. ConfigError: the disk does not take it."""
+    """Writes statistics by name of their network. Raises ConfigError if the disk does not take it."""
     arrays = {}
     for name, of_network in statistics.items():
         values = {"mu": of_network.mean, "sigma": of_network.covariance, "kept": of_network.kept}

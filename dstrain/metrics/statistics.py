@@ -22,7 +22,7 @@ _SEED = 2020  # of its shuffle, torch-fidelity's
 
 @dataclass
 class Statistics:
-    """A set of images as one network sees it; what was not collected is None."""
+    """Describes a set of images as one network sees it; what was not collected is None."""
 
     mean: Tensor | None = None  # float64 (D,)
     covariance: Tensor | None = None  # float64 (D, D), of the population, divided by count - 1
@@ -64,7 +64,7 @@ class Collector:
     def add(
         self, numbers: Tensor, images: Tensor, labels: Tensor | None = None, captions: list[str] | None = None
     ) -> None:
-        """Images uint8 (n, C, H, W), or clips, with their numbers int64 (n,) in the set, classes and captions."""
+        """Adds images uint8 (n, C, H, W), or clips, with their numbers int64 (n,) in the set, classes and captions."""
         features, logits = self.network(images)
         self._add("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
         if self.moments:
@@ -81,8 +81,8 @@ class Collector:
             self._add("retrieved", self._nearest_is_own(features, captions).double().sum())
 
     def _nearest_is_own(self, features: Tensor, captions: list[str]) -> Tensor:
-        """bool (n,): the caption is nearer than all others of the candidates, of which the last makes room for one that
-        is none of them.
+        """Tells, bool (n,), whether the caption is nearer than all others of the candidates, of which the last makes
+        room for one that is none of them.
         """
         if not self._texts:
             self._texts.append(F.normalize(self.network.texts([*self.candidates]), dim=1))  # (K, D)
@@ -111,7 +111,7 @@ class Collector:
         self._rows.append(features[chosen.to(features.device)])
 
     def _add_scores(self, split: Tensor, logits: Tensor) -> None:
-        """`split` int64 (n,), which of the parts of an Inception Score each sample belongs to."""
+        """Adds to `split` int64 (n,), the part of an Inception Score that each sample belongs to."""
         logs = logits.log_softmax(1)
         zeros, split = torch.zeros(_SPLITS, dtype=logs.dtype, device=logs.device), split.to(logs.device)
         self._add("p", logs.new_zeros(_SPLITS, logs.shape[1]).index_add_(0, split, logs.exp()))
@@ -119,7 +119,7 @@ class Collector:
         self._add("p count", zeros.index_add(0, split, torch.ones_like(logs[:, 0])))
 
     def result(self) -> Statistics:
-        """Of all ranks together. A rank may have added nothing."""
+        """Merges all ranks. A rank may have added nothing."""
         self._add_moments(at_least=1)
         self._fill_missing()
         sums = {name: group.sum_ranks(self._sums[name]) for name in sorted(self._sums)}
@@ -142,7 +142,7 @@ class Collector:
         return result
 
     def _fill_missing(self) -> None:
-        """Zeros for what only other ranks have added, so that all ranks sum the same tensors."""
+        """Adds zeros for what only other ranks have added, so that all ranks sum the same tensors."""
         shapes = {}
         for sums in group.gather_objects({name: tuple(values.shape) for name, values in self._sums.items()}):
             shapes |= sums

@@ -21,7 +21,7 @@ _CANDIDATES = 100  # captions among which retrieval looks for an image's own
 
 @dataclass(frozen=True)
 class Metric:
-    """kinds: networks that it is taken with, the first of these that is opened; needs: attributes of Statistics."""
+    """Describes a metric. kinds: networks that serve it, the first that is opened; needs: attributes of Statistics."""
 
     kinds: Sequence[str]
     needs: Sequence[str]
@@ -89,9 +89,9 @@ LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("a
 
 
 def choose_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
-    """The network of each metric, opened once each: the first of `paths` (KIND:PATH) that serves, else the built-in.
+    """Opens the network of each metric, once each: the first of `paths` (KIND:PATH) that serves, else the built-in.
 
-    ConfigError: an unknown metric, a metric without a network, a network that no metric takes, or as `open_features`.
+    Raises ConfigError if a metric is unknown or has no network, if no metric takes a network, or as `open_features`.
     """
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
@@ -125,11 +125,11 @@ def collect_statistics(
     compared: bool = False,
     progress: Callable[[int], Any] = lambda number: None,
 ) -> dict[str, Statistics]:
-    """What the metrics in `networks` need of a set, by name of the network; on all ranks together.
+    """Collects what the metrics in `networks` need of a set, by name of the network; on all ranks together.
 
     size: images of one rank at a time; keep: features for kid, pr and dc; compared: the set is the reference, of which
     scores are not needed; progress: called with the number of images that this rank has done.
-    ConfigError: captions or labels are needed, and the set has none; fewer than two images.
+    Raises ConfigError if captions or labels are needed and the set has none, or there are fewer than two images.
     """
     require_enough(len(images))
     needs = _list_needs(networks, compared)
@@ -158,10 +158,10 @@ def collect_statistics(
 
 
 def begin_set(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
-    """The set for `collect` with the same arguments, its first batch taken, and checked; on all ranks together. What
-    shows without images, which may have to be drawn, is checked before.
+    """Checks that a set suits the metrics, takes its first batch, and returns it for `collect_statistics` with the same
+    arguments; on all ranks together. What shows without images, which may have to be drawn, is checked before.
 
-    ConfigError: as `collect` with this batch, or too few images for pr and dc.
+    Raises ConfigError as `collect_statistics` with this batch, or if there are too few images for pr and dc.
     """
     require_enough(len(images))
     require_neighbours(networks, min(len(images), keep))
@@ -178,7 +178,7 @@ def begin_set(images: Images, networks: dict[str, Features], size: int, keep: in
 
 
 def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None:
-    """ConfigError: of `count` images, in the set `of`, pr and dc find no neighbours."""
+    """Raises ConfigError if pr and dc find no neighbours among `count` images, in the set `of`."""
     by_neighbours = [name for name in metrics if name in ("pr", "dc")]
     if by_neighbours and count <= distances.NEIGHBOURS:
         raise ConfigError(
@@ -188,13 +188,13 @@ def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None
 
 
 def require_enough(count: int, option: str = "") -> None:
-    """ConfigError, which begins with `option`: so many images are no set."""
+    """Raises ConfigError, which begins with `option`, if so many images are no set."""
     if count < 2:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
 def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
-    """What metrics need of a set, by name of the network. compared: it is the reference."""
+    """Lists what metrics need of a set, by name of the network. compared: it is the reference."""
     needs: dict[str, set[str]] = {}
     for metric, network in networks.items():
         if METRICS[metric].compares or not compared:
@@ -203,7 +203,7 @@ def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[s
 
 
 def _require(batch: Batch, network: Features, needs: set[str]) -> None:
-    """ConfigError, before much is computed: a network takes no such images, or a metric lacks texts or labels."""
+    """Raises ConfigError, before much is computed, if a network takes no such images, or texts or labels are absent."""
     clips = batch.images.ndim == 5
     _require_kind(network, clips)
     shown = batch.captions if clips and batch.labels is None else batch.labels  # captions of clips name the item
@@ -217,7 +217,7 @@ def _require(batch: Batch, network: Features, needs: set[str]) -> None:
 
 
 def _require_kind(network: Features, clips: bool) -> None:
-    """ConfigError: the network takes images and these are clips, or the other way round."""
+    """Raises ConfigError if the network takes images and these are clips, or the other way round."""
     if network.videos not in (None, clips):
         kinds = ("clips", "images") if network.videos else ("images", "clips")
         metrics = ", ".join(name for name, metric in METRICS.items() if network.name in metric.kinds)
@@ -228,7 +228,7 @@ def _require_kind(network: Features, clips: bool) -> None:
 
 
 def list_lacking(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
-    """The metrics that compare and for which statistics of a reference do not suffice."""
+    """Lists the metrics that compare and for which statistics of a reference do not suffice."""
     return [
         name
         for name, network in networks.items()
@@ -238,7 +238,7 @@ def list_lacking(networks: dict[str, Features], statistics: dict[str, Statistics
 
 
 def name_needs(metrics: Sequence[str]) -> set[str]:
-    """What metrics need of a set, as a message says it."""
+    """Names what metrics need of a set, as a message says it."""
     words = {"mean": "mean", "covariance": "covariance", "kept": "features"}
     return {words[need] for name in metrics for need in METRICS[name].needs}
 
@@ -246,7 +246,7 @@ def name_needs(metrics: Sequence[str]) -> set[str]:
 def compute_figures(
     networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]
 ) -> Figures:
-    """The figures of all metrics in `networks`, from statistics by name of their network; on all ranks together."""
+    """Computes the figures of all metrics in `networks`, from statistics by name of their network; on all ranks."""
     values: Figures = {}
     for name, network in networks.items():
         values |= METRICS[name].figures(name, network, drawn[network.name], reference.get(network.name))

@@ -15,7 +15,7 @@ from dstrain.recipe import ConfigError, reword_errors
 
 
 class Dino(Features):
-    """The class token of DINOv2."""
+    """Gives the class token of DINOv2."""
 
     name = "dinov2"
 
@@ -30,7 +30,7 @@ class Dino(Features):
 
 
 class VideoMae(Dino):
-    """The mean token of VideoMAE; a clip of other than its number of frames is read at evenly spaced ones."""
+    """Gives the mean token of VideoMAE; a clip of other than its number of frames is read at evenly spaced ones."""
 
     name, videos = "videomae", True
 
@@ -44,7 +44,7 @@ class VideoMae(Dino):
 
 
 class Clip(Features):
-    """CLIP's image embedding, not normalized, and its embedding of texts."""
+    """Gives CLIP's image embedding, not normalized, and its embedding of texts."""
 
     name = "clip"
 
@@ -66,7 +66,7 @@ class Clip(Features):
 
 
 class Scripted(Features):
-    """A TorchScript detector of StyleGAN and EDM, which takes uint8 images of any size and resizes them itself."""
+    """Runs a TorchScript detector of StyleGAN and EDM, which takes uint8 images of any size and resizes them itself."""
 
     name = "torchscript"
     _probe = (1, 3, 64, 64)
@@ -92,7 +92,7 @@ class Scripted(Features):
 
 
 class ScriptedVideo(Scripted):
-    """The I3D of StyleGAN-V, which takes clips of at least 10 frames: features of FVD (Unterthiner et al. 2018)."""
+    """Runs the I3D of StyleGAN-V on clips of at least 10 frames: features of FVD (Unterthiner et al. 2018)."""
 
     name, videos = "i3d", True
     _probe = (1, 16, 3, 64, 64)

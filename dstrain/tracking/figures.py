@@ -16,7 +16,7 @@ _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
 
 def make_title(result: dict[str, Any]) -> str:
-    """One line that says what was measured."""
+    """Returns one line that says what was measured."""
     if "system" in result and result["system"] is None:  # a set of images, and no run
         return f"{result['run']}: {result['samples']} images"
     data = Path(result["data"]["path"]).name if result["split"] == "all" else result["split"].replace("_", "-")
@@ -29,13 +29,13 @@ def make_title(result: dict[str, Any]) -> str:
 
 
 def name_weights(result: dict[str, Any]) -> str:
-    """Which weights were measured, in one word: ema0.995, or raw."""
+    """Names the weights that were measured, in one word: ema0.995, or raw."""
     kinds = [kind for kind in result["weights"].values() if kind != "master"]
     return kinds[0].replace(".", "", 1) if kinds else "raw"
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """All figures, one a line."""
+    """Formats all figures, one a line."""
 
     def row(name: str, value: float | None, error: float | None = None, unit: str = "") -> str:
         number = "not finite" if value is None else f"{value:.5g}"
@@ -140,7 +140,7 @@ def _draw_errors(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_columns(axes: Any, result: dict[str, Any]) -> None:
-    """Curves that are not by timestep, such as the use of each token, from the largest value down."""
+    """Draws curves that are not by timestep, such as the use of each token, from the largest value down."""
     for index, (name, values) in enumerate(result["curves"].items()):
         values = sorted(_fill_nan(values), reverse=True)
         axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_choose_style(values))
@@ -159,7 +159,7 @@ def _draw_widths(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _list_steps(result: dict[str, Any]) -> list[int]:
-    """Numbers of steps n after which similarity/n/... was measured."""
+    """Lists the numbers of steps n after which similarity/n/... was measured."""
     return sorted(
         {
             int(name.split("/")[1])
@@ -170,7 +170,9 @@ def _list_steps(result: dict[str, Any]) -> list[int]:
 
 
 def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
-    """Cosines of the embeddings that a prior samples, by its number of steps, and the baseline of text and image."""
+    """Draws cosines of the embeddings that a prior samples, by its number of steps, and the baseline of
+    text and image.
+    """
     figures, steps = result["figures"], _list_steps(result)
     colors = {"image": _INK, "text": _SECOND, "other_text": "#3a7d44"}
     for kind, color in colors.items():
@@ -210,7 +212,7 @@ def _draw_curve(axes: Any, result: dict[str, Any], values: list[float], **style:
 
 
 def _choose_style(values: list[float]) -> dict[str, Any]:
-    """Style of a curve; its points are marked where they are few enough."""
+    """Returns the style of a curve; its points are marked where they are few enough."""
     return {"linewidth": 1.6, "marker": "o" if len(values) <= 60 else None, "markersize": 3}
 
 
@@ -224,7 +226,7 @@ def _fill_nan(values: list[float | None]) -> list[float]:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days; - for None."""
+    """Writes seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days; - for None."""
     if seconds is None or not abs(seconds) < float("inf"):
         return "-"
     for unit, length, digits in (("days", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):

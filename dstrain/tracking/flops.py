@@ -25,8 +25,8 @@ _SAME = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # operations that torch h
 
 
 class Utilization:
-    """Figures of an interval of training. On the CPU, whose rate belongs to no rank alone, and on ranks that write no
-    report there are none. A system whose loss needs values is not counted, and a warning says so.
+    """Computes figures of an interval of training. On the CPU, whose rate belongs to no rank alone, and on ranks that
+    write no report there are none. A system whose loss needs values is not counted, and a warning says so.
 
     batch       samples of a step, on all ranks together
     precision   fp32, bf16 or fp16
@@ -38,7 +38,9 @@ class Utilization:
         self._rate = find_chip_rate(group.device(), _DTYPES[precision]) if counts else None
 
     def figures(self, first: int, done: int, seconds: float) -> dict[str, float]:
-        """tflops, of one rank, and mfu, its share of the chip's rate: `seconds` of steps `first` + 1 to `done`."""
+        """Returns tflops, of one rank, and mfu, its share of the chip's rate: `seconds` of steps `first` +
+        1 to `done`.
+        """
         if self._rate is None:
             return {}
         try:
@@ -59,7 +61,7 @@ class Utilization:
 
 
 def count_step_flops(system: System, batch: int, step: int = 0) -> float:
-    """Useful operations of one step over `batch` samples, on all ranks together. The system stays as it is.
+    """Returns useful operations of one step over `batch` samples, on all ranks together. The system stays as it is.
 
     RuntimeError, TypeError, ValueError: the system's code asks for values, which tensors of the meta device lack.
     """
@@ -100,13 +102,13 @@ class _Useful(TorchDispatchMode):
 
 
 def count_operations(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of a call of aten, by torch's formulas; 0 of all but products and attention."""
+    """Returns floating-point operations of a call of aten, by torch's formulas; 0 of all but products and attention."""
     formula = flop_registry.get(_SAME.get(func._overloadpacket, func._overloadpacket))
     return formula(*args, **kwargs, out_val=out) if formula is not None else 0
 
 
 def _move_to_meta(system: System) -> System:
-    """A copy of a system whose frozen networks have shapes and no values."""
+    """Returns a copy of a system whose frozen networks have shapes and no values."""
     tensors = [tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())]
     memo = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
     memo |= {
@@ -118,8 +120,8 @@ def _move_to_meta(system: System) -> System:
 
 
 def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Dense operations a second of a device in a precision: the maker's figure, or what a product of matrices reaches
-    where the device is not listed. float32 is that of TF32 where torch is allowed to use it.
+    """Returns dense operations a second of a device in a precision: the maker's figure, or what a product of matrices
+    reaches where the device is not listed. float32 is that of TF32 where torch is allowed to use it.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return find_rate(name, dtype, torch.get_float32_matmul_precision() != "highest") or measure_matmul_rate(
@@ -128,7 +130,7 @@ def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
-    """Operations a second of the best of several square products of random data; some tens of milliseconds."""
+    """Returns operations a second of the best of several square products of random data; some tens of milliseconds."""
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None

@@ -35,7 +35,7 @@ _PEAKS = (
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU in the machine it is sold in.
+    """Describes a GPU in the machine it is sold in.
 
     memory      bytes; the data sheet's GB are GiB
     name        torch's, by which its rates are listed; None: only the memory is known, and no times follow
@@ -55,7 +55,7 @@ class Chip:
     host: int | None = None
 
     def rate(self, precision: str) -> float:
-        """Operations a second at most: fp32 (in TF32 nowhere but where torch is allowed to), bf16 or fp16."""
+        """Returns operations a second at most: fp32 (in TF32 nowhere but where torch is allowed to), bf16 or fp16."""
         return find_rate(self.name, _PRECISIONS[precision])
 
 
@@ -68,7 +68,7 @@ CHIPS = {
 
 
 def find_rate(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """The listed rate of a GPU by torch's name for it, operations a second; None: it is not listed."""
+    """Returns the listed rate of a GPU by torch's name for it, operations a second; None: it is not listed."""
     for pattern, *peaks in _PEAKS:
         if re.fullmatch(pattern, name.removeprefix("NVIDIA ")):
             return peaks[0 if dtype != torch.float32 else 1 if tf32 else 2] * 1e12
@@ -76,7 +76,7 @@ def find_rate(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None
 
 
 def parse_chip(text: str) -> Chip:
-    """The chip that --gpu names: a name of CHIPS, or the bytes of a GPU's memory, as 24GiB, 80GB or 8e10."""
+    """Returns the chip that --gpu names: a name of CHIPS, or the bytes of a GPU's memory, as 24GiB, 80GB or 8e10."""
     if text.lower() in CHIPS:
         return CHIPS[text.lower()]
     size = re.fullmatch(r"(?i)([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(|[kmgt]i?)b?", text.strip())

@@ -16,7 +16,7 @@ _Key = tuple[str, tuple[str, ...], tuple[str, ...], bool]  # part, per-sample te
 
 
 class Meter:
-    """Means over samples and ranks, from one call of means() to the next.
+    """Averages over samples and ranks, from one call of means() to the next.
 
     A term is one value per sample (B,), or a scalar, which counts as often as the batch has samples (once, where no
     per-sample term tells B). Values that are not finite enter no mean; they are counted. Two names are special:
@@ -62,7 +62,8 @@ class Meter:
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
     def means(self) -> dict[str, float]:
-        """Means since the last call, and `nonfinite`, the number of values that were not finite, unless it is 0.
+        """Returns means since the last call, and `nonfinite`, the number of values that were not finite, unless it is
+        0.
 
         Call on all ranks, which must have added terms of the same names. Empty ones are left out.
         """
@@ -88,7 +89,7 @@ class Meter:
 
 
 def _name_mean(name: str, quarter: int) -> str | None:
-    """The name of a reported mean, None for none; quarter 0 is all samples, 1 to 4 are the quarters."""
+    """Returns the name of a reported mean, None for none; quarter 0 is all samples, 1 to 4 are the quarters."""
     if quarter == 0:
         return None if name == "loss_each" else name
     return f"{'loss' if name == 'loss_each' else name}_q{quarter - 1}"

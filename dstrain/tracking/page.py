@@ -64,7 +64,9 @@ class Page:
             self._fault(str(error))
 
     def _ended(self, seconds: float = 0.0) -> bool:
-        """Whether no writer is at work, waiting for it at most as long: it holds its output open until its end."""
+        """Tells whether no writer is at work, waiting for it at most as long: it holds its output open
+        until its end.
+        """
         if self._starter is None:
             return True
         if not select.select([self._starter.stdout], [], [], seconds)[0]:

@@ -24,7 +24,7 @@ _MAX_LINES = 4  # of a caption that are shown
 
 
 def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Many pictures in one: uint8 (N, C, H, W) -> (H', W', C), row by row; columns None is near-square.
+    """Lays many pictures into one: uint8 (N, C, H, W) -> (H', W', C), row by row; columns None is near-square.
 
     RGBA is laid on white, captions stand below. ConfigError: not uint8, not four axes, no picture, or other channels.
     """
@@ -38,14 +38,14 @@ def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str
 
 
 def enlarge_pictures(images: Tensor, side: int = _SIDE) -> np.ndarray:
-    """Enlarged by a whole factor to about `side` pixels, RGBA laid on white: (N, C, H, W) -> (N, H', W', 1 or 3)."""
+    """Enlarges by a whole factor to about `side` pixels, RGBA laid on white: (N, C, H, W) -> (N, H', W', 1 or 3)."""
     pictures = lay_on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
     factor = max(1, round(side / min(pictures.shape[1:3])))
     return pictures.repeat(factor, 1).repeat(factor, 2)
 
 
 def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarray:
-    """uint8 (N, H, W, C) side by side, row by row: (H', W', C); columns None is near-square."""
+    """Lays uint8 (N, H, W, C) side by side, row by row: (H', W', C); columns None is near-square."""
     num, height, width, channels = pictures.shape
     columns = columns or choose_columns(num)
     rows = math.ceil(num / columns)
@@ -58,7 +58,9 @@ def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarra
 
 
 def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
-    """Captions as white letters on black, in as many lines as the longest needs, at most 4: uint8 (N, H, width, C)."""
+    """Draws captions as white letters on black, in as many lines as the longest needs, at most 4: uint8 (N, H, width,
+    C).
+    """
     font = ImageFont.load_default(_FONT_SIZE)
     wrapped = [_wrap_text(text, font, width) for text in captions]
     bars = []
@@ -70,7 +72,7 @@ def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndar
 
 
 def _wrap_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """A text wrapped at blanks, and within words that are too long; what 4 lines do not hold is cut off."""
+    """Wraps a text at blanks, and within words that are too long; what 4 lines do not hold is cut off."""
     letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     words = "".join(letter if letter.isascii() else "?" for letter in letters).split()  # Pillow's font is ASCII only
     lines = [""]
@@ -92,7 +94,7 @@ def _wrap_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]
 
 
 def lay_on_white(images: Tensor) -> Tensor:
-    """RGBA laid on white, uint8 (..., 4, H, W) -> (..., 3, H, W); other images as they are."""
+    """Lays RGBA on white, uint8 (..., 4, H, W) -> (..., 3, H, W); other images as they are."""
     if images.shape[-3] != 4:
         return images
     colours, alpha = images[..., :3, :, :].float(), images[..., 3:, :, :].float() / 255
@@ -100,7 +102,9 @@ def lay_on_white(images: Tensor) -> Tensor:
 
 
 def choose_columns(num: int) -> int:
-    """Columns of a grid of `num`, at least as many as rows; all rows are full where the grid stays within 2 : 1."""
+    """Chooses the columns of a grid of `num`, at least as many as rows; all rows are full where the grid stays within 2
+    : 1.
+    """
     least = math.isqrt(num - 1) + 1
     full = (columns for columns in range(least, num + 1) if num % columns == 0)
     return next((columns for columns in full if columns * columns <= 2 * num), least)
@@ -114,7 +118,7 @@ def save_png(path: str | os.PathLike, pixels: np.ndarray) -> None:
 
 
 class Album:
-    """FOLDER/samples_NxHxWxC.npz with `arr_0` uint8 (N, H, W, C), for videos (N, T, H, W, C).
+    """Writes FOLDER/samples_NxHxWxC.npz with `arr_0` uint8 (N, H, W, C), for videos (N, T, H, W, C).
 
     It is written piece by piece, and gets its name once it is whole.
     """
@@ -130,7 +134,7 @@ class Album:
         )
 
     def add(self, pictures: np.ndarray) -> None:
-        """The next pictures, uint8 (n, ...)."""
+        """Adds the next pictures, uint8 (n, ...)."""
         self._member.write(np.ascontiguousarray(pictures).data)
 
     def close(self, **arrays: np.ndarray) -> None:

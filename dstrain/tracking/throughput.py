@@ -19,7 +19,7 @@ _REPORTS = 20  # that tell how long the rest takes
 
 
 class Throughput:
-    """What happened since the last report. `waited` tells the seconds spent waiting for data so far.
+    """Measures what happened since the last report. `waited` tells the seconds spent waiting for data so far.
 
     folder              of the run
     batch, steps        samples of a step, and steps of the whole run
@@ -58,7 +58,7 @@ class Throughput:
         self._compiled = _read_compile_seconds()
 
     def at(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
-        """Call after each step, with the losses of its micro-batches by network: the first ones become a line."""
+        """Counts a step, with the losses of its micro-batches by network: the first ones become a line."""
         self._profile.at(done)
         if losses and done == self._first + 1:
             means = (f"{part} {torch.stack(of_part).mean().item():.4g}" for part, of_part in losses.items())
@@ -72,7 +72,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside is not training time."""
+        """Leaves the time inside out of the training time."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         entered = time.perf_counter()
@@ -82,7 +82,7 @@ class Throughput:
             self._paused += time.perf_counter() - entered
 
     def figures(self, done: int) -> dict[str, float]:
-        """Figures of the interval that ends with `done` steps; then begins the next one."""
+        """Returns figures of the interval that ends with `done` steps; then begins the next one."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = max(time.perf_counter() - self._begun - self._paused, 1e-9)
@@ -101,7 +101,7 @@ class Throughput:
         return figures | {"seconds_left": self._left(done, figures["step_seconds"])}
 
     def _left(self, done: int, step_seconds: float) -> float:
-        """Seconds to the run's end: as the last reports went, with their saves, pictures and evaluations."""
+        """Returns seconds to the run's end: as the last reports went, with their saves, pictures and evaluations."""
         self._reports.append((done, time.perf_counter()))
         (first, then), (_, now) = self._reports[0], self._reports[-1]
         pace = (now - then) / (done - first) if done > first else step_seconds
@@ -109,7 +109,7 @@ class Throughput:
 
 
 def _read_peak_memory() -> float:
-    """Peak memory of this rank in GB: allocated on the GPU, or resident on the CPU."""
+    """Returns peak memory of this rank in GB: allocated on the GPU, or resident on the CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
@@ -118,6 +118,8 @@ def _read_peak_memory() -> float:
 
 
 def _read_compile_seconds() -> float:
-    """Seconds that torch.compile has taken so far in this process; asked for without its import, which takes long."""
+    """Returns seconds that torch.compile has taken so far in this process; asked for without its import, which takes
+    long.
+    """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0

@@ -44,7 +44,7 @@ TIMING = ("samples_per_second", "step_seconds", "data_wait", "peak_memory", "sec
 
 
 class Tracker:
-    """Progress, metrics and pictures. Make it and call it on all ranks; only rank 0 writes.
+    """Reports progress, metrics and pictures. Make it and call it on all ranks; only rank 0 writes.
 
     Lines of metrics.jsonl after `resumed_step` are dropped: those steps are trained anew. A file that cannot be written
     later is reported once, and training goes on.
@@ -115,7 +115,7 @@ class Tracker:
         self._event("start", resumed_step, facts)
 
     def add(self, part: str, terms: dict[str, Tensor]) -> None:
-        """Terms of one micro-batch of `part`, see Meter; never waits for the device."""
+        """Adds the terms of one micro-batch of `part`, see Meter; never waits for the device."""
         self._meter.add(part, terms)
 
     def at(self, done: int) -> None:
@@ -144,7 +144,9 @@ class Tracker:
     def scores(
         self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None, kind: str = "held_out"
     ) -> None:
-        """Figures of a kind, held_out or metrics, as of `done` steps; curves are drawn as samples/step_N_NAME.png."""
+        """Reports figures of a kind, held_out or metrics, as of `done` steps; curves are drawn as
+        samples/step_N_NAME.png.
+        """
         if not self._first:
             return
         named = {f"{kind}/{name}": value for name, value in scores.items()}
@@ -210,7 +212,7 @@ class Tracker:
         self.at(step)
 
     def holds(self, done: int) -> tuple[bool, bool, bool]:
-        """Whether pictures, held-out figures and metrics of a step are written already; on all ranks together."""
+        """Tells whether pictures, held-out figures and metrics of a step are written already; on all ranks together."""
         drawn = evaluated = measured = False
         if self._first and done:
             drawn = any((self.folder / "samples").glob(f"step_{done:08d}*"))
@@ -227,7 +229,9 @@ class Tracker:
         return group.from_first((drawn, evaluated, measured))
 
     def model(self, done: int, write: Callable[[Path], None]) -> None:
-        """Where track.artifact asks for it: `write` fills the folder RUN/model, which goes to wandb as an artifact."""
+        """Lets `write` fill the folder RUN/model, which goes to wandb as an artifact, where track.artifact
+        asks for it.
+        """
         if not (self._first and self._artifact and self._wandb.on):
             return
         folder = self.folder / "model"
@@ -267,7 +271,7 @@ class Tracker:
         self._bar = self._board = None
 
     def _readable(self, done: int, values: dict[str, float]) -> str:
-        """One line for a person, without the means by quarter of the timesteps."""
+        """Returns one line for a person, without the means by quarter of the timesteps."""
         shown = [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in values.items()
@@ -307,12 +311,12 @@ class Tracker:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl. What is half-written, as kill -9 may leave it, is skipped."""
+    """Returns the lines of a metrics.jsonl. What is half-written, as kill -9 may leave it, is skipped."""
     return _read_entries(path)[0]
 
 
 def _read_entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
-    """The entries of a metrics.jsonl, and the number of half-written ones."""
+    """Returns the entries of a metrics.jsonl, and the number of half-written ones."""
     entries, damaged = [], 0
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -342,7 +346,7 @@ def _drop_after(path: Path, step: int) -> int:
 
 
 def _format_line(entry: dict[str, Any]) -> str:
-    """One line of strict JSON: numbers that are not finite become null."""
+    """Returns one line of strict JSON: numbers that are not finite become null."""
 
     def strict(value: Any) -> Any:
         if isinstance(value, dict):

@@ -25,18 +25,20 @@ _PALETTE_PIXELS = 1 << 16  # from which a palette is made
 
 
 def make_film(clip: Tensor) -> np.ndarray:
-    """One clip uint8 (T, 1, 3 or 4, H, W) -> a film of its own size, RGBA laid on white."""
+    """Turns one clip uint8 (T, 1, 3 or 4, H, W) into a film of its own size, RGBA laid on white."""
     return lay_on_white(clip).detach().cpu().permute(0, 2, 3, 1).numpy()
 
 
 def make_film_grid(clips: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Many clips side by side as one film: uint8 (N, T, C, H, W) -> (T, H', W', C). See pictures.make_grid."""
+    """Lays many clips side by side as one film: uint8 (N, T, C, H, W) -> (T, H', W', C). See pictures.make_grid."""
     _require_clips(clips)
     return np.stack([make_grid(frames, columns, captions) for frames in clips.unbind(1)])
 
 
 def make_strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Up to 9 frames a clip side by side, up to 16 clips below each other: uint8 (N, T, C, H, W) -> (H', W', C)."""
+    """Lays up to 9 frames a clip side by side, up to 16 clips below each other: uint8 (N, T, C, H, W)
+    -> (H', W', C).
+    """
     _require_clips(clips)
     clips = clips[:_STRIP_CLIPS]
     shown = torch.linspace(0, clips.shape[1] - 1, min(_STRIP_FRAMES, clips.shape[1])).round().long()
@@ -74,7 +76,9 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
 
 
 def _share_palette(frames: np.ndarray) -> list[Image.Image]:
-    """Frames (T, H, W, 3) in 256 colours: exactly where they have no more, else by a median cut and error diffusion."""
+    """Reduces frames (T, H, W, 3) to 256 colours: exactly where they have no more, else by a median cut and error
+    diffusion.
+    """
     pixels = frames.reshape(-1, 3)
     sample = pixels[:: -(-len(pixels) // _PALETTE_PIXELS)]
     if len(np.unique(_encode_colours(sample))) <= 256:  # spares most large films the sorting of all pixels
@@ -92,7 +96,7 @@ def _share_palette(frames: np.ndarray) -> list[Image.Image]:
 
 
 def _encode_colours(pixels: np.ndarray) -> np.ndarray:
-    """A number for each colour: uint8 (n, 3) -> uint32 (n,)."""
+    """Returns a number for each colour: uint8 (n, 3) -> uint32 (n,)."""
     red, green, blue = pixels.astype(np.uint32).T
     return red << 16 | green << 8 | blue
 
@@ -118,6 +122,6 @@ def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> Non
 
 
 def make_safe_name(text: str) -> str:
-    """A text as part of a file's name: lower-case ASCII letters, digits and single dashes, 0 to 60 of them."""
+    """Returns a text as part of a file's name: lower-case ASCII letters, digits and single dashes, 0 to 60 of them."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub("[^a-z0-9]+", "-", plain.lower()).strip("-")[:60].strip("-")

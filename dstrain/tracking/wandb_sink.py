@@ -34,8 +34,8 @@ _FINISH_SECONDS = 10.0  # for the last uploads
 
 
 class WandbSink:
-    """One run of wandb; its id stands in folder/wandb_id and is the same after a resume, and below it how many entries
-    there may be already.
+    """Logs to one run of wandb; its id stands in folder/wandb_id and is the same after a resume, and below it how many
+    entries there may be already.
 
     track.wandb is auto, online, offline or disabled; WANDB_MODE can make it quieter. `note` gets the few lines that a
     person should read.
@@ -92,17 +92,17 @@ class WandbSink:
         self._put(lambda run: self._log(run, {"train/step": step, **values}))
 
     def media(self, name: str, path: Path, step: int) -> None:
-        """A picture (PNG) or a video (GIF, MP4) in a file that stays where it is; returns at once."""
+        """Logs a picture (PNG) or a video (GIF, MP4) in a file that stays where it is; returns at once."""
         kind = "Image" if path.suffix == ".png" else "Video"
         self._put(lambda run: self._log(run, {"train/step": step, name: getattr(self._wandb, kind)(str(path))}))
 
     @property
     def on(self) -> bool:
-        """Whether anything is sent, or kept to be sent."""
+        """Tells whether anything is sent, or kept to be sent."""
         return self._thread is not None
 
     def artifact(self, name: str, folder: Path, step: int) -> None:
-        """All files of a folder as a model; returns at once."""
+        """Logs all files of a folder as a model; returns at once."""
 
         def send(run: Any) -> None:
             model = self._wandb.Artifact(name, type="model", metadata={"step": step})
@@ -196,7 +196,7 @@ class WandbSink:
 
 
 def resolve_mode(setting: str) -> str:
-    """online, offline or disabled: the quieter one of the recipe's setting and WANDB_MODE."""
+    """Returns online, offline or disabled: the quieter one of the recipe's setting and WANDB_MODE."""
     if setting == "auto":
         setting = "online" if has_key() else "offline"
     variable = os.environ.get("WANDB_MODE", "").strip().lower().replace("dryrun", "offline")
@@ -205,7 +205,7 @@ def resolve_mode(setting: str) -> str:
 
 
 def find_base_url() -> str:
-    """wandb's server: WANDB_BASE_URL, the one that `wandb login --host` has saved, or the public one."""
+    """Returns wandb's server: WANDB_BASE_URL, the one that `wandb login --host` has saved, or the public one."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url
     folder = Path(os.environ.get("WANDB_CONFIG_DIR", Path.home() / ".config" / "wandb"))
@@ -218,7 +218,7 @@ def find_base_url() -> str:
 
 
 def has_key() -> bool:
-    """Whether wandb would find a key for its server without asking for one."""
+    """Tells whether wandb would find a key for its server without asking for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     variable = os.environ.get("NETRC")
@@ -245,7 +245,7 @@ def _set_empty_aside(folder: Path) -> None:
 
 
 def _read_id(folder: Path) -> tuple[str, int]:
-    """The run's id and the number of its next entry; a fresh id is written down."""
+    """Returns the run's id and the number of its next entry; a fresh id is written down."""
     path = folder / "wandb_id"
     if path.is_file() and (words := path.read_text().split()):
         return words[0], int(words[1]) if words[1:] and words[1].isdigit() else 0

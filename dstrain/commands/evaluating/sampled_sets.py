@@ -29,7 +29,7 @@ _REQUESTED = 1024  # prompts that are encoded, or images that are read, at a tim
 
 
 class Drawn(Images):
-    """What a run draws, each rank its own share; super-resolution from the images of `source`, made small."""
+    """Draws by a run, each rank its own share; super-resolution from the images of `source`, made small."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Drawn(Images):
 
 
 class Stories(Drawn):
-    """Clips of several scenes that a run draws, each rank its own share: random stories of the built-in clips."""
+    """Draws clips of several scenes by a run, each rank its own share: random stories of the built-in clips."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Stories(Drawn):
         return group.sum_ranks(sums)
 
     def _told(self, request: Request, seeds: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        """Clips uint8 (n, T, C, H, W) of the texts by number, int64 (n, scenes), on this rank's device."""
+        """Returns clips uint8 (n, T, C, H, W) of the texts by number, int64 (n, scenes), on this rank's device."""
         seeds = seeds.to(group.device())
         first, *later = [
             {name: values[numbers].to(seeds.device) for name, values in request.conditions.items()}

@@ -15,7 +15,7 @@ from dstrain.recipe import WIDEST, ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are ConfigErrors, with -h, --help, which prints `text`, and what launchers add."""
+    """Parses as argparse does, with ConfigErrors, -h, --help, which prints `text`, and what launchers add."""
 
     def __init__(self, text: str) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -27,11 +27,11 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help shows what there is")
 
     def words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
-        """What was typed, by name. --help ends the process."""
+        """Returns what was typed, by name. --help ends the process."""
         return self.values(self.parse_args(argv))
 
     def values(self, parsed: argparse.Namespace) -> dict[str, Any]:
-        """As `words`, of arguments that are parsed already."""
+        """Returns the same as `words`, of arguments that are parsed already."""
         words = vars(parsed)
         if words.pop("help"):
             print(self.text, end="")
@@ -41,21 +41,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_positive(text: str) -> int:
-    """An argument that counts something: an integer above 0."""
+    """Parses a count: an integer above 0."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def parse_count(text: str) -> int:
-    """An integer from 0 on."""
+    """Parses an integer from 0 on."""
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
 def parse_scale(text: str) -> float:
-    """A finite number from 0 on."""
+    """Parses a finite number from 0 on."""
     try:
         value = float(text)
     except ValueError:
@@ -66,7 +66,7 @@ def parse_scale(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """A fraction from 0 on and below 1."""
+    """Parses a fraction from 0 on and below 1."""
     value = parse_scale(text)
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction below 1")
@@ -74,7 +74,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """The third of 16 parts as 3/16."""
+    """Parses the third of 16 parts as 3/16."""
     place, slash, parts = text.partition("/")
     if not (slash and place.isdecimal() and parts.isdecimal() and 1 <= int(place) <= int(parts)):
         raise argparse.ArgumentTypeError(f"{text!r} is no part such as 3/16, the third of 16")
@@ -82,7 +82,7 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def parse_widths(text: str) -> tuple[float, ...]:
-    """Relative widths of averages, as 0.05,0.10."""
+    """Parses relative widths of averages, as 0.05,0.10."""
     values = tuple(dict.fromkeys(parse_scale(word.strip()) for word in text.split(",")))
     if not all(0.001 <= value <= WIDEST for value in values):
         raise argparse.ArgumentTypeError(f"{text!r}: a width lies from 0.001 to {WIDEST}, such as 0.05,0.10,0.15")
@@ -90,7 +90,7 @@ def parse_widths(text: str) -> tuple[float, ...]:
 
 
 def parse_portion(text: str) -> float:
-    """A fraction from 0 to 1."""
+    """Parses a fraction from 0 to 1."""
     value = parse_scale(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction from 0 to 1")
@@ -98,7 +98,7 @@ def parse_portion(text: str) -> float:
 
 
 def parse_interval(text: str) -> tuple[float, float]:
-    """Two numbers from 0 on, the lower first, as 0.2,1.6."""
+    """Parses two numbers from 0 on, the lower first, as 0.2,1.6."""
     values = tuple(map(parse_scale, text.split(",")))
     if len(values) != 2 or values[0] > values[1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not LO,HI, such as 0.2,1.6")
@@ -106,8 +106,8 @@ def parse_interval(text: str) -> tuple[float, float]:
 
 
 def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
-    """A run, which of its weights, and its checkpoint: RUN, RUN:0.995 for the average of that decay or width, RUN:raw,
-    RUN@400 and RUN@400:raw.
+    """Parses a run, which of its weights, and its checkpoint: RUN, RUN:0.995 for the average of that decay or width,
+    RUN:raw, RUN@400 and RUN@400:raw.
     """
     run, colon, name = (text, "", "") if Path(text).is_dir() else text.rpartition(":")
     run, weights = (run, name if name == "raw" else parse_share(name)) if colon else (text, None)
@@ -116,7 +116,9 @@ def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
 
 
 def parse_window(text: str) -> tuple[int, int, int]:
-    """Steps and ranks, as 10:13 or 10:13:8: (A, B, N) with A < B and N above 0, which is 1 where it is left out."""
+    """Parses steps and ranks, as 10:13 or 10:13:8: (A, B, N) with A < B and N above 0, which is 1 where
+    it is left out.
+    """
     words = text.split(":")
     if len(words) not in (2, 3) or not all(word.isdigit() for word in words):
         raise argparse.ArgumentTypeError(
@@ -130,7 +132,7 @@ def parse_window(text: str) -> tuple[int, int, int]:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """320x192: width and height."""
+    """Parses 320x192: width and height."""
     sides = text.lower().split("x")
     if len(sides) != 2:
         raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in pixels, such as 320x192")
@@ -138,12 +140,12 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_labels(text: str) -> tuple[int, ...]:
-    """Classes, as 3,5,5."""
+    """Parses classes, as 3,5,5."""
     return tuple(parse_count(word.strip()) for word in text.split(","))
 
 
 def choose_from(*known: str) -> Callable[[str], tuple[str, ...]]:
-    """Some of the known words, as gif,mp4."""
+    """Returns a parser of some of the known words, as gif,mp4."""
 
     def words(text: str) -> tuple[str, ...]:
         words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
@@ -155,7 +157,7 @@ def choose_from(*known: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def read_lines(text: str) -> tuple[str, ...]:
-    """The lines of a text file that are not empty."""
+    """Reads the lines of a text file that are not empty."""
     try:
         lines = split_lines(read_text(Path(text)))
     except (OSError, UnicodeDecodeError) as error:
@@ -167,7 +169,7 @@ def read_lines(text: str) -> tuple[str, ...]:
 
 
 def split_words(text: str) -> tuple[str, ...]:
-    """Words, as fid,kid."""
+    """Parses words, as fid,kid."""
     return tuple(dict.fromkeys(text.split(",")))
 
 
@@ -180,7 +182,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 
 
 def parse_file_size(text: str) -> int:
-    """Bytes, as 5GB or 2GiB."""
+    """Parses bytes, as 5GB or 2GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or 2GiB")
@@ -188,6 +190,6 @@ def parse_file_size(text: str) -> int:
 
 
 def parse_binary_size(text: str) -> int:
-    """Bytes, as 256M, which is 2 to the power of 28."""
+    """Parses bytes, as 256M, which is 2 to the power of 28."""
     factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper())
     return parse_positive(text[:-1] if factor else text) * (factor or 1)

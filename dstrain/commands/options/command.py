@@ -33,7 +33,7 @@ _BEHIND = "--"  # the command behind it is a verb's argument
 
 @dataclass(frozen=True)
 class Spec:
-    """What a field says of its option."""
+    """Holds what a field says of its option."""
 
     text: str
     kind: Callable[[str], Any] = str  # makes a value of a word; argparse.ArgumentTypeError refuses it
@@ -71,7 +71,7 @@ def behind(metavar: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Command:
-    """The base of a verb's options."""
+    """Serves as the base of a verb's options."""
 
     usage: ClassVar[str] = ""
     examples: ClassVar[str] = ""

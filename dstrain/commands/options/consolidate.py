@@ -13,14 +13,14 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def parse_weights_kind(text: str) -> str:
-    """Which weights: raw, ema or ema:DECAY."""
+    """Returns which weights: raw, ema or ema:DECAY."""
     if not re.fullmatch(r"raw|ema(:.+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither ema, ema:DECAY nor raw")
     return text
 
 
 def parse_part_name(text: str) -> str | None:
-    """A part's name; None for `all`."""
+    """Returns a part's name; None for `all`."""
     return None if text == "all" else text
 
 

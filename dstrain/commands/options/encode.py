@@ -144,7 +144,7 @@ class EncodeOptions(Weights):
 
     @property
     def makes_pairs(self) -> bool:
-        """Whether embedding pairs are asked for: texts without a first stage are one of two towers."""
+        """Tells whether embedding pairs are asked for: texts without a first stage are one of two towers."""
         alone = not (self.run or self.first_stage)
         return bool(self.image_encoder or self.text_encodings or (alone and (self.text_encoder or self.max_text_len)))
 

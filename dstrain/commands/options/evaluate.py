@@ -148,7 +148,7 @@ class EvaluateOptions(Weights, Sampling):
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the run, where one is measured."""
+        """Returns the folder of the run, where one is measured."""
         assert self.folder is not None
         return self.folder
 

@@ -34,7 +34,7 @@ class KeepOptions(Command):
 
     @property
     def training(self) -> TrainOptions:
-        """The options of the training command. Raises ConfigError if there is none, or it ends at once."""
+        """Returns the options of the training command. Raises ConfigError if there is none, or it ends at once."""
         options = parse_options(TrainOptions, find_training_words(self.words))
         if options.dry_run or options.print_config:
             raise ConfigError("--dry-run and --print-config end at once: give them without `dstrain keep`")

@@ -34,7 +34,7 @@ class ReportOptions(Trusting):
 
     @property
     def page(self) -> Path:
-        """The file to write."""
+        """Returns the file to write."""
         if self.out is not None:
             return self.out
         alone = len(set(self.runs)) == 1

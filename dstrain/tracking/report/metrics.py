@@ -20,7 +20,7 @@ _TAIL = 1 << 18  # bytes at the end, which hold the newest lines
 
 @dataclass
 class Metrics:
-    """Columns of a metrics.jsonl. A line is a row; values that are absent from it take no room."""
+    """Holds the columns of a metrics.jsonl. A line is a row; values that are absent from it take no room."""
 
     steps: np.ndarray  # int64 (rows,), ascending
     times: np.ndarray  # float64 (rows,): seconds since 1970, NaN where a line has none
@@ -29,19 +29,19 @@ class Metrics:
     dropped: set[str] = field(default_factory=set)  # names beyond the most that are kept
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a column; empty where there is none."""
+        """Returns steps and values of a column; empty where there is none."""
         rows, values = self.columns.get(name, (np.empty(0, np.int64), np.empty(0)))
         return self.steps[rows], values
 
     def last(self, name: str) -> float | None:
-        """The newest value of a column that is a number."""
+        """Returns the newest value of a column that is a number."""
         values = self.series(name)[1]
         values = values[np.isfinite(values)]
         return float(values[-1]) if len(values) else None
 
 
 def read_columns(path: Path) -> Metrics:
-    """The columns of a file; none where it is not there. OSError: no regular file, or not to be read."""
+    """Returns the columns of a file; none where it is not there. OSError: no regular file, or not to be read."""
     steps, times, rows, values = array("q"), array("d"), {}, {}
     foreign, dropped = 0, set()
     for entry in _read_entries(path):
@@ -73,7 +73,7 @@ def read_columns(path: Path) -> Metrics:
 
 
 def read_newest(path: Path) -> tuple[dict[str, float], float | None]:
-    """The newest value of each name among the last lines, and the time of the last line. OSError as `read`."""
+    """Returns the newest value of each name among the last lines, and the time of the last line. OSError as `read`."""
     latest: dict[str, float] = {}
     for entry in _read_entries(path, _TAIL):
         if entry is not None:
@@ -92,7 +92,7 @@ def _check_time(value: float) -> float:
 
 
 def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
-    """The lines as dictionaries with a number of steps, None for others; of the last `tail` bytes alone."""
+    """Returns the lines as dictionaries with a number of steps, None for others; of the last `tail` bytes alone."""
     if not path.exists():
         return
     small.require_file(path)
@@ -110,7 +110,9 @@ def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any
 
 
 def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Numbers of an entry by name, NaN for null; those of inner sections, such as timing, under their own names."""
+    """Returns numbers of an entry by name, NaN for null; those of inner sections, such as timing, under their own
+    names.
+    """
     for name, value in entry.items():
         if isinstance(value, dict):
             yield from _flatten_numbers(value)
@@ -122,7 +124,9 @@ def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def thin_curve(values: np.ndarray, most: int) -> np.ndarray:
-    """Indices of at most about `most` values that draw the same curve: the least and the largest of each stretch."""
+    """Returns indices of at most about `most` values that draw the same curve: the least and the largest of each
+    stretch.
+    """
     count = len(values)
     if count <= most:
         return np.arange(count)
@@ -138,7 +142,8 @@ def thin_curve(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def count_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
-    """Hours of running after each row, (rows,), without the pauses before `starts`, seconds since 1970 of each start.
+    """Returns hours of running after each row, (rows,), without the pauses before `starts`, seconds since 1970 of each
+    start.
 
     Where lines have no time, as those of earlier versions, the samples and their rate tell it. None: nothing does.
     """

@@ -52,7 +52,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
 
 
 def render_page(records: Sequence[Record]) -> str:
-    """The page of one or several runs."""
+    """Returns the page of one or several runs."""
     from jinja2 import Environment, PackageLoader, select_autoescape
 
     environment = Environment(
@@ -95,7 +95,9 @@ def _read_plotly() -> str:
 
 
 def _describe_run(record: Record, place: int) -> dict[str, Any]:
-    """What the page's script knows of a run: samples of a step, hours by step, and marks on the axis of time."""
+    """Returns what the page's script knows of a run: samples of a step, hours by step, and marks on the
+    axis of time.
+    """
     clock = None
     if record.hours is not None:
         rows = pictures.space_steps(range(len(record.hours)), _PER_CURVE)
@@ -114,7 +116,9 @@ def _describe_run(record: Record, place: int) -> dict[str, Any]:
 
 
 def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Curves by chart. Quarters of the timesteps share one, and so do the EMA and the training weights, held out."""
+    """Returns curves by chart. Quarters of the timesteps share one, and so do the EMA and the training weights, held
+    out.
+    """
     charts: dict[str, list[tuple[int, str, str]]] = {}  # title: run, column, name within the chart
     dull = _list_dull_curves(records)
     for place, record in enumerate(records):
@@ -166,7 +170,7 @@ def _make_trace(record: Record, place: int, column: str, name: str, most: int) -
 
 
 def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
-    """Grids by kind: of each run the steps and their pictures; and the plots of evaluations, by path."""
+    """Returns grids by kind: of each run the steps and their pictures; and the plots of evaluations, by path."""
     most = max(4, _GRIDS // max(1, sum(len(record.pictures) for record in records)))
     chosen = [
         (kind, place, pictures.space_steps(list(steps), most))
@@ -199,7 +203,7 @@ def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], 
 
 
 def _list_facts(record: Record) -> dict[str, str]:
-    """A run in a few figures: what the table on top shows."""
+    """Returns a run in a few figures: what the table on top shows."""
     state, columns = record.state, record.metrics
     step = "none" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
     facts = {"state": state.state, "step": step}
@@ -236,8 +240,8 @@ def _list_facts(record: Record) -> dict[str, str]:
 
 
 def _list_differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
-    """Entries of recipe and DeepSpeed settings in which runs differ: key, and the value of each run. Those that a run
-    does not have, as runs of two systems have other models, stand last.
+    """Returns entries of recipe and DeepSpeed settings in which runs differ: key, and the value of each run. Those that
+    a run does not have, as runs of two systems have other models, stand last.
     """
     tables = [record.flat() for record in records]
     keys = dict.fromkeys(key for table in tables for key in table if key not in ("name", "folder"))

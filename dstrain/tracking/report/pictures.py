@@ -19,7 +19,7 @@ _KINDS = {"PNG": "image/png", "GIF": "image/gif", "WEBP": "image/webp"}
 
 
 def list_series(samples: Path) -> dict[str, dict[int, Path]]:
-    """Pictures of a run's samples/ by kind and step: {"samples": {500: PATH, ...}, "reconstruction": ...}.
+    """Returns pictures of a run's samples/ by kind and step: {"samples": {500: PATH, ...}, "reconstruction": ...}.
 
     A film stands for the strip of its frames.
     """
@@ -34,14 +34,14 @@ def list_series(samples: Path) -> dict[str, dict[int, Path]]:
 
 
 def space_steps(steps: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the steps, evenly spaced, the first and the last among them."""
+    """Returns at most `most` of the steps, evenly spaced, the first and the last among them."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(place * (len(steps) - 1) / max(most - 1, 1))] for place in range(most)]
 
 
 def embed_picture(path: Path, most: int) -> str:
-    """A picture or a film as a data: URL of about `most` bytes, before base64.
+    """Returns a picture or a film as a data: URL of about `most` bytes, before base64.
 
     OSError, ValueError: it is no PNG, GIF or WebP that can be read.
     """
@@ -58,7 +58,9 @@ def embed_picture(path: Path, most: int) -> str:
 
 
 def _shrink_picture(image: Image.Image, most: int) -> bytes:
-    """As WebP, in the first of the widths in which it has at most `most` bytes, else in the last; films stay films."""
+    """Encodes as WebP, in the first of the widths in which it has at most `most` bytes, else in the last; films stay
+    films.
+    """
     count = getattr(image, "n_frames", 1)
     widths = [min(width, image.width) for width in (_WIDTHS if count == 1 else _FILM_WIDTHS)]
     duration = image.info.get("duration", 100) * count // min(count, _FRAMES)

@@ -23,7 +23,7 @@ _Read = TypeVar("_Read")
 
 @dataclass
 class Record:
-    """One run as its report shows it."""
+    """Holds one run as its report shows it."""
 
     folder: Path
     label: str
@@ -44,14 +44,14 @@ class Record:
     remarks: list[str] = field(default_factory=list)
 
     def flat(self) -> dict[str, Any]:
-        """Every entry of the recipe, and of the DeepSpeed settings below `deepspeed`, by dotted key."""
+        """Returns every entry of the recipe, and of the DeepSpeed settings below `deepspeed`, by dotted key."""
         return dict(flatten_entries(make_plain(self.run) if self.run else {})) | dict(
             flatten_entries({"deepspeed": self.settings})
         )
 
 
 def read_record(folder: Path, label: str | None = None) -> Record:
-    """All that a run's folder holds. ConfigError: it is no run's."""
+    """Reads all that a run's folder holds. Raises ConfigError if it is no run's."""
     if not (folder / "run.yaml").exists():
         if read_state(folder).state == "beginning":
             raise ConfigError(f"{folder}: the training that holds it has not begun yet: wait for its first report")
@@ -104,7 +104,7 @@ def read_record(folder: Path, label: str | None = None) -> Record:
 
 
 def flatten_entries(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all entries of nested sections; an empty section is a value."""
+    """Yields (dotted key, value) of all entries of nested sections; an empty section is a value."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from flatten_entries(value, f"{prefix}{name}.")
@@ -113,7 +113,7 @@ def flatten_entries(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _list_changed(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
-    """Entries of a recipe that are not their schema's defaults: key, value, default."""
+    """Returns entries of a recipe that are not their schema's defaults: key, value, default."""
     from dstrain import systems  # loads torch, which nothing else here needs
 
     model = {}
@@ -136,7 +136,7 @@ def _list_changed(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
-    """Lines of events.jsonl, see tracking/tracker.py; others are passed over."""
+    """Returns lines of events.jsonl, see tracking/tracker.py; others are passed over."""
     events = []
     for line in _read_lines(path):
         try:
@@ -164,7 +164,7 @@ def _read_evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, 
 
 
 def _read_lines(path: Path) -> list[str]:
-    """The lines of a text file, the last 16 MB of it. OSError: no regular file, or not to be read."""
+    """Returns the lines of a text file, the last 16 MB of it. OSError: no regular file, or not to be read."""
     small.require_file(path)
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 16 * small.MEGABYTE))
@@ -172,6 +172,6 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _is_metrics(line: str) -> bool:
-    """Whether a line of log.txt repeats one of metrics.jsonl: "step 25/1200  loss ..."."""
+    """Tells whether a line of log.txt repeats one of metrics.jsonl: "step 25/1200  loss ..."."""
     words = line.split(maxsplit=2)
     return len(words) > 1 and words[0] == "step" and words[1].replace("/", "").isdigit() and "/" in words[1]

@@ -19,7 +19,7 @@ _DEPTH = 4  # levels of folders in which runs are looked for
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands; None: its folder does not say."""
+    """Says where a run stands; None: its folder does not say."""
 
     run: str
     state: str  # beginning (no report yet), running, complete, stopped, dead, imported, or
@@ -36,7 +36,7 @@ class State:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
-    """The runs among folders and in them, but not in a run. ConfigError: a folder is not there."""
+    """Returns the runs among folders and in them, but not in a run. ConfigError: a folder is not there."""
     found: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
@@ -58,7 +58,7 @@ def _find_within(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def read_state(folder: Path) -> State:
-    """Where the run in a folder stands. A file that cannot be read leaves its entries None."""
+    """Reads where the run in a folder stands. A file that cannot be read leaves its entries None."""
     try:
         run = load(folder / "run.yaml")
     except ConfigError:
@@ -94,7 +94,7 @@ def read_state(folder: Path) -> State:
 
 
 def format_states(states: list[State]) -> str:
-    """States as lines of text, with the last line of its log for each dead run, and damaged recipes."""
+    """Returns states as lines of text, with the last line of its log for each dead run, and damaged recipes."""
     rows = [("run", "state", "step", "loss", "samples/s", "left", "checkpoint", "last line", "last picture")]
     for one in states:
         step = "-" if one.step is None else f"{one.step:,} of {one.steps:,}" if one.steps else f"{one.step:,}"
@@ -124,7 +124,7 @@ def format_states(states: list[State]) -> str:
 
 
 def make_json(one: State) -> dict[str, Any]:
-    """A state as JSON has it: numbers that are not finite become null."""
+    """Returns a state as JSON has it: numbers that are not finite become null."""
     return {
         name: None if isinstance(value, float) and not abs(value) < float("inf") else value
         for name, value in asdict(one).items()
@@ -132,7 +132,9 @@ def make_json(one: State) -> dict[str, Any]:
 
 
 def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
-    """The last line of a log that says something of the run itself. None: there is none, or it cannot be read."""
+    """Returns the last line of a log that says something of the run itself. None: there is none, or it
+    cannot be read.
+    """
     try:
         small.require_file(path)
         with open(path, "rb") as file:
@@ -144,19 +146,21 @@ def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
 
 
 def list_checkpoints(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a run's folder, ascending, whole or not."""
+    """Returns steps of the checkpoints in a run's folder, ascending, whole or not."""
     names = [path.name[5:] for path in (folder / "checkpoints").glob("step_*")]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def _find_ending(note: str | None) -> str | None:
-    """How a run ended by the last line of its log, see runs/folders.py (farewell); None: it does not say."""
+    """Returns how a run ended by the last line of its log, see runs/folders.py (farewell); None: it does not say."""
     words = {"complete:": "complete", "stopped at step": "stopped"}
     return next((word for begins, word in words.items() if (note or "").startswith(begins)), None)
 
 
 def _has_stopped(folder: Path, note: str | None) -> bool:
-    """Whether a run has said that it was stopped, and no command has taken its folder since, see runs/folders.py."""
+    """Tells whether a run has said that it was stopped, and no command has taken its folder since, see
+    runs/folders.py.
+    """
     try:
         written, taken = ((folder / name).stat().st_mtime_ns for name in ("log.txt", ".lock"))
         return _find_ending(note) == "stopped" and written > taken
@@ -165,7 +169,9 @@ def _has_stopped(folder: Path, note: str | None) -> bool:
 
 
 def _is_locked(lock: Path) -> bool | None:
-    """Whether a training holds the lock of its folder, see runs/folders.py (claim); None: locks cannot be asked."""
+    """Tells whether a training holds the lock of its folder, see runs/folders.py (claim); None: locks
+    cannot be asked.
+    """
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
