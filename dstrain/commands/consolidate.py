@@ -69,7 +69,7 @@ def run_verb(order: Order) -> None:
         return bars[0].update
 
     try:
-        done = consolidate(order, begin)
+        done = consolidate_weights(order, begin)
     except OSError as error:
         raise ConfigError(str(error)) from None
     finally:
@@ -86,7 +86,7 @@ def run_verb(order: Order) -> None:
     print(f"in {order.out}" + (f"; left out, for they are no tensors: {', '.join(left)}" if left else ""))
 
 
-def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Plan:
+def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None) -> Plan:
     """Writes order.out, whole or not at all. `bar` takes the number of bytes to do and returns an Update.
 
     ConfigError: the source is missing, damaged or cannot be merged; `out` exists already or does not fit on the disk.
@@ -95,7 +95,7 @@ def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Pla
         raise ConfigError("a consolidation takes one process: dstrain consolidate ...")
     if order.out.exists() or order.out.is_symlink():
         raise ConfigError(f"--out {order.out} is there already: name a new folder")
-    plan = look(order)
+    plan = plan_order(order)
     update = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
     try:
         with atomic.replace_folder(order.out) as folder:
@@ -124,16 +124,16 @@ def _write(order: Order, plan: Plan, out: Path, update: Update) -> None:
         files |= {path.relative_to(out).as_posix(): entry for path, entry in written.items()}
     if plan.recipe:
         (out / "recipe.yaml").write_bytes(small.read_bytes(plan.recipe, small.MEGABYTE))
-    description = json.dumps({**_description(order, plan), "files": files}, indent=2)
+    description = json.dumps({**_describe_plan(order, plan), "files": files}, indent=2)
     (out / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
 
 
-def look(order: Order) -> Plan:
-    """The plan of an order, from headers alone. ConfigError as `consolidate`."""
+def plan_order(order: Order) -> Plan:
+    """Makes the plan of an order, from headers alone. Raises ConfigError as `consolidate_weights`."""
     source = order.source
     if not source.is_dir():
         raise ConfigError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
-    checkpoint = _reconstructed(order) or _checkpoint(source, order.step)
+    checkpoint = _find_reconstructed(order) or _find_checkpoint(source, order.step)
     if checkpoint is None:
         folder = deepspeed_files.find_tag_folder(source, order.tag)
         if folder is None:
@@ -151,14 +151,14 @@ def look(order: Order) -> Plan:
     return _of_dstrain(order, checkpoint)
 
 
-def _checkpoint(source: Path, step: int | None) -> Path | None:
-    """The folder of one checkpoint of dstrain's; None: the source is neither a run nor a checkpoint of dstrain's."""
+def _find_checkpoint(source: Path, step: int | None) -> Path | None:
+    """Finds the folder of one checkpoint of dstrain's; None: the source is neither its run nor its checkpoint."""
     if (source / NAME).exists() or (source / COMMON).exists():
         match = _STEP.fullmatch(source.name)
         if step not in (None, int(match[1]) if match else None):
             raise ConfigError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
         return source
-    steps = _steps(source / "checkpoints") or _steps(source)
+    steps = _find_steps(source / "checkpoints") or _find_steps(source)
     if not steps and (source / "run.yaml").exists():
         raise ConfigError(f"{source} holds no checkpoint yet: train first")
     if not steps:
@@ -168,19 +168,19 @@ def _checkpoint(source: Path, step: int | None) -> Path | None:
     return steps[max(steps) if step is None else step]
 
 
-def _reconstructed(order: Order) -> Path | None:
-    """What `dstrain reconstruct` has made of the run, where that is what is asked for and no checkpoint holds it."""
+def _find_reconstructed(order: Order) -> Path | None:
+    """Finds what `dstrain reconstruct` has made of the run, if that is asked for and no checkpoint holds it."""
     try:
         width = float((order.weights or "").partition(":")[2])
     except ValueError:
         return None
-    steps = _steps(order.source / "checkpoints")
+    steps = _find_steps(order.source / "checkpoints")
     own = steps.get(max(steps, default=0) if order.step is None else order.step)
     return layout.find_reconstructed(order.source, width, order.step, own)
 
 
-def _steps(store: Path) -> dict[int, Path]:
-    """Checkpoints by step, ascending, without DeepSpeed's, whose tags may have such names, too."""
+def _find_steps(store: Path) -> dict[int, Path]:
+    """Finds checkpoints by step, ascending, without DeepSpeed's, whose tags may have such names, too."""
     paths = sorted(store.iterdir()) if store.is_dir() else []
     return {
         int(match[1]): path
@@ -200,13 +200,13 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
         raise ConfigError(f"--part {order.part}: {checkpoint} holds {', '.join(parts)}")
     above = checkpoint.parent.parent, checkpoint.parent, checkpoint.parent.parent.parent  # the last: reconstructed
     recipe = next((folder / "run.yaml" for folder in above if (folder / "run.yaml").exists()), None)
-    plan = Plan({}, {}, _facts(checkpoint, body, recipe), recipe=recipe)
+    plan = Plan({}, {}, _list_facts(checkpoint, body, recipe), recipe=recipe)
     parts = [order.part] if order.part else parts
     fragments_of = {part: layout.Fragments(checkpoint, part, files) for part in parts}
     decays = {part: fragments.decays() for part, fragments in fragments_of.items()}
     used = {COMMON}
     for part, fragments in fragments_of.items():
-        kind = _kind(order, checkpoint, part, decays)
+        kind = _choose_kind(order, checkpoint, part, decays)
         native = checkpoint / "deepspeed" / part  # with save.format=deepspeed the training weights are there
         if kind == "master" and kind not in fragments.pieces:
             if not native.is_dir():
@@ -231,11 +231,11 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
     return plan
 
 
-def _facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
-    """What consolidated.json says of a checkpoint with the manifest `body`."""
+def _list_facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
+    """Returns what consolidated.json says of a checkpoint with the manifest `body`."""
     import yaml
 
-    run = _parsed(recipe, yaml.safe_load)
+    run = _parse_beside(recipe, yaml.safe_load)
     run = run if isinstance(run, dict) else {}
     return {
         "step": body["step"],
@@ -245,13 +245,13 @@ def _facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
         "world": body["world"],
         "versions": body["versions"],
         "score": body["extra"].get("score"),
-        "data": _parsed(recipe and recipe.with_name("data.txt"), str.strip),
+        "data": _parse_beside(recipe and recipe.with_name("data.txt"), str.strip),
         "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest(),
     }
 
 
-def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
-    """master or ema.DECAY. A part without averages, beside parts that have some, gives its training weights."""
+def _choose_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
+    """Chooses master or ema.DECAY. A part without averages, beside parts that have some, gives its training weights."""
     weights, _, text = (order.weights or "").partition(":")
     if weights == "raw":
         return "master"
@@ -272,8 +272,8 @@ def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[floa
     return f"ema.{decay!r}" if own else "master"
 
 
-def _parsed(path: Path | None, parse: Callable[[str], Any]) -> Any:
-    """What a text file beside the weights holds; None: there is none. ConfigError: it cannot be read."""
+def _parse_beside(path: Path | None, parse: Callable[[str], Any]) -> Any:
+    """Reads a text file beside the weights; None: there is none. Raises ConfigError if it cannot be read."""
     if path is None or not os.path.lexists(path):
         return None
     import yaml
@@ -316,7 +316,7 @@ def _of_deepspeed(order: Order, folder: Path) -> Plan:
     )
 
 
-def _description(order: Order, plan: Plan) -> dict[str, Any]:
+def _describe_plan(order: Order, plan: Plan) -> dict[str, Any]:
     parts = {
         part or "model": {
             "weights": plan.weights[part],

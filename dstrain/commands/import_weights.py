@@ -65,7 +65,7 @@ def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
 
 
 def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """The files of a checkpoint of one rank. ConfigError: some values are not finite."""
+    """Writes the files of a checkpoint of one rank. Raises ConfigError if some values are not finite."""
     networks = system.networks_on_meta()
     buffers: dict[str, Tensor] = {}
     for part, network in networks.items():

@@ -55,9 +55,9 @@ def run_verb(options: ReconstructOptions) -> None:
                 batch=options.batch,
             )
         sweep.require_sweep(options.folder, quality)
-    made = reconstruct(options)
+    made = make_averages(options)
     if group.rank() == 0:
-        print(report(made))
+        print(describe_made(made))
     if not options.sweep:
         return
     step, widths = int(made[0].path.name.removeprefix("step_")), [one.width for one in made]
@@ -67,12 +67,12 @@ def run_verb(options: ReconstructOptions) -> None:
         sweep.sweep_metric(replace(quality, step=step), widths)
 
 
-def reconstruct(options: ReconstructOptions) -> list[Made]:
+def make_averages(options: ReconstructOptions) -> list[Made]:
     """Writes the averages, each whole or not at all, on all ranks together, which share the elements.
 
     ConfigError: there are no such snapshots, or they make no average of some width.
     """
-    snapshots = usable(options.folder, options.step)
+    snapshots = list_usable_snapshots(options.folder, options.step)
     step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": hash_snapshots(snapshots)}
     parts = [Combined(snapshots, part) for part in snapshots[-1].parts]
     usual = sorted({*USUAL, *(width for part in parts for width in snapshots[-1].averages(part.part)["widths"])})
@@ -91,10 +91,10 @@ def reconstruct(options: ReconstructOptions) -> list[Made]:
     return [Made(width, _path(stores[width], step), max(misfits[width].values())) for width in widths]
 
 
-def usable(folder: Path, step: int | None) -> list[Snapshot]:
-    """The run's whole snapshots up to `step` (None: the newest) that can be combined with the last of them.
+def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
+    """Lists the run's whole snapshots up to `step` (None: the newest) that can be combined with the last of them.
 
-    ConfigError: there is none, or none of that step.
+    Raises ConfigError if there is none, or none of that step.
     """
     run, store = trained.read_recipe(folder), Store(folder / snapshots.FOLDER, check=validate.check_checkpoint)
     steps = group.from_first(store.steps())
@@ -175,8 +175,8 @@ def _path(store: Store, step: int) -> Path:
     return store.folder / f"step_{step:08d}"
 
 
-def report(made: Sequence[Made]) -> str:
-    """The lines that are printed in the end."""
+def describe_made(made: Sequence[Made]) -> str:
+    """Returns the lines that are printed in the end."""
     return "\n".join(
         f"--ema {one.width}: {one.path}" + (f"; its profile is met to {one.misfit:.1%}" if one.misfit > 5e-4 else "")
         for one in made

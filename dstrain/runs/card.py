@@ -41,9 +41,9 @@ numpy.save(sys.argv[2], drawn)
 
 
 def draw_example(folder: Path, title: str, code: str) -> np.ndarray:
-    """What the card's code draws from the folder, whose name is yet to be `title`, in a process without dstrain.
+    """Runs the card's code on the folder, whose name is yet to be `title`, in a process without dstrain.
 
-    float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3).
+    Returns what it draws: float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3).
     """
     with tempfile.TemporaryDirectory(prefix="dstrain-card-") as name:
         place = Path(name)
@@ -86,7 +86,7 @@ def write_card(
     limit: float,
     system: System,
 ) -> None:
-    """OUT/README.md, and beside it the run's newest grid of samples, if there is one.
+    """Writes OUT/README.md, and beside it the run's newest grid of samples, if there is one.
 
     title   what the folder is called when it is whole             note   what whoever loads it has to know
     folder  of the run; `checkpoint` and `kinds` of weights say    code   Python that draws from "OUT", as `draw` ran it
@@ -147,7 +147,7 @@ def write_card(
 
 
 def _describe_settings(samples: Samples, system: System, class_name: str) -> str:
-    """How a run draws, in the words of the pipelines; with the scheduler, where diffusers has it."""
+    """Describes how a run draws, in the words of the pipelines; with the scheduler, where diffusers has it."""
     sampler = system.sampler(samples.sampler)
     words = [f"{samples.num_steps} steps of {sampler}"]
     words += [
@@ -178,7 +178,7 @@ def _describe_settings(samples: Samples, system: System, class_name: str) -> str
 
 
 def _hide_paths(run: Run) -> Run:
-    """The recipe without the paths of the run's machine: folders are left out, of files the names stay."""
+    """Returns the recipe without the paths of the run's machine: folders are left out, of files the names stay."""
     data = {key: _strip_paths(value) for key, value in run.data}
     data |= {key: data[key] and _name_last(data[key]) for key in ("path", "held_out_path")}
     return run.model_copy(
@@ -209,7 +209,7 @@ def _describe_kind(kind: str) -> str:
 
 
 def _find_grid(samples: Path) -> Path | None:
-    """The last grid that training has drawn; of what draws none, the last reconstruction."""
+    """Returns the last grid that training has drawn; of what draws none, the last reconstruction."""
     for pattern in (r"step_\d+\.png", r"step_\d+_reconstruction\w*\.png"):
         grids = [path for path in samples.glob("step_*.png") if re.fullmatch(pattern, path.name)]
         if grids:

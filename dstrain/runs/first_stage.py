@@ -40,9 +40,9 @@ class FirstStage:
 def open_run(
     folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None, precision: Precision = "fp32"
 ) -> FirstStage:
-    """Of a run's folder, or of one that dstrain export RUN --format safetensors or dstrain consolidate has written.
+    """Opens a run's folder, or one that dstrain export RUN --format safetensors or dstrain consolidate has written.
 
-    ConfigError: the folder is neither, its system encodes nothing, or weights are absent or damaged.
+    Raises ConfigError if the folder is neither, its system encodes nothing, or weights are absent or damaged.
     """
     if not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists():
         if ema is not None or raw or step is not None:
@@ -68,7 +68,7 @@ def open_run(
 
 
 def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None) -> Codec:
-    """The codec of a run, with the weights of one of its checkpoints. ConfigError as `of_run`."""
+    """Opens the codec of a run, with the weights of one of its checkpoints. Raises ConfigError as `open_run`."""
     run = trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
     require_codes(system, run, folder, _RUN)
@@ -80,7 +80,10 @@ def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | Non
 
 
 def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
-    """Of a diffusers AutoencoderKL, by folder or hub name. ConfigError: not to be loaded, or another size."""
+    """Opens a diffusers AutoencoderKL, by folder or hub name.
+
+    Raises ConfigError if it cannot be loaded, or takes pictures of another size.
+    """
     with reword_errors(options={"first_stage.path:": f"--first-stage {path}:"}):
         vae = autoencoder.Autoencoder(path).to(group.device())
     if image_size is not None and image_size % vae.factor:
@@ -136,7 +139,7 @@ class Encoder:
         return np.stack([self.stage.codes(view) for view in views], axis=1)
 
     def _texts(self, captions: Tensor) -> dict[str, np.ndarray]:
-        """Of captions uint8 (b, bytes), or of several each (b, K, bytes), by calls of b captions."""
+        """Encodes captions uint8 (b, bytes), or several each (b, K, bytes), by calls of b captions."""
         several = captions if captions.ndim == 3 else captions[:, None]
         encoded = [self.texts.encode(unpack_captions(several[:, k])) for k in range(several.shape[1])]
         arrays = {
@@ -146,7 +149,7 @@ class Encoder:
         return arrays if captions.ndim == 3 else {name: array[:, 0] for name, array in arrays.items()}
 
     def _stored(self, name: str, array: np.ndarray) -> np.ndarray:
-        """An array in the dtype that shards hold it in."""
+        """Returns an array in the dtype that shards hold it in."""
         if array.dtype.kind != "f":
             return array.astype(np.int32) if name == "tokens" else array
         dtype = self.encoding["dtype"] if name == "moments" else self.encoding["text"]["dtype"]

@@ -53,7 +53,7 @@ _BESIDE = re.compile(r"\..*|earlier_.*|index.*|generated(_\d+)?")  # what may li
 
 
 def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """ConfigError with the remedy: this run may not start or go on in its folder. Changes nothing.
+    """Checks that this run may start or go on in its folder; changes nothing. Raises ConfigError with the remedy.
 
     What was lost is never trained again in silence: `saved` is 0 from the start until the first checkpoint, so without
     it, or without the checkpoint that it names, something has been taken away.
@@ -142,7 +142,7 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def _describe_lost(folder: Path) -> str | None:
-    """What shows that a run has been trained further here than its checkpoints say."""
+    """Describes what shows that a run has been trained further here than its checkpoints say; None: nothing does."""
     checkpoints, steps, noted = folder / "checkpoints", _list_steps(folder), _read_saved_file(folder)
     if checkpoints.is_symlink() and not checkpoints.exists():
         return f"has the link checkpoints, and {os.readlink(checkpoints)} is not there"
@@ -175,7 +175,7 @@ def read_recipe(folder: Path) -> Run:
 
 
 def is_same_data(earlier: str, fingerprint: str) -> bool:
-    """Whether a fingerprint that was saved is of the same data. Earlier versions saved the beginning of today's."""
+    """Returns whether a saved fingerprint is of the same data. Earlier versions saved the beginning of today's."""
     return f"{fingerprint} ".startswith(f"{earlier} ")
 
 
@@ -336,7 +336,7 @@ def make_folder(out: Path) -> Iterator[Path]:
 
 
 def require_steps(run: Run, step: int) -> None:
-    """ConfigError: the run is further than its recipe goes."""
+    """Raises ConfigError if the run is further than its recipe goes."""
     if step > run.steps:
         raise ConfigError(
             f"steps={run.steps}, and {run.directory / 'checkpoints'} is at step {step} already; raise "
@@ -345,24 +345,24 @@ def require_steps(run: Run, step: int) -> None:
 
 
 def read_last_saved(folder: Path) -> int:
-    """The step that was saved last; 0: none was."""
+    """Returns the step that was saved last; 0: none was."""
     return max(_read_saved_file(folder) or 0, *_list_steps(folder), 0)
 
 
 def _read_saved_file(folder: Path) -> int | None:
-    """The step in the file `saved`; None: it is absent or damaged."""
+    """Reads the step in the file `saved`; None: it is absent or damaged."""
     text = small.read_line(folder / "saved") or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 def _list_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint, whole or not; half-written ones end in .tmp."""
+    """Lists steps that have a checkpoint, whole or not; half-written ones end in .tmp."""
     names = [path.name for path in (folder / "checkpoints").glob("step_*[0-9]") if path.is_dir()]
     return [int(name[5:]) for name in names if name[5:].isdigit()]
 
 
 def read_earlier_settings(folder: Path) -> dict[str, Any]:
-    """The DeepSpeed config that a run with something saved was resolved to; empty where there is none to go on with."""
+    """Reads the DeepSpeed config that a run with something saved was resolved to; {}: there is none to go on with."""
     try:
         settings = small.read_json(folder / "ds_config.json") if read_last_saved(folder) else {}
     except (OSError, ValueError):

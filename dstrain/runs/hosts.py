@@ -122,7 +122,7 @@ def has_lost(folder: Path) -> bool:
 
 
 def _end_all(problems: list[str]) -> None:
-    """Where there are problems, ends all ranks with exit code 2: rank 0 by a ConfigError that names them."""
+    """Ends all ranks with exit code 2 where there are problems: rank 0 by a ConfigError that names them."""
     if problems and group.rank() == 0:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise ConfigError(*problems[:_SHOWN], *more)
@@ -132,7 +132,7 @@ def _end_all(problems: list[str]) -> None:
 
 
 def _describe_code() -> dict[str, str]:
-    """What computes: versions, and of dstrain itself a hash, since a repository has many states of one version."""
+    """Describes what computes: versions, and a hash of dstrain, since a repository has many states of one version."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
@@ -140,7 +140,7 @@ def _describe_code() -> dict[str, str]:
 
 
 def _list_changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]) -> list[str]:
-    """Entries of the recipe and of the DeepSpeed settings that differ: KEY=here (not there)."""
+    """Lists entries of the recipe and of the DeepSpeed settings that differ: KEY=here (not there)."""
     changes = list_differences(first_run, run)
     changes += [
         (key, first_settings.get(key), settings.get(key))
@@ -151,7 +151,7 @@ def _list_changes(first_run: Run, first_settings: dict[str, Any], run: Run, sett
 
 
 def _waits_to_see(path: Path, patience: float) -> bool:
-    """Whether a file can be seen, at once or within `patience` seconds."""
+    """Returns whether a file can be seen, at once or within `patience` seconds."""
     end = time.monotonic() + patience
     while not path.exists():
         if time.monotonic() > end:

@@ -23,7 +23,7 @@ Guide = tuple[Path, float | str | None, int | None]  # a run; a decay or width o
 
 
 def read_recipe(folder: Path) -> Run:
-    """The recipe that a run was trained with, as resolved. ConfigError: it is no run's folder."""
+    """Reads the recipe that a run was trained with, as resolved. Raises ConfigError if it is no run's folder."""
     if not (folder / "run.yaml").exists():
         raise ConfigError(
             f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
@@ -83,7 +83,7 @@ def require_writable(folder: Path, option: str = "--out") -> None:
 def choose_kinds(
     system: System, checkpoint: Path, ema: float | None = None, raw: bool = False, every: bool = False
 ) -> dict[str, str]:
-    """Which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
+    """Chooses which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
 
     Parts without averages, such as a discriminator, are left out unless `every`, which takes those that the folder
     holds: what dstrain reconstruct makes lacks them. ConfigError: no such average.
@@ -98,7 +98,7 @@ def choose_kinds(
 def load_networks(
     system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, nn.Module]:
-    """The networks of the parts in `kinds`, with those weights, in eval mode on a device (None: the rank's)."""
+    """Loads the networks of the parts in `kinds`, with those weights, in eval mode on a device (None: the rank's)."""
     states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
     return place_networks(system, states, dtype, device or group.device())
 
@@ -106,7 +106,7 @@ def load_networks(
 def place_networks(
     system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, nn.Module]:
-    """The system's networks with the weights of `states`, pairs of a part and its state dict, as `networks`."""
+    """Builds the system's networks with the weights of `states`, pairs of a part and its state dict."""
     fresh, loaded = system.networks(), {}
     for part, state in states:
         loaded[part] = network = fresh[part]

@@ -35,7 +35,7 @@ _INDICES = (_INDEX, f"{_MODEL}.safetensors.index.json")
 
 
 def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) -> Adapted:
-    """Weights in `path` as the system's networks take them: {part: (values by state-dict name, what was changed)}.
+    """Reads weights as the system's networks take them: {part: (values by state-dict name, what was changed)}.
 
     `path` is a run's folder (its newest whole checkpoint; the first EMA where there is one), a checkpoint's folder, a
     consolidated or exported one, or, for the first part, a folder of diffusers (of the network or of a pipeline with
@@ -82,7 +82,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
 
 
 def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
-    """The parts of one of dstrain's checkpoints, and a note on each that only DeepSpeed's own files hold."""
+    """Reads the parts of one of dstrain's checkpoints, with a note on each that only DeepSpeed's own files hold."""
     parts = {file.name.rpartition("-of-")[0].rpartition("-")[0] for file in path.glob("*-of-*.safetensors")}
     if first not in parts:
         recipe = path.parent.parent / "run.yaml"
@@ -103,7 +103,7 @@ def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) 
 
 
 def _find_consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
-    """Where the parts lie in a folder that dstrain consolidate or dstrain export wrote; {}: in none of several."""
+    """Finds the parts in a folder that dstrain consolidate or dstrain export wrote; {}: it is none of theirs."""
     if (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
         return {part: path / part for part in (first, *others) if part == first or (path / part).is_dir()}
     files = {part: path / f"{part}.safetensors" for part in (first, *others)}
@@ -111,7 +111,7 @@ def _find_consolidated(path: Path, first: str, others: list[str]) -> dict[str, P
 
 
 def require_unaltered(paths: Iterable[Path], together: bool = False) -> None:
-    """ConfigError: files in `paths`, folders or files of a consolidated folder, have other bytes than were written.
+    """Checks files in `paths`, folders or files of a consolidated folder. Raises ConfigError if bytes were altered.
 
     `together`: called on all ranks, each of which reads its share.
     """
@@ -135,7 +135,7 @@ def require_unaltered(paths: Iterable[Path], together: bool = False) -> None:
 def _adapt_part(
     system: System, part: str, state: dict[str, Tensor], origin: object
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """What the system makes of a part's weights, and notes on it, first of all how many came unchanged."""
+    """Returns what the system makes of a part's weights, and notes on it, first how many came unchanged."""
     values, notes = system.adapt(part, state)
     before, after = ({_locate_tensor(tensor) for tensor in tensors.values()} for tensors in (state, values))
     loaded = sum(_locate_tensor(tensor) in before for tensor in values.values())
@@ -145,13 +145,14 @@ def _adapt_part(
 
 
 def _locate_tensor(tensor: Tensor) -> int:
-    """Equal for tensors that share their values."""
+    """Returns a number that is equal for tensors that share their values."""
     return id(tensor) if isinstance(tensor, StoredWeight) else tensor.data_ptr()
 
 
 def _read_diffusers_config(path: Path, system: System) -> Path | None:
-    """config.json of a network that diffusers has saved, in `path` or where a pipeline there keeps it; None: it is
-    no folder of diffusers. ConfigError: it is one, without what this system takes.
+    """Finds config.json of a network of diffusers, in `path` or where a pipeline there keeps it; None: there is none.
+
+    Raises ConfigError if it is a folder of diffusers without what this system takes.
     """
     inner = path / system.in_pipeline / "config.json"
     for config in (path / "config.json", inner):
@@ -169,8 +170,8 @@ def _read_diffusers_config(path: Path, system: System) -> Path | None:
 
 
 def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folder: Path) -> None:
-    """FOLDER/PART.safetensors of each part of a checkpoint, in one process: the average asked for, else the first,
-    else the training weights; beside them the run's recipe. ConfigError, OSError: not there, or not to be written.
+    """Writes FOLDER/PART.safetensors of each part of a checkpoint, in one process: the average asked for, else the
+    first, else the training weights; beside them the run's recipe. Raises ConfigError or OSError if it cannot.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (recipe := checkpoint.parent.parent / "run.yaml").exists():
@@ -205,14 +206,14 @@ def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path],
 
 
 def require_whole(checkpoint: Path) -> Path:
-    """The folder of one checkpoint, if every file of it matches its hash. ConfigError names what does not."""
+    """Returns the folder of one checkpoint. Raises ConfigError if a file of it does not match its hash."""
     if fault := Store(checkpoint.parent, check=check_checkpoint).fault(int(checkpoint.name.removeprefix("step_"))):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
     return checkpoint
 
 
 def choose_kind(path: Path, part: str, ema: float | None = None) -> str:
-    """The kind of weights to take from a checkpoint: the EMA asked for, else its first, else the weights."""
+    """Chooses the kind of weights to take from a checkpoint: the EMA asked for, else its first, else the weights."""
     decays = read_ema_decays(path, part)
     if ema is not None and ema not in decays:
         raise ConfigError(
@@ -225,7 +226,7 @@ def choose_kind(path: Path, part: str, ema: float | None = None) -> str:
 
 
 def _describe_averages(run: Path, ema: float) -> str:
-    """Of a run: widths whose averages dstrain reconstruct has made, and that it may make this one."""
+    """Names the widths whose averages dstrain reconstruct has made of a run, and whether it can make this one."""
     made = sorted((path.name for path in (run / RECONSTRUCTED).glob("*") if any(path.glob("step_*"))), key=float)
     makes = ema <= WIDEST and any((run / snapshots.FOLDER).glob("step_*"))
     return (f"; reconstructed: {', '.join(made)}" if made else "") + (
@@ -234,7 +235,7 @@ def _describe_averages(run: Path, ema: float) -> str:
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """The state dict in a file or folder, on the CPU.
+    """Reads the state dict in a file or folder, on the CPU.
 
     Pickled files are read by torch's restricted unpickler: nothing in them is executed. Raises ConfigError for a file
     that is missing, damaged, holds other objects than tensors and plain values, or no state dict.
@@ -279,7 +280,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def _is_mappable(path: Path) -> bool:
-    """Whether a file of torch.save has its present format, uncompressed as torch writes it.
+    """Returns whether a file of torch.save has its present format, uncompressed as torch writes it.
 
     Mapped, its pages are shared by the ranks of a machine, and each reads what it owns.
     """
@@ -290,7 +291,7 @@ def _is_mappable(path: Path) -> bool:
 
 
 def _read_index(index: Path) -> list[Path]:
-    """The files that a folder's index names."""
+    """Lists the files that a folder's index names."""
     try:
         names = read_json(index)["weight_map"].values()
         return [index.parent / name for name in sorted({Path(name).name for name in names})]
@@ -299,7 +300,7 @@ def _read_index(index: Path) -> list[Path]:
 
 
 def _strip_prefixes(state: object, path: Path) -> dict[str, Tensor]:
-    """Weights under their own names, without the prefixes of wrappers."""
+    """Returns weights under their own names, without the prefixes of wrappers."""
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(
             f"weights: {path} holds no state dict (name -> tensor), nor one under 'ema', 'model' or "

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dstrain.checkpoint import deepspeed_files, torch_files
-from dstrain.commands.consolidate import Order, consolidate
+from dstrain.commands.consolidate import Order, consolidate_weights
 from tests.support.launch import ROOT, environment, launch
 
 PRECISIONS = ("fp32", "bf16")
@@ -31,7 +31,7 @@ def saved(tmp_path_factory):
 
 
 def merged(source, out, **words) -> dict[str, torch.Tensor]:
-    consolidate(Order(source, out, trust_pickle=True, **words))
+    consolidate_weights(Order(source, out, trust_pickle=True, **words))
     tensors = {}
     for path in sorted(out.glob("*.safetensors")):
         tensors |= load_file(path)
@@ -113,8 +113,8 @@ def test_fragments(saved, tmp_path, case):
         assert differ(merged(native, tmp_path / "native", weights="raw"), truth[case]["raw"]) == []
         assert differ(merged(native, tmp_path / "ema", weights="ema:0.5"), truth[case]["ema:0.5"]) == []
         with pytest.raises(ValueError, match="is pickled, and asks for .*deepspeed.* --trust-pickle"):
-            consolidate(Order(native, tmp_path / "x", "raw"))
-        consolidate(Order(native, tmp_path / "unpickled", "ema"))
+            consolidate_weights(Order(native, tmp_path / "x", "raw"))
+        consolidate_weights(Order(native, tmp_path / "unpickled", "ema"))
 
 
 @pytest.mark.parametrize("case", ["plain1-bf16", "plain3-bf16"])
@@ -127,7 +127,7 @@ def test_trust(saved, tmp_path, case):
         assert torch_files.load_torch_file(path).asked == unsafe
         asked |= unsafe
     with pytest.raises(ValueError, match="--trust-pickle") as refusal:
-        consolidate(Order(folder / case, tmp_path / "out"))
+        consolidate_weights(Order(folder / case, tmp_path / "out"))
     assert len(asked) >= 2 and all(name in str(refusal.value) for name in asked)
     assert not list(tmp_path.iterdir())
 
@@ -191,7 +191,7 @@ def test_refused(saved, tmp_path):
         shutil.copytree(folder / case, source)
         change(source / "third")
         with pytest.raises(ValueError, match=message):
-            consolidate(Order(source, tmp_path / "out", **{"trust_pickle": True, **words}))
+            consolidate_weights(Order(source, tmp_path / "out", **{"trust_pickle": True, **words}))
         assert not (tmp_path / "out").exists()
 
     def drop(name: str):

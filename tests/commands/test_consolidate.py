@@ -23,7 +23,7 @@ from dstrain import systems
 from dstrain.checkpoint import safetensors_io, torch_files
 from dstrain.checkpoint.fragments import Fragment, shard_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
-from dstrain.commands.consolidate import Order, consolidate
+from dstrain.commands.consolidate import Order, consolidate_weights
 from dstrain.disk.sealed import render_sealed
 from dstrain.runs.weights import fit_weights
 from tests.support.cases import CASES
@@ -138,7 +138,7 @@ def all_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_fragments(made, tmp_path, weights, kind):
     """Oracle: the tensors that the shards were cut from; torch's strict loading; the run's own words."""
     run, truth = made
-    consolidate(Order(run, tmp_path / "out", weights))
+    consolidate_weights(Order(run, tmp_path / "out", weights))
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert same(found, truth[kind])
     systems.build("dit", MODEL).networks()["denoiser"].load_state_dict(found, strict=True)
@@ -153,7 +153,7 @@ def test_fragments(made, tmp_path, weights, kind):
 def test_sharded(made, tmp_path):
     """Oracle: huggingface_hub's own reader, strict, and the sizes of the files."""
     run, truth = made
-    consolidate(Order(run, tmp_path / "out", "raw", shard_size=40_000))
+    consolidate_weights(Order(run, tmp_path / "out", "raw", shard_size=40_000))
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -174,7 +174,7 @@ def test_several_parts(tmp_path):
     system = systems.build("vae", GAN)
     truth = checkpoint(tmp_path / "run", system.networks())
     first, second = truth
-    done = consolidate(Order(tmp_path / "run", tmp_path / "out", "ema:0.5", shard_size=3000))
+    done = consolidate_weights(Order(tmp_path / "run", tmp_path / "out", "ema:0.5", shard_size=3000))
     assert done.weights == {first: "ema:0.5", second: "raw"}
     assert same(all_of(tmp_path / "out" / first), truth[first]["ema.0.5"])
     assert same(all_of(tmp_path / "out" / second), truth[second]["master"])
@@ -182,12 +182,12 @@ def test_several_parts(tmp_path):
     said = json.loads((tmp_path / "out" / "consolidated.json").read_text())["files"]
     assert said == hash_files(tmp_path / "out", list(said)) and len(said) > 4
     assert all(same(found[part][0], all_of(tmp_path / "out" / part)) for part in truth)
-    consolidate(Order(tmp_path / "run", tmp_path / "one", "raw", second))
+    consolidate_weights(Order(tmp_path / "run", tmp_path / "one", "raw", second))
     assert same(all_of(tmp_path / "one"), truth[second]["master"])
     with pytest.raises(ValueError, match=f"--weights ema: .* holds no average of {second}: take --weights raw"):
-        consolidate(Order(tmp_path / "run", tmp_path / "x", "ema", second))
+        consolidate_weights(Order(tmp_path / "run", tmp_path / "x", "ema", second))
     with pytest.raises(ValueError, match=f"--part encoder: .* holds {first}, {second}"):
-        consolidate(Order(tmp_path / "run", tmp_path / "x", part="encoder"))
+        consolidate_weights(Order(tmp_path / "run", tmp_path / "x", part="encoder"))
     (tmp_path / "out" / first / "model-00002-of-00009.safetensors").unlink(missing_ok=True)
     gone = sorted((tmp_path / "out" / first).glob("model-00001*"))[0]
     gone.unlink()
@@ -196,7 +196,7 @@ def test_several_parts(tmp_path):
     (tmp_path / "out" / "consolidated.json").unlink()
     with pytest.raises(ValueError, match=f"no file .*{gone.name}"):
         fit_weights(tmp_path / "out", system)
-    consolidate(Order(tmp_path / "run", tmp_path / "first", "raw", first))
+    consolidate_weights(Order(tmp_path / "run", tmp_path / "first", "raw", first))
     ((values, notes),) = fit_weights(tmp_path / "first", system).values()
     assert same(values, truth[first]["master"])
     assert notes[-1] == f"{second} is not in {tmp_path / 'first'} and begins anew"
@@ -206,7 +206,7 @@ def test_several_parts(tmp_path):
 def test_trains_from_it(made, tmp_path, shard_size):
     """Oracle: the weights themselves, as init_from= reads the folder."""
     run, truth = made
-    consolidate(Order(run, tmp_path / "out", "raw", shard_size=shard_size))
+    consolidate_weights(Order(run, tmp_path / "out", "raw", shard_size=shard_size))
     found, changed = fit_weights(tmp_path / "out", systems.build("dit", MODEL))["denoiser"]
     assert same(found, truth["master"]) and not [line for line in changed if "anew" in line]
 
@@ -229,7 +229,7 @@ def test_types():
 def test_lower_precision(made, tmp_path):
     """Oracle: torch's cast of the weights; buffers keep their precision; what float16 cannot hold is refused."""
     run, truth = made
-    consolidate(Order(run, tmp_path / "out", "raw", dtype="bfloat16"))
+    consolidate_weights(Order(run, tmp_path / "out", "raw", dtype="bfloat16"))
     found = load_file(tmp_path / "out" / "model.safetensors")
     trained = dict(systems.build("dit", MODEL).networks()["denoiser"].named_parameters())
     assert same(
@@ -247,7 +247,7 @@ def test_lower_precision(made, tmp_path):
     seal(folder)
     assert state
     with pytest.raises(ValueError, match="weight holds values beyond F16"):
-        consolidate(Order(large, tmp_path / "x", "raw", dtype="float16"))
+        consolidate_weights(Order(large, tmp_path / "x", "raw", dtype="float16"))
     assert not list(tmp_path.glob("x*"))
 
 
@@ -265,13 +265,13 @@ def test_a_flipped_byte(made, tmp_path):
             path.write_bytes(before[:place] + bytes([before[place] ^ 4]) + before[place + 1 :])
             try:
                 with pytest.raises(ValueError, match=f"is damaged .*{name}"):
-                    consolidate(Order(run, tmp_path / "out"))
+                    consolidate_weights(Order(run, tmp_path / "out"))
             finally:
                 path.write_bytes(before)
         path.unlink()
         try:
             with pytest.raises(ValueError, match=f"is damaged .*{name} is missing"):
-                consolidate(Order(run, tmp_path / "out"))
+                consolidate_weights(Order(run, tmp_path / "out"))
         finally:
             path.write_bytes(before)
     assert not list(tmp_path.iterdir())
@@ -290,28 +290,30 @@ def test_a_flipped_byte(made, tmp_path):
 def test_refused(made, tmp_path, words, message):
     """Oracle: the contract: one line that names the option and what there is."""
     with pytest.raises(ValueError, match=message):
-        consolidate(Order(made[0], tmp_path / "out", **words))
+        consolidate_weights(Order(made[0], tmp_path / "out", **words))
     assert not list(tmp_path.iterdir())
 
 
 def test_no_checkpoint(made, tmp_path):
     """Oracle: the contract; a folder that is there already is not touched."""
     with pytest.raises(ValueError, match="is not a folder"):
-        consolidate(Order(tmp_path / "none", tmp_path / "out"))
+        consolidate_weights(Order(tmp_path / "none", tmp_path / "out"))
     (tmp_path / "run").mkdir()
     with pytest.raises(ValueError, match="holds no checkpoint: neither"):
-        consolidate(Order(tmp_path / "run", tmp_path / "out"))
+        consolidate_weights(Order(tmp_path / "run", tmp_path / "out"))
     (tmp_path / "run" / "run.yaml").write_text("name: x")
     with pytest.raises(ValueError, match="holds no checkpoint yet: train first"):
-        consolidate(Order(tmp_path / "run", tmp_path / "out"))
+        consolidate_weights(Order(tmp_path / "run", tmp_path / "out"))
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match="is there already: name a new folder"):
-        consolidate(Order(made[0], tmp_path / "out"))
+        consolidate_weights(Order(made[0], tmp_path / "out"))
     plain = tmp_path / "plain"
     checkpoint(plain, {"denoiser": torch.nn.Linear(2, 2)}, averaged=())
-    assert consolidate(Order(plain / "checkpoints" / "step_00000007", tmp_path / "o")).weights == {"denoiser": "raw"}
+    assert consolidate_weights(Order(plain / "checkpoints" / "step_00000007", tmp_path / "o")).weights == {
+        "denoiser": "raw"
+    }
     with pytest.raises(ValueError, match="--weights ema: .* holds no average of denoiser"):
-        consolidate(Order(plain, tmp_path / "x", "ema"))
+        consolidate_weights(Order(plain, tmp_path / "x", "ema"))
 
 
 @pytest.mark.parametrize("name", ["run.yaml", "data.txt"])
@@ -323,24 +325,24 @@ def test_damaged_words(tmp_path, name, content):
     (run / name).write_bytes(content)
     if (name, content) != ("data.txt", b": ["):  # which is a text as good as another
         with pytest.raises(ValueError, match=f"{name} is damaged .*move it away") as refusal:
-            consolidate(Order(run, tmp_path / "out"))
+            consolidate_weights(Order(run, tmp_path / "out"))
         assert len(str(refusal.value).splitlines()) == 1 and not (tmp_path / "out").exists()
         (run / name).unlink()
-    assert consolidate(Order(run, tmp_path / "out")).weights == {"denoiser": "raw"}
+    assert consolidate_weights(Order(run, tmp_path / "out")).weights == {"denoiser": "raw"}
 
 
 def test_looks_before_it_reads(made, tmp_path, monkeypatch):
     """Oracle: no byte is verified before --out is found to be writable and the disk large enough, nor by many ranks."""
     told = []
     with pytest.raises(ValueError, match="--out /proc/x/y was not written: .* name another folder"):
-        consolidate(Order(made[0], Path("/proc/x/y")), lambda total: told.append)
+        consolidate_weights(Order(made[0], Path("/proc/x/y")), lambda total: told.append)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(ValueError, match="does not fit on its disk"):
-        consolidate(Order(made[0], tmp_path / "out"), lambda total: told.append)
+        consolidate_weights(Order(made[0], tmp_path / "out"), lambda total: told.append)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="takes one process: dstrain consolidate"):
-        consolidate(Order(made[0], tmp_path / "out"), lambda total: told.append)
+        consolidate_weights(Order(made[0], tmp_path / "out"), lambda total: told.append)
     assert not told and not list(tmp_path.iterdir())
 
 
@@ -397,10 +399,10 @@ def test_interrupted(made, tmp_path):
             return told
 
         with pytest.raises(KeyboardInterrupt):
-            consolidate(Order(made[0], tmp_path / "out"), stop)
+            consolidate_weights(Order(made[0], tmp_path / "out"), stop)
         assert not list(tmp_path.iterdir())
     told = []
-    done = consolidate(Order(made[0], tmp_path / "out"), lambda total: told.append(total) or told.append)
+    done = consolidate_weights(Order(made[0], tmp_path / "out"), lambda total: told.append(total) or told.append)
     assert told[0] == sum(told[1:]) == done.to_verify + done.nbytes
 
 
@@ -572,17 +574,17 @@ def test_foreign_files(tmp_path):
     model = "mp_rank_00_model_states.pt"
     torch.save([1], tmp_path / model)
     with pytest.raises(ValueError, match=f"{model} holds no module: DeepSpeed did not write it"):
-        consolidate(Order(tmp_path, tmp_path / "out"))
+        consolidate_weights(Order(tmp_path, tmp_path / "out"))
     torch.save({"module": {}}, tmp_path / model)
     torch.save({"state": {}}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     with pytest.raises(ValueError, match="rank_00_optim_states.pt holds no optimizer_state_dict: DeepSpeed did not"):
-        consolidate(Order(tmp_path, tmp_path / "out"))
+        consolidate_weights(Order(tmp_path, tmp_path / "out"))
     for tag in "ab":
         (tmp_path / "many" / tag).mkdir(parents=True)
         torch.save([1], tmp_path / "many" / tag / model)
     (tmp_path / "many" / "latest").write_text("\n")
     with pytest.raises(ValueError, match="no file latest that names one: choose with --tag a | b"):
-        consolidate(Order(tmp_path / "many", tmp_path / "out"))
+        consolidate_weights(Order(tmp_path / "many", tmp_path / "out"))
 
 
 def test_damaged_files_of_torch(tmp_path):

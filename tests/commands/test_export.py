@@ -20,7 +20,7 @@ from dstrain.checkpoint.fragments import Fragment, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.checkpoint.safetensors_io import read_header
 from dstrain.commands.consolidate import Order as Consolidation
-from dstrain.commands.consolidate import consolidate
+from dstrain.commands.consolidate import consolidate_weights
 from dstrain.commands.encode import EncodeOptions, encode
 from dstrain.commands.export import (
     ExportOptions,
@@ -364,7 +364,7 @@ def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     folder, nets = begun(tmp_path, "tiny-vae", DISCRIMINATOR)
     wanted = hash_network(*systems.build("vae", recipe.load(folder / "run.yaml").model).identity(nets))
     for name, part in (("both", None), ("one", "autoencoder")):
-        consolidate(Consolidation(folder, tmp_path / name, part=part))
+        consolidate_weights(Consolidation(folder, tmp_path / name, part=part))
         assert first_stage.open_run(tmp_path / name).fingerprint == wanted
     path = tmp_path / "both" / "autoencoder" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")

@@ -19,14 +19,14 @@ from dstrain import systems
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragments import Fragment, shard_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
-from dstrain.commands.consolidate import Order, consolidate
+from dstrain.commands.consolidate import Order, consolidate_weights
 from dstrain.commands.evaluate import evaluate_run
 from dstrain.commands.evaluating.quality import measure_quality
 from dstrain.commands.evaluating.sweep import format_report, sweep_loss, sweep_metric
 from dstrain.commands.export import ExportOptions, export
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
-from dstrain.commands.reconstruct import USUAL, ReconstructOptions, reconstruct, usable
+from dstrain.commands.reconstruct import USUAL, ReconstructOptions, list_usable_snapshots, make_averages
 from dstrain.disk.sealed import render_sealed
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import hash_snapshots
@@ -92,7 +92,7 @@ def made(tmp_path_factory):
     """A run with the averages of 0.05 and 0.15 made, and what that of 0.15 is to be."""
     folder, nets = begun(tmp_path_factory.mktemp("made"), "tiny", *AVERAGES)
     truth = snapshots(folder, nets)
-    reconstruct(ReconstructOptions(folder, (0.05, 0.15)))
+    make_averages(ReconstructOptions(folder, (0.05, 0.15)))
     return folder, truth
 
 
@@ -114,7 +114,7 @@ def test_every_verb_takes_it(made, tmp_path):
     assert not close(dstrain.load(folder).networks["denoiser"].state_dict(), truth)
     export(ExportOptions(folder, tmp_path / "export", "safetensors", ema=0.15))
     assert close(load_file(tmp_path / "export" / "denoiser.safetensors"), truth)
-    consolidate(Order(folder, tmp_path / "merged", "ema:0.15"))
+    consolidate_weights(Order(folder, tmp_path / "merged", "ema:0.15"))
     assert close(load_file(tmp_path / "merged" / "model.safetensors"), truth)
     assert (tmp_path / "merged" / "recipe.yaml").read_bytes() == (folder / "run.yaml").read_bytes()
     path, result = evaluate_run(EvaluateOptions(folder, num=4, num_steps=2, ema=0.15, out=tmp_path / "figures"))
@@ -132,7 +132,7 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
     nets = {"denoiser": dstrain.load(folder, raw=True).networks["denoiser"]}
     other = dstrain.load(folder, ema=0.9)
     assert torch.equal(*(next(net["denoiser"].parameters()) for net in (nets, other.networks)))
-    reconstruct(ReconstructOptions(folder, (0.075,), 5))
+    make_averages(ReconstructOptions(folder, (0.075,), 5))
     capsys.readouterr()
     assert dstrain.load(folder, ema=0.075).step == 5
     assert "--ema 0.075 is of step_00000005; dstrain reconstruct has made none of step_00000007" in (
@@ -154,20 +154,24 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
         for name, value in dstrain.load(folder, ema=0.15).networks["denoiser"].state_dict().items()
     )
     with pytest.raises(ConfigError, match="holds no average of denoiser of that decay; it holds ema:0.9, and raw"):
-        consolidate(Order(folder, tmp_path / "x", "ema:0.2"))
+        consolidate_weights(Order(folder, tmp_path / "x", "ema:0.2"))
 
 
 def test_the_identity_of_snapshots(made):
     """Oracle: by hand: the same for the same snapshots, another for fewer of them."""
-    snapshots = usable(made[0], None)
-    assert hash_snapshots(snapshots) == hash_snapshots(usable(made[0], None)) != hash_snapshots(snapshots[:-1])
+    snapshots = list_usable_snapshots(made[0], None)
+    assert (
+        hash_snapshots(snapshots)
+        == hash_snapshots(list_usable_snapshots(made[0], None))
+        != hash_snapshots(snapshots[:-1])
+    )
 
 
 def test_two_parts(tmp_path):
     """Oracle: the published system for the autoencoder; the discriminator has no average, and is left out."""
     folder, nets = begun(tmp_path, "tiny-vae", DISCRIMINATOR, *AVERAGES)
     truth = snapshots(folder, {"autoencoder": nets["autoencoder"]})
-    reconstruct(ReconstructOptions(folder, (0.15,)))
+    make_averages(ReconstructOptions(folder, (0.15,)))
     state = read_weights(folder / "reconstructed/0.15/step_00000007", "autoencoder", "ema.0.15")
     assert close(state, truth, "autoencoder")
     export(ExportOptions(folder, tmp_path / "out", "safetensors", ema=0.15))
@@ -180,7 +184,7 @@ def test_sweep(made):
     snapshots make are taken.
     """
     folder, _ = made
-    widths = [one.width for one in reconstruct(ReconstructOptions(folder))]
+    widths = [one.width for one in make_averages(ReconstructOptions(folder))]
     assert set(WIDTHS) <= set(widths) <= set(USUAL) and 0.01 not in widths
     path, result = sweep_loss(folder, 7, widths[:3], num=16, batch=8)
     assert json.loads(path.read_text()) == result and Image.open(path.with_suffix(".png")).width > 300

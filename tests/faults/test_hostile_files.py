@@ -154,7 +154,7 @@ def checkpoint(path: Path) -> object:
 
 
 def merged(path: Path) -> object:
-    return consolidate.consolidate(consolidate.Order(path.parent, Path("out"), trust_pickle=True))
+    return consolidate.consolidate_weights(consolidate.Order(path.parent, Path("out"), trust_pickle=True))
 
 
 WEIGHTS: dict[str, bytes | Callable[[], bytes]] = {

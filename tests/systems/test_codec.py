@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from dstrain import systems
 from dstrain.commands.consolidate import Order as Consolidation
-from dstrain.commands.consolidate import consolidate
+from dstrain.commands.consolidate import consolidate_weights
 from dstrain.commands.export import ExportOptions, export
 from dstrain.encoders.autoencoder import Autoencoder, hash_network
 from dstrain.recipe import ConfigError, Run
@@ -162,10 +162,10 @@ def test_a_consolidated_run(tmp_path):
     """Oracle: the export of the same run: its fingerprint, with both parts, with one, and in several files."""
     system, nets = trained(tmp_path / "run", "kl")
     for name, part, size in (("both", None, 10**9), ("one", "autoencoder", 10**9), ("files", "autoencoder", 2000)):
-        consolidate(Consolidation(tmp_path / "run", tmp_path / name, part=part, shard_size=size))
+        consolidate_weights(Consolidation(tmp_path / "run", tmp_path / name, part=part, shard_size=size))
         assert Codec.load(tmp_path / name).fingerprint == hash_network(*system.identity(nets))
     assert len(list((tmp_path / "files").glob("*.safetensors"))) > 1
-    consolidate(Consolidation(tmp_path / "run", tmp_path / "teacher", part="discriminator"))
+    consolidate_weights(Consolidation(tmp_path / "run", tmp_path / "teacher", part="discriminator"))
     with pytest.raises(ConfigError, match="does not hold the weights of autoencoder"):
         Codec.load(tmp_path / "teacher")
 

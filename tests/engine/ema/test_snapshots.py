@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from dstrain.checkpoint.fragments import Shards
 from dstrain.checkpoint.manifest import read_manifest
-from dstrain.commands.reconstruct import ReconstructOptions, reconstruct, usable
+from dstrain.commands.reconstruct import ReconstructOptions, list_usable_snapshots, make_averages
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import Combined
 from dstrain.recipe import ConfigError
@@ -41,7 +41,7 @@ def test_any_width(trained, case):
     """
     run, truth = trained / case, torch.load(trained / case / "truth.pt")
     assert truth["times"] == {"a": LAST, "b": LAST // 2}
-    made = reconstruct(ReconstructOptions(run, DIRECT))
+    made = make_averages(ReconstructOptions(run, DIRECT))
     paths = sorted((run / "averages").glob("step_*"))
     for one in made:
         assert one.path == run / "reconstructed" / repr(one.width) / f"step_{LAST:08d}" and one.misfit < 0.01
@@ -63,7 +63,7 @@ def test_few_snapshots(trained):
     run = trained / "fp32-0"
     truth = torch.load(run / "truth.pt")
     for part in PARTS:
-        combined = Combined(usable(run, None)[4::5], part)
+        combined = Combined(list_usable_snapshots(run, None)[4::5], part)
         solution, shares = combined.solve(WIDE), {name: range(math.prod(shape)) for name, shape in combined.tensors()}
         chunks = zip(shares, combined.values([solution], shares), strict=True)
         values = flat({name: torch.from_numpy(chunk[0]) for name, chunk in chunks})
@@ -78,7 +78,7 @@ def test_ranks_share_the_work(trained):
     for width in (0.075, 0.15):
         path = run / "reconstructed" / repr(width) / f"step_{HALF:08d}"
         for part in PARTS:
-            combined = Combined(usable(run, HALF), part)
+            combined = Combined(list_usable_snapshots(run, HALF), part)
             shares = {name: range(math.prod(shape)) for name, shape in combined.tensors()}
             whole = [torch.from_numpy(chunk[0]) for chunk in combined.values([combined.solve(width)], shares)]
             state = read_weights(path, part, f"ema.{width!r}")
@@ -104,7 +104,7 @@ def test_earlier_and_again(trained, monkeypatch):
     other snapshots.
     """
     run = trained / "fp32-1"
-    path = reconstruct(ReconstructOptions(run, (0.1,), SAVED))[0].path
+    path = make_averages(ReconstructOptions(run, (0.1,), SAVED))[0].path
     snapshot = run / "averages" / path.name
     for part in PARTS:
         values, own = (flat(read_weights(folder, part, "ema.0.1")) for folder in (path, snapshot))
@@ -113,9 +113,9 @@ def test_earlier_and_again(trained, monkeypatch):
         "system/values"
     }
     before = path.stat().st_ino
-    assert reconstruct(ReconstructOptions(run, (0.1,), SAVED))[0].path.stat().st_ino == before
+    assert make_averages(ReconstructOptions(run, (0.1,), SAVED))[0].path.stat().st_ino == before
     (run / "averages" / f"step_{EVERY:08d}").rename(run / "elsewhere")
-    reconstruct(ReconstructOptions(run, (0.1,), SAVED))
+    make_averages(ReconstructOptions(run, (0.1,), SAVED))
     assert read_manifest(path)["extra"]["snapshots"] == list(range(2 * EVERY, SAVED + 1, EVERY))
     (run / "elsewhere").rename(run / "averages" / f"step_{EVERY:08d}")
 
@@ -127,26 +127,26 @@ def test_refusals(trained, tmp_path, capsys):
     run = trained / "fp32-0"
     for step, text in ((EVERY - 1, "lies before the first snapshot"), (EVERY + 1, "is of no snapshot")):
         with pytest.raises(ConfigError, match=rf"--step {step} {text} of .*; there are 2, 4, 6, ..., 76, 78, 80"):
-            reconstruct(ReconstructOptions(run, (0.1,), step))
+            make_averages(ReconstructOptions(run, (0.1,), step))
     with pytest.raises(
         ConfigError,
         match=r"--ema 0.25: the 2 snapshots up to step 4 make no average .* of a: .*\d%. "
         r"They make those from 0.0\d+ to 0.1\d* *",
     ):
-        reconstruct(ReconstructOptions(run, (0.1, 0.25), 4))
+        make_averages(ReconstructOptions(run, (0.1, 0.25), 4))
     assert not (run / "reconstructed" / "0.25").exists()
     with pytest.raises(ConfigError, match="holds no snapshots of averages: the first is written at step 2"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "run.yaml").write_text((run / "run.yaml").read_text())
-        reconstruct(ReconstructOptions(tmp_path / "run", (0.1,)))
+        make_averages(ReconstructOptions(tmp_path / "run", (0.1,)))
     broken = run / "averages" / f"step_{EVERY:08d}" / "common.safetensors"
     content = broken.read_bytes()
     broken.write_bytes(content[:-1])
     try:
-        assert [snapshot.step for snapshot in usable(run, 6)] == [4, 6]
+        assert [snapshot.step for snapshot in list_usable_snapshots(run, 6)] == [4, 6]
         assert "the snapshot of step 2" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="snapshot of step 2 .* is damaged"):
-            usable(run, EVERY)
+            list_usable_snapshots(run, EVERY)
     finally:
         broken.write_bytes(content)
 
@@ -165,15 +165,15 @@ def test_profiles_that_begin_later(tmp_path):
     late.saves.averages.take(6, last=True)
     assert not (tmp_path / "averages").exists(), "of no time"
     late.steps(6, 66, save=66)
-    [made] = reconstruct(ReconstructOptions(tmp_path, (0.075,)))
+    [made] = make_averages(ReconstructOptions(tmp_path, (0.075,)))
     direct, weights = late.direct["a", 0.075], late.weights("a")
     values = flat(read_weights(made.path, "a", "ema.0.075"))
     assert (values - direct).norm() < 1e-3 * (direct - weights).norm()
     again = Trial(tmp_path, 2, "fp32", profiles=(0.05, 0.2))
     assert again.saves.resume() == 66
     again.steps(66, 72)
-    assert [snapshot.step for snapshot in usable(tmp_path, 72)] == [68, 70, 72]
-    assert next(snapshot.step for snapshot in usable(tmp_path, 66)) == 8
+    assert [snapshot.step for snapshot in list_usable_snapshots(tmp_path, 72)] == [68, 70, 72]
+    assert next(snapshot.step for snapshot in list_usable_snapshots(tmp_path, 66)) == 8
 
 
 def test_the_way_back(tmp_path):
@@ -189,7 +189,7 @@ def test_the_way_back(tmp_path):
         "step_00000006.aside",
         "step_00000008.aside",
     ]
-    assert [snapshot.step for snapshot in usable(tmp_path, None)] == [2, 4]
+    assert [snapshot.step for snapshot in list_usable_snapshots(tmp_path, None)] == [2, 4]
     trial.steps(50, 52)
     trial.steps(4, 8)
     after = seals(tmp_path)
@@ -207,9 +207,9 @@ def test_half_precision(tmp_path):
     sizes = [sum(file.stat().st_size for file in (folder / "averages").glob("*/a-*")) for folder in runs.values()]
     assert sizes[1] < 0.75 * sizes[0]
     whole, half = (
-        flat(read_weights(reconstruct(ReconstructOptions(folder, (0.075,)))[0].path, "a", "ema.0.075"))
+        flat(read_weights(make_averages(ReconstructOptions(folder, (0.075,)))[0].path, "a", "ema.0.075"))
         for folder in runs.values()
     )
     assert 0 < (half - whole).norm() < 2**-8 * whole.norm()
-    part = Combined(usable(runs["bf16"], None), "a")
+    part = Combined(list_usable_snapshots(runs["bf16"], None), "a")
     assert abs(sum(part.solve(0.075).coefficients) - 1) < 1e-3
