@@ -385,7 +385,7 @@ BUDGETS = {
     "metrics": 1161,
     "nn": 880,
     "planning": 680,
-    "recipe": 688,
+    "recipe": 715,
     "runs": 867,
     "sampling": 412,
     "systems": 5671,

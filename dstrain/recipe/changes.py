@@ -8,9 +8,9 @@ from pydantic import BaseModel
 
 from dstrain.recipe.errors import ConfigError
 from dstrain.recipe.files import make_plain
-from dstrain.recipe.problems import format_value
+from dstrain.recipe.problems import OTHER_VERSION, format_value
 from dstrain.recipe.run import Run
-from dstrain.recipe.section import find_resume_rule
+from dstrain.recipe.section import find_resume_rule, knows_key
 
 Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
@@ -50,6 +50,13 @@ def explain_refused(changes: Iterable[Change], folder: Path, system: type[BaseMo
             "on with the new value, or another folder= for a new run"
         )
     return ConfigError(*lines)
+
+
+def require_known_keys(run: Run, system: type[BaseModel]) -> None:
+    """Raises ConfigError if a recipe that a run wrote down has keys in `model` that its system does not have."""
+    unknown = [key for key in _flatten_run(run) if not knows_key(key, Run, system)]
+    if unknown:
+        raise ConfigError(*(f"{key}: there is no such key; {OTHER_VERSION}" for key in unknown))
 
 
 def _flatten_run(run: Run) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from dstrain.recipe.section import list_fields
+from dstrain.recipe.trust import is_of_run
 
 # What other trainers call our keys; names that are close in spelling are found without this table.
 _SYNONYMS = {
@@ -50,7 +51,7 @@ def list_problems(
     overridden: Iterable[str] = (),
     recipe: Path | None = None,
 ) -> list[str]:
-    """Pydantic's errors as lines that name key, value, expectation and origin.
+    """Returns pydantic's errors as lines that name key, value, expectation and origin.
 
     `overridden`: the keys that the command line gives; all others come from the file `recipe`.
     """
@@ -58,8 +59,11 @@ def list_problems(
     lines: list[str] = []
     for item in error.errors():
         key = _join_location(item["loc"], prefix)
-        typed = any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in overridden)
+        typed = any(_is_within(key, name) or _is_within(name, key) for name in overridden)
         origin = "command line" if typed else recipe
+        if item["type"] == "extra_forbidden" and recipe and not typed and is_of_run(recipe):
+            lines.append(f"{key}: there is no such key [{recipe}]; {OTHER_VERSION}")
+            continue
         lines += [
             f"{line} [{origin}]" if origin and not line.startswith(_NAMES_ITS_KEY) else line
             for line in _explain_item(item, key, prefix, known)
@@ -68,6 +72,14 @@ def list_problems(
 
 
 _NAMES_ITS_KEY = "\0"  # before a message that a validator of the Run has written whole
+
+
+OTHER_VERSION = "another version of dstrain or of the system has written it: take that one, see events.jsonl beside it"
+
+
+def _is_within(key: str, section: str) -> bool:
+    """Tells whether a dotted key is a section, or of its entries."""
+    return key == section or key.startswith((f"{section}.", f"{section}["))
 
 
 def _join_location(location: Iterable[Any], prefix: str) -> str:
@@ -105,19 +117,33 @@ def _explain_item(item: Any, key: str, prefix: str, known: list[str]) -> list[st
 
 
 def suggest_key(key: str, known: Iterable[str]) -> str:
-    """Returns ' (did you mean ...?)' for a key that is unknown among `known` dotted keys, or nothing."""
-    known, key = list(known), key.lower().replace("-", "_")
-    section, _, leaf = key.rpartition(".")
-    meant = [name for name in known if name.rpartition(".")[2] == leaf] or [
-        name for name in (_SYNONYMS.get(leaf),) if name in known
-    ]
+    """Returns ' (did you mean ...?)' for a key that is unknown among `known` dotted keys, or nothing.
+
+    The last word alone is compared: a long section's name would make all of its entries look alike.
+    """
+    known = list(known)
+    section, _, leaf = key.lower().replace("-", "_").rpartition(".")
+    leaves = {name: name.rpartition(".")[2].lower() for name in known}
+    siblings = [name for name in known if name.rpartition(".")[0].lower() == section]
+    same = [name for name in known if _squeeze(leaves[name]) == _squeeze(leaf)]
+    meant = [name for name in same if name in siblings]
+    meant = meant or [name for word, name in _SYNONYMS.items() if _squeeze(word) == _squeeze(leaf) and name in known]
     if not meant:
-        siblings = [name for name in known if name.rpartition(".")[0] == section]
-        meant = difflib.get_close_matches(key, siblings, 1) or difflib.get_close_matches(key, known, 1, 0.75)
-    if not meant:
-        leaves = {name.rpartition(".")[2]: name for name in known}
-        meant = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, 1)]
+        close = difflib.get_close_matches(leaf, [leaves[name] for name in siblings], 1, 0.85)
+        meant = [name for name in siblings if leaves[name] in close or _shares_words(leaf, leaves[name])] + same
+    for names, alike in ((siblings, 0.54), (known, 0.6)):
+        close = [] if meant else difflib.get_close_matches(leaf, [leaves[name] for name in names], 1, alike)
+        meant = meant or [name for name in names if leaves[name] in close]
     return f" (did you mean {' or '.join(meant[:3])}?)" if meant else ""
+
+
+def _squeeze(word: str) -> str:
+    return word.replace("_", "")
+
+
+def _shares_words(one: str, other: str) -> bool:
+    """Tells whether all words of `one` are words of the other, as of patch and patch_size, or it begins with those."""
+    return set(one.split("_")) <= set(other.split("_")) or one.startswith(f"{other}_")
 
 
 def list_nearby(path: Path, pattern: str) -> str:

@@ -112,13 +112,27 @@ def list_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
             yield from list_fields(inner, key)
 
 
-def find_resume_rule(key: str, schema: type[BaseModel] | None, system: type[BaseModel]) -> Resume:
+def knows_key(key: str, schema: type[BaseModel], system: type[BaseModel]) -> bool:
+    """Tells whether a dotted key is in the schemas of a Run and of its `model`, or below a value of theirs."""
+    return all(field is not None for field in _follow_key(key, schema, system))
+
+
+def find_resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel]) -> Resume:
     """Returns the rule on the field of a dotted key, or on the section around it; `system`: the schema of `model`."""
     rule = MAY_CHANGE
-    for depth, name in enumerate(key.split(".")):
-        entries = {field.alias or own: field for own, field in schema.model_fields.items()} if schema else {}
-        if (field := entries.get(name.partition("[")[0])) is None:  # a key of another version: as its section
-            return rule
-        rule = next((mark for mark in field.metadata if isinstance(mark, Resume)), rule)
-        schema = system if depth == 0 and name == "model" else find_section(field)
+    for field in _follow_key(key, schema, system):
+        rule = next((mark for mark in field.metadata if isinstance(mark, Resume)), rule) if field else rule
     return rule
+
+
+def _follow_key(key: str, schema: type[BaseModel] | None, system: type[BaseModel]) -> Iterator[FieldInfo | None]:
+    """Yields the fields of a dotted key from the first section down; None at last, where the schema lacks a word."""
+    for depth, name in enumerate(key.split(".")):
+        if schema is None:  # below a value
+            return
+        entries = {field.alias or own: field for own, field in schema.model_fields.items()}
+        field = entries.get(name.partition("[")[0])
+        yield field
+        if field is None:
+            return
+        schema = system if depth == 0 and name == "model" else find_section(field)

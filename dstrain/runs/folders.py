@@ -37,6 +37,7 @@ from dstrain.recipe import (
     explain_write_errors,
     find_refused,
     load,
+    require_known_keys,
     reword_errors,
 )
 from dstrain.runs.resume import Resume
@@ -171,7 +172,10 @@ def read_recipe(folder: Path) -> Run:
     with reword_errors(options={"--recipe ": ""}):
         run = load(folder / "run.yaml")
     with reword_errors(f"{folder}: "):
-        return run.model_copy(update={"folder": folder, "model": config_class(run.system).recorded(run.model)})
+        system = config_class(run.system)
+        run = run.model_copy(update={"folder": folder, "model": system.recorded(run.model)})
+        require_known_keys(run, system)
+    return run
 
 
 def is_same_data(earlier: str, fingerprint: str) -> bool:

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, Run, files, list_divisors
+from dstrain.runs import folders
 from dstrain.systems import config_class
 from tests.support import tokenizers
+from tests.support.launch import ROOT
 
 DIT = config_class("dit")
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,12 +236,57 @@ def test_all_faults_are_named_at_once():
         ("max_steps", "steps"),
         ("guidence_scal", "samples.guidance_scale"),
         ("save.best_one_of_all", "save.best"),
+        ("optimizer.learningrate", "optimizer.lr"),
+        ("data.Label", "data.labels"),
+        ("data.path_held_out", "data.path or data.held_out_path"),
+        ("faults.timeout", "faults.timeout_minutes"),
+        ("samples.steps", "samples.num_steps or steps"),
     ],
 )
 def test_did_you_mean(typed, meant):
     """Oracle: the key that a reader would have meant."""
     with pytest.raises(ConfigError, match=rf"\(did you mean {re.escape(meant)}\?\)"):
         recipe.load(None, [f"{typed}=1"])
+
+
+def test_a_section_that_is_misspelt_is_of_the_command_line():
+    """Oracle: where the words were typed, though the section alone is unknown."""
+    with pytest.raises(ConfigError, match=r"bach: .*did you mean batch.*\[command line\]"):
+        recipe.load(ROOT / "tests/launch/tiny.yaml", ["bach.global=4"])
+
+
+@pytest.mark.parametrize(
+    "model, meant", [("patch=4", "patch_size"), ("head=2", "num_heads"), ("hiden_size=2", "hidden_size")]
+)
+def test_did_you_mean_of_a_model(model, meant):
+    """Oracle: the key that a reader would have meant: its words before its letters."""
+    run = recipe.load(None, [f"model.{model}"])
+    with pytest.raises(ConfigError, match="there is no such key") as caught:
+        recipe.check(run, config_class("dit"))
+    assert f"(did you mean model.{meant}" in str(caught.value)
+
+
+def test_a_recipe_of_another_version(tmp_path):
+    """Oracle: each key that this version does not know, with the remedy, wherever it stands; a user's own recipe with
+    the same key is advised another one; values below a key, such as columns, are no keys.
+    """
+    run = recipe.load(ROOT / "tests/launch/tiny.yaml", ["data.columns={image: a}"])
+    run = recipe.check(run, config_class(run.system))
+    text = recipe.dump(run)
+    newer = text.replace("optimizer:\n", "optimizer:\n  newer: 3\n") + "novelty: 1\n"
+    (tmp_path / "run.yaml").write_text(newer)
+    with pytest.raises(ConfigError) as caught:
+        folders.read_recipe(tmp_path)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["optimizer.newer", "novelty"]
+    assert all("another version" in problem and "did you mean" not in problem for problem in caught.value.problems)
+    (tmp_path / "run.yaml").write_text(text.replace("model:\n", "model:\n  novel: {a: 1}\n"))
+    with pytest.raises(ConfigError, match=r"model\.novel\.a: there is no such key; another version"):
+        folders.read_recipe(tmp_path)
+    (tmp_path / "run.yaml").write_text(text)
+    assert folders.read_recipe(tmp_path).model == run.model
+    (tmp_path / "mine.yaml").write_text(newer)
+    with pytest.raises(ConfigError, match="novelty: there is no such key; known here"):
+        recipe.load(tmp_path / "mine.yaml")
 
 
 def test_differences_and_what_a_resumed_run_may_change():
