@@ -33,14 +33,16 @@ def run_verb(options: PlanOptions) -> None:
     ds_config = find_ds_config(options.ds_config)
     phases().at("counting")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the process that counts ends with this one
-    asked = case(run, ds_config, options.world, options.gpus_per_node, options.gpu, options.network, options.efficiency)
-    text, fits = (ways if options.search else plan)(asked, options.json)
+    asked = make_case(
+        run, ds_config, options.world, options.gpus_per_node, options.gpu, options.network, options.efficiency
+    )
+    text, fits = (describe_ways if options.search else describe_plan)(asked, options.json)
     print(text)
     if not fits:
         raise SystemExit(_DOES_NOT_FIT)
 
 
-def case(
+def make_case(
     run: Run,
     ds_config: Path,
     world: int,
@@ -49,9 +51,9 @@ def case(
     network: float | None,
     efficiency: float = EFFICIENCY,
 ) -> Case:
-    """What is asked about; `network` in Gbit/s of a GPU, None for the chip's own; `efficiency` of the chip's rate.
+    """Makes what is asked about. `network` is in Gbit/s of a GPU, None for the chip's own; `efficiency` of its rate.
 
-    ConfigError: an unknown chip, the JSON, or the recipe on so many ranks.
+    Raises ConfigError if the chip is unknown, or the JSON or the recipe does not suit so many ranks.
     """
     if world > MAX_RANKS:
         raise ConfigError(
@@ -71,42 +73,48 @@ def case(
     return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device, efficiency)
 
 
-def plan(case: Case, json: bool = False) -> tuple[str, bool]:
-    """The costs of a run, and whether it fits; where it does not, also the smallest change with which it does."""
+def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
+    """Describes the costs of a run, and says whether it fits; where it does not, by which smallest change it does."""
     estimate = case.estimate()
     change = None if estimate.fits else find_change(estimate, case) or find_more_gpus(case)
     if json:
         advised = None if change is None else change.figures() | {"changes": list_changes(estimate, change)}
         return format_json(estimate.figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
-    lines = [*_head(estimate), *_device(estimate), *_step(estimate), *_whole(estimate), *_verdict(estimate)]
+    lines = [
+        *_describe_run(estimate),
+        *_describe_device(estimate),
+        *_describe_step(estimate),
+        *_describe_whole(estimate),
+        *_judge_fit(estimate),
+    ]
     if not estimate.fits:
-        lines += _advice(estimate, change)
+        lines += _describe_advice(estimate, change)
     return "\n".join(lines), estimate.fits
 
 
-def ways(case: Case, json: bool = False) -> tuple[str, bool]:
-    """The table of stage x micro-batch x recomputation that fits, the fastest first, and whether any does.
+def describe_ways(case: Case, json: bool = False) -> tuple[str, bool]:
+    """Describes what fits of stage x micro-batch x recomputation, the fastest first, and says whether any does.
 
     Each row is also printed on stderr as soon as it is counted, since all of them may take an hour.
     """
     print(_HEAD, file=sys.stderr, flush=True)
-    estimates = search_choices(case, lambda tried: print(_row(tried), file=sys.stderr, flush=True))
+    estimates = search_choices(case, lambda tried: print(_format_row(tried), file=sys.stderr, flush=True))
     if json:
         return format_json([estimate.figures() for estimate in estimates]), bool(estimates)
     if not estimates:
         return "no stage, micro-batch and recomputation fits: take more GPUs, or offload", False
     lines = [
-        f"{case.run.name} on {_where(estimates[0])}: what fits, "
+        f"{case.run.name} on {_name_machines(estimates[0])}: what fits, "
         + ("the fastest first" if case.chip.name else "the least memory first"),
         _HEAD,
-        *map(_row, estimates[:_ROWS]),
+        *map(_format_row, estimates[:_ROWS]),
     ]
     if len(estimates) > _ROWS:
         lines.append(f"and {len(estimates) - _ROWS} more; --json prints all")
-    return "\n".join(lines + _small(estimates[0])), True
+    return "\n".join(lines + _warn_of_launches(estimates[0])), True
 
 
-def _row(estimate: Estimate) -> str:
+def _format_row(estimate: Estimate) -> str:
     time, free = estimate.time, estimate.chip.memory - estimate.needed - estimate.reserve
     speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
     return (
@@ -116,14 +124,14 @@ def _row(estimate: Estimate) -> str:
     )
 
 
-def _where(estimate: Estimate) -> str:
+def _name_machines(estimate: Estimate) -> str:
     layout, chip = estimate.layout, estimate.chip
     name = chip.name.removeprefix("NVIDIA ") if chip.name else f"{chip.memory / 1e9:.1f} GB"
     each = f", {min(layout.gpus_per_node, layout.world)} a machine" if layout.world > 1 else ""
     return f"{layout.world:,} x {name}{each}"
 
 
-def _head(estimate: Estimate) -> list[str]:
+def _describe_run(estimate: Estimate) -> list[str]:
     run, settings = estimate.run, estimate.settings
     sizes = (
         f"batch {run.batch.global_:,} = {estimate.layout.world:,} ranks x {estimate.micro} x "
@@ -131,86 +139,93 @@ def _head(estimate: Estimate) -> list[str]:
     )
     host = [name for name, value in estimate.choices().items() if value == "cpu"]
     return [
-        f"{run.name} on {_where(estimate)}",
+        f"{run.name} on {_name_machines(estimate)}",
         f"stage {read_stage(settings)}, {read_precision(settings)}, {sizes}, recompute "
         f"{estimate.choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
-        "weights    " + ", ".join(f"{part} {_short(number)}" for part, number in estimate.counts.weights.items()),
+        "weights    "
+        + ", ".join(f"{part} {_format_number(number)}" for part, number in estimate.counts.weights.items()),
     ]
 
 
-def _device(estimate: Estimate) -> list[str]:
+def _describe_device(estimate: Estimate) -> list[str]:
     lines = ["", "on each GPU, when a step takes most"]
-    lines += [f"  {kind:14} {_short(size):>10}B" for kind, size in estimate.counts.device.items() if size]
+    lines += [f"  {kind:14} {_format_number(size):>10}B" for kind, size in estimate.counts.device.items() if size]
     lines += [
-        f"  {kind:14} {'none':>10}    then; at other moments {_short(size)}B at most"
+        f"  {kind:14} {'none':>10}    then; at other moments {_format_number(size)}B at most"
         for kind, size in estimate.counts.elsewhen.items()
     ]
     lines += [
-        f"  {'counted':14} {_short(estimate.needed):>10}B",
-        f"  {'reserve':14} {_short(estimate.reserve):>10}B   CUDA context, NCCL, loss of the allocator",
+        f"  {'counted':14} {_format_number(estimate.needed):>10}B",
+        f"  {'reserve':14} {_format_number(estimate.reserve):>10}B   CUDA context, NCCL, loss of the allocator",
     ]
-    hosts = ", ".join(f"{kind} {_short(size)}B" for kind, size in estimate.counts.host.items() if size)
+    hosts = ", ".join(f"{kind} {_format_number(size)}B" for kind, size in estimate.counts.host.items() if size)
     per_machine = estimate.host * min(estimate.layout.gpus_per_node, estimate.layout.world)
-    return [*lines, f"in the host's memory, of a rank: {hosts or 'nothing'}; of a machine: {_short(per_machine)}B"]
+    return [
+        *lines,
+        f"in the host's memory, of a rank: {hosts or 'nothing'}; of a machine: {_format_number(per_machine)}B",
+    ]
 
 
-def _step(estimate: Estimate) -> list[str]:
+def _describe_step(estimate: Estimate) -> list[str]:
     counts, time = estimate.counts, estimate.time
     largest = " in the largest bucket" if estimate.run.data.buckets else ""
     lines = [
         "",
-        f"a step of a rank{largest}: {_short(counts.flops)}FLOP"
-        + (f", and {_short(counts.recomputed)}FLOP done again" if counts.recomputed else ""),
+        f"a step of a rank{largest}: {_format_number(counts.flops)}FLOP"
+        + (f", and {_format_number(counts.recomputed)}FLOP done again" if counts.recomputed else ""),
     ]
     lines += [
-        f"  {call.operation:14} {call.count:8.4g} calls {_short(call.bytes):>9}B  among {call.ranks:,}"
+        f"  {call.operation:14} {call.count:8.4g} calls {_format_number(call.bytes):>9}B  among {call.ranks:,}"
         for call in counts.collectives
     ]
     if time:
-        lines += [f"  it takes {_span(time.total)}: computing {_span(time.compute)}, links {_span(time.links)}"]
-    return lines + [f"  {line}" for line in _small(estimate)]
+        lines += [
+            f"  it takes {_format_seconds(time.total)}: computing {_format_seconds(time.compute)}, "
+            f"links {_format_seconds(time.links)}"
+        ]
+    return lines + [f"  {line}" for line in _warn_of_launches(estimate)]
 
 
-def _small(estimate: Estimate) -> list[str]:
-    """A warning about a time that is too short to be true."""
+def _warn_of_launches(estimate: Estimate) -> list[str]:
+    """Warns of a time that is too short to be true."""
     if estimate.time is None or estimate.time.total >= LAUNCHES:
         return []
     return [
-        f"no step is that short: below {_span(LAUNCHES)} Python and the launches of kernels, which are not "
+        f"no step is that short: below {_format_seconds(LAUNCHES)} Python and the launches of kernels, which are not "
         "modelled, take most"
     ]
 
 
-def _whole(estimate: Estimate) -> list[str]:
+def _describe_whole(estimate: Estimate) -> list[str]:
     run, time, figures = estimate.run, estimate.time, estimate.figures()
-    checkpoint = f"checkpoint {_short(estimate.counts.checkpoint)}B"
+    checkpoint = f"checkpoint {_format_number(estimate.counts.checkpoint)}B"
     if time is None:
         return ["", f"{checkpoint}; no times, since --gpu names no chip"]
     return [
         "",
         f"{figures['samples_per_second']:,.0f} samples/s (MFU {100 * figures['mfu']:.0f} %), "
-        f"{run.steps:,} steps in {_days(figures['days'])}, {figures['kwh']:,.4g} kWh of the GPUs",
+        f"{run.steps:,} steps in {_format_days(figures['days'])}, {figures['kwh']:,.4g} kWh of the GPUs",
         checkpoint,
     ]
 
 
-def _verdict(estimate: Estimate) -> list[str]:
+def _judge_fit(estimate: Estimate) -> list[str]:
     return ["", f"{'it fits' if estimate.fits else 'IT DOES NOT FIT'}: {describe_memory(estimate)}"]
 
 
-def _advice(estimate: Estimate, change: Estimate | None) -> list[str]:
+def _describe_advice(estimate: Estimate, change: Estimate | None) -> list[str]:
     if change is None:
         return [
             "no micro-batch, recomputation, stage and offload makes it fit, nor does any doubling of the GPUs that "
             f"divides batch.global={estimate.run.batch.global_}: take larger GPUs"
         ]
-    words = [_word(name, value) for name, value in list_changes(estimate, change).items()]
-    speed = f", {_span(change.time.total)} a step" if change.time else ""
+    words = [_format_choice(name, value) for name, value in list_changes(estimate, change).items()]
+    speed = f", {_format_seconds(change.time.total)} a step" if change.time else ""
     return [f"with {', '.join(words)} it fits: {describe_memory(change)}{speed}"]
 
 
-def _word(name: str, value: Any) -> str:
-    """A choice as a user writes it: for the command line, or for the JSON."""
+def _format_choice(name: str, value: Any) -> str:
+    """Returns a choice as a user writes it: for the command line, or for the JSON."""
     if name == "world":
         return f"--world {value}"
     if not name.startswith("zero_optimization."):
@@ -219,19 +234,19 @@ def _word(name: str, value: Any) -> str:
     return f'"{key}": {value}' if key == "stage" else f'"{key}": {{"device": "{value}"}}'
 
 
-def _days(days: float) -> str:
+def _format_days(days: float) -> str:
     for number, unit in ((days, "days"), (24 * days, "hours"), (24 * 60 * days, "minutes")):
         if number >= 2:
             return f"{number:,.1f} {unit}"
     return f"{24 * 3600 * days:.2g} seconds"
 
 
-def _span(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.4g} s" if seconds >= 1 else f"{1000 * seconds:.4g} ms"
 
 
-def _short(number: float) -> str:
-    """A number with three digits and a prefix of thousands."""
+def _format_number(number: float) -> str:
+    """Returns a number with three digits and a prefix of thousands."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if number >= 10**power:
             return f"{number / 10**power:.4g} {prefix}"

@@ -36,7 +36,7 @@ def _count_once():
 def tiny(ds_config, *overrides):
     """A tiny DiT on four GPUs of more memory than there are."""
     run = load_recipe(ROOT / "tests/launch/tiny.yaml", ["model.hidden_size=64", *overrides])
-    return plan.case(run, ROOT / "ds_configs" / ds_config, WORLD, 8, "900TB", None)
+    return plan.make_case(run, ROOT / "ds_configs" / ds_config, WORLD, 8, "900TB", None)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_what_computes_least(case):
     change = advice.find_change(tight.estimate(), tight)
     assert len(set(costs)) > 1 and (change.host, change.counts.recomputed) == costs[0] and change.time is None
     with pytest.raises(ConfigError, match="^--network: --gpu 900TB names no chip, so that nothing is timed"):
-        plan.case(case.run, ROOT / "ds_configs" / "zero2.json", WORLD, 8, "900TB", 100.0)
+        plan.make_case(case.run, ROOT / "ds_configs" / "zero2.json", WORLD, 8, "900TB", 100.0)
 
 
 def test_several_changes(case):
@@ -104,7 +104,7 @@ def test_no_change_fits():
     """Oracle: a run whose choices all take the least memory already."""
     least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=all"), 2**30)
     assert advice.find_change(least.estimate(), least) is None
-    assert "take larger GPUs" in plan.plan(least)[0]
+    assert "take larger GPUs" in plan.describe_plan(least)[0]
 
 
 def test_the_fastest_change(case):
@@ -143,7 +143,7 @@ def test_search(case):
     ]
     assert len(estimates) == len(counted) == len(every) == 18
     assert [estimate.time.total for estimate in estimates] == sorted(estimate.time.total for estimate in every)
-    text, some = plan.ways(fast)
+    text, some = plan.describe_ways(fast)
     lines = text.splitlines()
     assert some and len(lines) == 2 + 18 + 1 and "no step is that short" in lines[-1]
     assert int(lines[2].split()[1]) == estimates[0].micro
@@ -152,19 +152,19 @@ def test_search(case):
         size for size in sizes if size <= sizes[9]
     ]
     assert any(not estimate.fits for estimate in counted)
-    assert not plan.ways(on(fast, sizes[0] - 1))[1]
+    assert not plan.describe_ways(on(fast, sizes[0] - 1))[1]
 
 
 def test_the_table(case):
     """Oracle: its own JSON: every kind of bytes, the sum, the verdict and the change."""
-    values = json.loads(plan.plan(case, json=True)[0])
-    text, fits = plan.plan(case)
+    values = json.loads(plan.describe_plan(case, json=True)[0])
+    text, fits = plan.describe_plan(case)
     assert values["fits"] is fits is True and "it fits" in text and "advice" not in values
     assert values["device_bytes"] == sum(values["device"].values()) and len(text.splitlines()) <= 40
     for kind, size in values["device"].items():
         assert any(line.split()[:1] == [kind] for line in text.splitlines()) == (size > 0)
     tight = on(case, takes(case.estimate()) - 1)
-    values, (text, fits) = json.loads(plan.plan(tight, json=True)[0]), plan.plan(tight)
+    values, (text, fits) = json.loads(plan.describe_plan(tight, json=True)[0]), plan.describe_plan(tight)
     assert values["fits"] is fits is False and "DOES NOT FIT" in text and values["advice"]["fits"]
     assert len(values["advice"]["changes"]) == 1
     assert values["elsewhen"].keys().isdisjoint(values["device"])
@@ -172,9 +172,9 @@ def test_the_table(case):
     assert states <= values["elsewhen"].keys() | values["device"].keys()
     assert all(f"  {kind:14} {'none':>10}    then" in text for kind in values["elsewhen"]) and values["elsewhen"]
     chips = CHIPS["h200"], replace(CHIPS["h200"], link=1e6), case.chip  # some ms, minutes, none
-    texts = [plan.plan(replace(case, chip=chip))[0] for chip in chips]
+    texts = [plan.describe_plan(replace(case, chip=chip))[0] for chip in chips]
     assert ["no step is that short: below 5 ms" in text for text in texts] == [True, False, False]
-    fast = json.loads(plan.plan(replace(case, chip=CHIPS["h200"]), json=True)[0])
+    fast = json.loads(plan.describe_plan(replace(case, chip=CHIPS["h200"]), json=True)[0])
     seconds = fast["seconds"]
     assert seconds["total"] == seconds["compute"] + seconds["links"]
     assert fast["days"] == pytest.approx(60 * seconds["total"] / 86400)
