@@ -266,11 +266,11 @@ def test_memory(tmp_path):
     program = f"""
 import resource
 from pathlib import Path
-from dstrain.commands.reconstruct import ReconstructOptions, reconstruct
+from dstrain.commands.reconstruct import ReconstructOptions, make_averages
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 options = ReconstructOptions(Path({str(run)!r}), (0.06, 0.075))
 before = peak()
-reconstruct(options)
+make_averages(options)
 print(peak() - before)
 """
     done = subprocess.run(
