@@ -14,7 +14,7 @@ import numpy as np
 
 from dstrain.commands.convert import Pictures, Sample
 from dstrain.data.files.local import LocalFiles
-from dstrain.data.formats.unconverted import CIFAR, find_cifar
+from dstrain.data.formats.unconverted import CIFAR
 from dstrain.recipe import ConfigError
 
 _PIXELS = 3072  # bytes: the planes red, green and blue of 32 x 32
@@ -26,18 +26,24 @@ def read_cifar(path: Path, kind: str) -> dict[str, Pictures]:
 
     Raises ConfigError if there is no such set, or a file is damaged.
     """
-    found = find_cifar(str(path), LocalFiles(path))
-    if found is None or not path.is_dir() or ("100" in found.form) != (kind == "cifar100"):
-        names = " or ".join(form for form in CIFAR if ("100" in form) == (kind == "cifar100"))
-        raise ConfigError(f"{path} is no {kind}: name the folder {names}, or the one above it")
-    folder = path / found.folder
-    train, test, meta = CIFAR[found.form]
+    forms = [form for form in CIFAR if ("100" in form) == (kind == "cifar100")]
+    places = [(form, folder) for form in forms for folder in (path, path / form)]
+    found = next((place for place in places if _is_whole(*place)), None)
+    if found is None:
+        raise ConfigError(f"{path} is no {kind}: name the folder {' or '.join(forms)}, or the one above it")
+    form, folder = found
+    train, test, meta = CIFAR[form]
     classes = _read_classes(folder / meta, 100 if kind == "cifar100" else 10)
     splits = {}
     for split, names in (("train", train), ("held_out", (test,))):
         batches = [(name, *_read_batch(folder / name, kind)) for name in names]
         splits[split] = Pictures(sum(len(labels) for _, _, labels in batches), _list_samples(batches), classes)
     return splits
+
+
+def _is_whole(form: str, folder: Path) -> bool:
+    train, test, meta = CIFAR[form]
+    return all((folder / name).is_file() for name in (train[0], test, meta))
 
 
 def _list_samples(batches: list[tuple[str, np.ndarray, list[int]]]) -> Iterator[Sample]:

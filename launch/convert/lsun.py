@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.commands.convert import Pictures, Sample
-from dstrain.data.files.local import LocalFiles
+from dstrain.data.files.local import Files, LocalFiles
+from dstrain.data.formats.base import file_exists, peek_names
 from dstrain.data.formats.labels import ClassList
-from dstrain.data.formats.unconverted import LMDB_DATA, find_lmdb
+from dstrain.data.formats.unconverted import LMDB_DATA
 from dstrain.recipe import ConfigError
 
+_FOLDER, _FILES = "_lmdb", (".lmdb", ".mdb")
 _HELD_OUT = "_val_lmdb"
 _MIN_IMAGE_BYTES = 64  # shorter values are numbers, such as the count of images
 _TRIED = 10  # values, of which one must begin as an image does
@@ -23,7 +25,7 @@ _BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"RIFF", b"BM")
 def read_lsun(path: Path, class_list: ClassList) -> dict[str, Pictures]:
     """Returns the splits below a path. Raises ConfigError if a file is no environment of images, or is truncated."""
     root = path.parent if path.is_file() else path
-    names = sorted(find_lmdb(LocalFiles(path)), key=lambda name: (_name_class(name), name))
+    names = sorted(_find_lmdb(LocalFiles(path)), key=lambda name: (_name_class(name), name))
     if not names:
         raise ConfigError(f"{path} holds no LMDB environment: name a folder with a data.mdb, or one of *_lmdb/")
     train = [name for name in names if not name.startswith("test_") and _HELD_OUT not in name]
@@ -41,6 +43,17 @@ def read_lsun(path: Path, class_list: ClassList) -> dict[str, Pictures]:
         )
         for split, chosen in splits.items()
     }
+
+
+def _find_lmdb(files: Files) -> list[str]:
+    """Returns the data files of LMDB environments, in the order of their names: the folder's own, or of *_lmdb/."""
+    top = peek_names(files)
+    if (LMDB_DATA, False) in top:
+        return [LMDB_DATA]
+    if top and all(name.endswith(_FILES) and not is_folder for name, is_folder in top):
+        return [name for name, _ in top]
+    folders = [name for name, is_folder in top if is_folder and name.endswith(_FOLDER)]
+    return [f"{name}/{LMDB_DATA}" for name in folders if file_exists(files, f"{name}/{LMDB_DATA}")]
 
 
 def _list_samples(root: Path, names: list[str], classes: tuple[str, ...]) -> Iterator[Sample]:

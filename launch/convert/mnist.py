@@ -8,15 +8,18 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from dstrain.commands.convert import Pictures, Sample
-from dstrain.data.files.local import LocalFiles
-from dstrain.data.formats.unconverted import IDX, find_idx
+from dstrain.data.files.local import Files, LocalFiles
+from dstrain.data.formats.base import peek_names
+from dstrain.data.formats.unconverted import IDX
 from dstrain.recipe import ConfigError
 
+_FOLDERS = ("", *(f"{name}raw/" for name in ("", "MNIST/", "FashionMNIST/", "KMNIST/", "EMNIST/")))
 _IMAGES, _LABELS = 0x803, 0x801  # the first number of a file
 _MOST_BYTES = 1 << 32  # of pixels in a file
 
@@ -27,7 +30,7 @@ def read_mnist(path: Path) -> dict[str, Pictures]:
     Raises ConfigError if there are none, several sets, or a file that is damaged.
     """
     root = path.parent if path.is_file() else path
-    files = find_idx(LocalFiles(path))
+    files = _find_idx(LocalFiles(path))
     names = {match: root / name for name in files if (match := IDX.fullmatch(Path(name).name))}
     sets = sorted({f"{Path(name).parent}/{match['set'] or ''}".rstrip("-") for match, name in zip(names, files)})
     if not names:
@@ -46,6 +49,19 @@ def read_mnist(path: Path) -> dict[str, Pictures]:
         samples = _list_samples(file.name.removesuffix(".gz"), images, labels)
         splits[split] = Pictures(len(images), samples)
     return dict(sorted(splits.items(), reverse=True))  # train first
+
+
+def _find_idx(files: Files) -> list[str]:
+    """Returns the idx files of images: the file itself, or those in the folder and in torchvision's folders below it.
+
+    Where a file is there both packed and unpacked, the unpacked one counts.
+    """
+    folders, found = {name for name, inner in peek_names(files) if inner}, set()
+    for folder in _FOLDERS:
+        if not folder or folder.partition("/")[0] in folders:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found |= {folder + name for name, inner in files.names(folder.rstrip("/")) if IDX.fullmatch(name)}
+    return sorted(name for name in found if name.removesuffix(".gz") == name or name[:-3] not in found)
 
 
 def _list_samples(name: str, images: np.ndarray, labels: np.ndarray) -> Iterator[Sample]:

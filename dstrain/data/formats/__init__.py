@@ -9,7 +9,7 @@ from dstrain.data.files.remote import SCHEMES, is_address, open_files
 from dstrain.data.files.tables import TABLES
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.clips import Clips
-from dstrain.data.formats.competing import refuse_several
+from dstrain.data.formats.competing import find_forms, refuse_several
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.hugging_face import HUB, ArrowTables, HubTables, ParquetTables
 from dstrain.data.formats.lists import Metadata, PathList, TableList, WebVid
@@ -66,8 +66,9 @@ def open_data_files(path: str, request: Request) -> Files:
 
 def recognise_layout(path: str, files: Files, request: Request) -> Layout:
     """Returns the layout of the data at a path. Raises ConfigError if they have none of the forms above."""
-    refuse_several(path, files, request)
-    refuse_unconverted(path, files, request)
+    forms = find_forms(files, request)
+    refuse_several(path, files, request, forms)
+    refuse_unconverted(path, files, request, forms)
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):
             unread = [key for key in request.columns if key not in layout.columns_read]

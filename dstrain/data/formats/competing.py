@@ -23,11 +23,10 @@ _TRIED = 8  # of them are opened, since lists of files are no form of their own
 Form = tuple[str, str]  # what it is called, and its folder or file below the root; "": it is not alone there
 
 
-def refuse_several(root: str, files: Files, request: Request) -> None:
+def refuse_several(root: str, files: Files, request: Request, forms: dict[Form, list[str]]) -> None:
     """Checks that a folder holds one form of data. Raises ConfigError, which lists them, if there are several."""
     if files.pattern or not (files.far or os.path.isdir(root)):
         return
-    forms = _find_forms(files, request)
     if len(forms) > 1:
         texts = []
         for (noun, place), names in forms.items():
@@ -39,7 +38,7 @@ def refuse_several(root: str, files: Files, request: Request) -> None:
         )
 
 
-def _find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
+def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
     """Returns the names of some files of each form in a folder."""
     names = list(peek_files(files)) if isinstance(files, LocalFiles) else [name for name, _ in peek_names(files)]
     forms: dict[Form, list[str]] = {}
@@ -65,10 +64,10 @@ def _name_form(name: str, files: Files, request: Request) -> Form | None:
     start, suffix = f"{folder}/" if folder else "", os.path.splitext(own)[1].lower()
     if IDX.fullmatch(own):
         return "MNIST's idx files", folder
-    for form, (train, *others) in CIFAR.items():
-        if own == train[0] and all(file_exists(files, start + other) for other in others):
-            return f"CIFAR ({form})", folder
-    if own == LMDB_DATA or suffix == ".lmdb":
+    for form, (train, test, meta) in CIFAR.items():
+        if own in (*train, test) and all(file_exists(files, start + other) for other in (train[0], test, meta)):
+            return "CIFAR-100" if "100" in form else "CIFAR-10", folder
+    if own == LMDB_DATA or suffix in (".lmdb", ".mdb"):
         return "LMDB environments", ""
     if own == INDEX:
         return "shards of dstrain pack", folder

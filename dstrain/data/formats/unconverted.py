@@ -13,13 +13,12 @@ Names and places of files decide; no content is read.
 import os
 import re
 import shlex
-from contextlib import suppress
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.formats.base import Request, file_exists, peek_names
+from dstrain.data.formats.base import Request, peek_names
 from dstrain.recipe import ConfigError
 
 # Files of a CIFAR: folder -> (those of training, that of the test, that of the names of the classes).
@@ -31,8 +30,13 @@ CIFAR = {
     "cifar-100-binary": (("train.bin",), "test.bin", "fine_label_names.txt"),
 }
 IDX = re.compile(r"(?P<set>[a-z]+-[a-z]+-)?(?P<split>train|t10k|test)-images[-.]idx3-ubyte(\.gz)?")
-_IDX_FOLDERS = ("", *(f"{name}raw/" for name in ("", "MNIST/", "FashionMNIST/", "KMNIST/", "EMNIST/")))
-LMDB_DATA, _LMDB_FOLDER, _LMDB_FILES = "data.mdb", "_lmdb", (".lmdb", ".mdb")
+LMDB_DATA = "data.mdb"
+CONVERTED = {  # what a form is called, and the kind of its converter
+    "CIFAR-10": "cifar10",
+    "CIFAR-100": "cifar100",
+    "MNIST's idx files": "mnist",
+    "LMDB environments": "lsun",
+}
 VALIDATION_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})\.jpe?g", re.IGNORECASE)
 _VALIDATION_LABELS = (
     "LOC_val_solution.csv",
@@ -45,36 +49,30 @@ _FOLDERS_ABOVE = 5  # in which the file with the labels of val/ is looked for
 _ENTRIES = 100  # of a folder that may be val/ are looked at
 
 
-class Cifar(NamedTuple):
-    """Names a CIFAR that was found: a name of CIFAR, and the folder below the root with its files ("" or "NAME/")."""
+def refuse_unconverted(root: str, files: Files, request: Request, forms: Iterable[tuple[str, str]]) -> None:
+    """Checks that data, whose forms and their places are given, are read as they lie.
 
-    form: str
-    folder: str
-
-
-def refuse_unconverted(root: str, files: Files, request: Request) -> None:
-    """Checks that data are read as they lie. Raises ConfigError with the command that converts them if they are not."""
-    if cifar := find_cifar(root, files):
-        kind, what = ("cifar100", "CIFAR-100") if "100" in cifar.form else ("cifar10", "CIFAR-10")
-        own_file = os.path.basename(root) in (*CIFAR[cifar.form][0], CIFAR[cifar.form][1])
-        folder = os.path.dirname(root) if own_file else root
-    elif find_idx(files):
-        kind, what, folder = "mnist", "MNIST's idx files", root
-    elif find_lmdb(files):
-        kind, what, folder = "lsun", "LMDB environments, as LSUN's", root
-    elif is_npz(files):
-        kind, what, folder = "npz", "the arrays of an .npz", root
-    elif request.labels == "auto" and not request.captions and find_validation_labels(root, files):
+    Raises ConfigError with the command that converts them if they are not.
+    """
+    for noun, place in forms:
+        if kind := CONVERTED.get(noun):
+            path = root if os.path.isfile(root) else "/".join(filter(None, (root.rstrip("/"), place)))
+            if os.path.isfile(root) and kind.startswith("cifar"):
+                path = os.path.dirname(root)
+            raise _refusal(root, noun, kind, path, request.key, files.far)
+    if is_npz(files):
+        raise _refusal(root, "the arrays of an .npz", "npz", root, request.key, files.far)
+    if request.labels == "auto" and not request.captions and find_validation_labels(root, files):
         _refuse_flat_validation(root, request)
-        return
-    else:
-        return
-    raise ConfigError(f"{request.key}={root} holds {what}: {describe_conversion(kind, folder, request.key, files.far)}")
+
+
+def _refusal(root: str, noun: str, kind: str, path: str, key: str, far: bool) -> ConfigError:
+    return ConfigError(f"{key}={root} holds {noun}: {describe_conversion(kind, path, key, far)}")
 
 
 def describe_conversion(kind: str, path: str, key: str, far: bool = False) -> str:
     """Returns the remedy: the command that converts the data at a path, and the entry of a recipe that follows it."""
-    name = os.path.basename(path.rstrip("/")) or "data"
+    name = os.path.basename(path.rstrip("/").removesuffix("/raw")) or "data"
     out = f"{kind if kind.startswith('cifar') else os.path.splitext(name)[0]}-shards"
     copied = "copy them to a disk, and " if far else ""
     command = f"dstrain convert {kind} {shlex.quote(path)} --out {shlex.quote(out)}"
@@ -90,46 +88,6 @@ def _refuse_flat_validation(root: str, request: Request) -> None:
         f"{request.key}={root} holds ImageNet's validation images without class folders: list them once with "
         f"`dstrain convert imagenet-kit {shlex.quote(root)} --out {shlex.quote(table)}`, {remedy}"
     )
-
-
-def find_cifar(root: str, files: Files) -> Cifar | None:
-    """Returns the CIFAR in a folder, in the folder of that name below it, or around a file. Returns None for others."""
-    own = os.path.basename(root.rstrip("/"))
-    top = peek_names(files)
-    is_file = top == [(own, False)]
-    for form, (train, test, meta) in CIFAR.items():
-        if is_file:
-            if own in (*train, test) and file_exists(files, meta):
-                return Cifar(form, "")
-            continue
-        for folder, first in (("", (train[0], False)), (f"{form}/", (form, True))):
-            if first in top and all(file_exists(files, folder + name) for name in (train[0], test, meta)):
-                return Cifar(form, folder)
-    return None
-
-
-def find_idx(files: Files) -> list[str]:
-    """Returns the idx files of images: the file itself, or those in the folder and in torchvision's folders below it.
-
-    Where a file is there both packed and unpacked, the unpacked one counts.
-    """
-    folders, found = {name for name, inner in peek_names(files) if inner}, set()
-    for folder in _IDX_FOLDERS:
-        if not folder or folder.partition("/")[0] in folders:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                found |= {folder + name for name, inner in files.names(folder.rstrip("/")) if IDX.fullmatch(name)}
-    return sorted(name for name in found if name.removesuffix(".gz") == name or name[:-3] not in found)
-
-
-def find_lmdb(files: Files) -> list[str]:
-    """Returns the data files of LMDB environments, in the order of their names: the folder's own, or of *_lmdb/."""
-    top = peek_names(files)
-    if (LMDB_DATA, False) in top:
-        return [LMDB_DATA]
-    if top and all(name.endswith(_LMDB_FILES) and not is_folder for name, is_folder in top):
-        return [name for name, _ in top]
-    folders = [name for name, is_folder in top if is_folder and name.endswith(_LMDB_FOLDER)]
-    return [f"{name}/{LMDB_DATA}" for name in folders if file_exists(files, f"{name}/{LMDB_DATA}")]
 
 
 def is_npz(files: Files) -> bool:

@@ -52,7 +52,8 @@ def test_cifar(tmp_path, hundred, monkeypatch):
     names = [f"class_{i}\n" for i in range(100 if hundred else 10)]
     (binary / ("fine_label_names.txt" if hundred else "batches.meta.txt")).write_text("".join(names))
     for number, path in enumerate((data, data / name, binary.parent, binary)):
-        assert command_of(path=str(path)) == [kind, str(path), "--out", f"{kind}-shards"]
+        inner = (data / name, binary)[number // 2]
+        assert command_of(path=str(path)) == [kind, str(inner), "--out", f"{kind}-shards"]
         out = converted(kind, path, tmp_path / "out" / str(number))
         train, unseen = open_sources(Data(path=str(out), image_size=32))
         for source, of_train in ((train, True), (unseen, False)):
@@ -98,7 +99,8 @@ def test_mnist(tmp_path, below, ending):
     prefix = "emnist-letters-" if below == "EMNIST/raw" else ""
     data = tmp_path / "data"
     expected = write_idx(data / below, prefix, ending)
-    assert command_of(path=str(data)) == ["mnist", str(data), "--out", "data-shards"]
+    out = f"{below.removesuffix('/raw') or 'data'}-shards"
+    assert command_of(path=str(data)) == ["mnist", str(data / below), "--out", out]
     out = converted("mnist", data, tmp_path / "out")
     for source, (images, labels) in zip(
         open_sources(Data(path=str(out), image_size=20, channels=1)), expected.values(), strict=True

@@ -378,14 +378,14 @@ def two_idx_sets_to_convert(d):
         return f"refused: {error}"
 
 
-@case(SEVERAL + "CIFAR .cifar-10-batches-py. .*and CIFAR .cifar-100-python. .*: data.path=D/cifar-100-python")
+@case(SEVERAL + "CIFAR-10 .cifar-10-batches-py/.* and CIFAR-100 .cifar-100-python/.*: data.path=D/cifar-100-python")
 def two_cifars(d):
     put_cifar(d / "cifar-10-batches-py")
     put_cifar(d / "cifar-100-python")
     return read(d)
 
 
-@case(SEVERAL + "images .a/0.png: data.path=D/a. and CIFAR .*data_batch_1: data.path=D/cifar-10-batches-py")
+@case(SEVERAL + "images .a/0.png: data.path=D/a. and CIFAR-10 .*data_batch_1, .*: data.path=D/cifar-10-batches-py")
 def a_cifar_beside_pictures(d):
     put_cifar(d / "cifar-10-batches-py")
     put(d / "a" / "0.png", 1)
