@@ -101,7 +101,8 @@ def encode(options: EncodeOptions) -> dict[str, Any] | None:
     plan = make_plan(options)
     encoding = plan.encoding
     if group.rank() == 0:
-        path = f"{options.data or plan.stage.data.path}, {options.split}"
+        of_run = plan.stage.data.path if plan.stage.data is not None else ""
+        path = f"{options.data or of_run}, {options.split}"
         print(f"data: {path}: {plan.source.describe()}", flush=True)
         if plan.texts is not None:
             phases().say(*describe_cut_captions(plan.source, plan.texts))
@@ -227,11 +228,13 @@ def _make_shards(
     mine, encoding, total = missing[group.rank() :: group.world()], encoder.encoding, encoder.encoding["number"]
     shard_rows = {number: range(number * options.shard_size, total)[: options.shard_size] for number in mine}
     samples = _read_samples(source, chain(*shard_rows.values()), encoding, 2 * options.batch)
-    own, records, bad_files = count_samples(numbers, options.shard_size, total), {}, {}
+    own, records = count_samples(numbers, options.shard_size, total), {}
+    bad_files: dict[str, str] = {}
     done = own - count_samples(missing, options.shard_size, total)
     with Bar("encoding", total=own, initial=done, unit="clip" if "num_frames" in encoding else "image") as bar:
         for number, rows in shard_rows.items():
-            parts, bad = [], set()
+            parts: list[Any] = []
+            bad: set[tuple[str, str]] = set()
             for start in range(0, len(rows), options.batch):
                 items, unread = zip(*islice(samples, len(rows[start : start + options.batch])))
                 parts.append(encoder.arrays(collate_items(list(items))))
@@ -255,7 +258,8 @@ def _read_samples(
     several = encoding.get("num_captions")
 
     def read(index: int) -> tuple[dict, list]:
-        items, bad = _read_crops(source, index, encoding)
+        crops, bad = _read_crops(source, index, encoding)
+        items: list[dict[str, Any]] = [*crops]
         item = items[0]
         row = (index + len(bad)) % len(source)  # an unreadable sample is replaced by the next one
         sample = {name: torch.as_tensor(item[name]) for name in names if name in item}
@@ -307,7 +311,7 @@ def _require_readable(bad: Mapping[str, str], options: EncodeOptions, total: int
 
 def _write_index(
     options: EncodeOptions, source: Source, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Writes the index, the last file, on rank 0; returns its body, None where shards of other parts are missing."""
     if options.part is not None:
         records |= group.from_first(_read_others(options, encoding, records) if group.rank() == 0 else None)

@@ -64,7 +64,7 @@ def _quit_python(code: int) -> NoReturn:
     Threads of gloo outlive their process group, which DeepSpeed goes on holding. One that frees a tensor while the
     interpreter shuts down waits for the interpreter's lock, and that aborts the process: its exit code is the abort's.
     """
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

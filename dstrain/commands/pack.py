@@ -258,7 +258,8 @@ def _read_samples(
             content, problem = b"", error.reason
         return (place.name, content, index.label(row) if index.labelled else None, captions), problem
 
-    for sample, problem in ask_each(read, rows, _THREADS, 2 * _THREADS):
+    results: Iterator[tuple[Sampled, str | None]] = ask_each(read, rows, _THREADS, 2 * _THREADS)
+    for sample, problem in results:
         if problem is not None:
             bad(sample[0], problem)
         yield sample

@@ -208,7 +208,8 @@ def _remember_shapes(network: nn.Module) -> None:
     """Lets a network on the meta device compute once without gradient for inputs of the same shapes, since it costs
     half a second where it is deep.
     """
-    forward, outputs = network.forward, {}
+    forward = network.forward
+    outputs: dict[Any, Any] = {}
 
     def remember(*values: Any, **named: Any) -> Any:
         tensors = [*values, *named.values()]
@@ -288,7 +289,8 @@ def _limit_calls(networks: Nets) -> Iterator[None]:
         if next(calls) > _CALLS:
             raise _Enough
 
-    hooks = [network.register_forward_pre_hook(count) for network in networks.values()]
+    modules = [network for network in networks.values() if isinstance(network, nn.Module)]
+    hooks = [module.register_forward_pre_hook(count) for module in modules]
     try:
         yield
     finally:

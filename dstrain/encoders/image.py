@@ -31,7 +31,7 @@ class ImageEncoder(Frozen):
         self.model, self.projection = _load_tower(path)
         self.eval().requires_grad_(False)
         self.embed_dim = self.projection.out_features
-        self.image_size = self.model.config.image_size
+        self.image_size: int = self.model.config.image_size
         config = read_json("image_encoder", path, "preprocessor_config.json") or {}
         for name, values in (("mean", config.get("image_mean", CLIP_MEAN)), ("std", config.get("image_std", CLIP_STD))):
             # float32 even where zero.Init creates tensors in the compute dtype, whose rounding would shift every pixel.

@@ -12,13 +12,13 @@ one fixed shape, cut at the shard's own borders, so that its bytes do not depend
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dstrain.commands.encoding.folder import (
     SAME_COMMAND,
@@ -57,6 +57,7 @@ def embed(options: EncodeOptions) -> dict[str, Any]:
 
     ConfigError: what is asked for cannot be, too many pairs are unreadable, or the folder holds others.
     """
+    assert options.image_encoder is not None and options.text_encoder is not None and options.data is not None
     with reword_errors(
         options={
             "image_encoder:": "--image-encoder:",
@@ -158,7 +159,8 @@ def _make_shards(
     options: EncodeOptions, encoders: Encoders, source: Source, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
     """Embeds this rank's share of the missing shards; returns the note of each."""
-    notes, all_bad = {}, {}
+    notes: dict[int, dict[str, Any]] = {}
+    all_bad: dict[str, str] = {}
     mine, total = missing[group.rank() :: group.world()], len(source)
     with Bar("encoding", total=count_samples(mine, options.shard_size, total), unit="pair") as bar:
         for number in mine:
@@ -179,9 +181,9 @@ def _make_shards(
 
 
 @torch.no_grad()
-def _embed_batch(options: EncodeOptions, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
+def _embed_batch(options: EncodeOptions, encoders: Encoders, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Embeds a batch, filled up by its last pair to a fixed shape: returns arrays (n, ...) as stored, and captions."""
-    full = items + items[-1:] * (options.batch - len(items))
+    full = [*items, *[items[-1]] * (options.batch - len(items))]
     captions = unpack_captions(stack_texts([item["caption"] for item in full]))
     texts = encoders.text.encode(captions)
     embedded = {"image_embed": encoders.image.encode(torch.stack([item["image"] for item in full]).to(group.device()))}

@@ -40,6 +40,7 @@ def make_plan(options: EncodeOptions) -> Plan:
     if options.run is not None:
         stage = first_stage.open_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:
+        assert options.first_stage is not None
         stage = first_stage.open_diffusers(options.first_stage, options.image_size, options.precision)
     if options.crops is None and options.crop != "random":
         raise ConfigError(f"--crop {options.crop}: say how many of each image, such as --crops 4")
@@ -121,7 +122,7 @@ def _describe_encoding(
         "shape": [texts.max_length, texts.encodings_dim],
         "dtype": options.dtype,
     }
-    if _is_of_videos(stage):
+    if stage.data is not None and _is_of_videos(stage):
         encoding |= {
             "num_frames": stage.data.num_frames,
             "frame_stride": stage.data.frame_stride,
@@ -130,10 +131,11 @@ def _describe_encoding(
             "text": text,
         }
     elif "caption" in first:
+        listed: Any = source  # images in a form of formats/, which have an index
         encoding |= {
             "captions": True,
             "text": text,
-            "num_captions": min(source.index.most_captions, options.num_captions or 1),
+            "num_captions": min(listed.index.most_captions, options.num_captions or 1),
         }
     return source, encoding
 
@@ -167,7 +169,7 @@ def _open_source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int
             "data.crop=": "--crop ",
         }
     ):
-        if _is_of_videos(stage):
+        if run_data is not None and _is_of_videos(stage):
             return _open_clips(options, run_data, path, share, held_out_path), size
         return _open_images(options, stage, path, size, share, held_out_path), size
 
@@ -175,10 +177,10 @@ def _open_source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int
 def _open_images(
     options: EncodeOptions, stage: FirstStage, path: str, size: int, share: float, held_out_path: str | None
 ) -> Source:
-    own = options.data is None and stage.data is not None
+    own = stage.data if options.data is None else None
     captions = options.num_captions is not None or options.text_encoder is not None
     request = replace(
-        make_request(stage.data) if own else Request(SUFFIXES), captions=captions, upright=options.upright
+        make_request(own) if own is not None else Request(SUFFIXES), captions=captions, upright=options.upright
     )
     images = open_images(
         path,
@@ -216,11 +218,11 @@ def _open_clips(options: EncodeOptions, run_data: Data, path: str, share: float,
     if options.split == "all":
         changes |= {"held_out": 0.0, "held_out_path": None}
     train, held_out = open_sources(run_data.model_copy(update=changes))
-    if options.split == "held_out" and held_out is None:
+    source = held_out if options.split == "held_out" else train
+    if source is None:
         raise ConfigError("no videos are held out: set data.held_out (a fraction)")
     if options.split == "all" and held_out is not None:
         raise ConfigError(f"--split all: {path} holds out clips itself: take train and held_out, each into a folder")
-    source = held_out if options.split == "held_out" else train
     if options.clips is None:
         return source
     if source.chance_name is None:
