@@ -269,7 +269,6 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     folder, say = run.directory, phases().say
     start_group(run.faults.timeout_minutes)
     watchdog.talk()
-    stops.share(group.open_store())
     options = {f"--{name.replace('_', '-')}": getattr(resume, name) for name in Resume.__dataclass_fields__}
     hosts.check_hosts(run, settings | options)  # before anything is moved or written
     source, held_out_source = open_sources(run.data, run=folder)

@@ -114,12 +114,10 @@ def _run_verb(verb: Verb) -> None:
         module.run_verb(options)
         return
     from dstrain.distributed import group
-    from dstrain.distributed.stops import open_stops
     from dstrain.engine.start import start_group
 
     if group.read_place().world > 1:
         start_group()
-        open_stops().share(group.open_store())
     module.run_verb(options)
     group.leave_group()
 

@@ -1,19 +1,25 @@
 """Training as a command: checks the job, and trains it, prints it, or says that it is in order."""
 
 import json
+import os
 import signal
 
 from dstrain.commands.job import Job, prepare_job
 from dstrain.commands.options.train import TrainOptions
+from dstrain.distributed.launcher import read_place
 from dstrain.distributed.progress import phases
 from dstrain.distributed.stops import open_stops
 from dstrain.engine import settings
+from dstrain.engine.start import open_store
 from dstrain.recipe import dump
 
 
 def run_verb(options: TrainOptions) -> None:
     """Trains. Raises SystemExit with the exit code of training."""
     open_stops().hear(signal.SIGINT)
+    trains, place = not (options.print_config or options.dry_run), read_place()
+    if trains and place.rank == 0 and place.world > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        open_store()  # the other ranks come there, while this one lists data
     phases().at("checking recipe, data and folder")
     job = prepare_job(options)
     if options.print_config:

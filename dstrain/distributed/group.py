@@ -5,6 +5,7 @@ process group itself is started by dstrain/engine/.
 """
 
 import functools
+import itertools
 import os
 import socket
 import sys
@@ -20,7 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrain.distributed.launcher import read_place
+from dstrain.distributed.progress import phases
+from dstrain.distributed.stops import IDLE
 
+_numbers = itertools.count()  # of calls of from_first
 _thread = threading.local()  # .group: what this thread's exchanges go over
 _CUT = "pair closure"  # gloo's message, which does not always name gloo
 # Messages of gloo, NCCL and the store about a lost peer. Their other errors are faults of this rank itself.
@@ -290,10 +294,33 @@ def rows_to_first(rows: Tensor, counts: list[int]) -> Tensor | None:
     return torch.cat(parts)
 
 
+def wait_for_first(store: dist.Store, key: str, seconds: float) -> bool:
+    """Waits until rank 0 has set a key, however long it works alone while its pieces end; returns whether it has.
+
+    Where none has ended for some seconds, or rank 0 does not say so (stops.py), it waits no longer.
+    """
+    idle = 0.0
+    while idle <= seconds:
+        phases().beat(idle)
+        try:
+            store.wait([key], timedelta(seconds=min(5.0, seconds)))
+            return True
+        except dist.DistStoreError:
+            idle = float(store.get(IDLE)) if store.check([IDLE]) else seconds + 1
+    return False
+
+
 def from_first(value: Any) -> Any:
-    """Returns rank 0's small Python value, on every rank."""
+    """Returns rank 0's small Python value, on every rank. It may work long for it."""
     if world() == 1:
         return value
+    if not getattr(_thread, "group", None):  # the main thread
+        store, number = dist.distributed_c10d._get_default_store(), next(_numbers)
+        if rank() == 0:
+            store.set(f"dstrain/first/{number}", "")
+        else:
+            timeout = dist.distributed_c10d.default_pg_timeout
+            wait_for_first(store, f"dstrain/first/{number}", timeout.total_seconds())  # else the exchange times out
     values = [value]
     dist.broadcast_object_list(values, src=0, group=_control())
     return values[0]

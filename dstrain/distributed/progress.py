@@ -63,12 +63,12 @@ class Phases(AbstractContextManager):
         if phase != self._phase[0]:
             self._phase = (phase, self.beaten)
 
-    def beat(self) -> None:
-        """Says that a piece of work is done: a time stamp, without lock or exchange."""
+    def beat(self, ago: float = 0.0) -> None:
+        """Says that a piece of work was done some seconds ago: a time stamp, without lock or exchange."""
         if threading.get_ident() == self._main:
-            self.beaten = time.monotonic()
+            self.beaten = time.monotonic() - ago
         else:
-            self.beaten_beside = time.monotonic()
+            self.beaten_beside = time.monotonic() - ago
 
     @property
     def phase(self) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 from dstrain.disk.owner import check_claim
 from dstrain.distributed import exit_codes
+from dstrain.distributed.launcher import read_place
 from dstrain.distributed.processes import read_birth, read_command, read_parent
 from dstrain.distributed.progress import phases
 
@@ -33,6 +34,7 @@ _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
 _REMOTE = "deepspeed.launcher.launch"
 _SHELLS = ("sh", "bash", "dash", "zsh")
 _KEY = "dstrain/stop"
+IDLE = "dstrain/idle"  # key: the seconds since a piece of rank 0's work has ended
 _TICK = 0.5  # seconds between two looks of the thread
 _PATIENCE = 8.0  # seconds that the main thread has to leave where nothing is unsaved
 
@@ -155,6 +157,9 @@ class Stops:
 
     def _exchange(self) -> None:
         try:
+            if self._store is not None and read_place().rank == 0:  # for those that wait for it, see group.py
+                last = max(phases().beaten, phases().beaten_beside)
+                self._store.set(IDLE, f"{time.monotonic() - last:.1f}")
             if self._store is not None and self.requested():
                 self._store.set(_KEY, "")
             elif self._store is not None and self._store.check([_KEY]):

@@ -1,5 +1,6 @@
 """The beginning of a process: joins the process group, whichever launcher has started the ranks."""
 
+import functools
 import io
 import os
 import socket
@@ -16,6 +17,7 @@ from dstrain.distributed import group
 from dstrain.distributed.launcher import Place
 from dstrain.distributed.presence import name_launch
 from dstrain.distributed.progress import phases
+from dstrain.distributed.stops import open_stops
 from dstrain.engine.patches import import_deepspeed, remember_device, set_timeout
 from dstrain.recipe import ConfigError
 
@@ -30,21 +32,7 @@ def start_group(timeout_minutes: float = 30) -> None:
     port is taken.
     """
     phases().at("importing DeepSpeed")
-    place = group.read_place()
-    os.environ.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world),
-        LOCAL_RANK=str(place.local_rank),
-        LOCAL_WORLD_SIZE=str(place.local_world),
-    )
-    os.environ.setdefault("MASTER_ADDR", _find_first_host())
-    if "MASTER_PORT" not in os.environ:
-        # A process alone takes any free port. Several must know one port without a word between them: it follows from
-        # Slurm's job, so that two jobs on one host seldom meet.
-        job = os.environ.get("SLURM_JOB_ID", "0")
-        number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
-        port = _find_free_port() if place.world == 1 else 20000 + number % 10000
-        os.environ["MASTER_PORT"] = str(port)
+    place = _place_rank()
     deepspeed = import_deepspeed()
     if torch.cuda.is_available():
         torch.cuda.set_device(group.device())
@@ -64,11 +52,31 @@ def start_group(timeout_minutes: float = 30) -> None:
             ):  # each rank would print a line of DeepSpeed's own
                 deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
         except torch.distributed.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error) and "in use" not in str(error):
-                raise
-            raise _explain_taken_port() from None
+            raise (_explain_taken_port() if _is_taken(error) else error) from None
         group.barrier()
         _unlink_buffers()
+        if place.world > 1:
+            open_stops().share(group.open_store())
+
+
+def _place_rank() -> Place:
+    """Writes where this rank stands, and where the ranks meet, into the environment that DeepSpeed reads."""
+    place = group.read_place()
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.world),
+        LOCAL_RANK=str(place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_world),
+    )
+    os.environ.setdefault("MASTER_ADDR", _find_first_host())
+    if "MASTER_PORT" not in os.environ:
+        # A process alone takes any free port. Several must know one port without a word between them: it follows from
+        # Slurm's job, so that two jobs on one host seldom meet.
+        job = os.environ.get("SLURM_JOB_ID", "0")
+        number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
+        port = _find_free_port() if place.world == 1 else 20000 + number % 10000
+        os.environ["MASTER_PORT"] = str(port)
+    return place
 
 
 @contextmanager
@@ -97,7 +105,12 @@ def _join_launch(backend: str, timeout: timedelta) -> None:
         store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
         store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
     else:
-        store = _open_store(place, timeout)
+        store = open_store()
+        if place.rank == 0:
+            store.set("dstrain/ready", "")
+        if not group.wait_for_first(store, "dstrain/ready", timeout.total_seconds()):
+            raise torch.distributed.DistStoreError("timeout: rank 0 does not come")
+        store.set_timeout(timeout)
     torch.distributed.init_process_group(
         backend,
         store=store,
@@ -108,24 +121,36 @@ def _join_launch(backend: str, timeout: timedelta) -> None:
     )
 
 
-def _open_store(place: Place, timeout: timedelta) -> torch.distributed.Store:
+@functools.cache
+def open_store() -> torch.distributed.Store:
     """Opens the store of rank 0, in which its host and launch stand. A launcher that starts several ranks on a host is
     the parent of them all, so a rank of that host with another parent is of another launch, and has come by the port.
+
+    Rank 0 may open it before it lists data for long: the others wait there as long as it says that work goes on.
     """
-    store = torch.distributed.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=place.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    place = _place_rank()
+    try:
+        store = torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=place.rank == 0,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=torch.distributed.distributed_c10d.default_pg_timeout,
+        )
+    except torch.distributed.DistNetworkError as error:
+        raise (_explain_taken_port() if _is_taken(error) else error) from None
     host, launch = socket.gethostname(), name_launch() if place.local_world > 1 else ""
     if place.rank == 0:
         store.set("dstrain/launch", f"{host} {launch}")
     elif (first := store.get("dstrain/launch").decode()).startswith(f"{host} ") and first != f"{host} {launch}":
         raise _explain_taken_port()
+    open_stops().share(store.clone())
     return store
+
+
+def _is_taken(error: Exception) -> bool:
+    return "EADDRINUSE" in str(error) or "in use" in str(error)
 
 
 def _explain_taken_port() -> ConfigError:

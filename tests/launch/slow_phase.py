@@ -1,6 +1,6 @@
 """A verb of dstrain that says when it comes to a phase: slow_phase.py VERB FILE MODULE:NAME:CALL:SECONDS WORDS ...
 
-From the given call on, NAME takes SECONDS longer; at that call FILE is made.
+From the given call on, NAME takes SECONDS longer, or -SECONDS in pieces of one; at that call FILE is made.
 """
 
 import functools
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from dstrain.commands.main import start_verb
+from dstrain.distributed.progress import phases
 
 launched = [word for word in sys.argv if word.startswith("--local_rank")]  # which deepspeed puts first
 _, verb, file, place, *words = [word for word in sys.argv if word not in launched]
@@ -25,7 +26,10 @@ def slow(*arguments, **named):
     calls += 1
     if calls >= int(first):
         Path(file).touch()
-        time.sleep(float(seconds))
+        for _ in range(-int(float(seconds))):
+            phases().beat()
+            time.sleep(1)
+        time.sleep(max(0.0, float(seconds)))
     return original(*arguments, **named)
 
 

@@ -137,6 +137,23 @@ def test_a_long_phase(tmp_path, phase):
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
+    "place, code",
+    [
+        ("dstrain.commands.job:_check_data_and_folder:1:-40", 0),
+        ("dstrain.runs.folders:prepare_start:1:-40", 0),
+        ("dstrain.commands.job:_check_data_and_folder:1:300", 1),
+        ("dstrain.runs.folders:prepare_start:1:300", 4),
+    ],
+)
+def test_a_long_start_of_rank_0(tmp_path, place, code):
+    """Oracle: exit codes: the others wait for rank 0 alone as long as pieces of its work end, and no longer."""
+    words = training(tmp_path / "run", "faults.timeout_minutes=0.3", "steps=1", "every.sample=0")
+    process, log = begin_slowly(tmp_path / "run", place, *words, num=2)
+    assert process.wait(120) == code, log.read_text()[-3000:]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
     "verb, words, place, num",
     [
         ("generate", ("--num", "4000"), "dstrain.sampling.draw:draw_own:1:0", 1),
