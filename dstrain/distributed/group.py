@@ -5,7 +5,6 @@ process group itself is started by dstrain/engine/.
 """
 
 import functools
-import itertools
 import os
 import socket
 import sys
@@ -24,8 +23,7 @@ from dstrain.distributed.launcher import read_place
 from dstrain.distributed.progress import phases
 from dstrain.distributed.stops import IDLE
 
-_numbers = itertools.count()  # of calls of from_first
-_thread = threading.local()  # .group: what this thread's exchanges go over
+_thread = threading.local()  # .group: what this thread's exchanges go over; .calls: of from_first
 _CUT = "pair closure"  # gloo's message, which does not always name gloo
 # Messages of gloo, NCCL and the store about a lost peer. Their other errors are faults of this rank itself.
 _SIGNS = (
@@ -315,7 +313,8 @@ def from_first(value: Any) -> Any:
     if world() == 1:
         return value
     if not getattr(_thread, "group", None):  # the main thread
-        store, number = dist.distributed_c10d._get_default_store(), next(_numbers)
+        store, number = dist.distributed_c10d._get_default_store(), getattr(_thread, "calls", 0)
+        _thread.calls = number + 1
         if rank() == 0:
             store.set(f"dstrain/first/{number}", "")
         else:
