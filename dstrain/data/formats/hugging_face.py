@@ -296,6 +296,8 @@ class HubTables(ArrowTables):
             import datasets
         except ImportError:
             raise ConfigError(f"{where} needs datasets: pip install 'dstrain[hf]'") from None
+        # Versions below 4 would ask whether a script of the data set may run. Nobody is asked, and none runs.
+        datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
         try:
             data = datasets.load_dataset(name, split=split or None)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
