@@ -308,8 +308,9 @@ class HubTables(ArrowTables):
             ) from None
         splits = {split: data} if split else dict(data)
         self._by_split = {name: [file["filename"] for file in part.cache_files] for name, part in splits.items()}
-        folders = [os.path.dirname(path) for paths in self._by_split.values() for path in paths]
-        self.files = LocalFiles(os.path.commonpath(folders))
+        self.files = LocalFiles(
+            os.path.commonpath({os.path.dirname(p) for paths in self._by_split.values() for p in paths})
+        )
 
     @cached_property
     def _splits(self) -> dict[str, list[str]]:
