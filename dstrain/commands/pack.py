@@ -64,7 +64,7 @@ class _Packable(Indexed):
         """Returns the captions of a row. Raises OSError or ConfigError if a text beside a clip cannot be read."""
         if not self.beside:
             return self.index.captions(row)
-        return (read_text((self.path / self.index.name(row)).with_suffix(".txt")),)
+        return split_lines(read_text((self.path / self.index.name(row)).with_suffix(".txt")))[:1] or ("",)
 
     def _texts(self, numbers: Sequence[int]) -> bytes:
         return hash_texts(self.path, self._files(numbers)) if self.beside else super()._texts(numbers)

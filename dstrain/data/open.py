@@ -355,8 +355,10 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
     if not data.mixture:
         phases().at(f"listing {data.path}")
     split = kind.open(verify, run, mixed)
-    if isinstance(kind, PairsData | CodesData):
-        require_same_source(split[0], data.path)
+    if isinstance(kind, PairsData | CodesData) or data.embeddings is not None:
+        for source in split:
+            if source is not None:
+                require_same_source(source, data.embeddings or data.path)
     return split
 
 

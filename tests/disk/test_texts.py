@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from dstrain.commands.options.arguments import read_lines
+from dstrain.commands.options.pack import PackOptions
+from dstrain.commands.pack import pack
+from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
 from dstrain.data.formats.clips import read_captions
 from dstrain.data.sources.images import open_images
+from dstrain.data.sources.videos import open_videos
 from dstrain.disk.texts import decode_text, list_captions, parse_sidecar, read_label, split_lines
 from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError
@@ -198,3 +202,20 @@ def test_a_label_alone():
     for value in ([1], {"a": 1}, "x" * 1001, 1.5, float("inf")):
         with pytest.raises(ValueError):
             read_label(value)
+
+
+def test_a_text_of_several_lines_beside_a_clip(tmp_path):
+    """Oracle: one caption a line, the first of which counts for a clip: beside it, in a tar and packed, and with quotes
+    in a captions file as in a list.
+    """
+    root, text = tmp_path / "d", "\ufeff\r\na cat\r\na dog\r\n".encode()
+    root.mkdir()
+    (root / "0.png").write_bytes(encoded(0))
+    (root / "0.txt").write_bytes(text)
+    write_tar(tmp_path / "t" / "x.tar", {"0.png": encoded(0), "0.txt": text})
+    pack(PackOptions(str(root), ("data.num_frames=1",), out=tmp_path / "p"))
+    for path in (root, tmp_path / "t", tmp_path / "p"):
+        assert open_videos(path, Cut(1, 16, 16)).captions(0) == ("a cat",)
+    (root / "0.txt").unlink()
+    (tmp_path / "c.tsv").write_text('0.png\t"a ""big"" cat"\n')
+    assert open_videos(root, Cut(1, 16, 16), captions=tmp_path / "c.tsv").captions(0) == ('a "big" cat',)

@@ -129,14 +129,14 @@ class _Csv(Table):
             ) from None
 
 
-class _Tsv(_Csv):
+class Tsv(_Csv):
     """Fields between tabs. A quotation mark is a character like others, but in a field that is quoted as a whole."""
 
     def columns(self) -> list[str]:
-        return self._require_distinct(next((fields for _, fields in self._records()), []))
+        return self._require_distinct(next((fields for _, fields in self.records()), []))
 
     def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        records = self._records()
+        records = self.records()
         _, names = next(records, (1, []))
         for number, fields in records:
             if len(fields) < len(names) or any(fields[len(names) :]):
@@ -146,7 +146,7 @@ class _Tsv(_Csv):
                 )
             yield number, dict(zip(names, fields))
 
-    def _records(self) -> Iterator[tuple[int, list[str]]]:
+    def records(self) -> Iterator[tuple[int, list[str]]]:
         """Yields the number of the last line and the fields of each record that is not blank."""
         lines: Iterator[tuple[int, str]] = enumerate(read_lines(self.files, self.name, self.where), 1)
         number, line, width = *next(lines, (0, "")), 0
@@ -244,4 +244,4 @@ class _Parquet(Table):
         yield from enumerate(file.rows(group, columns), 1 + file.count_rows(range(group)))
 
 
-TABLES = {".csv": _Csv, ".tsv": _Tsv, ".jsonl": _Jsonl, ".parquet": _Parquet}
+TABLES = {".csv": _Csv, ".tsv": Tsv, ".jsonl": _Jsonl, ".parquet": _Parquet}

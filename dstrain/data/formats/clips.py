@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.data.files.listing import join_few
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.files.tables import match_names, open_table, read_lines
+from dstrain.data.files.tables import Tsv, match_names, open_table
 from dstrain.data.formats.base import Request, Sample
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.lists import COLUMNS
@@ -135,7 +135,5 @@ def _iterate_rows(file: Path, where: str) -> Iterator[tuple[int, Any, Any]]:
         columns = [match_names(COLUMNS[kind], table.columns())[:1] or [kind] for kind in ("path", "caption")]
         yield from ((number, *(row.get(name) for (name,) in columns)) for number, row in table.rows(()))
         return
-    for number, line in enumerate(read_lines(files, file.name, where), 1):
-        name, _, caption = line.rstrip("\r\n").partition("\t")
-        if line.strip():
-            yield number, name, caption
+    for number, (name, *fields) in Tsv(files, file.name, where).records():
+        yield number, name, "\t".join(fields)

@@ -31,7 +31,7 @@ from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.source import Item, Source, reading
 from dstrain.data.sources.captioned import add_captions
-from dstrain.disk.texts import read_text
+from dstrain.disk.texts import read_text, split_lines
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
@@ -139,11 +139,12 @@ class Videos(Indexed):
             return self.classes[self.label(row)].replace("_", " ")
         if self.captions_from == "none":
             return None
-        beside = self.captions_from == "beside"
-        caption = retry(lambda: read_text(file.with_suffix(".txt"))) if beside else self.index.captions(row)[0]
-        if not caption:
+        captions = self.index.captions(row)
+        if self.captions_from == "beside":
+            captions = split_lines(retry(lambda: read_text(file.with_suffix(".txt"))))
+        if not captions or not captions[0]:
             raise ConfigError("its caption is empty")
-        return caption
+        return captions[0]
 
     def describe(self) -> str:
         some = {self.name(row).lower().endswith(_STILL) for row in range(0, len(self), -(-len(self) // _ASKED))}
