@@ -154,8 +154,7 @@ def record_shard(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 def join_arrays(parts: list[Arrays]) -> Arrays:
     """Joins the arrays of a shard's batches; captions become as wide as the longest, or CAPTION_BYTES."""
     wide = max(CAPTION_BYTES, *(part["caption"].shape[-1] for part in parts if "caption" in part), 0)
-    arrays = {name: np.concatenate([_widen(part[name], name, wide) for part in parts]) for name in parts[0]}
-    return arrays
+    return {name: np.concatenate([_widen(part[name], name, wide) for part in parts]) for name in parts[0]}
 
 
 def _widen(array: np.ndarray, name: str, wide: int) -> np.ndarray:

@@ -89,11 +89,12 @@ def _observe(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
     numbers = np.unique(np.linspace(0, count - 1, min(count, _SIZED)).astype(int)).tolist()
     names = [index.name(number) if index.single else parts[number] for number in numbers]
     read = set(names[:: -(-len(names) // _READ)])
-    files = ask_each(lambda name: (_read_size(layout, name), _hash_ends(layout, name) if name in read else ""), names)
+    files = ask_each(lambda name: (count_bytes(layout, name), _hash_ends(layout, name) if name in read else ""), names)
     return {"watched": stats, "files": dict(zip(names, files)), "parts": parts}
 
 
-def _read_size(layout: Layout, name: str) -> int:
+def count_bytes(layout: Layout, name: str) -> int:
+    """Returns the bytes of a file, -1 if it is not there."""
     try:
         return layout.files.stat(name).size
     except NotRead:

@@ -4,6 +4,7 @@ import json
 import shlex
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from torch import Tensor
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import ask_each, join_few
 from dstrain.data.formats.base import Layout
+from dstrain.data.index.alike import count_bytes
 from dstrain.data.index.build import make_once
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.source import Source
-from dstrain.recipe import ConfigError, NotRead
+from dstrain.recipe import ConfigError
 
 _ASKED = 10_000  # files whose sizes are asked for whenever a run starts
 
@@ -154,7 +156,7 @@ class Indexed(Source):
         """
         total, digest = 0, blake2b(digest_size=8)
         for names in self._files(numbers):
-            sizes = np.fromiter(ask_each(self._size, names), np.int64, len(names))
+            sizes = np.fromiter(ask_each(partial(count_bytes, self.layout), names), np.int64, len(names))
             total += int(sizes.sum())
             digest.update(sizes.tobytes())
         digest.update(self._texts(numbers))
@@ -163,14 +165,6 @@ class Indexed(Source):
     def _texts(self, numbers: Sequence[int]) -> bytes:
         """Returns, for the fingerprint, what is known of these files beside names, labels and sizes."""
         return self.index.rest.encode()
-
-    def _size(self, name: str) -> int:
-        try:
-            return self.layout.files.stat(name).size
-        except NotRead:
-            raise
-        except OSError:
-            return -1
 
 
 def _name_check(layout: Layout) -> str:
