@@ -228,8 +228,13 @@ def _compare(folder: Path, claim: Claim) -> None:
     own, later = (folder / f".lease-{number}" for number in (claim.number, claim.number + 1))
     if not folder.is_dir() or (claim.identity is None and not own.exists()):
         raise gone
-    if claim.identity is not None and (identity := read_identity(folder)) != claim.identity:
-        raise TakenAway(errno.ESTALE, "another run lies there now", str(folder)) if identity else gone
+    if claim.identity is not None:
+        try:
+            identity = _read_mark(folder / IDENTITY)
+        except FileNotFoundError:  # other errors are the storage's, and may pass
+            raise gone from None
+        if identity != claim.identity:
+            raise TakenAway(errno.ESTALE, "another run lies there now", str(folder))
     with suppress(FileNotFoundError):
         if later.exists() or _read_mark(own) != claim.mark:
             raise TakenAway(errno.ESTALE, f"it now belongs to {_describe_lease(later if later.exists() else own)}")

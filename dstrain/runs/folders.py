@@ -276,8 +276,14 @@ def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
 
 
 def share_claim(folder: Path) -> None:
-    """Lets all ranks compare rank 0's claim on the folder before they write; on all ranks together."""
-    owner.adopt_claim(folder, group.from_first(owner.find_claim(folder)))
+    """Lets all ranks compare rank 0's claim on the folder before they write; on all ranks together.
+
+    A network file system may show another machine the new identity seconds later.
+    """
+    claim, end = group.from_first(owner.find_claim(folder)), time.monotonic() + 20
+    while claim and claim.identity and owner.read_identity(folder) != claim.identity and time.monotonic() < end:
+        time.sleep(0.2)
+    owner.adopt_claim(folder, claim)
 
 
 def _take_lock(folder: Path) -> IO[str]:

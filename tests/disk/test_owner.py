@@ -151,6 +151,23 @@ def test_hidden_files_may_be_cleared_away(claimed):
         write(claimed)
 
 
+def test_storage_that_fails_is_no_other_run(claimed, monkeypatch):
+    """Oracle: EIO on a read of the identity: the write fails by it, and the next one succeeds."""
+    read = owner._read_text
+
+    def fail(path):
+        if path.name == owner.IDENTITY:
+            raise OSError(5, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(owner, "_read_text", fail)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        atomic.write_file(claimed / "saved", "5")
+    assert not isinstance(raised.value, owner.TakenAway)
+    monkeypatch.undo()
+    atomic.write_file(claimed / "saved", "5")
+
+
 def test_a_run_keeps_its_identity(tmp_path):
     """Oracle: the folder's file: the same in a second claim and after a move; another one in another folder."""
     found = []
