@@ -28,7 +28,7 @@ class ConvertOptions(Command):
     examples: ClassVar[str] = """
         dstrain convert cifar10 cifar-10-batches-py --out cifar10-shards
         dstrain convert imagenet-kit /data/imagenet/val --out /data/imagenet/val.csv
-        dstrain convert latents imagenet256_features --first-stage stabilityai/sd-vae-ft-mse --out latents/imagenet256
+        dstrain convert latents features --first-stage stabilityai/sd-vae-ft-mse --out latents/imagenet256
     """
 
     kind: str = argument("KIND", "what the data are: cifar10, cifar100, mnist, lsun, npz, imagenet-kit or latents")
