@@ -232,7 +232,10 @@ NOT_RUN = {
     "evaluate RUN --metrics fid,kid --features inception:pt_inception.pth --write-reference OUT.npz": NOT_TRIED,
     "evaluate RUN --metrics fid,kid,is,pr --features inception:pt_inception.pth --reference REFERENCE": NOT_TRIED,
     "evaluate RUN --metrics fid,kid,pr,is --features inception:FILE --reference REFERENCE": NOT_TRIED,
-    "evaluate runs/dit-xl2 --metrics fid,kid,pr,is --features inception:pt_inception.pth --reference VIRTUAL_imagenet256_labeled.npz --guidance-scale 1.5": NOT_TRIED,
+    (
+        "evaluate runs/dit-xl2 --metrics fid,kid,pr,is --features inception:pt_inception.pth --reference "
+        "VIRTUAL_imagenet256_labeled.npz --guidance-scale 1.5"
+    ): NOT_TRIED,
     "evaluate --images A --against B --metrics fid,pr --features inception:pt_inception.pth": NOT_TRIED,
     "train --recipe launch/recipes/dvae-small.yaml": NOT_TRIED,
     "train --recipe launch/recipes/dvae-dalle-pytorch.yaml data.path=/data/images": NOT_TRIED,
@@ -240,7 +243,10 @@ NOT_RUN = {
     "import vae.pt --recipe dvae-dalle-pytorch --out runs/dvae": NOT_TRIED,
     "encode runs/dvae --data /data/images --out tokens": NOT_TRIED,
     "encode RUN --data FOLDER --out TOKENS": NOT_TRIED,
-    "train --recipe launch/recipes/dit-xl2-imagenet256.yaml name=decoder model.num_classes=1 model.embedding_dim=768 data.path=IMAGES data.embeddings=PAIRS data.labels=none samples.labels=null": NOT_TRIED,
+    (
+        "train --recipe launch/recipes/dit-xl2-imagenet256.yaml name=decoder model.num_classes=1 "
+        "model.embedding_dim=768 data.path=IMAGES data.embeddings=PAIRS data.labels=none samples.labels=null"
+    ): NOT_TRIED,
     "keep --max-restarts 20": "tests/launch/test_keep.py",
 }
 
