@@ -29,13 +29,29 @@ def find_refused(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
         rule = find_resume_rule(key, Run, system)
         return rule.may_change or (rule.may_be_filled_in and before is None)
 
-    changes = [change for change in list_differences(old, new) if not acceptable(*change[:2])]
+    before, after = (run.model_copy(update={"model": _complete_model(run.model, system)}) for run in (old, new))
+    changes = [change for change in list_differences(before, after) if not acceptable(*change[:2])]
     if "constant" not in (old.optimizer.schedule, new.optimizer.schedule):
         # An open horizon follows `steps`: a longer run would bend the learning rate of the part already trained.
-        before, after = (run.optimizer.decay_steps or run.steps for run in (old, new))
-        if before != after:
-            changes.append(("optimizer.decay_steps", before, after))
+        horizon, other = (run.optimizer.decay_steps or run.steps for run in (old, new))
+        if horizon != other:
+            changes.append(("optimizer.decay_steps", horizon, other))
     return changes
+
+
+def _complete_model(model: dict[str, Any], system: type[BaseModel]) -> dict[str, Any]:
+    """Returns the section with the defaults of keys that an older version did not know: it did as they say."""
+    defaults = system.model_construct().model_dump(mode="json", warnings=False)
+
+    def fill_in(values: dict[str, Any], missing: dict[str, Any]) -> dict[str, Any]:
+        for key, default in missing.items():
+            if key not in values:
+                values = {**values, key: default}
+            elif isinstance(values[key], dict) and isinstance(default, dict):
+                values = {**values, key: fill_in(values[key], default)}
+        return values
+
+    return fill_in(model, defaults)
 
 
 def explain_refused(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:

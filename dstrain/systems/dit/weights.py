@@ -58,7 +58,7 @@ _REMEDIES = (
     (r"^blocks\.\d+\.norm", "block.norm"),
     (r"^blocks\.\d+\.attn\..*_norm", "block.qk_norm"),
     (r"^blocks\.\d+\.mlp\.w", "block.mlp and mlp_ratio"),
-    (r"^blocks\.\d+\.adaLN", "block.modulation, depth and hidden_size (or size)"),
+    (r"^blocks\.\d+\.adaLN", "depth and hidden_size (or size), and block.modulation"),
     (r"^s_embedder", "data.size_conditions"),
     (r"^e_embedder", "embedding_dim"),
     (r"^blocks\.\d+\.mlp", "depth, mlp_ratio and hidden_size (or size)"),

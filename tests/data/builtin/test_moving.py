@@ -116,5 +116,7 @@ def test_batches_of_the_recipe():
         batch = next(batches.at(3))
     index = batches._stream.order.index_at(torch.arange(24, 32))
     assert batch["video"].shape == (8, 5, 1, 48, 32) and batch["frames"].tolist() == [5] * 8
-    for name in ("video", "caption"):
-        assert torch.equal(batch[name], torch.stack([train[i][name] for i in index.tolist()]))
+    samples = [train[i] for i in index.tolist()]
+    assert torch.equal(batch["video"], torch.stack([sample["video"] for sample in samples]))
+    texts = [bytes(row.numpy()).rstrip(b"\0") for row in batch["caption"]]
+    assert texts == [bytes(sample["caption"].numpy()).rstrip(b"\0") for sample in samples]
