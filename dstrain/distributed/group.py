@@ -8,6 +8,7 @@ import functools
 import os
 import socket
 import sys
+import time
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -303,6 +304,9 @@ def wait_for_first(store: dist.Store, key: str, seconds: float) -> bool:
         try:
             store.wait([key], timedelta(seconds=min(5.0, seconds)))
             return True
+        except dist.DistNetworkError:
+            time.sleep(6)  # rank 0 has ended and says why itself; the launcher ends this rank meanwhile
+            return False
         except dist.DistStoreError:
             idle = float(store.get(IDLE)) if store.check([IDLE]) else seconds + 1
     return False

@@ -105,18 +105,16 @@ def test_statistics(tmp_path, trained):
         np.testing.assert_allclose(measured[name], value, rtol=1e-5, atol=1e-6)
     with_statistics = ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes" / "index.json")
     assert (
-        _read_statistics(with_statistics, system, nets)
+        _read_statistics(with_statistics.statistics, with_statistics.run, system, nets)
         == index["statistics"]
-        == _read_statistics(
-            ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes"), system, nets
-        )
+        == _read_statistics(tmp_path / "codes", tmp_path / "run", system, nets)
     )
     away = run.model_copy(update={"data": run.data.model_copy(update={"path": str(tmp_path / "nowhere")})})
     done = _export_to_diffusers(with_statistics, away, system, nets, to_diffusers, tmp_path / "told")
     assert done.statistics == index["statistics"] and max(done.errors.values()) < 1e-6
     other = system.networks()
     with pytest.raises(ConfigError, match="these codes are of the first stage .* name the cache"):
-        _read_statistics(with_statistics, system, other)
+        _read_statistics(with_statistics.statistics, with_statistics.run, system, other)
 
 
 def test_measured_over_all_classes(trained):

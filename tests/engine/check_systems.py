@@ -60,6 +60,7 @@ CASES = {
         [
             "model.objective=flow",
             "model.learn_sigma=false",
+            "samples.sampler=euler",
             "model.block={norm: rms, mlp: swiglu, qk_norm: rms, rope: true}",
             "model.tokens={label: 2, joins: 1}",
             "model.internal={depth: 1}",

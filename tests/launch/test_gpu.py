@@ -112,7 +112,7 @@ def note_precisions(path):
 
     precisions.problem = lambda precision, key: None  # tf32 as if this machine had it
     spy(DiT, "forward", lambda network: network)
-    spy(precisions, "posterior", lambda vae: vae.encoder)
+    spy(precisions, "encode_posterior", lambda vae: vae.encoder)
     record, found = report.Record(path.with_suffix(".record"), True, path.parent), []
     for work, *options in ((precisions.gradients, "dit", 1e-5), (precisions.draw,), (precisions.encode,)):
         work(record, *options)

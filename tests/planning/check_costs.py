@@ -103,7 +103,7 @@ def prepared(folder: Path, case: str, stage: int, world: int, *more: str) -> tup
 
 
 def without_values() -> None:
-    gaussian.readable = likelihood.is_readable = lambda values: False
+    gaussian.is_readable = likelihood.is_readable = lambda values: False
 
 
 def real(folder: Path, world: int, stages: dict[str, Any]) -> None:
