@@ -8,8 +8,8 @@ import functools
 import os
 import socket
 import sys
-import time
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
