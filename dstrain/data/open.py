@@ -357,7 +357,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
     split = kind.open(verify, run, mixed)
     if isinstance(kind, PairsData | CodesData) or data.embeddings is not None:
         for source in split:
-            if source is not None:
+            if source is not None and not data.path.startswith("builtin:"):  # those are the package's own
                 require_same_source(source, data.embeddings or data.path)
     return split
 
