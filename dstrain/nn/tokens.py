@@ -24,7 +24,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
