@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def list_problems(
     return [line.removeprefix(_NAMES_ITS_KEY) for line in lines]
 
 
+_MANY_CHOICES, _NEAR_CHOICES = 12, 8  # of more names than the first, as many as the second are listed
 _NAMES_ITS_KEY = "\0"  # before a message that a validator of the Run has written whole
 
 
@@ -105,6 +107,9 @@ def _explain_item(item: Any, key: str, prefix: str, known: list[str]) -> list[st
             return [f"{key}={value}: letters, digits and . _ - only, since a folder is named by it"]
         case "no_bool":
             return [f"{key} {item['msg']}: give a number or a name"]
+        case "literal_error" if len(choices := re.findall(r"'([^']+)'", item["ctx"]["expected"])) > _MANY_CHOICES:
+            near = difflib.get_close_matches(str(item["input"]), choices, _NEAR_CHOICES, 0.0)
+            return [f"{key}={value}: it should be one of {len(choices)} names, such as {', '.join(near)}"]
         case "missing":
             return [f"{key} is needed and not given"]
         case "model_type" | "model_attributes_type" | "dict_type":

@@ -337,7 +337,7 @@ def make_folder(out: Path) -> Iterator[Path]:
             yield temporary
             apply_umask(temporary)
     except (OSError, SafetensorError) as error:  # a full disk raises either
-        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST) and out.exists():
             raise ConfigError(f"--out {out} was made by another command meanwhile: name a new folder") from None
         raise ConfigError(
             f"--out {out} cannot be written ({getattr(error, 'strerror', None) or error}): name a folder "

@@ -210,7 +210,7 @@ def test_a_wrong_input_is_named_with_its_remedy(folder, monkeypatch, capsys, cas
     code, out, err = launch(arguments, monkeypatch, capsys)
     assert code == 2 and expected in err, err
     assert "Traceback" not in err and re.fullmatch(GREETING, out) and sorted(folder.rglob("*")) == before
-    assert max(map(len, err.splitlines())) < 700
+    assert max(map(len, err.splitlines())) < 400
 
 
 def test_world_size_and_batch(folder, monkeypatch, capsys):

@@ -227,7 +227,8 @@ def test_buffers_of_numpy(train, tmp_path, monkeypatch, capsys):
             capsys,
         )
         assert code == 0, stdout + stderr
-        outputs.append(output + stdout)
+        # A slow machine says meanwhile that it still counts.
+        outputs.append([line for line in (output + stdout).splitlines() if not line.startswith(("now ", "still "))])
     assert outputs[0] == outputs[1]
 
 

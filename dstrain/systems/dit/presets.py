@@ -9,7 +9,11 @@ from typing import Any
 SHAPE = ("patch_size", "hidden_size", "depth", "num_heads")
 # Letter -> hidden_size, depth, num_heads.
 _DIT = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}
-_LIGHTNING = _DIT | {"1p0B": (1536, 24, 24), "1p6B": (1792, 28, 28)}
+_LIGHTNING = {
+    **{letter: shape for letter, shape in _DIT.items() if letter != "S"},
+    "1p0B": (1536, 24, 24),
+    "1p6B": (1792, 28, 28),
+}
 _MODERN = {"norm": "rms", "mlp": "swiglu", "rope": True}
 
 
@@ -34,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "block": _MODERN,
         }
         for letter, (width, depth, heads) in _LIGHTNING.items()
-        for patch in (1, 2)
+        for patch in ((2,) if letter == "L" else (1, 2))
     },
     **{
         f"JiT-{letter}/{patch}": {
