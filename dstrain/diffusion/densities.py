@@ -2,7 +2,7 @@
 
 t in [0, 1], 1 is noise (the direction of Stable Diffusion 3). A time is a function of its sample's own number, so that
 it does not depend on ranks or batches. Sources: Esser et al. 2024 (SD3), section 3.1 (logit-normal, mode, cosmap);
-Zheng et al. 2025 (RAE; truncation, shift by dimension); Karras et al. 2022 (EDM; log-normal sigma).
+Zheng et al. 2025 (RAE; truncation, shift by dimension).
 """
 
 import math
@@ -15,7 +15,10 @@ REFERENCE_VALUES = 4096  # of a latent whose shift by dimension is 1 (RAE, after
 
 
 def draw_logit_normal(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns sigmoid(mean + std normal), of those at most `highest`."""
+    """Returns sigmoid(mean + std normal), of those at most `highest`.
+
+    On a straight path EDM's sigma, noise over signal, is exp(mean + std normal) so.
+    """
     if highest < 1:
         share = torch.special.ndtr(torch.tensor((math.log(highest / (1 - highest)) - mean) / std).double())
         uniforms = uniforms * share.to(uniforms.dtype)
@@ -27,20 +30,15 @@ def draw_uniform(uniforms: Tensor, mean: float, std: float, highest: float = 1.0
 
 
 def draw_mode(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """SD3's density with heavy tails: 1 - u - std (cos^2(pi u / 2) - 1 + u) at 1 - `uniforms`; `mean` has no part."""
-    u = 1 - uniforms * highest
+    """SD3's density with heavy tails: 1 - u - std (cos^2(pi u / 2) - 1 + u) at 1 - `uniforms`, never cut."""
+    u = 1 - uniforms
     return 1 - u - std * (torch.cos(math.pi / 2 * u).square() - 1 + u)
 
 
 def draw_cosmap(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
     """SD3's times under which log(signal / noise) is distributed as the cosine schedule's."""
-    return 1 - 1 / (torch.tan(math.pi / 2 * uniforms * highest) + 1)
-
-
-def draw_lognormal_sigma(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """EDM's: noise over signal is exp(mean + std normal)."""
-    sigma = torch.exp(mean + std * torch.special.ndtri(uniforms * highest))
-    return torch.where(sigma.isinf(), 1.0, sigma / (1 + sigma))
+    share = 2 / math.pi * math.atan2(highest, 1 - highest)  # of times at most `highest`
+    return 1 - 1 / (torch.tan(math.pi / 2 * share * uniforms) + 1)
 
 
 DENSITIES: dict[str, Callable[..., Tensor]] = {
@@ -48,7 +46,6 @@ DENSITIES: dict[str, Callable[..., Tensor]] = {
     "uniform": draw_uniform,
     "mode": draw_mode,
     "cosmap": draw_cosmap,
-    "lognormal_sigma": draw_lognormal_sigma,
 }
 
 

@@ -65,7 +65,7 @@ class FlowMatching:
         return self._shifted(DENSITIES[self.density](uniforms, self.logit_mean, self.logit_std, self.t_max))
 
     def _shifted(self, t: Tensor) -> Tensor:
-        return self.shift * t / (1 + (self.shift - 1) * t)
+        return (self.shift * t / (1 + (self.shift - 1) * t)).clamp(max=1)  # in float32 it may be above
 
     def predict(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
         """Returns the network's prediction; channels beyond those of x_t (variances of a diffusion network) are left
@@ -120,17 +120,20 @@ class FlowMatching:
         """Returns x_start from noise x by the sampler of that name, with at most `num_calls` calls of the network
         (heun: 2).
         """
-        x = self.scaled(x)
-        eta = eta_of(sampler, eta)
+        x, eta = self.scaled(x), eta_of(sampler, eta)
+
+        def scaled_noise(step: int) -> Tensor:
+            return self.scaled(noise(step))
+
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else steps_of(sampler, num_calls)
         grid = self.grid(num_steps, x, spacing)
         if sampler == "sde":
-            return self.stochastic(network, x, grid, noise, eta, progress)
+            return self.stochastic(network, x, grid, scaled_noise, eta, progress)
         if sampler in ("euler", "heun"):
             return self.integrate(network, x, grid, sampler, progress)
         denoise = _Denoiser(self, network)
         levels = [*map(denoise.level, grid[:-1].tolist()), Level.data()]
-        return solve_levels(sampler, denoise, levels, x, noise, eta, progress)
+        return solve_levels(sampler, denoise, levels, x, scaled_noise, eta, progress)
 
     def invert(
         self, network: Network, x_start: Tensor, sampler: str, num_calls: int, spacing: str | None = None
@@ -141,7 +144,8 @@ class FlowMatching:
         if sampler not in ("euler", "heun"):
             raise ConfigError(f"sampler={sampler} cannot be inverted: take --sampler euler or heun")
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else num_calls
-        return self.integrate(network, x_start, self.grid(num_steps, x_start, spacing).flip(0), sampler)
+        x = self.integrate(network, x_start, self.grid(num_steps, x_start, spacing).flip(0), sampler)
+        return x / self.noise_scale
 
     @torch.no_grad()
     def integrate(self, network: Network, x: Tensor, grid: Tensor, method: str, progress: Progress = iter) -> Tensor:

@@ -56,7 +56,8 @@ def measured_bits(
     def bits(nats):
         return nats / (math.prod(shape) * math.log(2))
 
-    normal = 0.5 * (x.square() + math.log(2 * math.pi)).flatten(1).sum(dim=1)  # -log N(x_1; 0, I)
+    constant = math.log(2 * math.pi) + 2 * math.log(flow.noise_scale)
+    normal = 0.5 * ((x / flow.noise_scale).square() + constant).flatten(1).sum(dim=1)  # -log p(x_1)
     prior, curve = bits(normal) - math.log2(_LEVEL), bits(torch.stack(divergences, dim=1))  # (B,), (B, K)
     timestep = (500 * (grid[1:] + grid[:-1])).round().long().expand(len(x), -1)
     return {

@@ -77,7 +77,8 @@ class Interpolant:
         cosine: float = 0.0,
     ) -> None:
         self.path, self.prediction, self.t_min, self.cosine = path, prediction, t_min, cosine
-        self.loss = loss or {"score": "eps"}.get(prediction, prediction)
+        self._space = {"score": "eps"}.get(prediction, prediction)  # a score is taken as the noise that it stands for
+        self.loss = loss or self._space
 
     def coefficients(self, t: Tensor, like: Tensor) -> Coefficients:
         """Returns alpha, sigma and their derivatives at t (B,), to multiply tensors such as `like` (B, ...)."""
@@ -99,7 +100,12 @@ class Interpolant:
         """Returns what a prediction means as velocity, x, eps or score, at times (B,)."""
         if wanted == self.prediction:
             return out
-        of_x_t, of_out = self._weights(self.coefficients(self._inside(t), out), wanted)
+        coefficients = self.coefficients(self._inside(t), out)
+        if self.prediction == "score":  # it is infinite at the data, and the noise that it stands for is not
+            out = -coefficients[1] * out
+        if wanted == self._space:
+            return out
+        of_x_t, of_out = self._weights(coefficients, wanted)
         return of_x_t * x_t + of_out * out
 
     def losses(self, out: Tensor, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -107,17 +113,15 @@ class Interpolant:
         coefficients = self.coefficients(self._inside(t), out)
         alpha, sigma, alpha_slope, sigma_slope = coefficients
         if self.prediction == "velocity":
-            exact = self.coefficients(t, out)
-            target = noise - x_start if self.path == "linear" else exact[2] * x_start + exact[3] * noise
-        elif self.prediction == "score":  # a score is infinite at the data, the noise that it stands for is not
+            target = noise - x_start if self.path == "linear" else alpha_slope * x_start + sigma_slope * noise
+        elif self.prediction == "score":
             out, target = -sigma * out, noise
         else:
             target = x_start if self.prediction == "x" else noise
         error = out - target
-        space = {"score": "eps"}.get(self.prediction, self.prediction)
         wanted = "eps" if self.loss == "likelihood" else self.loss
-        if wanted != space:
-            error = self._weights(coefficients, wanted, space)[1] * error
+        if wanted != self._space:
+            error = self._weights(coefficients, wanted)[1] * error
         losses = mean_flat(error.square())
         if self.loss == "likelihood":
             losses = losses * ((sigma_slope - sigma * alpha_slope / alpha) / sigma).flatten()
@@ -127,13 +131,15 @@ class Interpolant:
 
     def _inside(self, t: Tensor) -> Tensor:
         """Returns times as far from an end as t_min, if conversions divide by 0 there: by alpha for a network that
-        gives noise, by sigma for one that gives x, and by sigma for the slope of sigma on the path vp.
+        gives noise, by sigma for one that gives x, and by sigma for the slope of sigma on the path vp; by both for the
+        weight of a likelihood.
         """
-        low = self.t_min if self.prediction == "x" or self.path == "vp" else 0.0
-        high = 1 - self.t_min if self.prediction in ("eps", "score") else 1.0
+        likelihood = self.loss == "likelihood"
+        low = self.t_min if self.prediction == "x" or self.path == "vp" or likelihood else 0.0
+        high = 1 - self.t_min if self.prediction in ("eps", "score") or likelihood else 1.0
         return t.clamp(low, high) if self.t_min else t
 
-    def _weights(self, coefficients: Coefficients, wanted: str, given: str | None = None) -> tuple[Tensor, Tensor]:
+    def _weights(self, coefficients: Coefficients, wanted: str) -> tuple[Tensor, Tensor]:
         """Returns by what x_t and a prediction are multiplied, so that their sum is what is wanted."""
         alpha, sigma, alpha_slope, sigma_slope = coefficients
         zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
@@ -143,7 +149,7 @@ class Interpolant:
             "eps": (zero, one),
             "score": (zero, -1 / sigma),
         }
-        x_given, eps_given = of_x_and_eps[given or self.prediction]
+        x_given, eps_given = of_x_and_eps[self._space]
         x_wanted, eps_wanted = of_x_and_eps[wanted]
         scale = alpha * eps_given - sigma * x_given
         return (x_wanted * eps_given - eps_wanted * x_given) / scale, (alpha * eps_wanted - sigma * x_wanted) / scale

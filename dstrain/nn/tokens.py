@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear
 from dstrain.nn.positions import rotate
+from dstrain.nn.quantize import widen_precision
 from dstrain.recipe import ConfigError
 
 EPSILON = 1e-6  # of all norms
@@ -31,7 +32,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        wide = widen_precision(x)
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)).to(x.dtype) * self.weight
 
 

@@ -71,7 +71,10 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
                 f"`dstrain consolidate {path} --trust-pickle --out DIR`, and name DIR"
             )
         require_unaltered([path], together=True)
-        adapted = {first: _adapt_part(system, first, read_state(path), path)}
+        state = read_state(path)
+        if not (path.parent / CONSOLIDATED).exists():
+            state, notes = system.rename_published(first, state)
+        adapted = {first: _adapt_part(system, first, state, path)}
     adapted[first][1].extend(notes)
     adapted[first][1].extend(
         f"{part} is not in {path} and begins anew"

@@ -165,6 +165,10 @@ class Imports:
             network.to("meta")  # Buffers that numpy has made have values.
         return networks
 
+    def rename_published(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        """Returns weights of a file that dstrain has not written as `adapt` takes them, and what to know of them."""
+        return state, []
+
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Fits a state dict from elsewhere to the part's network, and says what was changed.
 

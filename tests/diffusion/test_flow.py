@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from dstrain.diffusion.flow import FlowMatching, _Denoiser, check_spacing
+from dstrain.diffusion.flow import SAMPLERS, FlowMatching, _Denoiser, check_spacing
 from dstrain.recipe import ConfigError
 
 MEAN, STD = 0.3, 0.2  # of the data
@@ -164,3 +164,39 @@ def test_names_of_spacings():
         check_spacing(spacing)
     with pytest.raises(ConfigError, match="spacing=trailing: a flow's times are spaced by linspace or karras"):
         check_spacing("trailing")
+
+
+LOUD = 2.0  # deviation of the noise
+
+
+def optimal_of_loud_noise(x, scaled):
+    """E[noise - x_start | x_t] for Gaussian data and noise of deviation LOUD."""
+    t = scaled.view(-1, 1) / 1000
+    variance = ((1 - t) * STD) ** 2 + (LOUD * t) ** 2
+    return (LOUD**2 * t - (1 - t) * STD**2) / variance * (x - (1 - t) * MEAN) - MEAN
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers_of_loud_noise(sampler):
+    """Oracle: mean and deviation of the data, whatever the deviation of the noise."""
+    drawn = FlowMatching(noise_scale=LOUD).sample(optimal_of_loud_noise, randn(0), lambda i: randn(i + 1), sampler, 200)
+    assert float(drawn.mean()) == pytest.approx(MEAN, abs=0.01)
+    assert float(drawn.std()) == pytest.approx(STD, rel=0.06)
+
+
+def test_the_way_back_of_loud_noise():
+    """Oracle: the noise that was drawn from, of deviation 1."""
+    flow, x = FlowMatching(noise_scale=LOUD), randn(0, (64, 1))
+    drawn = flow.sample(optimal_of_loud_noise, x, randn, "heun", 400)
+    torch.testing.assert_close(flow.invert(optimal_of_loud_noise, drawn, "heun", 400), x, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("shift", [0.27, 0.33, 0.4, 0.54, 0.66, 0.91, 6.93])
+def test_shifted_times_stay_within(shift):
+    """Oracle: the interval: in float32 a shift of 1 may come out above it, where a path has no alpha."""
+    flow = FlowMatching(shift=shift, path="gvp")
+    grid = flow.grid(20, torch.zeros(1))
+    assert grid[0] <= 1 and grid[-1] == 0 and (grid.diff() < 0).all()
+    assert flow.times(torch.tensor([0.0, 0.5, 1 - 2**-24])).max() <= 1
+    drawn = flow.sample(lambda x, t: -x, torch.ones(2, 1), lambda i: torch.ones(2, 1), "dpm++", 8)
+    assert drawn.isfinite().all()

@@ -77,3 +77,21 @@ def test_calls_and_keys(num_calls):
     torch.testing.assert_close(
         measured_bits(FlowMatching(), counted, x[1:2], keys[1:2], num_calls)["bits_per_dim"], whole[1:2]
     )
+
+
+def test_bits_of_loud_noise():
+    """Oracle: the same density in closed form, for a flow whose noise has another deviation."""
+    scale = 2.0
+
+    def alone(x, scaled):
+        t = scaled.view(-1, 1) / 1000
+        factor = (scale**2 * t - (1 - t) * STDS**2) / (((1 - t) * STDS) ** 2 + (scale * t) ** 2)
+        return (factor * (x.flatten(1) - (1 - t) * MEAN) - MEAN).view_as(x)
+
+    keys, levels = rng.keys(0, 1, torch.arange(4)), torch.linspace(100, 160, 64, dtype=torch.float64).round()
+    x = levels[torch.randperm(64, generator=torch.Generator().manual_seed(2))].view(4, *SHAPE) / 127.5 - 1
+    continuous = x + 2 / 255 * (rng.uniform(keys, "dequantize", SHAPE).double() - 0.5)
+    z = (continuous.flatten(1) - MEAN) / STDS
+    nats = 0.5 * (z.square() + math.log(2 * math.pi)).sum(1) + STDS.log().sum()
+    found = measured_bits(FlowMatching(noise_scale=scale), alone, x, keys, 1000)["bits_per_dim"]
+    torch.testing.assert_close(found, nats / (16 * math.log(2)) - math.log2(2 / 255), rtol=0, atol=2e-3)

@@ -133,7 +133,7 @@ def mode(t: Tensor) -> Tensor:
         ),
         ("mode", (0.0, 1.29), mode),
         ("cosmap", (0.0, 1.0), lambda t: 2 / math.pi * torch.atan(t / (1 - t))),
-        ("lognormal_sigma", (-1.2, 1.2), lambda t: norm.cdf((logit(t) + 1.2) / 1.2)),
+        ("cosmap", (0.0, 1.0, 0.6), lambda t: torch.atan(t / (1 - t)) / math.atan(0.6 / 0.4)),
     ],
 )
 def test_densities(density: str, arguments: tuple, distribution) -> None:
@@ -151,3 +151,19 @@ def test_ends_of_densities() -> None:
     for density in DENSITIES:
         times = DENSITIES[density](uniforms, 0.0, 1.0)
         assert times.isfinite().all() and times.min() >= 0 and times.max() <= 1, density
+
+
+@pytest.mark.parametrize(
+    ("path", "prediction", "loss"),
+    [*product(PATHS, PREDICTIONS, (None, "velocity", "x", "likelihood"))],
+)
+def test_losses_at_the_ends(path: str, prediction: str, loss: str | None) -> None:
+    """Oracle: finiteness: with t_min no time of training, 0 and 1 among them, divides by 0; nor does a velocity."""
+    generator = torch.Generator().manual_seed(0)
+    x, noise, out = torch.randn(3, 4, 3, 2, 2, generator=generator)
+    t = torch.tensor([0.0, 1e-6, 1 - 1e-6, 1.0])
+    interpolant = Interpolant(path, prediction, loss, t_min=0.05)
+    assert interpolant.losses(out, x, noise, t).isfinite().all()
+    assert interpolant.convert(out, interpolant.mix(x, noise, t), t, "velocity").isfinite().all()
+    if prediction == "velocity" and path != "vp" and loss != "likelihood":
+        assert Interpolant(path, prediction, loss).losses(out, x, noise, t).isfinite().all()

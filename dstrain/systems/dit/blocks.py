@@ -16,7 +16,7 @@ from dstrain.nn.tokens import MLPS, MODULATIONS, Attention, build_norm, join_hea
 
 
 class Seen(NamedTuple):
-    """What all blocks of a forward pass see. Tensors of its own, since hooks and graphs look at a block's inputs."""
+    """What all blocks of a forward pass see. They take it as single tensors, for which hooks and graphs look."""
 
     c: Tensor | None = None
     """The condition, (B, D), or (B, N, D) for each token."""
@@ -64,16 +64,9 @@ class Block(nn.Module):
         self.mlp = MLPS[mlp](dim, int(dim * mlp_ratio))
         self.adaLN_modulation = MODULATIONS[modulation](dim, vectors)
 
-    def forward(
-        self,
-        x: Tensor,
-        c: Tensor | None,
-        shared: Tensor | None = None,
-        rotation: Tensor | None = None,
-        text: Tensor | None = None,
-        mask: Tensor | None = None,
-        images: int | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *seen: Tensor | int | None) -> Tensor:
+        """Takes tokens (B, N, D) and the fields of `Seen`, in order."""
+        c, shared, rotation, text, mask, _ = Seen(*seen)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c, shared)
         own = mask if text is None else None
         x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rotation=rotation, mask=own)
@@ -105,16 +98,9 @@ class JointBlock(nn.Module):
         if dual:
             self.attn2 = Attention(dim, num_heads, qk_norm)
 
-    def forward(
-        self,
-        x: Tensor,
-        c: Tensor,
-        shared: Tensor | None = None,
-        rotation: Tensor | None = None,
-        text: Tensor | None = None,
-        mask: Tensor | None = None,
-        images: int | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *seen: Tensor | int | None) -> Tensor:
+        """Takes tokens (B, N, D) and the fields of `Seen`, in order."""
+        c, _, _, _, mask, images = Seen(*seen)
         image, words = x[:, :images], x[:, images:]
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp, *again = self.image.adaLN_modulation(c)
         of_words = self.text.adaLN_modulation(c)

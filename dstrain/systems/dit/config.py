@@ -18,8 +18,6 @@ from dstrain.systems.base import SystemConfig
 from dstrain.systems.dit.layouts import LAYOUTS
 from dstrain.systems.dit.presets import PRESETS, SHAPE
 
-_PLAIN = (None, "velocity")  # losses of a velocity that divide by nothing
-
 
 class FirstStage(Section):
     path: str
@@ -63,13 +61,14 @@ class Diffusion(Section):
 
 class Flow(Section):
     density: Literal[tuple(DENSITIES)] = "logit_normal"
-    """Distribution of training times: of logit(t), uniform, SD3's mode and cosmap, or EDM's of log(noise / signal)."""
+    """Distribution of training times: normal of logit(t), which on a straight path is log(noise / signal) as in EDM,
+    uniform, or SD3's mode and cosmap."""
     logit_mean: float = 0.0
-    """Its mean, of logit(t) or of log(noise / signal); above 0 more noise."""
+    """Mean of logit(t); above 0 more noise."""
     logit_std: float | None = Field(1.0, gt=0)
-    """Its standard deviation, and the scale of mode; None makes t uniform."""
+    """Standard deviation of logit(t), or the scale of mode; None makes t uniform."""
     t_max: float = Field(1.0, gt=0, le=1)
-    """The largest training time, before the shift."""
+    """The largest training time, before the shift; 1 for mode."""
     t_last: Annotated[float, MAY_CHANGE] = Field(0.0, ge=0, lt=1)
     """Sampling ends at this time, before the shift, and takes what it has (RAE: 0.001); 0: at the data."""
     shift: Annotated[float, Field(gt=0)] | Literal["dimension"] = 1.0
@@ -92,11 +91,13 @@ class Flow(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Flow":
-        if not self.t_min and (self.prediction != "velocity" or self.path == "vp" or self.loss not in _PLAIN):
+        if not self.t_min and (self.prediction != "velocity" or self.path == "vp" or self.loss == "likelihood"):
             raise ConfigError(
                 f"flow.t_min: 0 divides by 0 where prediction={self.prediction}, path={self.path} and loss={self.loss} "
                 "are converted; set flow.t_min, such as 0.05 for predictions of x and 0.001 for others"
             )
+        if self.density == "mode" and self.t_max < 1:
+            raise ConfigError("flow.t_max: the density mode is not cut; leave it at 1, or take another density")
         return self
 
 
@@ -212,10 +213,9 @@ class Config(SystemConfig):
         """Takes a preset's choices where the section is silent; of its shape, see network_shape."""
         preset = PRESETS.get(model.get("size"), {}) if isinstance(model, dict) else {}
         for name, value in preset.items():
-            if name not in SHAPE and isinstance(value, dict):
-                given = model.get(name)
-                model = {**model, name: {**value, **given} if isinstance(given, dict) else given or value}
-            elif name not in SHAPE and model.get(name) is None:
+            if name not in SHAPE and isinstance(value, dict) and isinstance(given := model.get(name, {}), dict):
+                model = {**model, name: {**value, **given}}
+            elif name not in SHAPE and name not in model:
                 model = {**model, name: value}
         return model
 
@@ -255,6 +255,8 @@ class Config(SystemConfig):
             )
         if self.block.modulation == "none" and (self.size_conditions or self.embedding_dim):
             raise ConfigError("block.modulation: none reads no sizes and no image embeddings; set modulation=own")
+        if self.flow.cosine and self.in_channels == 1:
+            raise ConfigError("flow.cosine: over one channel a cosine is a sign; leave it at 0")
         if self.tokens.joins >= shape["depth"]:
             raise ConfigError(f"tokens.joins: {self.tokens.joins} is not below depth {shape['depth']}; give a block")
         for name, width, heads in (
@@ -415,6 +417,7 @@ class Config(SystemConfig):
             "block": self.block.model_dump(exclude={"rope"}),
             "rope": self.block.rope,
             "tokens": self.tokens.model_dump(),
+            **({} if self.block.modulation == "own" or self.tokens.label else {"num_classes": 0}),  # none would be read
             "base_depth": self.internal.depth if self.internal else 0,
         }
 

@@ -7,7 +7,7 @@ ours and left out.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,13 +89,16 @@ def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def translate(state: Mapping[str, Tensor], name: str, depth: int, grid: int) -> tuple[dict[str, Tensor], list[str]]:
+def translate(
+    state: Mapping[str, Tensor], name: str, depth: int, grid: int, head_dims: Sequence[int] = ()
+) -> tuple[dict[str, Tensor], list[str]]:
     """Returns a published state dict under our names, in our time and direction, and notes on what was left out.
 
-    depth   number of blocks of the first trunk; a wide head's blocks follow them in RAE's files.
-    grid    patches along a side, whose tables of positions the file's are compared with.
+    depth       number of blocks of the first trunk; a wide head's blocks follow them in RAE's files.
+    grid        patches along a side, whose tables of positions the file's are compared with.
+    head_dims   values of a head, of the trunk and of a wide head; none where nothing is rotated.
 
-    Raises ConfigError if a table of positions is another one.
+    Raises ConfigError if a table of rotations is another one.
     """
     layout, notes = LAYOUTS[name], []
     unread = {key.removeprefix(layout.prefix).removeprefix("module."): value for key, value in state.items()}
@@ -106,7 +109,7 @@ def translate(state: Mapping[str, Tensor], name: str, depth: int, grid: int) -> 
             translated[re.sub(pattern, ours, key)] = torch.cat(parts)
     for key, value in unread.items():
         if match := re.fullmatch(_TABLES, key):
-            _require_table(key, value, match[2], grid)
+            _require_table(key, value, match[2], grid, head_dims)
             notes.append(f"{key}: computed here, and equal to the file's")
             continue
         translated[_our_name(key, layout, depth)] = value
@@ -146,8 +149,14 @@ def _our_name(key: str, layout: Layout, depth: int) -> str:
     return key
 
 
-def _require_table(key: str, table: Tensor, kind: str, grid: int) -> None:
+def _require_table(key: str, table: Tensor, kind: str, grid: int, head_dims: Sequence[int]) -> None:
     """Raises ConfigError if a file's table of rotations is not the one that is computed here."""
+    if table.shape[-1] not in head_dims:
+        raise ConfigError(
+            f"weights: {key} turns heads of {table.shape[-1]} values, and this network's have "
+            f"{' and '.join(map(str, head_dims)) or 'no rotation'}; set block.rope and num_heads to those the file was "
+            "made with"
+        )
     ours = rotations((grid, grid), table.shape[-1], after=max(len(table) - grid * grid, 0))[0, int(kind == "sin")]
     if ours.shape != table.shape or not torch.allclose(ours, table.float(), atol=TOLERANCE):
         raise ConfigError(

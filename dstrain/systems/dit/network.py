@@ -148,7 +148,7 @@ class DiT(nn.Module):
         if self.sines:
             x = x + self.positions(high, wide).to(x)
         time = self.t_embedder(t)  # (B, D)
-        label = self.y_embedder(y) if y is not None else None
+        label = self.y_embedder(y) if y is not None and hasattr(self, "y_embedder") else None
         tokens = self._condition_tokens(time, label, text)
         c = time if label is None else time + label  # (B, D)
         if size is not None:

@@ -26,7 +26,7 @@ from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Reques
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.blocks import Block
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.layouts import recognise_layout, translate
+from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, translate
 from dstrain.systems.dit.network import DiT
 
 
@@ -257,7 +257,10 @@ class DiTSystem(System):
             "first_stage",
             "codes",
         }
-        own, others = (system.config.model_dump(include=same | {system.config.objective}) for system in (self, other))
+        of_flow = {"path", "prediction", "time_scale", "noise_scale"}  # the others are of training alone
+        included = dict.fromkeys(same, True) | {"diffusion": True, "flow": of_flow}
+        del included["flow" if self.config.objective == "diffusion" else "diffusion"]
+        own, others = (system.config.model_dump(include=included) for system in (self, other))
         if different := sorted(name for name in own | others if own.get(name) != others.get(name)):
             raise ConfigError(
                 f"model.{different[0]} differs, and a guide learns the same from noise of the same kind: "
@@ -305,18 +308,41 @@ class DiTSystem(System):
         return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Fits weights whose positions and class table may differ, see weights.py, and whose names and time may be
-        those of a published layout, see layouts.py.
+        """Fits weights whose positions and class table may differ, see weights.py."""
+        return weights.adapt_weights(state, self.on_meta(part))
+
+    def rename_published(self, part: str, state: dict[str, Tensor]) -> Fitted:
+        """Gives weights of a published layout our names, time and direction, see layouts.py.
+
+        Raises ConfigError if the objective is not the one that they were trained for.
         """
-        layout, shape = self.config.layout or recognise_layout(state), self.config.network_shape()
+        layout = self.config.layout or recognise_layout(state)
         if layout is None:
-            return weights.adapt_weights(state, self.on_meta(part))
-        state, notes = translate(state, layout, shape["depth"], self.shape[1] // shape["patch_size"])
+            return state, []
+        self._require_objective_of(layout)
+        network = self.on_meta(part)
+        heads = [network.head_dim, network.final_layer.head_dim] if self.config.wide else [network.head_dim]
+        state, notes = translate(
+            state, layout, len(network.blocks), network.grid, heads if self.config.block.rope else []
+        )
         if projectors := [name for name in state if name.startswith("projectors.")]:
             state = {name: value for name, value in state.items() if name not in projectors}
             notes.append(f"projectors: {len(projectors)} weights of the alignment are left, since none is trained here")
-        state, changes = weights.adapt_weights(state, self.on_meta(part))
-        return state, [f"layout: {layout}", *notes, *changes]
+        return state, [f"layout: {layout}", *notes]
+
+    def _require_objective_of(self, layout: str) -> None:
+        """Raises ConfigError if the flow is not that of a published layout's networks."""
+        flow, prediction = self.config.flow, "x" if LAYOUTS[layout].predicts_x else "velocity"
+        for field, found, needed in (
+            ("objective", self.config.objective, "flow"),
+            ("flow.time_scale", flow.time_scale, 1.0),
+            ("flow.prediction", flow.prediction, prediction),
+        ):
+            if found != needed:
+                raise ConfigError(
+                    f"model.{field}={found}: weights of {layout} were trained with {needed}; "
+                    f"write model.{field}={needed}"
+                )
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.rename_from_diffusers(state, diffusers_config, self.config)

@@ -204,7 +204,7 @@ def _build_scheduler(system: DiTSystem) -> Any:
 
     config = system.config
     if config.objective == "flow":
-        return FlowMatchEulerDiscreteScheduler(num_train_timesteps=int(config.flow.time_scale), shift=config.flow.shift)
+        return FlowMatchEulerDiscreteScheduler(num_train_timesteps=int(config.flow.time_scale), shift=system.flow.shift)
     return DDIMScheduler(**scheduler_arguments(system.diffusion, config.diffusion.schedule, system.models_pixels()))
 
 

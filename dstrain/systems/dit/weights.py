@@ -213,11 +213,11 @@ def require_expressible(config: Config) -> None:
             raise ConfigError(
                 f"{name}: diffusers' DiTTransformer2DModel has the blocks of DiT alone; take --format safetensors"
             )
-    for name in ("path", "prediction", "noise_scale") if config.objective == "flow" else ():
+    for name in ("path", "prediction", "noise_scale", "t_last") if config.objective == "flow" else ():
         if getattr(config.flow, name) != type(config.flow).model_fields[name].default:
             raise ConfigError(
-                f"flow.{name}: diffusers' FlowMatchEulerDiscreteScheduler has straight paths and velocities alone; "
-                "take --format safetensors"
+                f"flow.{name}: diffusers' FlowMatchEulerDiscreteScheduler has straight paths to the data and "
+                "velocities alone; take --format safetensors"
             )
     if config.embedding_dim:
         raise ConfigError(

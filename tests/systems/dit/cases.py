@@ -27,7 +27,7 @@ CASES = [
         "block": {"norm": "rms", "mlp": "swiglu", "qk_norm": "rms", "rope": True},
         "tokens": {"label": 2, "joins": 1},
         "patch_bottleneck": 3,
-        "flow": {"prediction": "x", "loss": "velocity", "t_min": 0.05, "cosine": 0.5},
+        "flow": {"prediction": "x", "loss": "velocity", "t_min": 0.05},
     },
     TINY
     | {

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dstrain.commands.import_weights import import_weights
 from dstrain.nn.layers import timestep_features
 from dstrain.nn.positions import rotations, sincos_positions
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs.weights import fit_weights
 from dstrain.systems.base import Request
 from dstrain.systems.dit.blocks import Block, FinalLayer, JointBlock, Seen
 from dstrain.systems.dit.config import Config
@@ -86,7 +90,8 @@ def test_golden_networks(name: str) -> None:
     state, tensors, config = read(name)
     layout, network = CASES[name][0], DiT(**arguments(name, config))
     assert layout == "sit" or recognise_layout(state) == layout
-    translated, _ = translate(state, layout, len(network.blocks), network.grid)
+    heads = [network.head_dim, network.final_layer.head_dim] if network.wide else [network.head_dim]
+    translated, _ = translate(state, layout, len(network.blocks), network.grid, heads)
     if "pos_embed" in translated:
         assert torch.allclose(translated["pos_embed"], network.pos_embed, atol=1e-6)
     network.load_state_dict(translated, strict="pos_embed" not in network.state_dict() or "pos_embed" in translated)
@@ -274,8 +279,9 @@ def test_golden_trajectories(name: str) -> None:
     _, tensors, _ = read(name)
     model = model | {"flow": {"time_scale": 1.0, **model.get("flow", {})}}
     system = DiTSystem(Config(**model))
-    fitted, notes = system.adapt("denoiser", state)
-    assert any(note.startswith("layout: ") for note in notes)
+    renamed, notes = system.rename_published("denoiser", state)
+    fitted, _ = system.adapt("denoiser", renamed)
+    assert notes[0].startswith("layout: ")
     network = system.networks()["denoiser"]
     network.load_state_dict(fitted, strict=True)
     start, y = tensors["in/start"], tensors["in/y"]
@@ -297,9 +303,11 @@ def test_golden_trajectories(name: str) -> None:
         ({"internal": {"depth": 1}, "objective": "diffusion"}, "internal"),
         ({"wide": {"hidden_size": 10, "depth": 1, "num_heads": 3}}, "wide.hidden_size"),
         ({"num_heads": 4, "block": {"rope": True}}, "block.rope"),
+        ({"flow": {"cosine": 1.0}, "in_channels": 1}, "flow.cosine"),
         ({"flow": {"prediction": "x"}}, "flow.t_min"),
         ({"flow": {"path": "vp"}}, "flow.t_min"),
         ({"flow": {"loss": "likelihood"}}, "flow.t_min"),
+        ({"flow": {"density": "mode", "t_max": 0.9}}, "flow.t_max"),
     ],
 )
 def test_choices_that_do_not_fit(changes: dict[str, Any], named: str) -> None:
@@ -311,10 +319,16 @@ def test_choices_that_do_not_fit(changes: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"block": MODERN}, "block.mlp"),
+        ({}, "block.mlp"),
         ({"block": MODERN | {"rope": True, "qk_norm": "rms"}}, "block.qk_norm"),
         ({"patch_bottleneck": 2}, "patch_bottleneck"),
         ({"depth": 3}, "depth"),
+        ({"block": MODERN}, "block.rope"),
+        ({"num_heads": 2, "block": MODERN | {"rope": True}}, "num_heads"),
+        ({"num_heads": 6, "block": MODERN | {"rope": True}}, "num_heads"),
+        ({"objective": "diffusion"}, "model.objective"),
+        ({"flow": {}}, "model.flow.time_scale"),
+        ({"flow": {"time_scale": 1.0, "prediction": "x", "t_min": 0.05}}, "model.flow.prediction"),
         ({"image_size": 8}, "image_size"),
     ],
 )
@@ -323,9 +337,10 @@ def test_weights_that_do_not_fit(changes: dict[str, Any], named: str) -> None:
     state, _, _ = read("lightningdit_network")
     if named == "block.mlp":
         state = {name: value for name, value in state.items() if ".w12." not in name}
-    model = SMALL | {"in_channels": 6, "num_heads": 3, "block": MODERN | {"rope": True}} | changes
+    model = SMALL | {"in_channels": 6, "num_heads": 3, "block": MODERN | {"rope": True}, "flow": {"time_scale": 1.0}}
+    system = DiTSystem(Config(**(model | changes)))
     with pytest.raises(ConfigError, match=re.escape(named)):
-        DiTSystem(Config(**model)).adapt("denoiser", state)
+        system.adapt("denoiser", system.rename_published("denoiser", state)[0])
 
 
 def test_reversed_time_is_its_own_inverse() -> None:
@@ -338,6 +353,49 @@ def test_reversed_time_is_its_own_inverse() -> None:
     assert not torch.allclose(
         translate(state, "sit", 2, 4)[0]["t_embedder.mlp.0.weight"], state["t_embedder.mlp.0.weight"]
     )
+
+
+def test_own_weights_are_not_translated_again(tmp_path: Path) -> None:
+    """Oracle: the weights of an import: as a run and as an export they come in again unchanged, also with a layout."""
+    (name, model, _), state = TRAJECTORIES["sit_trajectory"], read("sit_network")[0]
+    assert name == "sit_network"
+    save_file(state, tmp_path / "sit.safetensors")
+    entries = model | {"flow": {"time_scale": 1.0}}
+    run = Run(system="dit", model=entries, data={"image_size": 8, "channels": 4}, every={"sample": 0})
+    import_weights(tmp_path / "sit.safetensors", run, tmp_path / "run")
+    system = DiTSystem(Config(**entries))
+    (once, _), (again, notes) = (
+        fit_weights(tmp_path / path, system)["denoiser"] for path in ("sit.safetensors", "run")
+    )
+    assert all(torch.equal(once[key], again[key]) for key in once) and "time: reversed" not in " ".join(notes)
+
+
+def test_presets_are_overruled() -> None:
+    """Oracle: by hand: an entry of one's own goes before a preset's, null too; the others stay."""
+    sizes = {"size": "RAEv2-XL", "image_size": 16, "in_channels": 768, "objective": "flow"}
+    assert Config(**sizes).wide.hidden_size == 2048 and Config(**sizes).internal.depth == 8
+    own = Config(**sizes, wide=None, internal=None, block={"qk_norm": "none"}, learn_sigma=True)
+    assert (own.wide, own.internal, own.learn_sigma) == (None, None, True)
+    assert own.block.model_dump() == {
+        "norm": "rms",
+        "mlp": "swiglu",
+        "qk_norm": "none",
+        "rope": True,
+        "modulation": "none",
+    }
+
+
+def test_guides_of_the_same_noise() -> None:
+    """Oracle: by hand: what alone concerns training may differ between a flow and its guide, predictions may not."""
+    system = DiTSystem(Config(**(SMALL | {"num_heads": 3})))
+    for changes, allowed in (
+        ({"density": "mode", "cosine": 1.0, "t_last": 0.1}, True),
+        ({"prediction": "x", "t_min": 0.05}, False),
+        ({"path": "gvp"}, False),
+    ):
+        other = DiTSystem(Config(**(SMALL | {"num_heads": 3, "depth": 1, "flow": changes})))
+        with nullcontext() if allowed else pytest.raises(ConfigError, match="model.flow differs"):
+            system.require_guide(other)
 
 
 def test_an_export_refuses_choices() -> None:
