@@ -110,8 +110,11 @@ def run_steps(training: Training) -> tuple[int, bool]:
                     done, run, training.system, engines, training.batches, tracker, course.shift, ballot.cast
                 )
         except Stopped:  # before the step has changed anything
-            if done > training.first:
+            training.saver.wait()
+            if done != training.saver.newest:
                 record_step(training, done, stop=True)
+            else:
+                training.saves.note_course(done)
             left = True
             break
         training.stops.defer(None)

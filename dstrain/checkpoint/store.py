@@ -160,11 +160,15 @@ class Store:
         return min(scored)[::-1] if scored else None
 
     def note_score(self, step: int, score: float) -> None:
-        """Adds a score to the manifest of a step, which is saved before it is measured; nothing if it is not there."""
+        """Adds a score to the manifest of a step, which is saved before it is measured."""
+        self.note(step, score=score, metric=self.metric)
+
+    def note(self, step: int, **entries: Any) -> None:
+        """Adds entries to manifest["extra"] of a step; nothing if it is not there."""
 
         def write() -> None:
             body = read_manifest(self._path(step))
-            body["extra"] |= {"score": score, "metric": self.metric}
+            body["extra"] |= entries
             atomic.write_file(self._path(step) / NAME, render_sealed(body), make=False)
             self._delete_outdated()
 

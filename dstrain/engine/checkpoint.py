@@ -198,6 +198,11 @@ class Checkpoints:
             extra=extra,
         )
 
+    def note_course(self, step: int) -> None:
+        """Adds the run's rollbacks to the newest checkpoint, where the run went back to it and stops there."""
+        if self.course.rollbacks:
+            self.store.note(step, course=self.course.state.model_dump())
+
     def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Yields each kind of fp32 value kept as fragments, in the masters' layout; `native`: without master and
         moments.

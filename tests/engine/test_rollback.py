@@ -120,6 +120,30 @@ def test_killed_and_stopped_in_trouble(tmp_path, name):
     assert course(folder, 40) == course(whole, 40)
 
 
+def test_stopped_behind_a_way_back(tmp_path):
+    """Oracle: the undisturbed run, after stops within a step: one just behind the way back, whose record is kept, and
+    one before the step that the command began with, which is saved.
+    """
+    recipe = brittle.prepare(tmp_path, white=BAD_PLACES, black=[45])
+    whole, folder = tmp_path / "whole", tmp_path / "stopped"
+
+    def go_on(folder: Path, stop_after: int, code: int = 75) -> None:
+        words = (*BAD, "batch.micro=2", f"model.stop_after={stop_after}")
+        finish(train(folder, 2, *words, recipe=recipe, num=1), code=code)
+
+    go_on(whole, 0, code=0)
+    go_on(folder, 13)
+    assert Store(folder / "checkpoints").steps() == [5, 10, 13] and course(folder, 13)["in_a_row"] == 1
+    shutil.copytree(folder, tmp_path / "other")
+    go_on(folder, 2)  # steps 14 and 15 are skipped, and the run is at step 10 again
+    assert Store(folder / "checkpoints").steps() == [5, 10] and course(folder, 10)["rollbacks"] == [[15, 10]]
+    go_on(tmp_path / "other", 4)  # two steps later
+    assert Store(tmp_path / "other" / "checkpoints").steps() == [5, 10, 12]
+    for stopped in (folder, tmp_path / "other"):
+        go_on(stopped, 0, code=0)
+        assert files(stopped, 40) == files(whole, 40) and course(stopped, 40) == course(whole, 40)
+
+
 def test_trouble_without_end(tmp_path):
     """Oracle: the shipped bound of three ways back; then exit code 3, whole checkpoints, and the way that it names."""
     recipe = brittle.prepare(tmp_path, white=range(12, 80))
