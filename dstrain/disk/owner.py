@@ -5,7 +5,8 @@ whether its owner still lives. On the owner's machine (one boot, one container) 
 mark is dead when nobody has touched it for long: leases and holds are touched every few seconds by a thread.
 
     FOLDER/.lease-N           its owner alone writes into FOLDER. The next owner makes N + 1, which one process can
-    FOLDER/.run               the identity of a run, written once
+    FOLDER/.run               the identity of a run, and the device, inode and path of its folder, which a copy has not.
+                              In a folder that RUN/checkpoints is a link to: RUN's, and then its own device, ...
     FOLDER/.NAME.MARK.hold    somebody reads FOLDER/NAME, which must stay
     FOLDER/.NAME.MARK.tmp     NAME while it is written, see atomic.py
 
@@ -34,9 +35,9 @@ SILENT_SECONDS = 30.0  # a lease or hold of another machine is dead after so lon
 _STALE_SECONDS = 86_400.0  # as is a temporary file of another machine, which nobody touches
 _MARK = r"(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d*)-[0-9a-f]{8}"
 _NAMED = re.compile(rf"\.(?P<name>.+)\.(?P<mark>{_MARK})\.(?P<kind>tmp|hold)", re.DOTALL)
-_LEASE = re.compile(r"\.lease-(\d{1,9})")
+_LEASE = re.compile(r"\.lease-(\d+)")
 IDENTITY = ".run"
-_MOST = 1024  # bytes of a lease or an identity
+_MOST = 16_384  # bytes of a lease or an identity
 
 _touched: dict[str, threading.Event] = {}  # marks of this process that must look alive, and what ends their thread
 _claims: dict[str, "Claim"] = {}  # by absolute folder
@@ -59,6 +60,7 @@ class Claim:
     mark: str  # of the lease
     number: int
     identity: str | None = None  # of the run; None: the folder is none's yet, or no run's
+    record: str = ""  # what `.run` holds
 
 
 def make_mark() -> str:
@@ -157,7 +159,7 @@ def claim_folder(folder: Path, verb: str) -> Claim:
         number, mark = max(earlier, default=0) + 1, make_mark()
         path = folder / f".lease-{number}"
         try:
-            _create(path, f"{mark}\n{socket.gethostname()}\n{verb}\n")
+            _create(path, f"{mark}\n{socket.gethostname()}\n{verb}\n{_describe_place(folder)}")
         except FileExistsError:  # another command was quicker
             time.sleep(0.05)
             continue
@@ -165,29 +167,50 @@ def claim_folder(folder: Path, verb: str) -> Claim:
             path.unlink(missing_ok=True)  # two began at once, after a third had ended: each gives way
             raise Held(_describe_lease(folder / f".lease-{max(later)}"))
         for dead in earlier.values():
-            dead.unlink(missing_ok=True)
+            remove_path(dead)
         _keep_touched(path)
         adopt_claim(folder, claim := Claim(mark, number))
         return claim
 
 
-def identify_folder(folder: Path) -> Claim:
-    """Reads the identity of the run in a claimed folder, or gives it one; it is compared from now on."""
-    identity = read_identity(folder)
-    if identity is None:
-        identity, temporary = secrets.token_hex(16), name_beside(folder / IDENTITY)
-        _create(temporary, f"{identity}\n")
-        os.replace(temporary, folder / IDENTITY)
-    adopt_claim(folder, claim := replace(_claims[os.path.abspath(folder)], identity=identity))
+def identify_folder(folder: Path, run: Path | None = None) -> Claim:
+    """Reads the identity of the run in a claimed folder, or gives it one; it is compared from now on.
+
+    A copy of another run becomes one of its own. `run`: the claimed folder of the run whose files `folder` is to hold.
+    """
+    identity = None if find_other(folder, folder) else read_identity(folder)
+    known = _claims[os.path.abspath(run)].record if run else f"{identity or secrets.token_hex(16)}\n"
+    record = known + _describe_place(folder)
+    os.replace(_create(name_beside(folder / IDENTITY), record), folder / IDENTITY)
+    adopt_claim(folder, claim := replace(_claims[os.path.abspath(folder)], identity=known[:32], record=record))
     return claim
+
+
+def find_other(folder: Path, run: Path) -> str | None:
+    """Returns the folder of another run than that in `run`, by the record in `folder`; None: there is none any more.
+
+    A run that was moved has kept its inode, or lies on another disk while nothing is left in its place.
+    """
+    identity, place, path, own, own_path = _read_lines(folder / IDENTITY)
+    if _is_place(run, place, path) or not _is_place(folder, own, own_path):
+        return None
+    left = os.path.exists(path) or not place.startswith(f"{os.stat(run).st_dev}:")
+    return None if left and read_identity(Path(path)) != identity else path
+
+
+def _describe_place(folder: Path) -> str:
+    """Returns two lines by which a folder can be told from its copies."""
+    return f"{os.stat(folder).st_dev}:{os.stat(folder).st_ino}\n{os.path.realpath(folder)}\n"
+
+
+def _is_place(folder: Path, place: str, path: str) -> bool:
+    """Returns whether a folder is the described one: by its inode if it was moved, by its path if it was restored."""
+    return path in ("", os.path.realpath(folder)) or str(os.stat(folder).st_ino) == place.partition(":")[2]
 
 
 def read_identity(folder: Path) -> str | None:
     """Returns the identity of the run in a folder; None: it has none, as runs of earlier versions."""
-    try:
-        text = _read_mark(folder / IDENTITY)
-    except OSError:
-        return None
+    text = _read_lines(folder / IDENTITY)[0]
     return text if re.fullmatch(r"[0-9a-f]{32}", text) else None
 
 
@@ -228,17 +251,18 @@ def _compare(folder: Path, claim: Claim) -> None:
     own, later = (folder / f".lease-{number}" for number in (claim.number, claim.number + 1))
     if not folder.is_dir() or (claim.identity is None and not own.exists()):
         raise gone
-    if claim.identity is not None:
-        try:
-            identity = _read_mark(folder / IDENTITY)
-        except FileNotFoundError:  # other errors are the storage's, and may pass
-            raise gone from None
-        if identity != claim.identity:
-            raise TakenAway(errno.ESTALE, "another run lies there now", str(folder))
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # somebody has cleared hidden files away, or another command has come and gone
         if later.exists() or _read_mark(own) != claim.mark:
             raise TakenAway(errno.ESTALE, f"it now belongs to {_describe_lease(later if later.exists() else own)}")
-    # Where only the lease is gone, somebody has cleared hidden files away, or another command has begun and ended.
+    try:
+        identity = claim.identity and _read_mark(folder / IDENTITY)
+    except FileNotFoundError:  # other errors are the storage's, and may pass
+        if not own.exists():
+            raise gone from None
+        os.replace(_create(name_beside(folder / IDENTITY), claim.record), folder / IDENTITY)
+        identity = claim.identity
+    if identity != claim.identity:
+        raise TakenAway(errno.ESTALE, "another run lies there now", str(folder))
 
 
 def _list_leases(folder: Path) -> dict[int, Path]:
@@ -251,28 +275,29 @@ def _list_leases(folder: Path) -> dict[int, Path]:
 
 
 def _describe_lease(path: Path) -> str:
-    """Names the process that a lease is of."""
-    try:
-        mark, host, verb = (_read_text(path).splitlines() + [""] * 3)[:3]
-    except OSError:
-        return "another process"
+    """Names the process that a lease is of, and the file."""
+    mark, host, verb, *_ = _read_lines(path)
     match = re.fullmatch(_MARK, mark)
-    return f"{verb or 'a command'} (process {match['pid']} on {host})" if match else "another process"
+    return f"{verb or 'a command'} (process {match['pid']} on {host}), by {path}" if match else f"somebody, by {path}"
 
 
-def _create(path: Path, text: str) -> None:
+def _create(path: Path, text: str) -> Path:
     """Makes a small file that is not there yet, through no link."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        os.write(descriptor, text.encode("utf-8", "replace"))
+        os.write(descriptor, text.encode("utf-8", "surrogateescape"))
+    except OSError:  # such as a full disk
+        path.unlink(missing_ok=True)
+        raise
     finally:
         os.close(descriptor)
+    return path
 
 
 def _read_text(path: Path) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        return os.read(descriptor, _MOST).decode("utf-8", "replace")
+        return os.read(descriptor, _MOST).decode("utf-8", "surrogateescape")
     finally:
         os.close(descriptor)
 
@@ -281,16 +306,35 @@ def _read_mark(path: Path) -> str:
     return _read_text(path).partition("\n")[0].strip()
 
 
+def _read_lines(path: Path) -> list[str]:
+    """Returns the five lines that a lease or a record has at most; "" for each that is not there."""
+    with suppress(OSError):
+        return (_read_text(path).split("\n") + [""] * 5)[:5]
+    return [""] * 5
+
+
 def _is_dead(path: Path, patience: float) -> bool:
-    """Returns whether the owner of a mark has ended. Without its name, patience alone decides."""
+    """Returns whether the owner of a mark has ended, or writes into the folder that this one is a copy of.
+
+    Without its name, patience alone decides.
+    """
     try:
         named = _NAMED.fullmatch(path.name)
-        match = re.fullmatch(_MARK, named["mark"] if named else _read_mark(path))
+        mark, _, _, place, where = [named["mark"], *[""] * 4] if named else _read_lines(path)
+        match = re.fullmatch(_MARK, mark)
         if match and match["start"] and match["machine"] == _describe_machine():
-            return _read_start(int(match["pid"])) != match["start"]
-        return _measure_age(path) > patience
+            return _read_start(int(match["pid"])) != match["start"] or not _is_place(path.parent, place, where)
+        age = _measure_age(path)
+        return age > patience or (age < -patience and _stands_still(path))
     except OSError:  # it has just gone
         return False
+
+
+def _stands_still(path: Path) -> bool:
+    """Returns whether nobody touches a mark whose time lies in the future."""
+    before = os.lstat(path).st_mtime_ns
+    time.sleep(SILENT_SECONDS)
+    return os.lstat(path).st_mtime_ns == before
 
 
 def _measure_age(path: Path) -> float:

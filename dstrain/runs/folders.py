@@ -76,6 +76,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
     if resume.from_scratch:
         return
     require_no_links(folder)
+    _require_own_checkpoints(folder)
     if (folder / "checkpoints" / "step_00000000").is_dir():
         raise ConfigError(
             f"folder={folder} holds imported weights, and no moments to go on with: train in another "
@@ -111,7 +112,9 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
 def _is_run(folder: Path) -> bool:
     """Returns whether a folder holds, or has held, a run. Names such as samples/ alone are of any program."""
     marks = sum(os.path.lexists(folder / name) for name in _MARKS)
-    return marks > 1 or (marks > 0 and bool(_list_steps(folder))) or owner.read_identity(folder) is not None
+    if marks > 1 or (marks > 0 and _list_steps(folder)):
+        return True
+    return owner.read_identity(folder) is not None and not any(folder.glob("step_*"))  # else another's checkpoints
 
 
 def require_no_links(folder: Path) -> None:
@@ -135,11 +138,46 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
     the folder its identity.
     """
     check_start(run, fingerprint, resume)
-    with report_disk(run.directory):
+    folder, checkpoints = run.directory, run.directory / "checkpoints"
+    with report_disk(folder):
         if resume.from_scratch:
-            _require_unread((run.directory / "checkpoints").glob("step_*"))
-            set_aside(run.directory)
-        owner.identify_folder(run.directory)
+            _require_unread(checkpoints.glob("step_*"))
+            set_aside(folder)
+        if linked := checkpoints.is_symlink():
+            _claim_checkpoints(checkpoints)
+            _require_own_checkpoints(folder)
+        earlier = owner.read_identity(folder)
+        if owner.identify_folder(folder).identity != earlier and earlier:
+            (folder / "wandb_id").unlink(missing_ok=True)  # it came here with a copy of another run
+        if linked:
+            owner.identify_folder(checkpoints, folder)
+
+
+def _require_own_checkpoints(folder: Path) -> None:
+    """Raises ConfigError if the folder of checkpoints is a link, as `cp -r` copies it, to those of another run."""
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_symlink() and (other := owner.find_other(checkpoints, folder)):
+        target = checkpoints.resolve()
+        raise ConfigError(
+            f"{folder}: checkpoints is a link to {target}, which are also the checkpoints of {other}: copy them, and "
+            f"let the link name the copy; or, if that run is no more, remove {target / owner.IDENTITY}"
+        )
+
+
+def _claim_checkpoints(checkpoints: Path) -> None:
+    """Claims a folder of checkpoints on another disk. ConfigError: another process still has it."""
+    end = time.monotonic() + owner.SILENT_SECONDS + owner.BEAT_SECONDS
+    while True:
+        try:
+            owner.claim_folder(checkpoints, "train")
+            return
+        except owner.Held as held:
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{checkpoints} is a link to {checkpoints.resolve()}, into which another process trains ({held}): "
+                    "copy these checkpoints, and let the link name the copy"
+                ) from None
+        time.sleep(0.5)
 
 
 def _describe_lost(folder: Path) -> str | None:
@@ -192,6 +230,7 @@ class Claimed:
     def close(self) -> None:
         """Gives the folder back."""
         if not self._lock.closed:
+            owner.release_folder(self._folder / "checkpoints")  # claimed where it is a link
             owner.release_folder(self._folder)
             self._lock.close()
 
@@ -392,7 +431,11 @@ def set_aside(folder: Path) -> None:
     if old := [folder / name for name in _OF_RUN if os.path.lexists(folder / name)]:
         earlier = _make_earlier(folder)
         for path in old:
-            path.rename(earlier / path.name)
+            if path.is_symlink():  # a relative one would name another place from there
+                (earlier / path.name).symlink_to(os.path.realpath(path))
+                path.unlink()
+            else:
+                path.rename(earlier / path.name)
 
 
 def set_newer_aside(folder: Path, step: int) -> None:
@@ -410,6 +453,8 @@ def set_newer_aside(folder: Path, step: int) -> None:
         earlier = _make_earlier(folder)
         if (folder / "metrics.jsonl").is_file():
             shutil.copyfile(folder / "metrics.jsonl", earlier / "metrics.jsonl")
+        if (folder / "checkpoints").is_symlink():  # on another disk, where they stay
+            (earlier / "checkpoints").symlink_to(_make_earlier((folder / "checkpoints").resolve()))
         for path in sorted(newer, key=lambda path: int(path.name[5:].partition(".")[0]), reverse=True):
             (target := earlier / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)

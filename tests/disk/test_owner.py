@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -244,3 +245,104 @@ def test_a_checkpoint_that_is_read_stays(tmp_path):
     reader.wait()
     save(5)
     assert store.steps() == [5] and not list(tmp_path.glob("*.hold"))
+
+
+def claim(folder: Path, *more: object) -> owner.Claim:
+    """Claims a folder, identifies it, and gives it back."""
+    owner.claim_folder(folder, "train")
+    try:
+        return owner.identify_folder(folder, *more)
+    finally:
+        owner.release_folder(folder)
+
+
+def test_a_copy_is_a_run_of_its_own(tmp_path):
+    """Oracle: by hand: another identity in a copy, the same one after a move and at the old path, with the old inode
+    or, as from a backup, without.
+    """
+    first = tmp_path / "a"
+    first.mkdir()
+    identity = claim(first).identity
+    shutil.copytree(first, tmp_path / "b")
+    assert claim(tmp_path / "b").identity not in (None, identity) and claim(first).identity == identity
+    first.rename(tmp_path / "moved")
+    assert claim(tmp_path / "moved").identity == identity
+    shutil.copytree(tmp_path / "moved", tmp_path / "backup")
+    shutil.rmtree(tmp_path / "moved")
+    (tmp_path / "backup").rename(tmp_path / "moved")
+    assert claim(tmp_path / "moved").identity == identity
+
+
+def test_a_copy_of_a_living_run_is_free(claimed):
+    """Oracle: the lease that came along names a living process, which writes elsewhere."""
+    copy = claimed.with_name("copy")
+    shutil.copytree(claimed, copy)
+    assert (copy / ".lease-1").is_file()
+    claim(copy)
+    with pytest.raises(owner.Held):
+        owner.claim_folder(claimed, "train")
+    claimed.rename(moved := claimed.with_name("moved"))
+    with pytest.raises(owner.Held):
+        owner.claim_folder(moved, "train")
+    moved.rename(claimed)
+
+
+LEASES = {
+    "empty": lambda lease: lease.touch(),
+    "a folder": lambda lease: lease.mkdir(),
+    "another machine's": lambda lease: lease.write_text(OTHER.format("00000000") + "\nelsewhere\ntrain\n"),
+}
+
+
+@pytest.mark.parametrize("kind", LEASES)
+@pytest.mark.parametrize("ahead", [-3600, 0, 3600])
+def test_a_lease_that_nobody_touches_gives_way(tmp_path, monkeypatch, kind, ahead):
+    """Oracle: the clock: whatever a lease is and says of its time, the next has the folder; till then it is named."""
+    monkeypatch.setattr(owner, "SILENT_SECONDS", 0.5)
+    LEASES[kind](lease := tmp_path / ".lease-3")
+    os.utime(lease, (time.time() + ahead,) * 2)
+    if ahead == 0:
+        with pytest.raises(owner.Held, match=r"\.lease-3"):
+            owner.claim_folder(tmp_path, "train")
+        time.sleep(1)
+    assert owner.claim_folder(tmp_path, "train").number == 4
+    owner.release_folder(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lease_ahead_of_the_clock_that_is_touched_stays(tmp_path, monkeypatch):
+    """Oracle: a lease whose time moves, an hour ahead."""
+    monkeypatch.setattr(owner, "SILENT_SECONDS", 1.0)
+    LEASES["another machine's"](lease := tmp_path / ".lease-3")
+    os.utime(lease, (time.time() + 3600,) * 2)
+    timer = threading.Timer(0.3, os.utime, (lease, (time.time() + 3605,) * 2))
+    timer.start()
+    with pytest.raises(owner.Held, match="process 77 on elsewhere"):
+        owner.claim_folder(tmp_path, "train")
+    timer.join()
+
+
+def test_an_identity_that_was_cleared_away_comes_again(claimed):
+    """Oracle: the file before, as long as the lease stands; without both the folder is nobody's."""
+    before = (claimed / ".run").read_bytes()
+    for write in WRITES.values():
+        (claimed / ".run").unlink()
+        write(claimed)
+        assert (claimed / ".run").read_bytes() == before
+    (claimed / ".run").unlink()
+    (claimed / ".lease-1").unlink()
+    with pytest.raises(owner.TakenAway):
+        WRITES["a file"](claimed)
+
+
+def test_a_full_disk_leaves_no_lease(tmp_path, monkeypatch):
+    """Oracle: the folder, empty as before."""
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(OSError, match="No space left"):
+        owner.claim_folder(tmp_path, "train")
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []

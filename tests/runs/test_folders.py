@@ -154,6 +154,114 @@ def test_checkpoints_may_lie_on_another_disk_and_not_in_another_run(begun, tmp_p
     assert "checkpoints is a link to" in refusal(run(begun))
 
 
+def start(folder: Path, **how: object) -> folders.Claimed:
+    """Does what a command does before it trains; closing gives the folder back."""
+    claimed = folders.lock_folder(folder, patience=0)
+    try:
+        folders.prepare_start(run(folder), MARK, folders.Resume(**how))
+    except BaseException:
+        claimed.close()
+        raise
+    return claimed
+
+
+@pytest.fixture
+def linked(begun, tmp_path) -> Path:
+    """A run whose checkpoints lie on another disk, by a relative link."""
+    (tmp_path / "disk").mkdir()
+    (begun / "checkpoints").rename(tmp_path / "disk" / "a")
+    (begun / "checkpoints").symlink_to("../../disk/a")
+    return begun
+
+
+@pytest.mark.parametrize("living", [False, True])
+def test_a_copy_does_not_share_checkpoints(linked, tmp_path, living):
+    """Oracle: `cp -r`: what the link names is the original's alone, whether it trains or not; the remedy helps."""
+    first, copy, disk = start(linked), linked.with_name("b"), tmp_path / "disk" / "a"
+    if not living:
+        first.close()
+    shutil.copytree(linked, copy, symlinks=True)
+    with pytest.raises(ConfigError, match=rf"which are also the checkpoints of {linked}: copy them"):
+        start(copy)
+    shutil.copytree(disk, tmp_path / "disk" / "b")
+    (copy / "checkpoints").unlink()
+    (copy / "checkpoints").symlink_to("../../disk/b")
+    for _ in range(2):
+        start(copy).close()
+    first.close()
+    start(linked).close()
+    assert not list(tmp_path.rglob(".lease-*"))
+
+
+def test_two_runs_of_an_earlier_version_do_not_share_checkpoints(linked, monkeypatch):
+    """Oracle: two copies without any record: one that begins while the other trains, and one that begins later."""
+    monkeypatch.setattr(folders.owner, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(folders.owner, "BEAT_SECONDS", 0.1)
+    copy = linked.with_name("b")
+    shutil.copytree(linked, copy, symlinks=True)
+    with start(linked):
+        (linked.resolve() / "checkpoints" / ".run").rename(linked / "x")  # as if both were just beginning
+        with pytest.raises(ConfigError, match="into which another process trains"):
+            start(copy)
+        (linked / "x").rename(linked / "checkpoints" / ".run")
+    with pytest.raises(ConfigError, match="are also the checkpoints of"):
+        start(copy)
+
+
+def test_a_run_with_linked_checkpoints_is_moved(linked, tmp_path):
+    """Oracle: the same run, at another place: it goes on; and a copy of it is refused all the same."""
+    (linked / "checkpoints").unlink()
+    (linked / "checkpoints").symlink_to(tmp_path / "disk" / "a")
+    start(linked).close()
+    identity = folders.owner.read_identity(linked)
+    linked.rename(moved := tmp_path / "moved")
+    shutil.copytree(moved, tmp_path / "copy", symlinks=True)
+    with pytest.raises(ConfigError, match=rf"or, if that run is no more, remove {tmp_path / 'disk' / 'a' / '.run'}"):
+        start(tmp_path / "copy")
+    start(moved).close()
+    assert folders.owner.read_identity(moved) == identity
+    with pytest.raises(ConfigError, match=f"are also the checkpoints of {moved}"):
+        start(tmp_path / "copy")
+
+
+def test_from_scratch_keeps_a_relative_link_whole(linked, tmp_path):
+    """Oracle: the step that the link led to, from the place it was moved to; the new run has a folder of its own."""
+    start(linked).close()
+    start(linked, from_scratch=True).close()
+    assert (linked / "earlier_1" / "checkpoints" / "step_00000100").is_dir()
+    assert (linked / "earlier_1" / "checkpoints").resolve() == tmp_path / "disk" / "a"
+    assert not (linked / "checkpoints").exists()
+
+
+def test_later_steps_on_another_disk_stay_there(linked, tmp_path, monkeypatch):
+    """Oracle: os.rename between two disks, which fails: earlier_1 leads to the steps, and they are not copied."""
+    (linked / "metrics.jsonl").write_text("5")
+    rename = Path.rename
+
+    def rename_here(path: Path, target: Path) -> Path:
+        if ("disk" in path.resolve().parts) != ("disk" in Path(target).parent.resolve().parts):
+            raise OSError(18, "Invalid cross-device link")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_here)
+    (linked / "checkpoints" / "step_00000050").mkdir()
+    folders.set_newer_aside(linked, 50)
+    assert [path.name for path in (tmp_path / "disk" / "a" / "earlier_1").iterdir()] == ["step_00000100"]
+    assert (linked / "earlier_1" / "checkpoints" / "step_00000100").is_dir()
+    assert folders.read_last_saved(linked) == 50
+
+
+def test_a_copy_has_its_own_run_of_wandb(begun):
+    """Oracle: `wandb_id`, which stays in the original, and after a move."""
+    (begun / "wandb_id").write_text("abc\n")
+    start(begun).close()
+    shutil.copytree(begun, begun.with_name("b"))
+    start(begun.with_name("b")).close()
+    begun.rename(moved := begun.with_name("moved"))
+    start(moved).close()
+    assert (moved / "wandb_id").exists() and not (begun.with_name("b") / "wandb_id").exists()
+
+
 def test_hidden_files_make_no_foreign_folder(tmp_path):
     """Oracle: what a desktop or an earlier --from-scratch leaves behind."""
     (tmp_path / ".DS_Store").touch()
