@@ -28,6 +28,7 @@ from dstrain.data.index.alike import require_same_source
 from dstrain.data.index.build import find_cache_folder, open_index, run_on_first
 from dstrain.data.index.index import Index
 from dstrain.data.mixture import add_codes, open_mixture
+from dstrain.data.overlap import find_overlaps
 from dstrain.data.source import Source
 from dstrain.data.sources.buckets import Sized, sort_by_duration
 from dstrain.data.sources.embedded import add_embeddings
@@ -348,8 +349,11 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
 
     verify: compare hashes, too. run: folder of the run that the command is about, where the index is kept. mixed: the
     section is of one source of a mixture.
-    Raises ConfigError as `open_images` and `Latents`, and if the held-out codes are not of the kind that is trained on.
+    Raises ConfigError as `open_images` and `Latents`, if the held-out codes are not of the kind that is trained on, and
+    if held-out files are trained on, too.
     """
+    if not mixed and (problems := run_on_first(lambda: find_overlaps(data))):
+        raise ConfigError(*problems)
     kind = recognise(data)
     kind.refuse_labels(mixed)
     if not data.mixture:

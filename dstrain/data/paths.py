@@ -1,10 +1,10 @@
 """The paths of a data section, checked before anything is opened."""
 
-import itertools
 import os
 
 from dstrain.data.formats import describe_address, is_elsewhere
 from dstrain.data.open import BUILTINS, BuiltinData
+from dstrain.data.overlap import find_overlaps
 from dstrain.recipe import Data
 
 
@@ -20,26 +20,7 @@ def find_path_problems(data: Data) -> list[str]:
     for part in parts:
         if part.held_out and BuiltinData.recognises(part):
             problems.append(f"data.held_out={part.held_out}: {part.path} holds out images itself: leave it out")
-    if problems:
-        return problems
-    for part, other in itertools.product(parts, parts):
-        if other.held_out_path and _have_overlap(part.path, other.held_out_path):
-            problems.append(
-                f"data.held_out_path={other.held_out_path} and data.path={part.path} share files, and "
-                "evaluation would see what was trained on: name a folder beside it, or write "
-                "data.held_out=0.02"
-            )
-        elif part is not other and other.held_out and _have_overlap(part.path, other.path):
-            problems.append(
-                f"data.mixture: {part.path} and {other.path} share files, and what one holds out would be "
-                "trained on in the other: take folders that lie beside each other, or hold nothing out"
-            )
-    return problems
-
-
-def _have_overlap(one: str, other: str) -> bool:
-    one, other = (os.path.join(os.path.realpath(path), "") for path in (one, other))
-    return one.startswith(other) or other.startswith(one)
+    return problems or find_overlaps(data)
 
 
 def _find_problem(key: str, path: str) -> str | None:

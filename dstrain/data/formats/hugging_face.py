@@ -40,6 +40,7 @@ SPLITS = {
     "eval": "test",
     "evaluation": "test",
 }  # words in names of files
+_WHOLE_SPLITS = re.compile(r"\w+([.-]\w+)*(\+\w+([.-]\w+)*)*")
 _TRIED = 8  # tables in which images are looked for, since some may be lists
 _UNSEEN = ("validation", "test")
 _MAPPED = 256  # Arrow files that a process keeps open
@@ -292,6 +293,12 @@ class HubTables(ArrowTables):
         """Finds the Arrow files of each split, and downloads them where they are not in the cache yet."""
         name, _, split = self.root.removeprefix(HUB).partition(":")
         where = f"{self.request.key}={self.root}"
+        if split and not _WHOLE_SPLITS.fullmatch(split):  # `datasets` marks rows of files, which are read whole here.
+            whole = re.sub(r"\[.*?\]", "", split)
+            raise ConfigError(
+                f"{where} names a part of a split: write {self.request.key}={HUB}{name}:{whole} for all of it, or keep "
+                "the part by save_to_disk of `datasets` and name its folder; data.held_out=0.02 holds out a share"
+            )
         try:
             import datasets
         except ImportError:

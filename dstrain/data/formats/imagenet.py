@@ -52,11 +52,17 @@ def split_root(
     return splits[0], held_out_path or (None if held_out else splits[1])
 
 
-def _find_held_out(path: str, files: Files) -> str | None:
-    """Returns the path of the samples that a form of data holds out; None if there are none."""
+def open_tables(path: str, files: Files) -> Layout | None:
+    """Returns data of a form that may hold some out by itself; None of any other."""
     request = Request(SUFFIXES)
     kind = next((kind for kind in _WITH_HELD_OUT if kind.recognises(path, files, request)), None)
-    return None if kind is None else kind(path, files, request).unseen()
+    return None if kind is None else kind(path, files, request)
+
+
+def _find_held_out(path: str, files: Files) -> str | None:
+    """Returns the path of the samples that a form of data holds out; None if there are none."""
+    tables = open_tables(path, files)
+    return None if tables is None else tables.unseen()
 
 
 def _find_splits(path: str | Path) -> tuple[str, str] | None:

@@ -689,6 +689,83 @@ def columns_in_capitals(d):
     return read(put_tables(d, {"x.parquet": table}), captions=True)
 
 
+# Parts of splits, and held-out data within the training data.
+@case("refused: .*:train.:80%. names a part of a split: write data.path=hf-dataset:D:train for all of it, or keep")
+def a_part_of_a_split_of_the_hub(d):
+    return read(f"hf-dataset:{d}:train[:80%]")
+
+
+@case("refused: .*names a part of a split: write data.path=hf-dataset:D:train\\+test for all of it")
+def a_part_of_joined_splits_of_the_hub(d):
+    return read(f"hf-dataset:{d}:train+test[10:20]")
+
+
+def put_classes(root: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        for place in range(2):
+            put(root / name / "cat" / f"{place}.png", 10 * number + place)
+    return root
+
+
+SHARED = "data.held_out_path=.* and data.path=.* share files, and evaluation would see what was trained on: name"
+
+
+@pytest.mark.parametrize(
+    "path, held_out_path, expected",
+    [
+        ("a", "a", SHARED),
+        ("a", "a/cat", SHARED),
+        ("a/cat", "a", SHARED),
+        ("a", "link", SHARED),
+        ("a", "../D/a/", SHARED),
+        ("a", "b", None),
+        ("s/*.tar", "s/val.tar", SHARED),
+        ("s/{train,val}.tar", "s/v*.tar", SHARED),
+        ("s/train.tar", "s/{val,val}.tar", None),
+        ("t", "t/test-*.parquet", None),
+        ("t", "t/train-0.parquet", SHARED),
+        ("t", "t", SHARED),
+        ("r", "r/val", None),
+        ("r", "r/train", SHARED),
+        ("r", None, None),
+    ],
+)
+def test_held_out_data_within_the_training_data(tmp_path, path, held_out_path, expected):
+    """Oracle: the folders: files that are trained on are refused, and those of another split of one root are not."""
+    d = tmp_path / "D"
+    put_classes(d, "a", "b")
+    put_named(d / "t", "train-0", "test-0")
+    for split in ("train", "val"):
+        pack_tar(d / "s" / f"{split}.tar", (f"{split}.png", encode(10)))
+        for name in "xy":
+            put(d / "r" / split / name / "0.png", 10)
+    (d / "link").symlink_to("a")
+    data = Data(path=str(d / path), held_out_path=held_out_path and str(d / held_out_path), image_size=8)
+    if expected is None:
+        assert all(len(source) for source in open_sources(data))
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            open_sources(data)
+
+
+def test_a_folder_twice_in_a_mixture(tmp_path):
+    """Oracle: the link: a mixture of a folder and a link to it is refused, with or without held-out samples."""
+    put_classes(tmp_path, "a", "b")
+    (tmp_path / "link").symlink_to("a")
+    for names, share, expected in (
+        (("a", "link"), 0, "are the same files: name them once"),
+        (("a", "link"), 0.5, "share files, and what one holds out would be"),
+        (("a", "b"), 0, None),
+    ):
+        mixture = [{"path": str(tmp_path / name)} for name in names]
+        data = Data.model_validate({"mixture": mixture, "held_out": share, "image_size": 8})
+        if expected is None:
+            assert len(open_sources(data)[0]) == 4
+        else:
+            with pytest.raises(ConfigError, match=expected):
+                open_sources(data)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_read_wrongly_in_silence(tmp_path, name):
     """Oracle: by hand, what was written: it is read, or it is said."""

@@ -1,0 +1,75 @@
+"""Finds held-out data that lie in the data that are trained on: through links, patterns, and folders within folders."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from dstrain.data.files.local import LocalFiles, find_base
+from dstrain.data.files.remote import is_address, open_files
+from dstrain.data.formats.imagenet import open_tables, split_root
+from dstrain.recipe import Cache, Data
+
+
+def find_overlaps(data: Data) -> list[str]:
+    """Returns what is wrong with paths that share files, of all sources of a mixture.
+
+    Raises ConfigError for data whose files cannot be told.
+    """
+    parts = data.parts() or (data,)
+    problems = []
+    for part, other in itertools.product(parts, parts):
+        if other.held_out_path and _share_files(part, other.held_out_path):
+            problems.append(
+                f"data.held_out_path={other.held_out_path} and data.path={part.path} share files, and "
+                "evaluation would see what was trained on: name a folder beside it, or write "
+                "data.held_out=0.02"
+            )
+        elif part is not other and other.held_out and _share_files(part, other.path):
+            problems.append(
+                f"data.mixture: {part.path} and {other.path} share files, and what one holds out would be "
+                "trained on in the other: take folders that lie beside each other, or hold nothing out"
+            )
+    for part, other in itertools.combinations(parts, 2):
+        if not (part.held_out or other.held_out) and _list_named(part.path) == _list_named(other.path):
+            problems.append(f"data.mixture: {part.path} and {other.path} are the same files: name them once")
+    return problems
+
+
+def _share_files(data: Data, path: str) -> bool:
+    """Returns whether files at a path are among those that data.path trains on."""
+    if not _meet(_list_named(data.path), _list_named(path)):
+        return False
+    train, _ = split_root(data.path, 1.0, None, cache=data.cache)
+    return _meet(_list_read(str(train), data.cache), _list_read(path, data.cache))
+
+
+def _list_read(path: str, cache: Cache) -> set[str]:
+    """Returns the real paths at a path, of tables only those of the split that is read."""
+    if not os.path.exists(path) and find_base(path) is None:
+        return _list_named(path)
+    files = open_files(path, cache)
+    tables = open_tables(path, files)
+    return _list_named(path) if tables is None else {os.path.realpath(files.local(part)) for part in tables.parts()}
+
+
+def _list_named(path: str) -> set[str]:
+    """Returns the real path of a file or folder, and of a pattern those of its files."""
+    if is_address(path) or find_base(path) is None or os.path.exists(path):
+        return {os.path.realpath(path)}
+    files = LocalFiles(path)
+    with suppress(OSError):  # A folder that is not there is told when it is listed.
+        return {os.path.realpath(files.local(name)) for name in files.listed or dict(files.names())}
+    return {os.path.realpath(path)}
+
+
+def _meet(one: set[str], other: set[str]) -> bool:
+    """Returns whether some paths are equal, or lie in each other."""
+    return not (one.isdisjoint(_list_above(other)) and other.isdisjoint(_list_above(one)))
+
+
+def _list_above(paths: set[str]) -> Iterator[str]:
+    for path in paths:
+        yield path
+        yield from map(str, Path(path).parents)
