@@ -13,8 +13,9 @@ from typing import Any
 from dstrain.data.files.listing import SAMPLES, join_few, list_class_folders, listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.labels import LABELS, read_labels, refuse_splits
+from dstrain.data.formats.labels import LABELS, read_labels
 from dstrain.data.formats.no_samples import explain_no_samples
+from dstrain.data.formats.splits import refuse_splits
 from dstrain.data.formats.unconverted import describe_conversion
 from dstrain.recipe import ConfigError
 
@@ -49,7 +50,7 @@ class Folders(Layout):
                 if self._by_name:
                     self.classes = tuple(map(str, range(max(self._by_name.values()) + 1)))
             else:
-                refuse_splits(root, list_class_folders(root), request.key)
+                refuse_splits(root, request.key)
                 self.classes = self.class_list.classes if request.labels == "prefix" else ()
             if next(walk_files(root, "", request.suffixes), None) is None:
                 raise explain_no_samples(self)
@@ -57,7 +58,7 @@ class Folders(Layout):
 
     def _class_parts(self, root: Path, request: Request) -> list[str]:
         classes = list_class_folders(root)
-        refuse_splits(root, classes, request.key)
+        refuse_splits(root, request.key)
         full = [name for name in classes if next(walk_files(root, name, request.suffixes), None) is not None]
         top = [name for name, inner in self.files.names() if not inner]
         flat = [name for name in top if name.lower().endswith(request.suffixes)]

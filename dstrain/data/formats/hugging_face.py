@@ -23,26 +23,15 @@ from typing import Any
 from dstrain.data.files.listing import join_few, listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
+from dstrain.data.formats.splits import SPLITS, name_split
 from dstrain.disk.small import parse_json
 from dstrain.disk.texts import list_captions
 from dstrain.recipe import ConfigError, NotRead
 
 HUB = "hf-dataset:"
-SPLITS = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
-    "eval": "test",
-    "evaluation": "test",
-}  # words in names of files
 _WHOLE_SPLITS = re.compile(r"\w+([.-]\w+)*(\+\w+([.-]\w+)*)*")
 _TRIED = 8  # tables in which images are looked for, since some may be lists
-_UNSEEN = ("validation", "test")
+_UNSEEN = ("validation", "test", "held_out")
 _MAPPED = 256  # Arrow files that a process keeps open
 _ROW = 1 << 24  # rows of a record batch or row group; above them the place of that
 _HUGE = 4 << 20  # bytes of a row group above which random order is worth a warning
@@ -408,13 +397,6 @@ def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
             yield from find_files(files, *suffixes, folder=path)
         elif name.lower().endswith(suffixes):
             yield path
-
-
-def name_split(path: str) -> str:
-    """Returns the split that a file belongs to, by a word of its name, else by a folder; "": it names none."""
-    *folders, name = path.lower().split("/")
-    words = re.split(r"[^a-z]+", name) + folders[::-1]
-    return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
 def _encoded(value: Any) -> bytes | None:

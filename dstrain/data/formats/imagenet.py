@@ -18,8 +18,9 @@ from dstrain.data.files.local import Files, require_there
 from dstrain.data.files.remote import open_files
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
-from dstrain.data.formats.labels import SYNSET, is_split, read_class_list
+from dstrain.data.formats.labels import SYNSET, read_class_list
 from dstrain.data.formats.packed import find_packed_splits
+from dstrain.data.formats.splits import is_split
 from dstrain.data.formats.unconverted import is_flat_validation
 from dstrain.recipe import Cache, ConfigError
 

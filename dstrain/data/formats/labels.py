@@ -1,8 +1,7 @@
-"""Where the classes of files stand if not in their folders, and what looks like classes and is none.
+"""Where the classes of files stand if not in their folders.
 
 dataset.json     as dataset_tool of StyleGAN and EDM writes it: {"labels": [["00000/img00000000.png", 6], ...]}. Its
                  numbers are the labels, and folders say nothing. With "labels": null the files have no labels
-train/ val/      splits of the data are refused, since they would count as two classes
 cat_1.png        ADM's convention is read by data.labels=prefix; a message names it if a model needs labels
 
 A class list (data.class_list) says which classes there are, in the order of their labels, and what people call them.
@@ -21,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.local import is_folder
 from dstrain.data.source import Source
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, parse_number, read_label
@@ -31,8 +29,6 @@ SYNSET = re.compile(r"n\d{8}")
 _TITLED = re.compile(r"(n\d{8})(?:[\s,:]+(.*))?")
 LABELS = "dataset.json"
 _MAX_LABEL = 1 << 20  # labels of a dataset.json are below
-_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}
-_PARTS_OF_SPLITS = {"", "a", "b", "data", "images", "img", "imgs", "seg", "set"}  # train_images, testB
 MAX_LABELS_BYTES = 1 << 30  # a dataset.json of ten million files
 _SEARCHED_NAMES = 2000  # so many are searched for a prefix
 
@@ -160,40 +156,6 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
     if len(labels) < len(rows):
         raise ConfigError(f"{key}={root}: {LABELS} names a file twice: leave one label for each file")
     return labels
-
-
-def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
-    """Checks class folders. Raises ConfigError if they are the splits of the data, train and val."""
-    splits = [name for name in folders if is_split(name)]
-    if not splits or (len(splits) == 1 and len(folders) > 1):  # one train may be a class among others
-        _refuse_splits_within(root, folders, key)
-        return
-    train = next((name for name in splits if "train" in name.lower()), splits[0])
-    others = sorted((name for name in splits if name != train), key=lambda name: "val" not in name.lower())
-    unseen = f", and for evaluation data.held_out_path={root / others[0]}" if others and key == "data.path" else ""
-    raise ConfigError(
-        f"{key}={root}: {' and '.join(splits)} are splits, not classes: write {key}={root / train}{unseen}"
-    )
-
-
-def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> None:
-    """Checks class folders. Raises ConfigError if they hold splits, which would all be learned from."""
-    for name in folders:
-        inner = (entry.name for entry in os.scandir(root / name) if "." not in entry.name and is_folder(entry))
-        splits = sorted(filter(is_split, inner))  # only these are sorted, since a class may hold a million files
-        if len(splits) > 1 and len(folders) == 1:
-            refuse_splits(root / name, tuple(splits), key)
-        if len(splits) > 1:
-            raise ConfigError(
-                f"{key}={root}: the folder {name} holds the splits {' and '.join(splits)}, and all of "
-                f"them would be learned from: turn them round, {splits[0]}/{name}"
-            )
-
-
-def is_split(name: str) -> bool:
-    """Returns whether a folder has the name of a split: train, val2017, training_set, seg_test, trainA."""
-    words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower())
-    return bool(_SPLITS & set(words)) and set(words) <= _SPLITS | _PARTS_OF_SPLITS
 
 
 def require_classes(

@@ -18,6 +18,7 @@ from dstrain.data.files.local import Files
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import UNCAPTIONED, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
+from dstrain.data.formats.splits import refuse_splits
 from dstrain.data.source import BadSample, reading
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, parse_sidecar
@@ -50,6 +51,8 @@ class Beside(Folders):
             )
 
     def parts(self) -> list[str]:
+        with listing_errors(self.root, self.request.key):
+            refuse_splits(Path(self.root), self.request.key)
         self.classes = self.class_list.classes
         return [""]
 

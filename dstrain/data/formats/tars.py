@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
-from dstrain.data.formats.hugging_face import find_files, name_split
+from dstrain.data.formats.hugging_face import find_files
+from dstrain.data.formats.splits import is_split, name_split, refuse_split_names
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_captions, split_lines
 from dstrain.recipe import ConfigError, NotRead
@@ -45,6 +46,10 @@ class Tars(Layout):
 
     kind = "webdataset tars"
     labels_written = True
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        super().__init__(root, files, request)
+        self._named: set[str] = set()  # folders in the tar files that are called as splits
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -92,6 +97,11 @@ class Tars(Layout):
         if part == self._first:
             self.leave_out_beside()
         members = self._members(part)
+        folders = {f"{key.rpartition('/')[0]}/" for key in members}
+        refuse_split_names(folders, f"{self.request.key}={self.root}: {part}")
+        if not (self.files.pattern or _names_several(self.root)):  # Else their user has chosen them.
+            self._named |= {folder for folder in folders if is_split(folder.split("/")[-2])}
+            refuse_split_names(self._named, f"{self.request.key}={self.root}")
         labelled = any(_find_label(sample) is not None for sample in members.values())
         for key in sorted(members):
             sample = members[key]

@@ -16,7 +16,8 @@ from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import Members, list_members, read_member
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
-from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, is_split, parse_labels
+from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, parse_labels
+from dstrain.data.formats.splits import refuse_split_names
 from dstrain.data.formats.tars import MAX_BYTES
 from dstrain.disk import small
 from dstrain.recipe import ConfigError
@@ -53,6 +54,8 @@ class Zips(Layout):
         except ConfigError as error:
             raise self._refusal(f"{part} cannot be read: {error}; pack it anew") from None
         names = [name[len(top) :] for name in members.names]
+        if labels is None or self.request.labels != "auto":
+            refuse_split_names(names, f"{self.request.key}={self.root}")
         if labels is None and self.request.labels == "auto":
             by_name = self._by_folders(names)
             order = sorted(range(len(names)), key=lambda place: names[place].replace("/", "\0", 1))
@@ -139,12 +142,6 @@ class Zips(Layout):
             raise self._refusal(
                 f"{self.request.noun} ({flat}) beside class folders ({join_few(classes)}): is this one "
                 "class or several? Pack a folder with a folder for each class, or with a dataset.json"
-            )
-        splits = [name for name in classes if is_split(name)]
-        if len(splits) > 1 or splits == classes:  # one may be a class among others: train, plane
-            raise self._refusal(
-                f"{join_few(splits)} are splits, not classes: pack each by itself, and name the unseen one "
-                "in data.held_out_path"
             )
         self.classes = tuple(classes)
         return lambda name: name.partition("/")[0]

@@ -766,6 +766,92 @@ def test_a_folder_twice_in_a_mixture(tmp_path):
                 open_sources(data)
 
 
+# Splits that are read as classes, or all learned from.
+@case("refused: data.path=D: train and val are splits, not classes: write data.path=D/train, and for .*=D/val")
+def captions_beside_pictures_of_splits(d):
+    for number, split in enumerate(("train", "val")):
+        put(d / split / f"{number}.png", 10 * number)
+        (d / split / f"{number}.txt").write_text("a")
+    return read(d, captions=True)
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        ("train held_out", "train"),
+        ("train holdout", "train"),
+        ("train heldout", "train"),
+        ("train held-out", "train"),
+        ("Train HeldOut", "Train"),
+        ("train evaluation", "train"),
+        ("test train unlabeled", "train"),
+        ("train2017 unlabeled2017", "train2017"),
+        ("test trainval", "trainval"),
+        ("testset trainset", "trainset"),
+        ("train_large val_large", "train_large"),
+        ("train_256x256 val_256x256", "train_256x256"),
+        ("cats_test cats_train", "cats_train"),
+        ("bus cats_test cats_train", "cats_train"),
+        ("cats_test cats_train dogs_test dogs_train", "train"),
+        ("freight_train test_tube", None),
+        ("bus freight_train steam_train", None),
+        ("bus cat unlabeled", None),
+        ("train_256x256 val_512x512", None),
+        ("held_in out", None),
+    ],
+)
+def test_splits_under_other_names(tmp_path, names, expected):
+    """Oracle: the names, in a folder, a zip and a tar: splits of the same data are refused, classes are read."""
+    names = names.split()
+    put_classes(tmp_path / "d", *names)
+    files = {f"{name}/{place}.png": encode(10) for name in names for place in range(2)}
+    pack_zip(tmp_path / "x.zip", *files.items())
+    pack_tar(tmp_path / "x.tar", *files.items())
+    texts = [read(tmp_path / name, labels=labels) for name in ("x.zip", "x.tar") for labels in ("auto", "none")]
+    texts += [read(tmp_path / "d", labels=labels) for labels in ("auto", "none")]
+    for text in texts:
+        assert text.startswith("refused: ") is (expected is not None), text
+        assert expected is None or ("are splits" in text and " and name " in text) or f"{expected}" in text, text
+    assert expected is None or f"write data.path={tmp_path / 'd' / expected}" in texts[-1]
+
+
+@case("refused: data.path=D/x.zip: train, val are splits, not classes: pack each by itself")
+def splits_in_a_zip_with_prefixes(d):
+    pack_zip(d / "x.zip", ("train/cat_0.png", encode(10)), ("val/cat_1.png", encode(20)))
+    return read(d / "x.zip", labels="prefix")
+
+
+@case("refused: data.path=D/x.zip: train, val, in the folder b, are splits, not classes: pack each by itself")
+def splits_of_a_class_in_a_zip(d):
+    pack_zip(d / "x.zip", ("a/0.png", encode(10)), ("b/train/0.png", encode(10)), ("b/val/1.png", encode(20)))
+    return read(d / "x.zip")
+
+
+@case("refused: data.path=D/x.tar: x.tar: train, val, in the folder a/b, are splits, not classes: pack each by itself")
+def splits_deep_in_a_tar(d):
+    pack_tar(d / "x.tar", ("a/b/train/0.png", encode(10)), ("a/b/val/1.png", encode(20)))
+    return read(d / "x.tar")
+
+
+@case("refused: data.path=D: train, val are splits, not classes: pack each by itself")
+def splits_in_several_tars(d):
+    pack_tar(d / "0.tar", ("train/0.png", encode(10)))
+    pack_tar(d / "1.tar", ("val/1.png", encode(20)))
+    return read(d)
+
+
+@case("10 20")
+def splits_in_several_tars_by_a_pattern(d):
+    pack_tar(d / "0.tar", ("train/0.png", encode(10)))
+    pack_tar(d / "1.tar", ("val/1.png", encode(20)))
+    return read(d / "*.tar")
+
+
+@case("10; files of other splits are not among them, held_out 1, unlabeled 1")
+def other_words_in_names_of_files(d):
+    return read(put_named(d, "train-0", "held_out-0", "unlabeled-0"))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_read_wrongly_in_silence(tmp_path, name):
     """Oracle: by hand, what was written: it is read, or it is said."""

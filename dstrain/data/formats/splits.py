@@ -1,0 +1,134 @@
+"""Names of splits: of files, which say what is trained on and held out, and of folders, which are no classes.
+
+    train-00000.parquet, x_test.tar     files of several splits in one folder
+    train/ val2017/ training_set/       folders that are splits by all words of their names
+    cats_train/ cats_test/              folders whose names are equal without the word of a split
+
+Folders of several splits are refused, in folders, zips and tars alike: all of them would be learned from.
+"""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from dstrain.data.files.listing import join_few, list_class_folders
+from dstrain.data.files.local import is_folder
+from dstrain.recipe import ConfigError
+
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "trainval": "trainval",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+    "heldout": "held_out",
+    "holdout": "held_out",
+    "unlabeled": "unlabeled",
+    "unlabelled": "unlabeled",
+}  # words in names
+_ENDS = ("", "set", "data", "images")  # of such words in names of folders: trainset
+_HELD_OUT = re.compile(r"(held|hold)[-_ .]out")
+_BESIDE = {"a", "b", "data", "images", "img", "imgs", "seg", "set"}  # words beside: train_images, testB
+
+
+def name_split(path: str) -> str:
+    """Returns the split that a file belongs to, by a word of its name, else by a folder; "": it names none."""
+    *folders, name = _HELD_OUT.sub(r"\1out", path.lower()).split("/")
+    words = re.split(r"[^a-z]+", name) + folders[::-1]
+    return next((SPLITS[word] for word in words if word in SPLITS), "")
+
+
+def is_split(name: str) -> bool:
+    """Returns whether a folder has the name of a split: train, val2017, training_set, held_out, seg_test, trainA."""
+    split, others = _take_out(name)
+    return bool(split) and all(word in _BESIDE or word.isdigit() or _read_word(word) for word in others)
+
+
+def find_splits(folders: Iterable[str]) -> list[str]:
+    """Returns those of the folders in one folder that are splits of the same data; [] if fewer than two are."""
+    by_rest: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in sorted(name for name in folders if _take_out(name)[0]):
+        by_rest[_take_out(name)[1]].append(name)
+    splits = sorted(name for names in by_rest.values() for name in names if is_split(name))
+    if len(splits) > 1:
+        return splits
+    several = (names for names in by_rest.values() if len({_take_out(name)[0] for name in names}) > 1)
+    return sorted(name for names in several for name in names)
+
+
+def refuse_split_names(names: Iterable[str], where: str) -> None:
+    """Checks names with folders in them, of an archive. Raises ConfigError if a folder holds several splits."""
+    inner: dict[str, set[str]] = defaultdict(set)
+    for folder in {name.rpartition("/")[0] for name in names}:
+        while folder:
+            above, _, own = folder.rpartition("/")
+            inner[above].add(own)
+            folder = above
+    for above in sorted(inner):
+        if splits := find_splits(inner[above]):
+            place = f", in the folder {above}," if above else ""
+            raise ConfigError(
+                f"{where}: {join_few(splits)}{place} are splits, not classes: pack each by itself, and name the unseen "
+                "one in data.held_out_path"
+            )
+
+
+def refuse_splits(root: Path, key: str) -> None:
+    """Checks the folders in a folder. Raises ConfigError if they, or those in one of them, are splits of the data."""
+    folders = list_class_folders(root)
+    splits = find_splits(folders) or [name for name in folders if len(folders) == 1 and is_split(name)]
+    if not splits:  # one train may be a class among others
+        _refuse_splits_within(root, folders, key)
+    elif not any(map(is_split, splits)) and len(splits) > 2:
+        raise ConfigError(
+            f"{key}={root}: {join_few(splits)} are splits of several classes: turn them round, as train/cat and "
+            f"test/cat, and write {key}={root}/train"
+        )
+    else:
+        _refuse_splits_of(root, splits, key)
+
+
+def _refuse_splits_of(root: Path, splits: Sequence[str], key: str) -> None:
+    train = next((name for name in splits if "train" in name.lower()), splits[0])
+    others = sorted((name for name in splits if name != train), key=lambda name: "val" not in name.lower())
+    unseen = f", and for evaluation data.held_out_path={root / others[0]}" if others and key == "data.path" else ""
+    raise ConfigError(
+        f"{key}={root}: {' and '.join(splits)} are splits, not classes: write {key}={root / train}{unseen}"
+    )
+
+
+def _refuse_splits_within(root: Path, folders: Sequence[str], key: str) -> None:
+    """Checks the folders in class folders. Raises ConfigError if they are splits, which would all be learned from."""
+    for name in folders:
+        inner = (entry.name for entry in os.scandir(root / name) if "." not in entry.name and is_folder(entry))
+        splits = find_splits(inner)  # only these are sorted, since a class may hold a million files
+        if splits and len(folders) == 1:
+            _refuse_splits_of(root / name, splits, key)
+        if splits:
+            raise ConfigError(
+                f"{key}={root}: the folder {name} holds the splits {' and '.join(splits)}, and all of "
+                f"them would be learned from: turn them round, {splits[0]}/{name}"
+            )
+
+
+def _take_out(name: str) -> tuple[str, tuple[str, ...]]:
+    """Returns the split that a word of a folder's name says, "" if none does, and the other words and numbers."""
+    parts = re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower()
+    words = re.findall(r"[a-z]+|[0-9]+", _HELD_OUT.sub(r"\1out", parts))
+    for place, word in enumerate(words):
+        if split := _read_word(word):
+            return split, (*words[:place], *words[place + 1 :])
+    return "", tuple(words)
+
+
+def _read_word(word: str) -> str:
+    """Returns the split that a word says, "" if it says none."""
+    return next(filter(None, (SPLITS.get(word.removesuffix(end)) for end in _ENDS)), "")
