@@ -55,7 +55,9 @@ def prepare(
         replace_linear()
     graphs = Graphs()
     for number, module in enumerate(repeated, 1):
-        keeps = recompute if isinstance(recompute, str) else "none" if number % recompute else "all"
+        keeps = recompute
+        if isinstance(recompute, int):  # every so many blocks
+            keeps = "none" if number % recompute else "all"
         if compiled:
             module.forward = partial(graphs.forward, module, keeps, structure(module))
         elif keeps != "none":

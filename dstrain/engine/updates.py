@@ -372,7 +372,9 @@ class Updates:
     def grad_norm(self) -> float | None:
         """Of the latest step before clipping, over all ranks; None where it was not computed. Waits for the device."""
         norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
-        return None if norm is None else float(norm) if math.isfinite(norm) else math.inf
+        if norm is None:
+            return None
+        return float(norm) if math.isfinite(norm) else math.inf
 
     @property
     def loss_scale(self) -> float | None:

@@ -188,7 +188,9 @@ def check_quality(run: Run, system: System, train: Source, unseen: Source | None
         draws = system.generates and not system.starts_from_data and not system.cannot_draw()
         name = find_origin(run.data)
         asked = (name == MOVING and system.takes_texts) or (name == FASHION_PATH and "label" in system.conditions(1))
-        metrics = (("fd", "accuracy") if asked else ("fd",)) if draws and name in (FASHION_PATH, MOVING) else ()
+        metrics = ()
+        if draws and name in (FASHION_PATH, MOVING):
+            metrics = ("fd", "accuracy") if asked else ("fd",)
     best, measures = run.save.best, run.every.metrics and metrics
     quality = Quality(run, metrics, system, train, unseen) if measures else None
     if isinstance(best, str) and best not in (*table.LOWER, *table.HIGHER):

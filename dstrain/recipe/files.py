@@ -182,17 +182,13 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event, self._depth = self.peek_event(), self._depth + 1
         tag = getattr(event, "tag", None)
-        problem = (
-            f"the tag {tag} is none of a recipe's"
-            if tag
-            else f"it is nested deeper than {_DEEPEST} levels"
-            if self._depth > _DEEPEST
-            else f"it holds more than {_LARGEST} entries"
-            if len(self._sizes) >= _LARGEST
-            else None
-        )
-        if problem:
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        for is_wrong, problem in (
+            (tag, f"the tag {tag} is none of a recipe's"),
+            (self._depth > _DEEPEST, f"it is nested deeper than {_DEEPEST} levels"),
+            (len(self._sizes) >= _LARGEST, f"it holds more than {_LARGEST} entries"),
+        ):
+            if is_wrong:
+                raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         inner = (

@@ -87,8 +87,8 @@ def _is_within(key: str, section: str) -> bool:
 def _join_location(location: Iterable[Any], prefix: str) -> str:
     key = prefix
     for part in location:
-        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
-    return key
+        key += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return key.removeprefix(".")
 
 
 def _explain_item(item: Any, key: str, prefix: str, known: list[str]) -> list[str]:

@@ -69,9 +69,11 @@ CHIPS = {
 
 def find_rate(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """Returns the listed rate of a GPU by torch's name for it, operations a second; None: it is not listed."""
-    for pattern, *peaks in _PEAKS:
+    for pattern, of_16_bits, of_tf32, of_fp32 in _PEAKS:
         if re.fullmatch(pattern, name.removeprefix("NVIDIA ")):
-            return peaks[0 if dtype != torch.float32 else 1 if tf32 else 2] * 1e12
+            if dtype != torch.float32:
+                return of_16_bits * 1e12
+            return (of_tf32 if tf32 else of_fp32) * 1e12
     return None
 
 

@@ -196,7 +196,8 @@ class Tars(Layout):
     def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
         """Adds what a text member says, which follows its header, so that it costs little to read now."""
         wants_captions, wants_labels = self.request.captions, self.request.labels != "none"
-        if kind in sample or not (wants_captions if kind == "txt" else wants_labels if kind == "cls" else True):
+        unwanted = (kind == "txt" and not wants_captions) or (kind == "cls" and not wants_labels)
+        if kind in sample or unwanted:
             return
         file.seek(member.offset_data)
         content = file.read(min(member.size, LONGEST_TEXT + 1))

@@ -96,15 +96,11 @@ class Videos(Indexed):
     def __init__(self, layout: Layout, index: Index, cut: Cut, **choice: Any) -> None:
         super().__init__(layout, index, **choice)
         self.cut, self.labelled = replace(cut, upright=layout.request.upright), index.labelled
-        self.captions_from = (
-            "beside"
-            if layout.notes.get("beside")
-            else "file"
-            if index.most_captions
-            else "classes"
-            if self.labelled
-            else "none"
-        )
+        self.captions_from = "classes" if self.labelled else "none"
+        if layout.notes.get("beside"):
+            self.captions_from = "beside"
+        elif index.most_captions:
+            self.captions_from = "file"
         self.captioned = self.captions_from != "none"
         self.uncaptioned = None if self.captioned else f"{layout.request.key}={self.path}"
         self._listings: dict[int, Listing] = {}

@@ -247,8 +247,12 @@ class Config(SystemConfig):
 
     def diffusion_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of GaussianDiffusion, but for the betas."""
-        loss = "rescaled_kl" if self.use_kl else "rescaled_mse" if self.rescale_learned_sigmas else "mse"
-        variance = "learned_range" if self.learn_sigma else "fixed_small" if self.sigma_small else "fixed_large"
+        loss = "rescaled_mse" if self.rescale_learned_sigmas else "mse"
+        if self.use_kl:
+            loss = "rescaled_kl"
+        variance = "fixed_small" if self.sigma_small else "fixed_large"
+        if self.learn_sigma:
+            variance = "learned_range"
         return {
             "prediction": self.prediction or ("x_start" if self.predict_xstart else "eps"),
             "variance": variance,

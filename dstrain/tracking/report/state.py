@@ -75,11 +75,13 @@ def read_state(folder: Path) -> State:
     if steps is not None and step is not None and step >= steps:
         word = "complete"  # though it may be held until the last files are written
     elif (held := _is_locked(folder / ".lock")) is not False and not _has_stopped(folder, note):
-        word = "unknown" if not held else "beginning" if step is None else "running"
+        word = "beginning" if step is None else "running"
+        if not held:
+            word = "unknown"
     else:
         word = _find_ending(note) or ("imported" if saved == [0] and step is None else "dead")
     return State(
-        folder.name if folder.name else str(folder),
+        folder.name or str(folder),
         word,
         None if step is None else int(step),
         steps,

@@ -78,13 +78,12 @@ class CViViT(nn.Module):
         self.to_patch_emb = Linear(temporal_patch_size * values, dim)
         self.spatial_rel_pos_bias = PositionBias(heads, dim)
         self.enc_spatial_transformer, self.enc_temporal_transformer = transformer("space"), transformer("time")
-        self.vq = (
-            LookupFree(dim, codebook_size, inv_temperature)
-            if quantizer == "lookup_free"
-            else FiniteScalar(dim, levels)
-            if quantizer == "fsq"
-            else CosineQuantizer(dim, codebook_size, codebook_dim)
-        )
+        if quantizer == "lookup_free":
+            self.vq = LookupFree(dim, codebook_size, inv_temperature)
+        elif quantizer == "fsq":
+            self.vq = FiniteScalar(dim, levels)
+        else:
+            self.vq = CosineQuantizer(dim, codebook_size, codebook_dim)
         self.dec_temporal_transformer, self.dec_spatial_transformer = transformer("time"), transformer("space")
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
 
