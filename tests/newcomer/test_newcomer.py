@@ -12,6 +12,7 @@ from safetensors import safe_open
 from dstrain import recipe, systems
 from dstrain.data.batches import Batches
 from dstrain.data.open import complete_data, open_sources
+from dstrain.recipe import trust
 from tests.support.launch import ROOT, here, launch
 
 pytestmark = pytest.mark.slow
@@ -106,6 +107,7 @@ def test_every_command(tmp_path, monkeypatch, capsys, request, entry_point, name
         )
     for folder in (entry_point, NEWCOMER):
         monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(trust, "_trusted", {name})
     write(tmp_path, {**RUN, "name": "new", "system": name, "model": model, "data": data})
 
     lines = trained(tmp_path, stages, (NEWCOMER, entry_point, ROOT))
@@ -114,23 +116,27 @@ def test_every_command(tmp_path, monkeypatch, capsys, request, entry_point, name
     run = tmp_path / "run"
     assert (run / "samples" / "step_00000004.png").is_file()
 
+    monkeypatch.setattr(trust, "_trusted", set())
+    named = ("--trust-system", name) if name == "edm" else ()  # An installed entry point needs no such word.
     code, stdout, stderr = here(
-        "generate.py", [run, "--num-samples", 3, "--out", tmp_path / "drawn"], monkeypatch, capsys
+        "generate.py", [run, "--num-samples", 3, "--out", tmp_path / "drawn", *named], monkeypatch, capsys
     )
     assert code == 0, stdout + stderr
     with np.load(next((tmp_path / "drawn").glob("*.npz"))) as drawn:
         assert drawn["arr_0"].shape[:3] == (3, 16, 16)
     for label in (10, 77):  # The null class of others, and none at all.
-        code, stdout, stderr = here("generate.py", [run, "--num-samples", 3, "--labels", label], monkeypatch, capsys)
+        code, stdout, stderr = here(
+            "generate.py", [run, "--num-samples", 3, "--labels", label, *named], monkeypatch, capsys
+        )
         fault = f"--labels: [{label}] are not among the 10 classes" if name == "edm" else "knows no classes"
         assert code == 2 and fault in stdout + stderr, stdout + stderr
-    code, stdout, stderr = here("evaluate.py", [run, "--num-samples", 16], monkeypatch, capsys)
+    code, stdout, stderr = here("evaluate.py", [run, "--num-samples", 16, *named], monkeypatch, capsys)
     assert code == 0, stdout + stderr
     measured = json.loads(next((run / "evaluation").glob("*.json")).read_text())["figures"]["loss"]
     held_out = [line["held_out/loss"] for line in lines if "held_out/loss" in line]
     assert measured == pytest.approx(held_out[-1], rel=1e-5)
     code, stdout, stderr = here(
-        "export.py", [run, "--format", "safetensors", "--out", tmp_path / "out"], monkeypatch, capsys
+        "export.py", [run, "--format", "safetensors", "--out", tmp_path / "out", *named], monkeypatch, capsys
     )
     assert code == 0, stdout + stderr
     system = systems.build(name, recipe.load(run / "run.yaml").model)
