@@ -377,7 +377,7 @@ BUDGETS = {
     "checkpoint": 1559,
     "commands": 4162,
     "data": 7151,
-    "diffusion": 1010,
+    "diffusion": 1154,  # with the one protocol of chains and flows, and the section of flows that systems share
     "disk": 520,
     "distributed": 1002,  # with stops in every phase, launches told apart, and the environment read in one place
     "encoders": 404,

@@ -79,13 +79,10 @@ class FlowMatching:
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Returns per-sample terms (B,): loss (with gradient) and mse, its detached value."""
-        out = self.predict(network, self.interpolant.mix(x_start, self.scaled(noise), t), t)
-        mse = self.losses(out, x_start, t, noise)
+        noise = self.scaled(noise)
+        out = self.predict(network, self.interpolant.mix(x_start, noise, t), t)
+        mse = self.interpolant.losses(out, x_start, noise, t)
         return {"loss": mse, "mse": mse.detach()}
-
-    def losses(self, out: Tensor, x_start: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Returns the losses (B,) of a prediction; channels beyond those of x_start are left unused."""
-        return self.interpolant.losses(out[:, : x_start.shape[1]], x_start, self.scaled(noise), t)
 
     def scaled(self, noise: Tensor) -> Tensor:
         """Returns noise of the flow's deviation from noise of deviation 1."""
@@ -136,11 +133,18 @@ class FlowMatching:
         return solve_levels(sampler, denoise, levels, x, scaled_noise, eta, progress)
 
     def invert(
-        self, network: Network, x_start: Tensor, sampler: str, num_calls: int, spacing: str | None = None
+        self,
+        network: Network,
+        x_start: Tensor,
+        sampler: str,
+        num_calls: int,
+        spacing: str | None = None,
+        eta: float | None = None,
     ) -> Tensor:
         """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError for no method
         of the plain ODE.
         """
+        eta_of(sampler, eta)
         if sampler not in ("euler", "heun"):
             raise ConfigError(f"sampler={sampler} cannot be inverted: take --sampler euler or heun")
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else num_calls

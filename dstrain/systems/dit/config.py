@@ -1,14 +1,13 @@
 """What determines a DiT: one line for each field."""
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dstrain.diffusion.densities import DENSITIES, shift_of_dimension
-from dstrain.diffusion.interpolant import LOSSES, PATHS, PREDICTIONS
-from dstrain.diffusion.schedule import SCHEDULES
+from dstrain.diffusion.gaussian import GaussianDiffusion
+from dstrain.diffusion.process import ChainProcess, Flow, Process
+from dstrain.diffusion.schedule import SCHEDULES, make_betas
 from dstrain.encoders import autoencoder
 from dstrain.encoders.frozen import is_here
 from dstrain.encoders.precision import Precision, find_problem
@@ -57,48 +56,6 @@ class Diffusion(Section):
     """mse adds the variational bound where learn_sigma is set; rescaled_mse weighs it by num_steps / 1000."""
     fixed_variance: Literal["fixed_small", "fixed_large"] = "fixed_large"
     """Sampling variance without learn_sigma: the posterior's, or beta."""
-
-
-class Flow(Section):
-    density: Literal[tuple(DENSITIES)] = "logit_normal"
-    """Distribution of training times: normal of logit(t), which on a straight path is log(noise / signal) as in EDM,
-    uniform, or SD3's mode and cosmap."""
-    logit_mean: float = 0.0
-    """Mean of logit(t); above 0 more noise."""
-    logit_std: float | None = Field(1.0, gt=0)
-    """Standard deviation of logit(t), or the scale of mode; None makes t uniform."""
-    t_max: float = Field(1.0, gt=0, le=1)
-    """The largest training time, before the shift; 1 for mode."""
-    t_last: Annotated[float, MAY_CHANGE] = Field(0.0, ge=0, lt=1)
-    """Sampling ends at this time, before the shift, and takes what it has (RAE: 0.001); 0: at the data."""
-    shift: Annotated[float, Field(gt=0)] | Literal["dimension"] = 1.0
-    """Shift of training and sampling times; 1 is none, above 1 more noise (for higher resolutions); dimension takes the
-    square root of (values of an input / 4096)."""
-    time_scale: float = Field(1000.0, gt=0)
-    """The network sees t in [0, 1] times this."""
-    path: Literal[tuple(PATHS)] = "linear"
-    """Between data and noise: linear, gvp (of constant variance) or vp (DDPM's linear betas)."""
-    prediction: Literal[PREDICTIONS] = "velocity"
-    """What the network predicts."""
-    loss: Literal[LOSSES] | None = None
-    """The space of squared errors, likelihood with SiT's weight; None: the prediction's own, and eps for a score."""
-    t_min: float = Field(0.0, ge=0, lt=0.5)
-    """Conversions between predictions take no time nearer to 0 and 1 than this; needed where they divide by it."""
-    cosine: float = Field(0.0, ge=0)
-    """Weight of 1 - the cosine over channels of prediction and target, beside the squared error (LightningDiT: 1)."""
-    noise_scale: float = Field(1.0, gt=0)
-    """Standard deviation of the noise (JiT at 512 pixels: 2)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "Flow":
-        if not self.t_min and (self.prediction != "velocity" or self.path == "vp" or self.loss == "likelihood"):
-            raise ConfigError(
-                f"flow.t_min: 0 divides by 0 where prediction={self.prediction}, path={self.path} and loss={self.loss} "
-                "are converted; set flow.t_min, such as 0.05 for predictions of x and 0.001 for others"
-            )
-        if self.density == "mode" and self.t_max < 1:
-            raise ConfigError("flow.t_max: the density mode is not cut; leave it at 1, or take another density")
-        return self
 
 
 class BlockChoices(Section):
@@ -421,9 +378,28 @@ class Config(SystemConfig):
             "base_depth": self.internal.depth if self.internal else 0,
         }
 
-    def flow_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of FlowMatching."""
-        arguments = self.flow.model_dump()
-        if self.flow.shift == "dimension":
-            arguments["shift"] = shift_of_dimension(math.prod(self.shape()))
-        return arguments
+    @property
+    def models_pixels(self) -> bool:
+        """Returns whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
+        return not (self.first_stage or self.codes) and self.in_channels in (1, 3)
+
+    def make_process(self) -> Process:
+        """Returns what is learned between data and noise."""
+        if self.objective == "flow":
+            return self.flow.make_process(self.shape())
+        section = self.diffusion
+        diffusion = GaussianDiffusion(
+            make_betas(section.schedule, section.num_steps),
+            prediction=section.prediction,
+            loss=section.loss,
+            variance="learned_range" if self.learn_sigma else section.fixed_variance,
+        )
+        return ChainProcess(diffusion, section.schedule, clip=self.models_pixels)
+
+    def guide_fields(self) -> dict[str, Any]:
+        """Returns what a guide must share: the data, and noise of the same kind."""
+        names = ("image_size", "size_conditions", "embedding_dim", "in_channels", "num_classes", "first_stage", "codes")
+        fields: dict[str, Any] = dict.fromkeys((*names, "objective", self.objective), True)
+        if self.objective == "flow":  # its other fields are of training alone
+            fields["flow"] = {"path", "prediction", "time_scale", "noise_scale"}
+        return self.model_dump(include=fields)

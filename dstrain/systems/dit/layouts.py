@@ -8,7 +8,7 @@ ours and left out.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class Layout(NamedTuple):
     """Whether its time is 0 at the noise."""
     predicts_x: bool = False
     """Whether it predicts data, whose sign stays."""
+
+    def needed_fields(self) -> dict[str, Any]:
+        """Returns the fields of the recipe that its networks were trained with, whatever their shape."""
+        prediction = "x" if self.predicts_x else "velocity"
+        return {"objective": "flow", "flow.time_scale": 1.0, "flow.prediction": prediction}
 
 
 LAYOUTS = {

@@ -6,18 +6,16 @@ start and noise/0, noise/1, ... in the order of the chain.
 
 import math
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.diffusion import flow, flow_likelihood, samplers, schedule
-from dstrain.diffusion.bound import measured_bits
-from dstrain.diffusion.flow import FlowMatching
-from dstrain.diffusion.gaussian import GaussianDiffusion, Network
+from dstrain.diffusion import samplers
+from dstrain.diffusion.gaussian import Network
 from dstrain.diffusion.solvers import eta_of
-from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder, draw_latents
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
@@ -41,7 +39,8 @@ class DiTSystem(System):
         self.config = config
         self.parts = {"denoiser": self.denoise}
         self.averaged = ("denoiser",)
-        self.samplers = flow.SAMPLERS if config.objective == "flow" else samplers.SAMPLERS
+        self.process = config.make_process()
+        self.samplers, self.diffusion = self.process.samplers, self.process.diffusion
         self.shape = config.shape()
         self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
         self.first_stage = _load_first_stage(config)
@@ -49,17 +48,6 @@ class DiTSystem(System):
         self.starts_from_data, self.takes_embeddings = config.embedding_dim > 0, config.embedding_dim
         # With cached latents the first stage has no encoder; a picture alone does not say its embedding.
         self.inverts = config.codes is None and not config.embedding_dim
-        if config.objective == "diffusion":
-            section = config.diffusion
-            self.diffusion = GaussianDiffusion(
-                schedule.make_betas(section.schedule, section.num_steps),
-                prediction=section.prediction,
-                loss=section.loss,
-                variance="learned_range" if config.learn_sigma else section.fixed_variance,
-            )
-            self.timesteps = UniformSampler(section.num_steps)
-        else:
-            self.flow = FlowMatching(**config.flow_arguments())
 
     def networks(self) -> dict[str, nn.Module]:
         return {"denoiser": DiT(**self.config.network_arguments())}
@@ -105,15 +93,16 @@ class DiTSystem(System):
         """Measures bits/dim with every label in place: of diffusion over 8-bit pixels the whole bound, of a flow over
         them by its ODE; else the terms of `evaluate`. Raises ConfigError for num_steps of a model of latents.
         """
-        if self.models_pixels():
-            y, flows = self._labels(example, example["x_start"]), self.config.objective == "flow"
+        if self.config.models_pixels:
+            y = self._labels(example, example["x_start"])
 
             def network(x_t, t):
                 return nets["denoiser"](x_t, t, y, **self._conditions(example))
 
-            process, bits = (self.flow, flow_likelihood.measured_bits) if flows else (self.diffusion, measured_bits)
-            terms = bits(process, network, example["x_start"], example["key"], num_steps, progress)
-            return terms | {"loss": self.evaluate(nets, example)["loss"]} if flows else terms
+            terms = self.process.measured_bits(network, example["x_start"], example["key"], num_steps, progress)
+            if "mse" not in terms:  # a chain's bound has the error at every timestep
+                terms["loss"] = self.evaluate(nets, example)["loss"]
+            return terms
         if num_steps is not None:
             raise ConfigError(
                 f"num_steps: {num_steps} timesteps are asked for, but only models of pixels are measured "
@@ -123,9 +112,6 @@ class DiTSystem(System):
 
     def _losses(self, nets: Nets, example: Example, y: Tensor) -> Terms:
         x_start, key = example["x_start"], example["key"]
-        noise = rng.normal(key, "noise", tuple(x_start.shape[1:]))  # (B, C, H, W)
-        uniforms = rng.uniform(key, "timestep")  # (B,)
-
         tapped: dict[str, Tensor] = {}
 
         def network(x_t, t):
@@ -134,16 +120,11 @@ class DiTSystem(System):
             tapped.update(nets["denoiser"](x_t, t, y, **self._conditions(example), extras=True))
             return tapped["out"]
 
-        if self.config.objective == "flow":
-            t = self.flow.times(uniforms)
-            terms = self.flow.training_losses(network, x_start, t, noise)
-            if internal := self.config.internal:
-                base = self.flow.losses(tapped["base"], x_start, t, noise)
-                terms |= {"loss": terms["loss"] + internal.weight * base, "base": base.detach()}
-            return terms | {"quartile": (4 * t).long().clamp(max=3)}
-        t, _ = self.timesteps.sample(uniforms)
-        quartile = 4 * t // self.diffusion.num_timesteps
-        return self.diffusion.training_losses(network, x_start, t, noise) | {"quartile": quartile}
+        terms = self.process.draw_losses(network, x_start, key)
+        if internal := self.config.internal:  # the second head's, of the same forward pass
+            base = self.process.draw_losses(lambda x_t, t: tapped["base"], x_start, key)["loss"]
+            terms |= {"loss": terms["loss"] + internal.weight * base, "base": base.detach()}
+        return terms
 
     def _conditions(self, example: Example) -> dict[str, Tensor]:
         """Returns what the network is told beside labels: sizes, int64 (B, 6), and image embeddings (B, E)."""
@@ -223,16 +204,11 @@ class DiTSystem(System):
 
         images = request.conditions.get("invert")
         x_start = None if images is None else self.encode({"image": images, "key": keys})["x_start"]
-        x = rng.normal(keys, "start", shape) if images is None else None
-        if self.config.objective == "flow":
-            if images is not None:
-                x = self.flow.invert(network, x_start, sampler, count, spacing)
-            x_start = self.flow.sample(network, x, noise, sampler, count, spacing, request.eta)
+        if images is None:
+            x = rng.normal(keys, "start", shape)
         else:
-            timesteps, clip = samplers.timesteps_of(self.diffusion, sampler, count, spacing), self.models_pixels()
-            if images is not None:
-                x = samplers.invert_chain(self.diffusion, network, x_start, sampler, timesteps, request.eta)
-            x_start = samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, clip)
+            x = self.process.invert(network, x_start, sampler, count, spacing, request.eta)
+        x_start = self.process.sample(network, x, noise, sampler, count, spacing, request.eta)
         return to_uint8(self.first_stage.decode(x_start) if self.first_stage else x_start)
 
     def check_sampling(self, samples: Samples) -> None:
@@ -240,27 +216,13 @@ class DiTSystem(System):
         with reword_errors("--size or samples.size: "):
             self.config.shape(samples.size)
         eta_of(self.sampler(samples.sampler), samples.eta)
-        if self.config.objective == "flow":
-            flow.check_spacing(samples.spacing)
+        self.process.check_spacing(samples.spacing)
 
     def require_guide(self, other: System) -> None:
         """Refuses a guide of other data or noise; its width, depth and variances may differ."""
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
-        same = {
-            "image_size",
-            "size_conditions",
-            "embedding_dim",
-            "in_channels",
-            "num_classes",
-            "objective",
-            "first_stage",
-            "codes",
-        }
-        of_flow = {"path", "prediction", "time_scale", "noise_scale"}  # the others are of training alone
-        included = dict.fromkeys(same, True) | {"diffusion": True, "flow": of_flow}
-        del included["flow" if self.config.objective == "diffusion" else "diffusion"]
-        own, others = (system.config.model_dump(include=included) for system in (self, other))
+        own, others = self.config.guide_fields(), other.config.guide_fields()
         if different := sorted(name for name in own | others if own.get(name) != others.get(name)):
             raise ConfigError(
                 f"model.{different[0]} differs, and a guide learns the same from noise of the same kind: "
@@ -282,7 +244,6 @@ class DiTSystem(System):
         if self.config.size_conditions:  # a picture that had this size, and was not cut
             wide, high = request.size or (self.config.image_size,) * 2
             size["size"] = torch.tensor([high, wide, 0, 0, high, wide], device=y.device).expand(len(y), -1)
-        process = self.flow if self.config.objective == "flow" else self.diffusion
         internal = self.config.internal
         return samplers.guide_network(
             guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"],
@@ -292,7 +253,7 @@ class DiTSystem(System):
             self.config.guidance_channels,
             rescale=request.guidance_rescale,
             guide=guide,
-            active=samplers.limit_guidance(request.guidance_interval, process.noise_of),
+            active=samplers.limit_guidance(request.guidance_interval, self.process.noise_of),
         )
 
     def cannot_draw(self) -> str | None:
@@ -302,10 +263,6 @@ class DiTSystem(System):
                 "the folder of the one that encoded them"
             )
         return None
-
-    def models_pixels(self) -> bool:
-        """Returns whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
-        return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Fits weights whose positions and class table may differ, see weights.py."""
@@ -332,13 +289,8 @@ class DiTSystem(System):
 
     def _require_objective_of(self, layout: str) -> None:
         """Raises ConfigError if the flow is not that of a published layout's networks."""
-        flow, prediction = self.config.flow, "x" if LAYOUTS[layout].predicts_x else "velocity"
-        for field, found, needed in (
-            ("objective", self.config.objective, "flow"),
-            ("flow.time_scale", flow.time_scale, 1.0),
-            ("flow.prediction", flow.prediction, prediction),
-        ):
-            if found != needed:
+        for field, needed in LAYOUTS[layout].needed_fields().items():
+            if (found := attrgetter(field)(self.config)) != needed:
                 raise ConfigError(
                     f"model.{field}={found}: weights of {layout} were trained with {needed}; "
                     f"write model.{field}={needed}"
@@ -349,6 +301,7 @@ class DiTSystem(System):
 
     def require_expressible(self) -> None:
         weights.require_expressible(self.config)
+        self.process.scheduler_arguments()
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Returns what System says, but no learned token decays."""
@@ -367,7 +320,7 @@ class DiTSystem(System):
         wide, high = max(self.config.sizes or ((self.config.image_size,) * 2,), key=math.prod)
         batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         batch["label"] = rng.integers(batch["key"], "label", self.config.num_classes)
-        if not self.config.codes and (self.first_stage or self.models_pixels()):
+        if not self.config.codes and (self.first_stage or self.config.models_pixels):
             channels = self.first_stage.image_channels if self.first_stage else self.config.in_channels
             batch["image"] = rng.integers(batch["key"], "image", 256, (channels, high, wide)).to(torch.uint8)
         else:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers
-from dstrain.diffusion.published import add_to_index, even_steps, scheduler_arguments
+from dstrain.diffusion.published import add_to_index
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.nn.measures import relative_error
@@ -36,7 +36,7 @@ from dstrain.systems.dit.system import DiTSystem
 TOLERATED = {"with label": 3e-4, "without label": 3e-4, "code": 2.5 / 255}
 _NULL = 1000  # the row of "no label" in DiTPipeline
 _COUNT = 4  # samples compared in one prediction
-_SCALE, _FLOW_STEPS = 1.5, 20  # of the card's pictures: guidance scale, and Euler steps
+_SCALE = 1.5  # guidance of the card's pictures
 _STOCK = """\
 import torch
 from diffusers import DiTPipeline
@@ -82,7 +82,7 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
     code = (_STOCK if _is_stock(system) else _OWN) + _DRAW.format(
         labels=_choose_labels(system),
         scale=_choose_scale(system),
-        steps=_count_steps(system),
+        steps=system.process.card_steps,
         more=', output_type="latent"' * latents,
     )
     kind = "DiTPipeline" if _is_stock(system) else "DiTTransformer2DModel"
@@ -135,9 +135,7 @@ def measure_errors(
     device = key.device
     exported = DiTTransformer2DModel.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
     null = exported.config.num_embeds_ada_norm  # in the trained network it is num_classes
-    last = system.diffusion.num_timesteps - 1 if config.objective == "diffusion" else config.flow.time_scale
-    t = torch.linspace(0, last, len(key), device=device)
-    t = t.long() if config.objective == "diffusion" else t
+    t = system.process.spread_times(len(key), device)
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
     results = {"with label": relative_error(exported(x, t, y).sample, nets["denoiser"](x, t, y))}
     if config.class_dropout_prob:
@@ -154,11 +152,7 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     channels = None if _is_stock(system) else config.guidance_channels
     null = {"y": torch.full_like(y, config.num_classes)}
     network = samplers.guide_network(nets["denoiser"], {"y": y}, null, _choose_scale(system), channels)
-    if config.objective == "flow":
-        x = system.flow.euler(network, noise, _count_steps(system))
-    else:
-        chain = system.diffusion.respaced(f"ddim{_count_steps(system)}")
-        x = samplers.ddim(chain, network, noise, clip_denoised=system.models_pixels())
+    x = system.process.draw_plain(network, noise)
     if system.cannot_draw():  # latents that no autoencoder decodes
         return x
     return to_uint8(system.first_stage.decode(x) if system.first_stage else x)
@@ -166,10 +160,6 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
 
 def _choose_labels(system: DiTSystem) -> list[int]:
     return list(range(min(2, system.config.num_classes)))
-
-
-def _count_steps(system: DiTSystem) -> int:
-    return _FLOW_STEPS if system.config.objective == "flow" else even_steps(system.diffusion.num_timesteps)
 
 
 def _choose_scale(system: DiTSystem) -> float:
@@ -180,7 +170,7 @@ def _is_stock(system: DiTSystem) -> bool:
     """Returns whether diffusers' own DiTPipeline draws from it."""
     config = system.config
     return (
-        config.objective == "diffusion"
+        system.process.scheduler == "DDIMScheduler"
         and config.first_stage is not None
         and config.num_classes <= _NULL
         and not (system.first_stage and system.first_stage.shift)
@@ -200,12 +190,9 @@ def _require_expressible(system: DiTSystem, network: DiT) -> None:
 
 
 def _build_scheduler(system: DiTSystem) -> Any:
-    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+    import diffusers
 
-    config = system.config
-    if config.objective == "flow":
-        return FlowMatchEulerDiscreteScheduler(num_train_timesteps=int(config.flow.time_scale), shift=system.flow.shift)
-    return DDIMScheduler(**scheduler_arguments(system.diffusion, config.diffusion.schedule, system.models_pixels()))
+    return getattr(diffusers, system.process.scheduler)(**system.process.scheduler_arguments())
 
 
 def _load_first_stage(config: Config) -> nn.Module | None:

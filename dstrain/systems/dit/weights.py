@@ -207,17 +207,11 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
 
 
 def require_expressible(config: Config) -> None:
-    """Raises ConfigError for a field that diffusers' DiTTransformer2DModel or its schedulers cannot express."""
+    """Raises ConfigError for a field that diffusers' DiTTransformer2DModel cannot express."""
     for name in ("block", "sines", "tokens", "patch_bottleneck", "wide", "internal"):
         if getattr(config, name) != type(config).model_fields[name].default:
             raise ConfigError(
                 f"{name}: diffusers' DiTTransformer2DModel has the blocks of DiT alone; take --format safetensors"
-            )
-    for name in ("path", "prediction", "noise_scale", "t_last") if config.objective == "flow" else ():
-        if getattr(config.flow, name) != type(config.flow).model_fields[name].default:
-            raise ConfigError(
-                f"flow.{name}: diffusers' FlowMatchEulerDiscreteScheduler has straight paths to the data and "
-                "velocities alone; take --format safetensors"
             )
     if config.embedding_dim:
         raise ConfigError(
@@ -236,12 +230,6 @@ def require_expressible(config: Config) -> None:
         raise ConfigError(
             f"mlp_ratio: it is 4 in diffusers' DiTTransformer2DModel and {config.mlp_ratio:g} here; take "
             "--format safetensors"
-        )
-    scale = config.flow.time_scale
-    if config.objective == "flow" and (scale != int(scale) or scale < 1):
-        raise ConfigError(
-            f"flow.time_scale: {scale:g} is no whole number, which FlowMatchEulerDiscreteScheduler takes "
-            "as num_train_timesteps; take --format safetensors"
         )
 
 

@@ -288,7 +288,7 @@ def test_golden_trajectories(name: str) -> None:
     request = Request(torch.zeros(len(y), dtype=torch.int64), {"label": y}, sampler="euler")
     request = replace(request, **asked)
     guided = system._guided({"denoiser": network}, request)
-    drawn = system.flow.sample(guided, start, torch.randn, request.sampler, request.num_steps)
+    drawn = system.process.sample(guided, start, torch.randn, request.sampler, request.num_steps)
     assert torch.allclose(drawn, tensors["out/drawn"], atol=1e-5)
 
 

@@ -60,7 +60,7 @@ def test_sizes(size, millions):
         ({"num_heads": 3}, "multiple of num_heads"),
         ({"hidden_size": 30}, "multiple of 4"),
         ({"guidance_channels": 3}, "exceeds in_channels"),
-        ({"size": "DiT-M"}, "DiT-XL/2"),
+        ({"size": "DiT-XL"}, "DiT-XL/2"),
         ({"diffusion": {"steps": 4}}, "steps"),
         ({"first_stage": {"path": "./nowhere"}, "image_size": 64}, "nowhere"),
     ],

@@ -216,8 +216,8 @@ def test_flow_matching(tmp_path, latents):
         assert (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "out" / "scheduler")
     scheduler.set_timesteps(sigmas=[1 - step / 8 for step in range(8)])
-    torch.testing.assert_close(scheduler.sigmas, system.flow.grid(8, torch.zeros(1)))
-    torch.testing.assert_close(scheduler.timesteps, 1000 * system.flow.grid(8, torch.zeros(1))[:-1])
+    torch.testing.assert_close(scheduler.sigmas, system.process.grid(8, torch.zeros(1)))
+    torch.testing.assert_close(scheduler.timesteps, 1000 * system.process.grid(8, torch.zeros(1))[:-1])
 
 
 def test_latents_that_nothing_decodes(tmp_path):

@@ -1,0 +1,230 @@
+"""What a system learns between data and noise, behind one protocol: a chain of discrete-time diffusion, or a flow.
+
+A config makes the Process that its recipe asks for. Its system then draws times, computes losses, samples and measures
+without knowing which it is. Times are the process's own: timesteps int64 (B,) of a chain, t in [0, 1] of a flow.
+"""
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from dstrain import rng
+from dstrain.diffusion import bound, flow, flow_likelihood, samplers
+from dstrain.diffusion.densities import DENSITIES, shift_of_dimension
+from dstrain.diffusion.flow import FlowMatching
+from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress
+from dstrain.diffusion.interpolant import LOSSES, PATHS, PREDICTIONS
+from dstrain.diffusion.published import even_steps, scheduler_arguments
+from dstrain.diffusion.solvers import steps_of
+from dstrain.diffusion.timesteps import UniformSampler
+from dstrain.recipe import MAY_CHANGE, ConfigError, Section
+
+_FLOW_STEPS = 20  # of Euler's method, in an export's card
+Terms = dict[str, Tensor]
+
+
+class _Process:
+    """What both kinds have in common.
+
+    samplers     their names, the usual one last.
+    scheduler    the class of diffusers that draws; in `card_steps` steps it draws what `draw_plain` does.
+    diffusion    the GaussianDiffusion of a chain.
+    """
+
+    samplers: ClassVar[tuple[str, ...]]
+    scheduler: ClassVar[str]
+    card_steps: int
+    diffusion: Any = None
+
+    def draw_losses(self: "Process", network: Network, x_start: Tensor, key: Tensor) -> Terms:
+        """Returns `losses` at times and under noise of the samples' keys: streams timestep and noise."""
+        noise = rng.normal(key, "noise", tuple(x_start.shape[1:]))
+        return self.losses(network, x_start, self.times(rng.uniform(key, "timestep")), noise)
+
+
+class ChainProcess(_Process):
+    """A chain of discrete-time diffusion.
+
+    schedule    name of its betas, for `scheduler_arguments`.
+    clip        whether the predicted x_start is kept in [-1, 1]: for pixels, not for latents.
+    respacing   timesteps of samples and bits where as many are asked for; "" for none, see schedule.space_timesteps.
+    """
+
+    samplers = samplers.SAMPLERS
+    scheduler = "DDIMScheduler"
+
+    def __init__(self, diffusion: GaussianDiffusion, schedule: str, clip: bool, respacing: str = "") -> None:
+        self.diffusion, self.schedule, self.clip = diffusion, schedule, clip
+        self.uniform = UniformSampler(diffusion.num_timesteps)
+        self.respaced = diffusion.respaced(respacing) if respacing else diffusion
+        self.card_steps = even_steps(diffusion.num_timesteps)
+
+    def times(self, uniforms: Tensor) -> Tensor:
+        """Returns training times (B,) by the inverse of their distribution at uniform numbers (B,) in [0, 1)."""
+        return self.uniform.sample(uniforms)[0]
+
+    def losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
+        """Returns terms (B,): loss (with gradient), others of the process, and the quartile of the time."""
+        terms = self.diffusion.training_losses(network, x_start, t, noise)
+        return terms | {"quartile": 4 * t // self.diffusion.num_timesteps}
+
+    def timesteps(self, sampler: str, num_calls: int, spacing: str | None) -> list[int]:
+        """Returns those of the respacing where it keeps as many, else by the spacing or evenly, as published."""
+        is_respaced = self.respaced is not self.diffusion and spacing is None
+        if is_respaced and self.respaced.num_timesteps == steps_of(sampler, num_calls):
+            return self.respaced.timestep_map
+        return samplers.timesteps_of(self.diffusion, sampler, num_calls, spacing)
+
+    def sample(
+        self,
+        network: Network,
+        x: Tensor,
+        noise: Noise,
+        sampler: str,
+        num_calls: int,
+        spacing: str | None = None,
+        eta: float | None = None,
+    ) -> Tensor:
+        """Returns x_start from noise x by the sampler of that name, with at most `num_calls` calls of the network."""
+        timesteps = self.timesteps(sampler, num_calls, spacing)
+        return samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, eta, self.clip)
+
+    def invert(
+        self,
+        network: Network,
+        x_start: Tensor,
+        sampler: str,
+        num_calls: int,
+        spacing: str | None = None,
+        eta: float | None = None,
+    ) -> Tensor:
+        """Returns the noise that `sample` maps to about x_start. Raises ConfigError for samplers that draw noise."""
+        timesteps = self.timesteps(sampler, num_calls, spacing)
+        return samplers.invert_chain(self.diffusion, network, x_start, sampler, timesteps, eta)
+
+    def draw_plain(self, network: Network, x: Tensor) -> Tensor:
+        """Returns x_start from noise x as diffusers' scheduler finds it in `card_steps` steps."""
+        return samplers.ddim(self.diffusion.respaced(f"ddim{self.card_steps}"), network, x, clip_denoised=self.clip)
+
+    def noise_of(self, x_t: Tensor, scaled: Tensor) -> Tensor:
+        """Returns sigma / alpha of x_t, (B, 1, ...), at times (B,) as the network sees them."""
+        return self.diffusion.noise_of(x_t, scaled)
+
+    def spread_times(self, count: int, device: torch.device) -> Tensor:
+        """Returns times from data to noise as the network sees them: (count,)."""
+        return torch.linspace(0, self.diffusion.num_timesteps - 1, count, device=device).long()
+
+    def check_spacing(self, spacing: str | None) -> None:
+        """Raises ConfigError for a spacing of another process; `timesteps` refuses unknown ones."""
+
+    def measured_bits(
+        self, network: Network, x_start: Tensor, key: Tensor, num_calls: int | None = None, progress: Progress = iter
+    ) -> Terms:
+        """Returns the terms of System.measure for pixels in [-1, 1], in bits per dimension."""
+        chain = self.respaced if num_calls is None else self.diffusion
+        return bound.measured_bits(chain, network, x_start, key, num_calls, progress)
+
+    def scheduler_arguments(self) -> dict[str, Any]:
+        """Returns the keyword arguments of diffusers' scheduler. Raises ConfigError for what it cannot express."""
+        return scheduler_arguments(self.diffusion, self.schedule, self.clip)
+
+
+class FlowProcess(FlowMatching, _Process):
+    """A flow with FlowMatching's arguments. Its methods are those of ChainProcess."""
+
+    samplers = flow.SAMPLERS
+    scheduler = "FlowMatchEulerDiscreteScheduler"
+    card_steps = _FLOW_STEPS
+
+    def losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
+        terms = self.training_losses(network, x_start, t, noise)
+        return terms | {"quartile": (4 * t).long().clamp(max=3)}
+
+    def draw_plain(self, network: Network, x: Tensor) -> Tensor:
+        return self.euler(network, x, self.card_steps)
+
+    def spread_times(self, count: int, device: torch.device) -> Tensor:
+        return torch.linspace(0, self.time_scale, count, device=device)
+
+    def measured_bits(
+        self, network: Network, x_start: Tensor, key: Tensor, num_calls: int | None = None, progress: Progress = iter
+    ) -> Terms:
+        return flow_likelihood.measured_bits(self, network, x_start, key, num_calls, progress)
+
+    def check_spacing(self, spacing: str | None) -> None:
+        flow.check_spacing(spacing)
+
+    def scheduler_arguments(self) -> dict[str, Any]:
+        path = self.interpolant
+        for name, found, known in (
+            ("path", path.path, "linear"),
+            ("prediction", path.prediction, "velocity"),
+            ("noise_scale", self.noise_scale, 1.0),
+            ("t_last", self.t_last, 0.0),
+        ):
+            if found != known:
+                raise ConfigError(
+                    f"flow.{name}: diffusers' FlowMatchEulerDiscreteScheduler has straight paths to the data and "
+                    "velocities alone; take --format safetensors"
+                )
+        if self.time_scale != int(self.time_scale) or self.time_scale < 1:
+            raise ConfigError(
+                f"flow.time_scale: {self.time_scale:g} is no whole number, which FlowMatchEulerDiscreteScheduler takes "
+                "as num_train_timesteps; take --format safetensors"
+            )
+        return {"num_train_timesteps": int(self.time_scale), "shift": self.shift}
+
+
+Process = ChainProcess | FlowProcess
+
+
+class Flow(Section):
+    density: Literal[tuple(DENSITIES)] = "logit_normal"
+    """Distribution of training times: normal of logit(t), which on a straight path is log(noise / signal) as in EDM,
+    uniform, or SD3's mode and cosmap."""
+    logit_mean: float = 0.0
+    """Mean of logit(t); above 0 more noise."""
+    logit_std: float | None = Field(1.0, gt=0)
+    """Standard deviation of logit(t), or the scale of mode; None makes t uniform."""
+    t_max: float = Field(1.0, gt=0, le=1)
+    """The largest training time, before the shift; 1 for mode."""
+    t_last: Annotated[float, MAY_CHANGE] = Field(0.0, ge=0, lt=1)
+    """Sampling ends at this time, before the shift, and takes what it has (RAE: 0.001); 0: at the data."""
+    shift: Annotated[float, Field(gt=0)] | Literal["dimension"] = 1.0
+    """Shift of training and sampling times; 1 is none, above 1 more noise (for higher resolutions); dimension takes the
+    square root of (values of an input / 4096)."""
+    time_scale: float = Field(1000.0, gt=0)
+    """The network sees t in [0, 1] times this."""
+    path: Literal[tuple(PATHS)] = "linear"
+    """Between data and noise: linear, gvp (of constant variance) or vp (DDPM's linear betas)."""
+    prediction: Literal[PREDICTIONS] = "velocity"
+    """What the network predicts."""
+    loss: Literal[LOSSES] | None = None
+    """The space of squared errors, likelihood with SiT's weight; None: the prediction's own, and eps for a score."""
+    t_min: float = Field(0.0, ge=0, lt=0.5)
+    """Conversions between predictions take no time nearer to 0 and 1 than this; needed where they divide by it."""
+    cosine: float = Field(0.0, ge=0)
+    """Weight of 1 - the cosine over channels of prediction and target, beside the squared error (LightningDiT: 1)."""
+    noise_scale: float = Field(1.0, gt=0)
+    """Standard deviation of the noise (JiT at 512 pixels: 2)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Flow":
+        if not self.t_min and (self.prediction != "velocity" or self.path == "vp" or self.loss == "likelihood"):
+            raise ConfigError(
+                f"flow.t_min: 0 divides by 0 where prediction={self.prediction}, path={self.path} and loss={self.loss} "
+                "are converted; set flow.t_min, such as 0.05 for predictions of x and 0.001 for others"
+            )
+        if self.density == "mode" and self.t_max < 1:
+            raise ConfigError("flow.t_max: the density mode is not cut; leave it at 1, or take another density")
+        return self
+
+    def make_process(self, shape: tuple[int, ...]) -> FlowProcess:
+        """Returns the flow of inputs (C, H, W)."""
+        arguments = self.model_dump()
+        if self.shift == "dimension":
+            arguments["shift"] = shift_of_dimension(math.prod(shape))
+        return FlowProcess(**arguments)
