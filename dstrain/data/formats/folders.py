@@ -13,7 +13,7 @@ from typing import Any
 from dstrain.data.files.listing import SAMPLES, join_few, list_class_folders, listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.labels import LABELS, read_labels
+from dstrain.data.formats.labels import LABELS, number_classes, read_labels
 from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.data.formats.splits import refuse_splits
 from dstrain.data.formats.unconverted import describe_conversion
@@ -46,9 +46,10 @@ class Folders(Layout):
                 self._by_name = read_labels(root, request.key)
                 if self._by_name is None:
                     return self._class_parts(root, request)
-                self._refuse_class_list()
-                if self._by_name:
-                    self.classes = tuple(map(str, range(max(self._by_name.values()) + 1)))
+                if not self._by_name:
+                    self._refuse_class_list()
+                else:
+                    self.classes = self.class_list.classes or number_classes(self._by_name)
             else:
                 refuse_splits(root, request.key)
                 self.classes = self.class_list.classes if request.labels == "prefix" else ()
@@ -118,7 +119,7 @@ class Folders(Layout):
             )
         if absent := len(by_name) - len(names) if by_name else 0:
             self.leave_out(f"that {LABELS} names and that are not there", absent)
-        yield from (Sample(Place(name), by_name.get(name)) for name in names)
+        yield from (Sample(Place(name), self.label(by_name.get(name), name)) for name in names)
 
     def _below(self, folder: str, *more: str) -> list[str]:
         """Returns the samples below a folder, and files that end in one of `more`."""

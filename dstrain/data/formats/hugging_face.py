@@ -160,27 +160,27 @@ class Tables(Layout):
 
     def _sample(self, place: Place, row: dict[str, Any], names: list[int | str]) -> Sample:
         """Returns a sample with its label and captions. names: see `_open_alike`."""
-        columns, label, captions = self.columns, None, []
-        if columns.label is not None:
-            label = row[columns.label]
-            if isinstance(label, bool):
-                label = int(label)
-            elif isinstance(label, str):
-                label = self.class_list.read(label, f"{self.request.key}={self.root}: {place.name}")
-            in_range = isinstance(label, int) and 0 <= label < (len(names) or 1 << 31)
-            if not in_range and not isinstance(label, str):
-                raise ConfigError(
-                    f"{self.request.key}={self.root}: {place.name} has the {columns.label} {label!r}, "
-                    "which is no class (-1: it is kept secret): write data.labels=none to leave labels "
-                    "out, or take another split"
-                )
-            if in_range and names:
-                label = names[label]
+        columns, captions, at = self.columns, [], f"{self.request.key}={self.root}: {place.name}"
+        label = None if columns.label is None else self._read_label(row[columns.label], names, at)
+        if self.request.labels != "auto":
+            label = self.label(label, place.name)
         for name in columns.captions:
             captions += list_captions(row[name])
         if columns.captions and not captions:
             captions = [""]  # Without a text, it will be a bad sample.
-        return Sample(place, self.label(label, place.name), tuple(captions))
+        return Sample(place, label, tuple(captions))
+
+    def _read_label(self, value: Any, names: list[int | str], at: str) -> int | str:
+        """Returns the label that a cell says."""
+        label = self.class_list.read(value, at) if isinstance(value, str) else None
+        if label is None and isinstance(value, int) and 0 <= value < (len(names) or 1 << 31):
+            label = self.class_list.number(names[value] if names else value, at)
+        if label is None:
+            raise ConfigError(
+                f"{at} has the {self.columns.label} {value!r}, which is no class (-1: it is kept secret): write "
+                "data.labels=none to leave labels out, or take another split"
+            )
+        return label
 
     def _image(self, value: Any) -> bytes | Path:
         """Returns the bytes of an image, or where the table names a file instead, its path."""

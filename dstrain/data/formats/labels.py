@@ -11,6 +11,9 @@ A line is a class: the name of its folder. If all lines begin with a synset (n01
     n01440764                                 the synsets in order, as ADM, DiT and others have them
     n01440764 tench, Tinca tinca              LOC_synset_mapping.txt of ILSVRC
     golden retriever                          any other name is the whole line
+
+A label that is a number means the class with that name. If there is none, it counts the lines from 0, unless all lines
+are numbers.
 """
 
 import io
@@ -41,18 +44,27 @@ class ClassList:
     titles: tuple[str, ...] = ()  # what people call them, for pictures and exports; empty where none are given
     where: str = "data.class_list"
     places: dict[str, int] = field(init=False)
+    numbers: dict[int | None, int] = field(init=False)  # places by the numbers that name classes; None: other names
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "places", {name: place for place, name in enumerate(self.classes)})
+        places = {name: place for place, name in enumerate(self.classes)}
+        object.__setattr__(self, "places", places)
+        object.__setattr__(self, "numbers", {parse_number(name): places[name] for name in reversed(places)})
 
     def number(self, label: int | str, at: str) -> int | str:
         """Returns the label of a class, which is given by its name or number; without a list, what is given.
 
+        A truth value is true or false where these are classes, else 1 or 0.
         Raises ConfigError if the list does not have it.
         """
+        if isinstance(label, bool):
+            label = str(label).lower() if str(label).lower() in self.places else int(label)
         if not self.classes:
             return label
-        place = label if isinstance(label, int) else self.places.get(label, -1)
+        if isinstance(label, str):
+            place = self.places.get(label, -1)
+        else:
+            place = self.numbers.get(label, label if None in self.numbers else -1)
         if not 0 <= place < len(self.classes):
             raise ConfigError(
                 f"{at}: the class {label!r} is not among the {len(self.classes)} of {self.where}: add it "
@@ -65,6 +77,8 @@ class ClassList:
 
         Raises ConfigError if it is neither a whole number nor a name, or the list does not have it.
         """
+        if isinstance(value, bool) and self.classes:
+            return self.number(value, at)
         try:
             text = read_label(value, self.places)
         except ValueError as error:
@@ -156,6 +170,11 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
     if len(labels) < len(rows):
         raise ConfigError(f"{key}={root}: {LABELS} names a file twice: leave one label for each file")
     return labels
+
+
+def number_classes(labels: dict[str, int]) -> tuple[str, ...]:
+    """Returns the classes of a dataset.json, which are called by their numbers."""
+    return tuple(map(str, range(max(labels.values()) + 1)))
 
 
 def require_classes(

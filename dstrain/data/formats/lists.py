@@ -291,7 +291,8 @@ class PathList(TableList):
 
     def _label(self, label: Any, at: str) -> int | str:
         if self.from_one and isinstance(label, str) and label.isdigit():
-            return self.names.number(int(label) - 1, f"{at}: number {label} counts from 1")
+            names = self.classes[int(label) - 1 : int(label)]
+            return self.names.number(names[0] if names else -1, f"{at}: number {label} counts from 1")
         return super()._label(label, at)
 
     def _unlabelled(self, path: str, at: str) -> int | str | None:

@@ -16,7 +16,7 @@ from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import Members, list_members, read_member
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
-from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, parse_labels
+from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, number_classes, parse_labels
 from dstrain.data.formats.splits import refuse_split_names
 from dstrain.data.formats.tars import MAX_BYTES
 from dstrain.disk import small
@@ -69,7 +69,7 @@ class Zips(Layout):
             if absent := len(labels) - len(set(names)) if labels else 0:
                 self.leave_out(f"that {LABELS} names and that are not there", absent)
             if labels:
-                self.classes = tuple(map(str, range(max(labels.values()) + 1)))
+                self.classes = number_classes(labels)
             by_name, order = labels.get, sorted(range(len(names)), key=names.__getitem__)
         self.classes = self.class_list.classes or (self.classes if self.request.labels == "auto" else ())
         for place in order:

@@ -32,11 +32,11 @@ from launch.convert.mnist import read_mnist
 CASES: dict[str, tuple[Callable, str]] = {}
 
 
-def case(expected: str) -> Callable:
+def case(expected: str, cases: dict[str, tuple[Callable, str]] = CASES) -> Callable:
     """Adds a case: `expected` is a pattern of all that is read, or of the refusal."""
 
     def add(make: Callable) -> Callable:
-        CASES[make.__name__] = (make, expected)
+        cases[make.__name__] = (make, expected)
         return make
 
     return add
