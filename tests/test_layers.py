@@ -380,7 +380,7 @@ BUDGETS = {
     "diffusion": 1154,  # with the one protocol of chains and flows, and the section of flows that systems share
     "disk": 520,
     "distributed": 1002,  # with stops in every phase, launches told apart, and the environment read in one place
-    "encoders": 404,
+    "encoders": 433,  # with one tower that gives all tokens of an image, which alignments take
     "engine": 2417,
     "metrics": 1205,
     "nn": 880,

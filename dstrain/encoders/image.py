@@ -1,14 +1,19 @@
 """Frozen image encoders: CLIP's image tower with the preprocessing that its folder names (Radford et al. 2021); and
-towers whose features metrics compare: DINOv2 for images, VideoMAE for clips, from local folders.
+towers of local folders, whose features metrics compare and alignments take: DINOv2 and DINOv3 for images, VideoMAE for
+clips.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network
+from dstrain.encoders.precision import Precision, cast_weights, choose_precision
 from dstrain.recipe import ConfigError
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as both were trained
@@ -63,41 +68,75 @@ def _load_tower(path: str) -> tuple[nn.Module, nn.Module]:
         return model.vision_model, model.visual_projection
 
 
+class Tokens(NamedTuple):
+    """What a tower sees of each of N images or clips."""
+
+    first: Tensor | None
+    """The class token, (N, D); None: it has none."""
+    patches: Tensor
+    """One for each patch, in rows, (N, T, D)."""
+    pooled: Tensor
+    """The mean of the patches, (N, D)."""
+
+
 class VisionTower(Frozen):
-    """Images or clips to one vector each, without gradient.
+    """Images or clips to tokens after the last norm, without gradient.
 
     folder  holds config.json and *.safetensors
-    kind    dinov2: the class token after the last norm, as FD-DINOv2 takes it (Stein et al. 2023); videomae: the mean
-            of all tokens
+    kinds   those to accept, of dinov2, dinov3 and videomae
+    key     what names the folder, for messages
 
-    Attributes: dim (D), num_frames of a clip (None for images).
-    Raises ConfigError where nothing of that kind can be loaded from `folder`.
+    Attributes: dim (D), patch_size (pixels), num_frames of a clip (None for images), precision of `compute_in`.
+    Raises ConfigError where nothing of these kinds can be loaded from `folder`.
     """
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kinds: str | tuple[str, ...], key: str = "--features") -> None:
         super().__init__()
         path = str(folder.absolute())  # A name on the hub is none here.
         from transformers import AutoModel  # slow to import, and only its users need it
 
-        with explain_loading(f"{kind} model", "--features", path, "config.json and *.safetensors"):
+        kinds = (kinds,) if isinstance(kinds, str) else kinds
+        name = " or ".join(kinds)
+        with explain_loading(f"{name} model", key, path, "config.json and *.safetensors"):
             config = read_config(path)
-            if not config.model_type.startswith(kind):
-                raise ConfigError(f"--features {kind}:{folder}: the folder holds a model of type {config.model_type}")
+            if not config.model_type.startswith(kinds):
+                raise ConfigError(f"{key} {name}:{folder}: the folder holds a model of type {config.model_type}")
             # In fp32, also where the folder's weights are halves.
             self.model = read_network(AutoModel, path, config, dtype=torch.float32, attn_implementation="sdpa")
         self.eval().requires_grad_(False)
-        self.dim, self.kind = config.hidden_size, kind
+        self.dim, self.kind, self.precision = config.hidden_size, config.model_type, "fp32"
+        self.patch_size = config.patch_size
         self.num_frames = getattr(config, "num_frames", None)
+        self._before = 1 + getattr(config, "num_register_tokens", 0) if self.num_frames is None else 0
         self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
 
-    @torch.no_grad()
-    def encode(self, images: Tensor) -> Tensor:
-        """Returns float32 (N, D) of uint8 (N, 3, H, W), of clips (N, T, 3, H, W) with T of num_frames.
+    def facts(self) -> dict[str, Any]:
+        """Returns what decides the tokens of an image: width and fingerprint. Ask before `compute_in`."""
+        return {"width": self.dim, "fingerprint": hash_network({"kind": self.kind}, self.model.state_dict())}
 
-        They are resized to 224 x 224 pixels, bicubic and smoothed, whatever their aspect, as EDM2 does.
+    def compute_in(self, precision: Precision | None) -> None:
+        """Sets the precision that `read` is to compute in; None: tf32 where the GPU has it."""
+        self.precision = precision or choose_precision()
+        cast_weights(self.model, self.precision)
+
+    @torch.no_grad()
+    def read(self, images: Tensor, sides: Sequence[int] = (_SIDE, _SIDE), smooth: bool = True) -> Tokens:
+        """Returns the tokens of uint8 (N, 3, H, W), or of clips (N, T, 3, H, W) with T of num_frames.
+
+        They are resized to `sides`, height and width, whatever their aspect: bicubic, and smoothed where they get
+        smaller.
         """
-        pixels = F.interpolate(images.flatten(0, -4).float(), (_SIDE, _SIDE), mode="bicubic", antialias=True)
-        pixels = ((pixels / 255 - self.mean) / self.std).view(*images.shape[:-2], _SIDE, _SIDE)
-        states = self.model(pixel_values=pixels).last_hidden_state  # (N, tokens, D)
-        return states[:, 0] if self.num_frames is None else states.mean(1)
+        pixels = F.interpolate(images.flatten(0, -4).float(), tuple(sides), mode="bicubic", antialias=smooth)
+        pixels = ((pixels / 255 - self.mean) / self.std).view(*images.shape[:-2], *sides)
+        dtype = next(self.model.parameters()).dtype
+        states = self.model(pixel_values=pixels.to(dtype)).last_hidden_state  # (N, tokens, D)
+        patches = states[:, self._before :]
+        return Tokens(states[:, 0] if self._before else None, patches, patches.mean(1))
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Returns float32 (N, D) of images or clips at 224 x 224 pixels, as EDM2 resizes them: the class token, as
+        FD-DINOv2 takes it (Stein et al. 2023), or the mean of all tokens where there is none.
+        """
+        tokens = self.read(images)
+        return tokens.pooled if tokens.first is None else tokens.first

@@ -55,9 +55,9 @@ def rotations(
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turns the pairs of neighbouring values of x (B, heads, N, d) by the angles of `rotation` (1, 2, N, d)."""
+    """Turns the pairs of neighbouring values of x (B, heads, N, d) by the angles of `rotation`, (1 or B, 2, N, d)."""
     turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-    cosines, sines = rotation[0]
+    cosines, sines = rotation[:, :1], rotation[:, 1:]
     return (x * cosines + turned * sines).to(x.dtype)
 
 

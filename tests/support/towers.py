@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import nn
 from transformers import (
     BertConfig,
     BertModel,
@@ -12,6 +13,12 @@ from transformers import (
     CLIPModel,
     CLIPTextConfig,
     CLIPVisionConfig,
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
     PreTrainedTokenizerFast,
 )
 
@@ -29,6 +36,24 @@ def clip(folder: Path, seed: int = 0) -> CLIPModel:
     model = CLIPModel(CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=12)).eval()
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
+    return model
+
+
+def dinov2(folder: Path, seed: int = 0, width: int = 12, kind: str = "dinov2") -> nn.Module:
+    """A DINOv2 of patches of 2 pixels, with registers or without, or a DINOv3, all weights random."""
+    configs = {
+        "dinov2": (Dinov2Model, Dinov2Config, {"mlp_ratio": 2}),
+        "registers": (Dinov2WithRegistersModel, Dinov2WithRegistersConfig, {"mlp_ratio": 2, "num_register_tokens": 3}),
+        "dinov3": (DINOv3ViTModel, DINOv3ViTConfig, {"intermediate_size": 2 * width, "num_register_tokens": 3}),
+    }
+    network, config, own = configs[kind]
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 6, "patch_size": 2}
+    model = network(config(**sizes, **own)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.3)
+    model.save_pretrained(folder)
     return model
 
 

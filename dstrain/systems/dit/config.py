@@ -14,6 +14,7 @@ from dstrain.encoders.precision import Precision, find_problem
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig
+from dstrain.systems.dit.align import Align, Routing
 from dstrain.systems.dit.layouts import LAYOUTS
 from dstrain.systems.dit.presets import PRESETS, SHAPE
 
@@ -152,6 +153,10 @@ class Config(SystemConfig):
     recognised by their names, else ours."""
     internal: Internal | None = None
     """A second head in the middle, for internal guidance; flows alone."""
+    align: Align | None = None
+    """An alignment of tokens in the middle, which makes training shorter: LayerSync, REPA."""
+    routing: Routing | None = None
+    """A share of the tokens passes blocks by in training (TREAD); it pays from about 1,000 tokens on."""
     guidance_channels: Annotated[int | None, MAY_CHANGE] = Field(None, ge=1)
     """Leading channels that are guided; None means all; 3 is what the published samples did."""
     first_stage: FirstStage | None = None
@@ -226,8 +231,36 @@ class Config(SystemConfig):
                 raise ConfigError(f"{name}: {width} must be a multiple of its {heads} heads")
         if self.internal and self.internal.depth >= shape["depth"]:
             raise ConfigError(f"internal.depth: {self.internal.depth} is not below depth {shape['depth']}")
+        self._check_taps(shape["depth"])
         if self.internal and self.objective != "flow":
             raise ConfigError("internal: a second head is trained for flows alone; set objective=flow, or leave it out")
+
+    def _check_taps(self, depth: int) -> None:
+        """Checks that what is aligned and routed names blocks of the network."""
+        if self.align:
+            names = ("depth", "target") if self.align.kind == "layersync" else ("depth",)
+            for name in names:
+                if (block := getattr(self.align, name)) > depth:
+                    raise ConfigError(f"align.{name}: {block} is above depth {depth}; name a block that there is")
+        if self.routing:
+            start, end = self.routed()
+            if not start <= end <= depth:
+                raise ConfigError(
+                    f"routing: blocks {start} to {end} are no part of the {depth} that there are; give start and end "
+                    "from 1 to depth"
+                )
+            if self.internal and start <= self.internal.depth < end:
+                raise ConfigError(
+                    f"routing: after block {self.internal.depth} some tokens are elsewhere, and the second head of "
+                    "internal.depth needs all; give routing.start above it, or another internal.depth"
+                )
+
+    def routed(self) -> tuple[int, int]:
+        """Returns the first and the last block that tokens may pass by; (0, 0): none."""
+        if self.routing is None:
+            return 0, 0
+        end = self.network_shape()["depth"] - 1 if self.routing.end is None else self.routing.end
+        return self.routing.start, end
 
     def _check_codes(self, patch: int) -> None:
         """Checks that the network's input is what the data hold."""
@@ -269,15 +302,23 @@ class Config(SystemConfig):
             from_data["in_channels"] = index.shape[0]
             if isinstance(first_stage, dict):
                 first_stage = {"factor": max(run.data.image_size // index.shape[1], 1), **first_stage}
+        if isinstance(model.get("align"), dict):
+            model = {**model, "align": Align.completed(model["align"])}
         # The section's own codes are replaced: they may be those of another cache.
         replaced = {"sizes": run.data.buckets, "size_conditions": run.data.size_conditions, "codes": codes}
         return {**from_data, **model, **replaced, **({"first_stage": first_stage} if first_stage else {})}
 
     @classmethod
     def without_files(cls, run: Run) -> tuple[Run, str]:
-        stage = run.model.get("first_stage")
+        stage, align = run.model.get("first_stage"), run.model.get("align")
         path = stage.get("path") if isinstance(stage, dict) else None
-        if is_here(path) or run.data.buckets:
+        here = is_here(path) or run.data.buckets
+        if isinstance(align, dict) and align.get("path") and not (here and Path(align["path"]).is_dir()):
+            # What learns stays: the features come with the samples.
+            run = run.model_copy(update={"model": {**run.model, "align": {**align, "path": None}}})
+            if here:
+                return run, f"note: model.align.path={align['path']} is not here: the encoder is not counted"
+        if here:
             return run, ""
         side = run.data.image_size // FirstStage.model_validate(stage).factor
         channels = run.model.get("in_channels", cls.model_fields["in_channels"].default)
@@ -317,6 +358,9 @@ class Config(SystemConfig):
             )
         if self.first_stage is not None and self.codes is None:
             problems += filter(None, [find_problem(self.first_stage.precision, "model.first_stage.precision")])
+        if self.align is not None:
+            problems += self.align.list_problems(self.codes is not None, run.data.channels)
+            problems += filter(None, [find_problem(self.align.precision, "model.align.precision")])
         return problems
 
     @property
@@ -376,6 +420,8 @@ class Config(SystemConfig):
             "tokens": self.tokens.model_dump(),
             **({} if self.block.modulation == "own" or self.tokens.label else {"num_classes": 0}),  # none would be read
             "base_depth": self.internal.depth if self.internal else 0,
+            "align": self.align.network_arguments() if self.align else None,
+            "routed": self.routed(),
         }
 
     @property

@@ -39,7 +39,8 @@ class DiT(nn.Module):
     patch_bottleneck    channels between the two maps of a patch (JiT); 0: one map.
     wide                hidden_size, depth and num_heads of RAE's wide head, see WideHead.
     base_depth          after this block stands a second head, for internal guidance; 0: none.
-    align               depth, widths and hidden of REPA's projectors, see Projector.
+    align               depth, widths and hidden of REPA's projectors, see Projector; or depth and target of LayerSync.
+    routed              the blocks that tokens may pass by in training, see Trunk.
 
     Inputs may have other sizes, any multiples of the patch: their positions run over the same range.
     """
@@ -69,6 +70,7 @@ class DiT(nn.Module):
         wide: Mapping[str, int] | None = None,
         base_depth: int = 0,
         align: Mapping[str, Any] | None = None,
+        routed: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__()
         if input_size % patch_size:
@@ -94,7 +96,7 @@ class DiT(nn.Module):
         if text_dim:
             self.text_tokens = TextTokens(text_dim, hidden_size)
         self.blocks = Trunk(
-            (Block(hidden_size, num_heads, mlp_ratio, **block) for _ in range(depth)), tokens.get("joins", 0)
+            (Block(hidden_size, num_heads, mlp_ratio, **block) for _ in range(depth)), tokens.get("joins", 0), routed
         )
         choices = {name: block[name] for name in ("norm", "modulation") if name in block}
         values = patch_size**2 * self.out_channels
@@ -107,8 +109,9 @@ class DiT(nn.Module):
         self.base_depth = base_depth
         if base_depth:
             self.base_layer = FinalLayer(hidden_size, values, **choices)
-        self.align_depth = align["depth"] if align else 0
-        if align:
+        align = align or {}
+        self.align_depth, self.align_target = align.get("depth", 0), align.get("target", 0)
+        if align.get("widths"):
             self.projectors = nn.ModuleList(
                 Projector(hidden_size, width, align.get("hidden", 0)) for width in align["widths"]
             )
@@ -136,12 +139,15 @@ class DiT(nn.Module):
         text: Tensor | None = None,
         mask: Tensor | None = None,
         extras: bool = False,
+        keep: Tensor | None = None,
     ) -> Tensor | dict[str, Any]:
         """Predicts, (B, C or 2C, H, W).
 
         size, embed   int64 (B, 6), see SizeEmbedder, and (B, E), see ImageEmbedder; None: no such conditions.
         text, mask    (B, M, text_dim), and bool (B, M), True where a token is read.
-        extras        returns a dict instead: out; base, of the second head; and projected, (B, N, width) each.
+        extras        returns a dict instead: out; base, of the second head; projected, (B, N, width) each; drawn and
+                      towards of LayerSync, (B, N, D), the latter without a gradient.
+        keep          int64 (B, M), the patches that go through the `routed` blocks; None: all.
         """
         image, (high, wide) = x, (side // self.patch_size for side in x.shape[2:])
         x = self.x_embedder(x)  # (B, N, D)
@@ -162,8 +168,8 @@ class DiT(nn.Module):
         if mask is not None:
             mask = F.pad(mask.bool(), (x.shape[1] + count - mask.shape[1], 0), value=True)
             seen = seen._replace(mask=mask[:, None, None])
-        taps = {self.base_depth, self.align_depth} if extras else ()
-        x, tapped = self.blocks(x, seen, tokens, taps)
+        taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
+        x, tapped = self.blocks(x, seen, tokens, taps, keep)
         if self.wide:
             rotation = self.rotation(high, wide, self.final_layer.head_dim, 0, x.device) if self.rope else None
             out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
@@ -177,8 +183,10 @@ class DiT(nn.Module):
             x = tapped[self.base_depth]
             base = self.base_layer(x, F.silu(time[:, None] + x) if self.wide else c)
             found["base"] = self.unpatchify(base, high, wide)
-        if self.align_depth:
+        if hasattr(self, "projectors"):
             found["projected"] = [projector(tapped[self.align_depth]) for projector in self.projectors]
+        if self.align_target:
+            found |= {"drawn": tapped[self.align_depth], "towards": tapped[self.align_target].detach()}
         return found
 
     def _condition_tokens(self, time: Tensor, label: Tensor | None, text: Tensor | None) -> Tensor | None:

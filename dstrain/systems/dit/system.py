@@ -22,10 +22,12 @@ from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
+from dstrain.systems.dit.align import Alignment, require_features, warn_of_few_tokens
 from dstrain.systems.dit.blocks import Block
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, translate
 from dstrain.systems.dit.network import DiT
+from dstrain.systems.dit.trunk import choose_tokens
 
 
 class DiTSystem(System):
@@ -44,6 +46,7 @@ class DiTSystem(System):
         self.shape = config.shape()
         self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
         self.first_stage = _load_first_stage(config)
+        self.alignment = Alignment(config.align) if config.align else None
         self.generates = config.codes is None or self.first_stage is not None
         self.starts_from_data, self.takes_embeddings = config.embedding_dim > 0, config.embedding_dim
         # With cached latents the first stage has no encoder; a picture alone does not say its embedding.
@@ -58,6 +61,8 @@ class DiTSystem(System):
         inputs = ("image", "latent_mean", "latent_std")
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
         self._require_embedding(batch)
+        if self.alignment and self.alignment.section.path and "image" in batch:
+            example["image"] = batch["image"]
         if "latent_mean" in batch:
             moments = batch["latent_mean"], batch["latent_std"], batch["key"]
             scale = self.config.codes.scaling_factor if self.config.codes else 1.0
@@ -80,7 +85,7 @@ class DiTSystem(System):
         y = torch.where(dropped, self.config.num_classes, self._labels(example, example["x_start"]))
         if self.config.embedding_dim:
             example = example | {"image_embed": torch.where(dropped[:, None], 0, example["image_embed"])}
-        terms = self._losses(nets, example, y)
+        terms = self._losses(nets, example, y, learns=True)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
     @torch.no_grad()
@@ -110,20 +115,39 @@ class DiTSystem(System):
             )
         return self.evaluate(nets, example)
 
-    def _losses(self, nets: Nets, example: Example, y: Tensor) -> Terms:
+    def turns(self, step: int) -> tuple[str, ...]:
+        if self.alignment:
+            self.alignment.begin(step)
+        return super().turns(step)
+
+    def workload(self, step: int) -> tuple[int, ...]:
+        return 1, int(self.alignment is not None and self.alignment.is_due(step))
+
+    def _losses(self, nets: Nets, example: Example, y: Tensor, learns: bool = False) -> Terms:
+        """Returns the terms of a timestep and a noise, (B,) each; `learns`: with what training alone adds."""
         x_start, key = example["x_start"], example["key"]
+        patch = self.config.network_shape()["patch_size"]
+        grid = x_start.shape[2] // patch, x_start.shape[3] // patch
+        alignment = self.alignment if learns and self.alignment and self.alignment.wanted else None
+        options: dict[str, Any] = {"extras": True} if self.config.internal or alignment else {}
+        if learns and self.config.routing:
+            options["keep"] = choose_tokens(key, grid[0] * grid[1], self.config.routing.ratio)
         tapped: dict[str, Tensor] = {}
 
         def network(x_t, t):
-            if not self.config.internal:
-                return nets["denoiser"](x_t, t, y, **self._conditions(example))
-            tapped.update(nets["denoiser"](x_t, t, y, **self._conditions(example), extras=True))
+            out = nets["denoiser"](x_t, t, y, **self._conditions(example), **options)
+            if "extras" not in options:
+                return out
+            tapped.update(out)
             return tapped["out"]
 
         terms = self.process.draw_losses(network, x_start, key)
         if internal := self.config.internal:  # the second head's, of the same forward pass
             base = self.process.draw_losses(lambda x_t, t: tapped["base"], x_start, key)["loss"]
             terms |= {"loss": terms["loss"] + internal.weight * base, "base": base.detach()}
+        if alignment:
+            align = alignment.loss(tapped, example, grid, options.get("keep"))
+            terms |= {"loss": terms["loss"] + alignment.weight * align, "align": align.detach()}
         return terms
 
     def _conditions(self, example: Example) -> dict[str, Tensor]:
@@ -161,7 +185,11 @@ class DiTSystem(System):
         return conditions
 
     def accepts(self, source: Any) -> None:
-        """Raises ConfigError for embeddings of another width, or none."""
+        """Raises ConfigError for embeddings of another width, or none. Says where routing does not pay."""
+        if self.config.align:
+            require_features(self.config.align, source.first())
+        if self.config.routing:
+            warn_of_few_tokens(math.prod(self.shape[1:]) // self.config.network_shape()["patch_size"] ** 2)
         if self.config.embedding_dim:
             self._require_embedding(
                 {name: values[None] for name, values in source.first().items() if name == "image_embed"}
@@ -282,9 +310,6 @@ class DiTSystem(System):
         state, notes = translate(
             state, layout, len(network.blocks), network.grid, heads if self.config.block.rope else []
         )
-        if projectors := [name for name in state if name.startswith("projectors.")]:
-            state = {name: value for name, value in state.items() if name not in projectors}
-            notes.append(f"projectors: {len(projectors)} weights of the alignment are left, since none is trained here")
         return state, [f"layout: {layout}", *notes]
 
     def _require_objective_of(self, layout: str) -> None:
@@ -311,7 +336,8 @@ class DiTSystem(System):
         return (Block,)
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        return (self.first_stage,) if self.first_stage else ()
+        first_stage = (self.first_stage,) if self.first_stage else ()
+        return (*first_stage, *(self.alignment.frozen() if self.alignment else ()))
 
     def synthetic(self, batch_size: int) -> Batch:
         """Labels, keys and pixels; latents where the model reads cached ones, or where its input cannot be pixels. Of
@@ -327,6 +353,9 @@ class DiTSystem(System):
             shape = self.config.shape((wide, high) if self.config.sizes else None)
             batch["latent_mean"] = rng.normal(batch["key"], "latent_mean", shape)
             batch["latent_std"] = 0.1 * rng.uniform(batch["key"], "latent_std", shape)
+        if self.config.align and self.config.align.kind == "repa" and self.config.align.path is None:
+            _, high, wide = (side // self.config.network_shape()["patch_size"] for side in self.shape)
+            batch["features"] = rng.normal(batch["key"], "features", (high * wide, self.config.align.width))
         if self.config.embedding_dim:
             batch["image_embed"] = rng.normal(batch["key"], "image_embed", (self.config.embedding_dim,))
         if self.config.size_conditions:

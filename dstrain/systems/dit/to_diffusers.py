@@ -73,6 +73,8 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
         )
     if not config.class_dropout_prob:
         notes.append("trained without dropped labels: sample with guidance_scale=1")
+    if config.align is not None and config.align.kind == "repa":
+        notes.append("the projectors of the alignment are left out: training alone reads them")
     latents = config.codes is not None and system.first_stage is None
     if latents:
         notes.append(

@@ -1,36 +1,84 @@
-"""A chain of blocks, condition tokens that join and leave it, and taps into it."""
+"""A chain of blocks: condition tokens that join and leave it, taps into it, and tokens that pass some blocks by."""
 
 from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from dstrain import rng
 from dstrain.systems.dit.blocks import Seen
 
 
 class Trunk(nn.ModuleList):
     """Blocks in a row. Condition tokens join behind the image's before block number `joins`, and leave after the last:
     attention does not ask for an order, so that networks which put theirs in front compute the same.
+
+    routed   the first and the last of the blocks, counted from 1, that a share of the image's tokens may pass by.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], joins: int = 0) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], joins: int = 0, routed: tuple[int, int] = (0, 0)) -> None:
         super().__init__(blocks)
-        self.joins = joins
+        self.joins, self.routed = joins, routed
 
     def forward(
-        self, x: Tensor, seen: Seen, tokens: Tensor | None = None, taps: Collection[int] = ()
+        self,
+        x: Tensor,
+        seen: Seen,
+        tokens: Tensor | None = None,
+        taps: Collection[int] = (),
+        keep: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Returns the image's tokens (B, N, D), and those after each of the blocks `taps`, which count from 1.
 
         tokens: (B, K, D). seen.rotation is of N + K tokens; those that are not there yet are cut off.
+        keep: int64 (B, M), which of the image's tokens go through the `routed` blocks; the others join them unchanged
+        after these (TREAD, Krause et al. 2025). None: all. A tap between sees the M alone, (B, M, D).
         """
-        count, rotation, tapped = x.shape[1], seen.rotation, {}
+        count, whole, tapped, passing = x.shape[1], seen.rotation, {}, x
+        rotation = whole
+        start, end = self.routed if keep is not None else (0, 0)
         for number, block in enumerate(self, 1):
+            if number == start:
+                passing, x = x[:, :count], torch.cat((take_tokens(x[:, :count], keep), x[:, count:]), dim=1)
+                rotation = _take_rotations(rotation, keep, count)
+                count = keep.shape[1]
             if tokens is not None and number == self.joins + 1:
                 x = torch.cat((x, tokens), dim=1)
             if rotation is not None:
                 seen = seen._replace(rotation=rotation[:, :, : x.shape[1]])
             x = block(x, *seen)
+            if number == end:
+                x = torch.cat((_put_tokens(passing, keep, x[:, :count]), x[:, count:]), dim=1)
+                count, rotation = passing.shape[1], whole
             if number in taps:
                 tapped[number] = x[:, :count]
         return x if tokens is None else x[:, :count], tapped
+
+
+def choose_tokens(key: Tensor, count: int, ratio: float) -> Tensor | None:
+    """Draws which of `count` tokens of each sample go through routed blocks: all but int(ratio count) of them.
+
+    key int64 (B,) -> int64 (B, M), ascending; None where that is all.
+    """
+    if not int(ratio * count):
+        return None
+    order = rng.uniform(key, "route", (count,)).argsort(dim=1, stable=True)
+    return order[:, : count - int(ratio * count)].sort(dim=1).values
+
+
+def take_tokens(x: Tensor, keep: Tensor) -> Tensor:
+    """Returns the tokens at `keep`: (B, N, D), int64 (B, M) -> (B, M, D)."""
+    return x.gather(1, keep[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _put_tokens(x: Tensor, keep: Tensor, taken: Tensor) -> Tensor:
+    """Returns x (B, N, D) with `taken` (B, M, D) in the places `keep`."""
+    return x.scatter(1, keep[..., None].expand(-1, -1, x.shape[-1]), taken)
+
+
+def _take_rotations(rotation: Tensor | None, keep: Tensor, count: int) -> Tensor | None:
+    """Returns the rotations (B, 2, M + K, d) of the tokens at `keep` of a grid of `count`, and of all K after it."""
+    if rotation is None:
+        return None
+    of_grid = rotation[0, :, keep].transpose(0, 1)  # (B, 2, M, d)
+    return torch.cat((of_grid, rotation[:, :, count:].expand(len(keep), -1, -1, -1)), dim=2)

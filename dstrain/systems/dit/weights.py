@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dstrain.nn import fitting
 from dstrain.nn.positions import sincos_positions
 from dstrain.recipe import ConfigError
+from dstrain.systems.dit.align import fit_projectors
 from dstrain.systems.dit.config import Config
 
 _CLASSES = "y_embedder.embedding_table.weight"
@@ -53,6 +54,7 @@ _REMEDIES = (
     (r"^t_embedder\.W", "time_freq"),
     (r"^final_layer\.(x_embedder|projector|blocks|final_layer)", "wide"),
     (r"^base_layer", "internal"),
+    (r"^projectors", "align.width and align.hidden"),
     (r"^x_embedder\.wide", "patch_bottleneck"),
     (r"^pos_embed", "sines"),
     (r"^blocks\.\d+\.norm", "block.norm"),
@@ -73,6 +75,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
     Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
     rows is replaced by new rows, normal(0.02); its last row, "no label", is the file's. An embedder of sizes or of
     image embeddings that the file lacks is a new one, whose last layer is zero: the network computes what it did.
+    Projectors of an alignment are left, or begin anew.
     Raises ConfigError for the first difference beyond these, with both shapes and the remedy.
     """
     shapes = fitting.shapes_of(network)
@@ -86,6 +89,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
     ):
         state[_POSITIONS] = _interpolate_positions(positions, shapes[_POSITIONS][1], notes)
     notes += fitting.refill_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
+    notes += fit_projectors(state, shapes)
     for added in _ADDED:
         fresh = [name for name in shapes if name.startswith(added)]
         if fresh and not any(name in state for name in fresh):

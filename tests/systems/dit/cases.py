@@ -3,6 +3,8 @@
 import torch
 
 from dstrain.systems.base import Request
+from dstrain.systems.dit.align import Align
+from tests.support import towers
 
 TINY = {
     "image_size": 8,
@@ -42,6 +44,25 @@ CASES = [
         "flow": {"shift": "dimension", "path": "gvp"},
     },
 ]
+
+
+MODERN = TINY | {
+    "objective": "flow",
+    "learn_sigma": False,
+    "block": {"norm": "rms", "mlp": "swiglu", "qk_norm": "rms", "rope": True},
+}
+CASES += [
+    MODERN | {"align": {"kind": "layersync", "depth": 1, "target": 2}, "tokens": {"label": 2, "joins": 1}},
+    MODERN | {"align": {"kind": "repa", "depth": 1, "hidden": 8}, "routing": {"ratio": 0.5, "start": 1, "end": 1}},
+]
+
+
+def completed(config, folder):
+    """The section with a tiny encoder of random weights, where it is aligned to one."""
+    if config.get("align", {}).get("kind") != "repa":
+        return config
+    towers.dinov2(folder / "encoder")
+    return config | {"align": Align.completed(config["align"] | {"path": str(folder / "encoder")})}
 
 
 def request(system, seeds):

@@ -1,0 +1,215 @@
+"""What draws a DiT's tokens to features while it trains, and spares blocks some of them: none of it at sampling.
+
+layersync   to the tokens of a deeper block of the same pass, which get no gradient (arXiv 2510.12581)
+repa        through a projector, to the patches that a frozen vision encoder sees in the image (Yu et al. 2024)
+routing     some tokens pass blocks by (TREAD, Krause et al. 2025)
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from dstrain.distributed.progress import phases
+from dstrain.encoders.image import VisionTower
+from dstrain.encoders.precision import Precision, compute_in
+from dstrain.nn.fitting import Shapes
+from dstrain.recipe import MAY_CHANGE, ConfigError, Section, filled_in
+from dstrain.systems.base import Example
+from dstrain.systems.dit.trunk import take_tokens
+
+KINDS = ("dinov2", "dinov3")  # of encoders
+_WEIGHTS = {"layersync": 0.2, "repa": 0.5}  # the papers'
+_FEW = 1000  # tokens
+_KEY = "model.align.path"
+
+
+class Align(Section):
+    kind: Literal["layersync", "repa"]
+    """To what tokens are drawn: layersync, to those of a deeper block; repa, to a frozen vision encoder's patches."""
+    depth: int = Field(8, ge=1)
+    """The tokens after this block are drawn, counted from 1."""
+    target: int = Field(16, ge=2)
+    """layersync: to the tokens after this block, which get no gradient."""
+    weight: float | None = Field(None, gt=0)
+    """Weight of the alignment beside 1 of the loss; None: 0.2 for layersync and 0.5 for repa."""
+    loss: Literal["cosine", "mse"] = "cosine"
+    """Minus the cosine of each token and its target, or their squared difference (RAEv2)."""
+    until: int = Field(0, ge=0)
+    """Steps after which it is off, since late in training it holds a network back; 0: it stays."""
+    path: Annotated[str | None, MAY_CHANGE] = None
+    """repa: local folder of a vision encoder of transformers, DINOv2 or DINOv3."""
+    hidden: int = Field(2048, ge=0)
+    """repa: width of the projector's two inner layers; 0: one linear map (RAEv2)."""
+    width: Annotated[int | None, filled_in()] = Field(None, ge=1)
+    """Width of the encoder's features, filled in from its folder."""
+    fingerprint: Annotated[str | None, filled_in(f"put the earlier encoder back at {_KEY}")] = None
+    """Fingerprint of the only encoder to accept. None accepts any; that of the folder is written into the run."""
+    precision: Annotated[Precision | None, MAY_CHANGE] = None
+    """fp32, tf32 or bf16: in which the encoder computes; None: tf32 where the GPU has it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Align":
+        if self.kind == "repa" and self.width is None:
+            raise ConfigError(
+                f"align.path: there is no folder {self.path}; give the local one of a vision encoder, with config.json "
+                "and *.safetensors, such as DINOv2's, or take align.kind=layersync, which needs none"
+            )
+        if self.kind == "layersync" and self.target <= self.depth:
+            raise ConfigError(f"align.target: {self.target} is not above align.depth {self.depth}; name a deeper block")
+        return self
+
+    @classmethod
+    def completed(cls, section: dict[str, Any]) -> dict[str, Any]:
+        """Returns the section with the width and the fingerprint of the encoder in its folder. Raises ConfigError if
+        they are not those that it names.
+        """
+        path = section.get("path")
+        if section.get("kind") != "repa" or not isinstance(path, str) or not Path(path).is_dir():
+            return section
+        facts = VisionTower(Path(path), KINDS, _KEY).facts()
+        for name, actual in facts.items():
+            if section.get(name) not in (None, actual):
+                raise ConfigError(
+                    f"model.align.{name}: {section[name]} in the recipe, {actual} of the encoder in {path}; put the "
+                    f"other encoder there, or leave align.{name} out in a new run"
+                )
+        return {**section, **facts}
+
+    def list_problems(self, latents: bool, channels: int) -> list[str]:
+        """Lists why it cannot be trained with data that are cached `latents`, or images of so many channels."""
+        if self.kind != "repa":
+            return []
+        if latents:
+            return [
+                "model.align: the data are latents and hold no images, which the encoder sees; give images and "
+                "model.first_stage.path, which encodes them in every step, or write model.align.kind=layersync"
+            ]
+        if channels not in (1, 3):
+            return [f"model.align: the encoder sees 1 or 3 channels, and data.channels is {channels}"]
+        if self.path is not None and not Path(self.path).is_dir():
+            return [
+                f"{_KEY}: there is no folder {self.path}; give the local one of a vision encoder, with config.json and "
+                "*.safetensors"
+            ]
+        return []
+
+    def network_arguments(self) -> dict[str, Any]:
+        """Returns the argument `align` of DiT."""
+        if self.kind == "layersync":
+            return {"depth": self.depth, "target": self.target}
+        return {"depth": self.depth, "widths": [self.width], "hidden": self.hidden}
+
+
+class Routing(Section):
+    ratio: float = Field(0.5, ge=0, lt=1)
+    """Share of an image's tokens that pass the blocks by, drawn anew for every sample."""
+    start: int = Field(2, ge=1)
+    """The first block that they pass by, counted from 1."""
+    end: int | None = Field(None, ge=1)
+    """The last one; None: the last but one of all."""
+
+
+class Alignment:
+    """The alignment of a system, and the frozen encoder that it needs, which is loaded where it is first needed."""
+
+    def __init__(self, section: Align) -> None:
+        self.section, self.active = section, True
+        self.weight = section.weight or _WEIGHTS[section.kind]
+        self._tower: VisionTower | None = None
+
+    def begin(self, step: int) -> None:
+        """Remembers whether the step aligns: here the host knows it, and reading example["step"] would wait."""
+        self.active = self.is_due(step)
+
+    def is_due(self, step: int) -> bool:
+        return not self.section.until or step < self.section.until
+
+    @property
+    def wanted(self) -> bool:
+        """Returns whether the network's extras are needed: projectors take part in every step, as all weights do."""
+        return self.active or self.section.kind == "repa"
+
+    def frozen(self) -> tuple[nn.Module, ...]:
+        """Returns the encoder; () where its folder is absent: a finished run draws without."""
+        if self.section.kind != "repa" or self.section.path is None or not Path(self.section.path).is_dir():
+            return ()
+        return (self._encoder(),)
+
+    def loss(self, found: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None) -> Tensor:
+        """Returns how far each sample's tokens are from their targets, float32 (B,); of what DiT has `found`.
+
+        grid: rows and columns of the image's tokens. keep: those that pass routed blocks, None: all.
+        """
+        if self.section.kind == "layersync":
+            drawn, towards = found["drawn"], found["towards"]
+        else:
+            drawn = found["projected"][0]
+            if not self.active:
+                return 0 * drawn.float().mean((1, 2))  # The projectors' gradient is zero, and not absent.
+            towards = self.features(example, grid)
+        if drawn.shape[1] < towards.shape[1]:  # A tap among routed blocks sees some tokens alone.
+            towards = take_tokens(towards, keep)
+        elif drawn.shape[1] > towards.shape[1]:
+            drawn = take_tokens(drawn, keep)
+        drawn, towards = drawn.float(), towards.float()
+        if self.section.loss == "mse":
+            return (drawn - towards).square().mean((1, 2))
+        return -(F.normalize(drawn, dim=-1) * F.normalize(towards, dim=-1)).sum(-1).mean(1)
+
+    @torch.no_grad()
+    def features(self, example: Example, grid: tuple[int, int]) -> Tensor:
+        """Returns the targets, float32 (B, N, width): those of the example, or what the encoder sees in its images."""
+        if "features" in example:
+            return example["features"]
+        tower, image = self._encoder(), example["image"]
+        if tower.mean.device != image.device:  # also where a recipe's shapes are checked on meta
+            tower.to(image.device)
+        image = image.expand(-1, 3, -1, -1)
+        with compute_in(tower.precision):
+            # As REPA resamples, so that a patch of the encoder is one of the network.
+            return tower.read(image, [side * tower.patch_size for side in grid], smooth=False).patches.float()
+
+    def _encoder(self) -> VisionTower:
+        if self._tower is None:
+            self._tower = VisionTower(Path(self.section.path), KINDS, _KEY)
+            self._tower.compute_in(self.section.precision)
+        return self._tower
+
+
+def require_features(section: Align, sample: Mapping[str, Any]) -> None:
+    """Raises ConfigError if nothing gives the features of a sample."""
+    if section.kind == "repa" and section.path is None and "features" not in sample:
+        raise ConfigError(f"{_KEY}: no encoder is named; give the local folder of one, such as DINOv2's")
+
+
+def warn_of_few_tokens(count: int) -> None:
+    """Says where an image has too few tokens for routing to pay: at 256 pixels PRX's FID rose from 18.2 to 21.6."""
+    if count < _FEW:
+        phases().say(
+            f"warning: model.routing: an image has {count:,} tokens, and routing pays from about {_FEW:,} on; "
+            "with fewer, pictures get worse: leave it out"
+        )
+
+
+def fit_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
+    """Leaves a file's projectors where a network has none, and gives fresh ones to one whose file has none, the same on
+    every rank. Returns notes.
+    """
+    given, needed = ([name for name in names if name.startswith("projectors.")] for names in (state, shapes))
+    if given and not needed:
+        for name in given:
+            del state[name]
+        return [f"projectors: {len(given)} weights of the alignment are left, since none is trained here"]
+    if not needed or given:
+        return []
+    generator = torch.Generator().manual_seed(0)
+    for name in needed:
+        state[name] = torch.zeros(shapes[name])
+        if state[name].ndim > 1:
+            nn.init.xavier_uniform_(state[name], generator=generator)
+    return ["projectors: not in the file; the alignment's begin anew"]
