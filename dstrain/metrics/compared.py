@@ -41,9 +41,10 @@ class Compared:
         return statistics
 
 
-def open_compared(path: Path, networks: dict[str, Features], kept: int) -> Compared:
+def open_compared(path: Path, networks: dict[str, Features], kept: int, upright: bool = True) -> Compared:
     """Opens the reference at a path, a file of statistics or a set of images, for the metrics in `networks`.
 
+    upright: as data.upright, of images.
     Raises ConfigError if it holds less than the metrics need.
     """
     statistics = {}
@@ -58,14 +59,14 @@ def open_compared(path: Path, networks: dict[str, Features], kept: int) -> Compa
             f"--metrics {','.join(lacking)}, which are taken by {by}: give images, or write it with "
             "--write-reference"
         )
-    images = open_set(path, "--reference") if lacking else None
+    images = open_set(path, "--reference", upright) if lacking else None
     for name, network in networks.items():
         if "kept" in table.METRICS[name].needs:
             known = images if name in lacking else statistics[network.name].kept
             assert known is not None
             table.require_neighbours((name,), min(len(known), kept), f" of --reference {path}")
     status = path.stat()
-    identity = [os.path.abspath(path), status.st_size, status.st_mtime_ns]
+    identity = [os.path.abspath(path), status.st_size, status.st_mtime_ns, upright]
     return Compared(statistics, images, {name: networks[name] for name in lacking}, str(path), identity)
 
 
@@ -80,8 +81,9 @@ def open_recipe_reference(place: str, data: Data, networks: dict[str, Features],
         raise ConfigError(f"{key}: none of samples.metrics compares with it: leave it out")
     if path.endswith((*reference.SUFFIXES, ".zip")) and (os.path.isfile(path) or not os.path.exists(path)):
         with reword_errors(options={"--reference ": "samples.reference="}):
-            return open_compared(Path(path), networks, kept)
-    shape = {name: getattr(data, name) for name in ("image_size", "height", "num_frames", "channels", "draft")}
+            return open_compared(Path(path), networks, kept, data.upright)
+    names = ("image_size", "height", "num_frames", "channels", "draft", "upright")
+    shape = {name: getattr(data, name) for name in names}
     section = Data(path=path, flip=False, frame_stride=data.frame_stride, index=data.index, cache=data.cache, **shape)
     with reword_errors(options={"data.path=": "samples.reference="}):
         source = open_sources(section)[0].squares()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.decode.pixels import FORMATS, SUFFIXES, convert_mode, find_samples, open_image, to_tensor
+from dstrain.data.decode.pixels import SUFFIXES, decode_sample, find_samples, to_tensor
 from dstrain.data.files.listing import walk_files
 from dstrain.data.files.local import is_hidden_path
 from dstrain.data.files.zipped import list_members
@@ -73,13 +73,15 @@ def _deal_numbers(count: int, size: int) -> Iterator[range]:
         yield range(begin, min(begin + size, count))
 
 
-def open_set(path: Path, option: str) -> Images:
+def open_set(path: Path, option: str, upright: bool = True) -> Images:
     """Opens a folder of images (at any depth; of dstrain generate by its .npz), a .zip of them, or an .npz with arr_0.
+
+    upright: as data.upright.
 
     Raises ConfigError with `option` if there are no images, or a single one.
     """
     path = find_samples(path.expanduser())
-    images = _open_images(path, option)
+    images = _open_images(path, option, upright)
     if len(images) < 2:
         raise ConfigError(
             f"{option} {path} holds {len(images)} image{'s' * (len(images) != 1)}, and metrics compare "
@@ -88,7 +90,7 @@ def open_set(path: Path, option: str) -> Images:
     return images
 
 
-def _open_images(path: Path, option: str) -> Images:
+def _open_images(path: Path, option: str, upright: bool) -> Images:
     if not path.exists():
         raise ConfigError(f"{option} {path}: there is no such file or folder")
     with _report_damage(path, option):
@@ -98,11 +100,11 @@ def _open_images(path: Path, option: str) -> Images:
                 "folder that it wrote"
             )
         if path.is_dir():
-            return Files(path, sorted(walk_files(path, "", SUFFIXES)), None, option)
+            return Files(path, sorted(walk_files(path, "", SUFFIXES)), None, option, upright)
         if path.suffix == ".zip":
             with reword_errors(f"{option} {path}: "), open(path, "rb") as file:
                 names = [member.filename for member in list_members(file) if not is_hidden_path(member.orig_filename)]
-            return Files(path, sorted(name for name in names if name.lower().endswith(SUFFIXES)), path, option)
+            return Files(path, sorted(name for name in names if name.lower().endswith(SUFFIXES)), path, option, upright)
         if path.suffix == ".npz":
             return Arrays(path, option)
     raise ConfigError(f"{option} {path}: name a folder of images, a .zip of images, or an .npz with arr_0")
@@ -123,10 +125,10 @@ def _report_damage(path: Path, option: str) -> Iterator[None]:
 class Files(Images):
     """Reads PNG, JPEG, WebP and BMP by name, each in its own size: nothing is cropped, as other tools read them."""
 
-    def __init__(self, path: Path, names: list[str], archive: Path | None, option: str) -> None:
+    def __init__(self, path: Path, names: list[str], archive: Path | None, option: str, upright: bool) -> None:
         if not names:
             raise ConfigError(f"{option} {path} holds no images ({', '.join(SUFFIXES)}): name another")
-        self.path, self.names, self.archive, self.option = path, names, archive, option
+        self.path, self.names, self.archive, self.option, self.upright = path, names, archive, option, upright
 
     def __len__(self) -> int:
         return len(self.names)
@@ -138,8 +140,7 @@ class Files(Images):
             for name in (self.names[number] for number in turn):
                 with _report_damage(self.path / name, self.option):
                     file = archive.open(name) if archive else self.path / name
-                    with open_image(file, FORMATS) as image:
-                        images.append(to_tensor(convert_mode(image, 3)))
+                    images.append(to_tensor(decode_sample(file, 3, upright=self.upright)))
             for shape in sorted({image.shape for image in images}):
                 chosen = [index for index, image in enumerate(images) if image.shape == shape]
                 yield Batch(

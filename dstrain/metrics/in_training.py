@@ -90,7 +90,7 @@ class Quality:
                 {name: network.fingerprint for name, network in networks.items()},
                 sorted(table.name_needs(list(compared))),
                 self._compared.identity,
-                [data.image_size, data.height, data.num_frames, data.channels, data.draft],
+                [data.image_size, data.height, data.num_frames, data.channels, data.draft, data.upright],
             ]
         )
         path = folder / f"metrics_data_{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}.npz"

@@ -220,7 +220,7 @@ def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[st
     if not any(table.METRICS[name].compares for name in networks):
         return Compared()
     if path is not None:
-        return open_compared(path, networks, options.kept or KEPT)
+        return open_compared(path, networks, options.kept or KEPT, run is None or run.data.upright)
     if run is not None and options.split is None and run.samples.reference is not None:
         return open_recipe_reference(run.samples.reference, run.data, networks, options.kept or KEPT)
     if run is None:

@@ -8,17 +8,18 @@ alpha channel an image shows whatever colours lie beneath), and 16-bit grey is s
 """
 
 import math
+import struct
 import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from dstrain.data.files.listing import join_few, walk_files
@@ -30,6 +31,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP")  # by content; Pillow's other parsers s
 # 512 MiB a worker at Pillow's 4 bytes a pixel: above any camera (a 100 megapixel back fits), and below the 179
 # megapixels at which Pillow refuses by itself.
 PIXEL_CAP = 1 << 27
+_PNG_HEAD, _PNG_TEXTS = 8, (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # bytes before the first chunk; chunks, also of EXIF
 
 
 def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
@@ -71,14 +73,30 @@ def turn_upright(image: Image.Image) -> Image.Image:
 
 
 def read_upright_size(image: Image.Image) -> tuple[int, int]:
-    """Returns the width and height that an opened picture has when it is upright, from its header alone."""
-    exif = Image.Exif()
+    """Returns the width and height that an opened picture has when it is upright, from all but its pixels."""
+    if isinstance(image, PngImagePlugin.PngImageFile) and "exif" not in image.info:
+        _read_late_texts(image)
     try:
-        exif.load(image.info.get("exif", b""))
+        exif = Image.Image.getexif(image)  # that of a PNG would decode it
         sideways = exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
     except Exception:  # as in turn_upright
         sideways = False
     return image.size[::-1] if sideways else image.size
+
+
+def _read_late_texts(image: PngImagePlugin.PngImageFile) -> None:
+    """Adds what a PNG says of itself behind its pixels, which are passed over, to `image.info`."""
+    file, kind, behind = image.fp, b"", False
+    png = PngImagePlugin.PngStream(file)
+    file.seek(_PNG_HEAD)
+    with suppress(struct.error, SyntaxError):  # It is cut off, or damaged, which shows when it is decoded.
+        while kind != b"IEND" and not (behind and kind == b"fcTL"):  # the next frame of an animation
+            kind, at, size = png.read()
+            behind = behind or kind == b"IDAT"
+            if kind in _PNG_TEXTS:
+                png.call(kind, at, size)
+            file.seek(at + size + 4)  # behind its checksum
+    image.info.update(png.im_info)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Bucketed(Remade):
     def __init__(self, whole: Indexed, shapes: tuple, table: Verified, rule: Any) -> None:
         super().__init__(whole)
         self.shapes, self.rule = shapes, rule
-        key = repr([shapes, rule, whole.split, whole.chosen.number, whole.chosen.names])
+        key = repr([shapes, rule, whole.split, whole.chosen.number, whole.chosen.names, whole.layout.request.upright])
         folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
         self.dtype = "uint32" if len(whole) < 1 << 32 else "uint64"  # of places in the source
         make_once(whole.index, lambda: _read_header(folder, self.dtype), lambda: _write_buckets(self, table, folder))

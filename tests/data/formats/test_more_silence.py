@@ -2,8 +2,11 @@
 splits and shards, metadata in folders and zips, texts and labels that a mistake hides.
 """
 
+import io
 import json
 import re
+import struct
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +14,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from PIL import ExifTags, Image, ImageOps
 
+from dstrain.data.decode.pixels import to_tensor
+from dstrain.data.open import open_sources
+from dstrain.data.sources.sizes import read_size
+from dstrain.metrics.compared import open_recipe_reference
+from dstrain.metrics.images import open_set
+from dstrain.recipe import Data
 from tests.data.formats import test_silence
 from tests.data.formats.test_silence import encode, make_table, pack_tar, pack_zip, put_tables, read
 
@@ -85,6 +96,98 @@ def test_a_class_list_and_truth_values(tmp_path, form, lines, expected):
     """Oracle: the lines of the list: true is the class of that name, else 1."""
     (tmp_path / "classes.txt").write_text("\n".join(lines.split()))
     assert read(put_form(tmp_path, form, [True, False]), class_list=str(tmp_path / "classes.txt")) == expected
+
+
+# Where a picture's file says how it is turned.
+def make_exif(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    return exif.tobytes()
+
+
+def make_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+XMP = '<x:xmpmeta><rdf:Description tiff:Orientation="{}"/></x:xmpmeta>'
+PROFILE = "\nexif\n{:8}\n{}\n"
+LATE_CHUNKS = {
+    "eXIf": lambda turn: (b"eXIf", make_exif(turn)[6:]),
+    "iTXt": lambda turn: (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP.format(turn).encode()),
+    "zTXt": lambda turn: (
+        b"zTXt",
+        b"Raw profile type exif\0\0"
+        + zlib.compress(PROFILE.format(len(make_exif(turn)), make_exif(turn).hex()).encode()),
+    ),
+}
+
+
+def make_turned(place: str, turn: int) -> bytes:
+    """A picture of 24 x 8 pixels, black on its left and white on its right, with its orientation at a place."""
+    image, file = Image.new("RGB", (24, 8)), io.BytesIO()
+    image.paste("white", (12, 0, 24, 8))
+    if place in LATE_CHUNKS:
+        image.save(file, "PNG")
+        at = file.getvalue().rindex(b"IEND") - 4
+        return file.getvalue()[:at] + make_chunk(*LATE_CHUNKS[place](turn)) + file.getvalue()[at:]
+    form, _, kind = place.partition(" ")
+    texts = {"xmp": XMP.format(turn).encode()} if kind == "xmp" else {"exif": make_exif(turn)}
+    more = {"icc_profile": bytes(200_000)} if kind == "after a profile" else {}
+    image.save(file, form, quality=100, **texts, **more)
+    return file.getvalue()
+
+
+PLACES = [*LATE_CHUNKS, "PNG", "JPEG", "JPEG after a profile", "JPEG xmp", "WEBP", "WEBP xmp"]
+
+
+@pytest.mark.parametrize("turn", [1, 3, 6, 8, 99])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_size_of_a_turned_picture(tmp_path, place, turn):
+    """Oracle: Pillow's exif_transpose of the whole picture: its size chooses the bucket, wherever it says that it is
+    turned; a picture of --reference stands as it does in training.
+    """
+    content = make_turned(place, turn)
+    for name in ("0.png", "1.png"):
+        (tmp_path / name).write_bytes(content)
+    with Image.open(io.BytesIO(content)) as image:
+        image.load()
+        plain = to_tensor(image.convert("RGB"))
+        upright = to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
+    assert upright.shape == ((3, 24, 8) if turn in (6, 8) else (3, 8, 24))
+    for data in (Data(path=str(tmp_path), image_size=8, upright=flag) for flag in (True, False)):
+        source, expected = open_sources(data)[0], upright if data.upright else plain
+        assert read_size(source.layout, source.index.place(0)) == (expected.shape[2], expected.shape[1])
+        (batch,) = open_set(tmp_path, "--reference", data.upright).batches(2)
+        assert torch.equal(batch.images, torch.stack([expected] * 2))
+    assert torch.equal(next(open_set(tmp_path, "--reference").batches(2)).images[0], upright)
+
+
+def test_buckets_of_pictures_that_are_not_turned(tmp_path):
+    """Oracle: the recipe: one index serves data that are turned and data that are not, and their buckets differ."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "0.jpg").write_bytes(make_turned("JPEG", 6))
+    shapes = []
+    for upright in (True, False):
+        data = Data(
+            path=str(tmp_path / "d"),
+            image_size=16,
+            buckets=[(8, 24), (24, 8)],
+            upright=upright,
+            index=str(tmp_path / "i"),
+        )
+        shapes.append(tuple(open_sources(data)[0][0]["image"].shape))
+    assert shapes == [(3, 24, 8), (3, 8, 24)]
+
+
+def test_samples_reference_is_turned_as_the_data(tmp_path):
+    """Oracle: the recipe: pictures that a run compares with are turned where its own are."""
+    for name in ("0.png", "1.png"):
+        (tmp_path / name).write_bytes(make_turned("PNG", 6))
+    for upright, expected in ((True, [0, 255]), (False, [0, 0])):
+        data = Data(path="builtin:fashion", image_size=8, upright=upright)
+        images = open_recipe_reference(str(tmp_path), data, {"fid": object()}, 0).images
+        values = next(images.batches(2)).images[0][0]
+        assert [int(values[0, 0]), int(values[-1, 0])] == expected
 
 
 @pytest.mark.parametrize("name", CASES)
