@@ -39,10 +39,13 @@ class _Process:
     card_steps: int
     diffusion: Any = None
 
-    def draw_losses(self: "Process", network: Network, x_start: Tensor, key: Tensor) -> Terms:
-        """Returns `losses` at times and under noise of the samples' keys: streams timestep and noise."""
-        noise = rng.normal(key, "noise", tuple(x_start.shape[1:]))
-        return self.losses(network, x_start, self.times(rng.uniform(key, "timestep")), noise)
+    def draw_losses(self: "Process", network: Network, x_start: Tensor, key: Tensor, t: Tensor | None = None) -> Terms:
+        """Returns `losses` under noise of the samples' keys, at times t (B,), None: at theirs, too: streams noise and
+        timestep.
+        """
+        if t is None:
+            t = self.times(rng.uniform(key, "timestep"))
+        return self.losses(network, x_start, t, rng.normal(key, "noise", tuple(x_start.shape[1:])))
 
 
 class ChainProcess(_Process):

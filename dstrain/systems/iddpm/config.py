@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dstrain.diffusion import schedule
-from dstrain.diffusion.gaussian import LOSSES, PREDICTIONS
+from dstrain.diffusion.gaussian import LOSSES, PREDICTIONS, GaussianDiffusion
+from dstrain.diffusion.process import ChainProcess, Flow, Process
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, fixed
 from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig
@@ -50,6 +51,10 @@ class Config(SystemConfig):
     use_scale_shift_norm: bool = True
     """Whether the condition scales and shifts normalized values, rather than being added before."""
 
+    objective: Literal["diffusion", "flow"] = "diffusion"
+    """Discrete-time diffusion, or flow matching (with learn_sigma its second half of channels is unused)."""
+    flow: Flow = Flow()
+    """Read where objective is flow; of what follows then only sizes."""
     diffusion_steps: int = Field(1000, ge=1)
     """Timesteps of the training chain."""
     noise_schedule: Literal[schedule.SCHEDULES] = "linear"
@@ -141,6 +146,11 @@ class Config(SystemConfig):
                 f"small_size {self.small_size} does not divide image_size {self.image_size} into a "
                 "smaller picture; take a half or a quarter of it"
             )
+        if self.objective == "flow" and (self.timestep_respacing or self.schedule_sampler != "uniform"):
+            raise ConfigError(
+                "objective: a flow has no timesteps of a chain; leave timestep_respacing and schedule_sampler out, or "
+                "set objective=diffusion"
+            )
         schedule.make_betas(self.noise_schedule, self.diffusion_steps)  # some schedules need more steps
         try:
             self.respaced_steps()
@@ -171,7 +181,7 @@ class Config(SystemConfig):
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size", channels="in_channels"), run.samples
-        if samples.num_steps > self.diffusion_steps:
+        if self.objective == "diffusion" and samples.num_steps > self.diffusion_steps:
             problems.append(
                 f"samples.num_steps={samples.num_steps} is above model.diffusion_steps="
                 f"{self.diffusion_steps}: take fewer"
@@ -247,18 +257,22 @@ class Config(SystemConfig):
 
     def diffusion_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of GaussianDiffusion, but for the betas."""
-        loss = "rescaled_mse" if self.rescale_learned_sigmas else "mse"
-        if self.use_kl:
-            loss = "rescaled_kl"
-        variance = "fixed_small" if self.sigma_small else "fixed_large"
-        if self.learn_sigma:
-            variance = "learned_range"
+        loss = "rescaled_kl" if self.use_kl else "rescaled_mse" if self.rescale_learned_sigmas else "mse"
+        variance = "learned_range" if self.learn_sigma else "fixed_small" if self.sigma_small else "fixed_large"
         return {
             "prediction": self.prediction or ("x_start" if self.predict_xstart else "eps"),
             "variance": variance,
             "loss": self.loss or loss,
             "rescale_timesteps": self.rescale_timesteps,
         }
+
+    def make_process(self) -> Process:
+        """Returns what is learned between data and noise."""
+        if self.objective == "flow":
+            return self.flow.make_process(self.shape())
+        betas = schedule.make_betas(self.noise_schedule, self.diffusion_steps)
+        diffusion = GaussianDiffusion(betas, **self.diffusion_arguments())
+        return ChainProcess(diffusion, self.noise_schedule, clip=True, respacing=self.timestep_respacing)
 
 
 def _propose_mults(image_size: int) -> list[int]:

@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.diffusion import samplers, schedule
-from dstrain.diffusion.bound import measured_bits
-from dstrain.diffusion.gaussian import GaussianDiffusion, Network
-from dstrain.diffusion.published import scheduler_arguments
-from dstrain.diffusion.solvers import eta_of, steps_of
+from dstrain.diffusion import samplers
+from dstrain.diffusion.gaussian import Network
+from dstrain.diffusion.solvers import eta_of
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
@@ -39,17 +37,14 @@ class IDDPMSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged, self.samplers = ("denoiser",), samplers.SAMPLERS
+        self.process = config.make_process()
+        self.averaged, self.samplers = ("denoiser",), self.process.samplers
+        self.diffusion = self.process.diffusion
         self.starts_from_data = config.small_size is not None
         self.shape = config.shape()
         self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
         self.takes_sizes = not self.starts_from_data
-        self.diffusion = GaussianDiffusion(
-            schedule.make_betas(config.noise_schedule, config.diffusion_steps), **config.diffusion_arguments()
-        )
-        self._chains = {"": self.diffusion}  # respaced chains by their spec
-        self.uniform = UniformSampler(config.diffusion_steps)
-        self.timesteps: TimestepSampler = self.uniform
+        self.timesteps: TimestepSampler = UniformSampler(config.diffusion_steps)
         if config.schedule_sampler == "loss-second-moment":
             self.timesteps = LossSecondMomentSampler(
                 config.diffusion_steps, config.history_per_term, config.uniform_prob
@@ -79,14 +74,16 @@ class IDDPMSystem(System):
         if self.config.has_null:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
             example = example | {"label": torch.where(dropped, self.config.num_classes, _require_label(example))}
-        t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
-        terms = self._losses(nets, example, t)
-        weighted = {name: term if name == "quartile" else weight * term for name, term in terms.items()}
-        loss = weighted["loss"]
-        weighted |= {"loss": loss.mean(), "loss_each": loss.detach()}
+        seen = {}
         if self.watched:
-            weighted |= {"timestep": t, "loss_seen": terms["loss"].detach()}
-        return weighted
+            t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
+            terms = self._losses(nets, example, t)
+            seen = {"timestep": t, "loss_seen": terms["loss"].detach()}
+            terms = {name: term if name == "quartile" else weight * term for name, term in terms.items()}
+        else:
+            terms = self._losses(nets, example)
+        loss = terms["loss"]
+        return terms | {"loss": loss.mean(), "loss_each": loss.detach()} | seen
 
     def observe(self, terms: Terms) -> None:
         """Learns from unweighted losses. Those that are not finite are marked as padding, -1."""
@@ -95,16 +92,13 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Computes the unweighted loss at uniform timesteps with every label in place, one value a sample (B,):
+        """Computes the unweighted loss at the process's own times with every label in place, one value a sample (B,):
         independent of the sampler's history.
         """
-        t, _ = self.uniform.sample(rng.uniform(example["key"], "timestep"))
-        return self._losses(nets, example, t)
+        return self._losses(nets, example)
 
-    def _losses(self, nets: Nets, example: Example, t: Tensor) -> Terms:
-        noise = rng.normal(example["key"], "noise", tuple(example["x_start"].shape[1:]))  # (B, C, H, W)
-        terms = self.diffusion.training_losses(self.network(nets, example), example["x_start"], t, noise)
-        return terms | {"quartile": 4 * t // self.config.diffusion_steps}
+    def _losses(self, nets: Nets, example: Example, t: Tensor | None = None) -> Terms:
+        return self.process.draw_losses(self.network(nets, example), example["x_start"], example["key"], t)
 
     def network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
         """Returns the denoiser with its conditions filled in; conditions that it does not take are ignored."""
@@ -131,7 +125,7 @@ class IDDPMSystem(System):
             arguments | null,
             request.guidance_scale,
             rescale=request.guidance_rescale,
-            active=samplers.limit_guidance(request.guidance_interval, self.diffusion.noise_of),
+            active=samplers.limit_guidance(request.guidance_interval, self.process.noise_of),
         )
 
     @torch.no_grad()
@@ -141,25 +135,21 @@ class IDDPMSystem(System):
 
         For super-resolution they are conditioned on the small picture.
         """
-        chain = self._chain(self.config.timestep_respacing) if num_steps is None else self.diffusion
         network = self.network(nets, example)
-        return measured_bits(chain, network, example["x_start"], example["key"], num_steps, progress)
-
-    def _chain(self, spec: str) -> GaussianDiffusion:
-        if spec not in self._chains:
-            self._chains[spec] = self.diffusion.respaced(spec)
-        return self._chains[spec]
+        terms = self.process.measured_bits(network, example["x_start"], example["key"], num_steps, progress)
+        if "mse" not in terms:  # a chain's bound has the error at every timestep
+            terms["loss"] = self.evaluate(nets, example)["loss"]
+        return terms
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """Draws uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
-        Samplers: those of diffusion/samplers.py. Super-resolution needs conditions["low_res"] (see conditions_from).
+        Samplers: those of the process. Super-resolution needs conditions["low_res"] (see conditions_from).
         Raises ConfigError if it is missing, for another sampler, more steps than the chain has, labels that are no
         class, or guidance of a model without a null label.
         """
-        sampler = self.sampler(request.sampler)
-        timesteps = self._timesteps(sampler, request)
+        sampler, steps = self.sampler(request.sampler), (request.num_steps, request.spacing, request.eta)
         conditions = dict(request.conditions)
         if self.config.class_cond:
             conditions.setdefault("label", request.seeds % self.config.num_classes)
@@ -174,27 +164,15 @@ class IDDPMSystem(System):
 
         if "invert" in conditions:
             x_start = self.encode({"image": conditions["invert"]})["x_start"]
-            x = samplers.invert_chain(self.diffusion, network, x_start, sampler, timesteps, request.eta)
-        return to_uint8(samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, True))
-
-    def _timesteps(self, sampler: str, request: Request) -> list[int]:
-        """Returns the timesteps of timestep_respacing where it keeps as many, else by the request's spacing or evenly,
-        as published.
-        """
-        respaced = schedule.space_timesteps(self.config.diffusion_steps, self.config.timestep_respacing)
-        if (
-            self.config.timestep_respacing
-            and request.spacing is None
-            and len(respaced) == steps_of(sampler, request.num_steps)
-        ):
-            return respaced
-        return samplers.timesteps_of(self.diffusion, sampler, request.num_steps, request.spacing)
+            x = self.process.invert(network, x_start, sampler, *steps)
+        return to_uint8(self.process.sample(network, x, noise, sampler, *steps))
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
         with reword_errors("--size or samples.size: "):
             self.config.shape(samples.size)
         eta_of(self.sampler(samples.sampler), samples.eta)
+        self.process.check_spacing(samples.spacing)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """low_res float32 (N, C, small, small) of uint8 (N, C, H, W): small pictures as they are, large ones shrunk."""
@@ -241,7 +219,9 @@ class IDDPMSystem(System):
     def require_expressible(self) -> None:
         """Checks the network and the chain."""
         weights.make_arguments(self.config)
-        scheduler_arguments(self.diffusion, self.config.noise_schedule, clip=True)
+        self.process.scheduler_arguments()
+        if self.diffusion is None:
+            raise ConfigError("objective: the pipelines of a UNet draw by a chain alone; take --format safetensors")
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (ResBlock, AttentionBlock)

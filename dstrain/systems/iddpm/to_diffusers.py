@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers
-from dstrain.diffusion.published import add_to_index, even_steps, scheduler_arguments
+from dstrain.diffusion.published import add_to_index, even_steps
 from dstrain.distributed import group
 from dstrain.nn.measures import relative_error
 from dstrain.nn.pixels import to_uint8
@@ -96,6 +96,7 @@ def save_export(
     from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 
     config = system.config
+    system.require_expressible()
     arguments, scheduler = weights.make_arguments(config), _build_scheduler(system)
     state = {name: value.float().cpu() for name, value in nets["denoiser"].state_dict().items()}
     with torch.device("meta"):
@@ -175,5 +176,6 @@ def _choose_small_shape(system: IDDPMSystem) -> tuple[int, ...]:
 def _build_scheduler(system: IDDPMSystem) -> Any:
     from diffusers import DDPMScheduler
 
-    common = scheduler_arguments(system.diffusion, system.config.noise_schedule, clip=True)
-    return DDPMScheduler(**common, variance_type=system.diffusion.variance, timestep_spacing="linspace")
+    return DDPMScheduler(
+        **system.process.scheduler_arguments(), variance_type=system.diffusion.variance, timestep_spacing="linspace"
+    )

@@ -57,6 +57,7 @@ _HIDDEN = (
     "num_heads",
     "num_heads_upsample",
     "dropout",
+    "objective",
     "diffusion_steps",
     "noise_schedule",
     "rescale_timesteps",

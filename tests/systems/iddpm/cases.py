@@ -21,6 +21,8 @@ CASES = [
     UNET | {"small_size": 4, "class_cond": True, "num_classes": 3, "use_scale_shift_norm": False},
     UNET | {"in_channels": 3, "predict_xstart": True, "sigma_small": True, "recompute": True},
     UNET | {"learn_sigma": True, "sizes": [[8, 8], [12, 6]]},
+    UNET | {"objective": "flow", "class_cond": True, "num_classes": 10, "class_dropout_prob": 0.1},
+    UNET | {"objective": "flow", "learn_sigma": True, "small_size": 4, "class_cond": True, "num_classes": 3},
 ]
 
 
@@ -29,4 +31,4 @@ def request(system, seeds):
     seeds, conditions = torch.tensor(seeds), {}
     if system.starts_from_data:
         conditions = system.conditions_from(system.synthetic(16)["image"][seeds]) | {"label": seeds % 3}
-    return Request(seeds, conditions, 4, "ddpm")
+    return Request(seeds, conditions, 4, "ddpm" if system.diffusion else None)

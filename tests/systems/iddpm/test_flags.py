@@ -64,6 +64,8 @@ def test_lists_as_the_original_writes_them():
         ({"timestep_respacing": "30"}, "timestep_respacing '30' does not fit 20 diffusion_steps .*write 250, ddim50"),
         ({"timestep_respacing": "ddim3000"}, "timestep_respacing 'ddim3000'.*no integer stride"),
         ({"timestep_respacing": "fast"}, "timestep_respacing 'fast'"),
+        ({"objective": "flow", "timestep_respacing": "5"}, "objective: .* leave timestep_respacing and"),
+        ({"objective": "flow", "schedule_sampler": "loss-second-moment"}, "set objective=diffusion"),
         ({"schedule_sampler": "loss"}, "(?s)schedule_sampler.*'uniform' or 'loss-second-moment'"),
         ({"in_channels": 4}, "in_channels"),
         ({"dropout": 1.0}, "dropout"),

@@ -397,3 +397,30 @@ def test_sizes_that_are_not_square():
     assert torch.equal(
         system.sample(nets, Request(seeds, num_steps=3, size=(8, 8))), plain.sample(nets, Request(seeds, num_steps=3))
     )
+
+
+def test_a_flow():
+    """Oracle: rectified flow written out: x_t = (1 - t) x + t eps at a time of each key, target eps - x, one step of
+    Euler's method from noise; a request of a chain's spacing is refused.
+    """
+    system = build(objective="flow", flow={"logit_std": None}, **LABELS)
+    nets, batch = random(system), system.synthetic(4)
+    example = system.encode(batch)
+    eps, t = rng.normal(batch["key"], "noise", (1, 8, 8)), rng.uniform(batch["key"], "timestep")
+    x_t = torch.lerp(example["x_start"], eps, t.view(-1, 1, 1, 1))
+    out = nets["denoiser"](x_t, 1000 * t, batch["label"])
+    expected = (out - (eps - example["x_start"])).square().flatten(1).mean(1)
+    terms = system.denoise(nets, example)
+    torch.testing.assert_close(terms["loss_each"], expected)
+    torch.testing.assert_close(system.evaluate(nets, example)["loss"], expected)
+    assert torch.equal(terms["quartile"], (4 * t).long())
+
+    seeds = torch.arange(3)
+    start = rng.normal(rng.keys_of_seeds(seeds), "start", (1, 8, 8))
+    with torch.no_grad():
+        drawn = start - nets["denoiser"](start, torch.full((3,), 1000.0), seeds)
+    found = system.sample(nets, Request(seeds, num_steps=1, sampler="euler"))
+    assert torch.equal(found, to_uint8(drawn))
+    assert {"bits_per_dim", "loss"} <= system.measure(nets, example, 4).keys()
+    with pytest.raises(ValueError, match="spacing=trailing: a flow"):
+        system.check_sampling(Samples(spacing="trailing"))

@@ -198,6 +198,7 @@ def test_other_weights_are_found(tmp_path):
         ({"attention_resolutions": [8]}, "num_heads: .* 4 heads at levels of different width .* 8 and 16 wide"),
         ({"num_heads_upsample": 2}, "num_heads_upsample: .* 2 and 4"),
         ({"prediction": "previous_x"}, "prediction: prev"),
+        ({"objective": "flow"}, "objective: .* take --format safetensors"),
     ],
 )
 def test_what_diffusers_cannot_express(tmp_path, changes, words):
