@@ -179,7 +179,7 @@ def _check_data_and_folder(
 
     Returns remarks that are worth printing, and lines that a start says. Raises ConfigError for the first problem.
     """
-    from dstrain.commands.probe import probe
+    from dstrain.commands.probe import probe, require_holdable
     from dstrain.data.formats.labels import require_classes
     from dstrain.data.open import describe_data, find_contents, open_sources
     from dstrain.data.source import describe_cut_captions
@@ -211,6 +211,7 @@ def _check_data_and_folder(
         config.without_labels,
         own=not (run.data.mixture or run.data.held_out_path),
     )
+    require_holdable(run.system, system)
     check_quality(run, system, source, held_out)  # asks for a label of each class
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
     remarks += [cut] if cut else []

@@ -89,6 +89,12 @@ def probe(run: Run, system: System, source: Any, precision: str = "fp32") -> lis
     return remarks
 
 
+def require_holdable(name: str, system: System) -> None:
+    """Raises ConfigError if no machine holds the networks; before a sample of their size is read."""
+    with torch.random.fork_rng(devices=[]):
+        _build_networks(name, system)
+
+
 def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
     """Builds the networks, on the meta device where they can be. Raises ConfigError if no machine holds them."""
     count, numbers = 0, 0
