@@ -5,7 +5,7 @@ repa        through a projector, to the patches that a frozen vision encoder see
 routing     some tokens pass blocks by (TREAD, Krause et al. 2025)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -213,3 +213,15 @@ def fit_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
         if state[name].ndim > 1:
             nn.init.xavier_uniform_(state[name], generator=generator)
     return ["projectors: not in the file; the alignment's begin anew"]
+
+
+def guide_internally(network: Callable[..., Any], scale: float) -> Callable[..., Tensor]:
+    """Returns the network whose second head is led away from: base + scale (whole - base), in one forward pass."""
+    if scale == 1:
+        return network
+
+    def guided(x_t: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        found = network(x_t, t, **conditions, extras=True)
+        return torch.lerp(found["base"], found["out"], scale)
+
+    return guided

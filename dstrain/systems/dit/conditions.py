@@ -1,21 +1,26 @@
 """What a DiT is told: times, labels, sizes, image embeddings and texts, each as vectors of the width D, or as tokens.
 
+Modules embed them in the network. A Condition is one of them as the system sees it: in batches and requests.
+
 B samples, D = dim. Weights start as published: normal(0.02), and zero for the last map of a condition that is added to
 a network which was trained without it.
 """
 
 import math
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dstrain import rng
 from dstrain.nn.layers import Linear, timestep_features
 from dstrain.nn.tokens import RMSNorm
 from dstrain.recipe import ConfigError
+from dstrain.recipe.shapes import Shape
+from dstrain.systems.base import Example, Request
 
 TIME_FEATURES = 256  # number of sinusoids of a timestep, or of random frequencies
 
@@ -116,3 +121,121 @@ class TextTokens(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         return self.proj(self.norm(states.to(self.proj.weight.dtype)))
+
+
+class Condition:
+    """One condition: where it stands in a batch, and the argument of the network that it becomes."""
+
+    name: ClassVar[str]
+    argument: ClassVar[str]
+
+    def check(self, batch: Mapping[str, Tensor]) -> None:
+        """Raises ConfigError for a batch, or a request's conditions, that it cannot be read of."""
+
+    def read(self, example: Example) -> Tensor:
+        """Returns the network's argument, (B, ...). Raises ConfigError if the data do not hold it."""
+        return example[self.name]
+
+    def choose(self, request: Request) -> Tensor:
+        """Returns the network's argument for the samples of a request."""
+        return request.conditions[self.name]
+
+    def make_null(self, value: Tensor) -> Tensor:
+        """Returns what the network is told where a condition is dropped; by default it never is."""
+        return value
+
+    def begin(self, images: Tensor) -> dict[str, Tensor]:
+        """Returns the request's conditions of what samples begin from; {} where they do not begin from this."""
+        return {}
+
+    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+        """Returns what a synthetic batch of images of a width and height holds."""
+        raise NotImplementedError
+
+
+class Label(Condition):
+    """int64 (B,): the number of a class, and `num_classes` for none."""
+
+    name, argument = "label", "y"
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+
+    def read(self, example: Example) -> Tensor:
+        if "label" in example:
+            return example["label"]
+        if self.num_classes == 1:
+            return torch.zeros_like(example["key"])
+        raise ConfigError(
+            f"label: the data hold none, and num_classes is {self.num_classes}; give labels, or "
+            "set num_classes to 1 for an unconditional model"
+        )
+
+    def choose(self, request: Request) -> Tensor:
+        return request.conditions.get("label", request.seeds % self.num_classes)
+
+    def make_null(self, value: Tensor) -> Tensor:
+        return torch.full_like(value, self.num_classes)
+
+    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+        return {"label": rng.integers(key, "label", self.num_classes)}
+
+
+class Sizes(Condition):
+    """int64 (B, 6), see SizeEmbedder; samples are pictures that had their size, and were not cut."""
+
+    name, argument = "size", "size"
+
+    def __init__(self, image_size: int) -> None:
+        self.image_size = image_size
+
+    def read(self, example: Example) -> Tensor:
+        if "size" not in example:
+            raise ConfigError("size_conditions: the data say no sizes; write data.size_conditions=false")
+        return example["size"]
+
+    def choose(self, request: Request) -> Tensor:
+        return self._repeat(request.size or (self.image_size, self.image_size), request.seeds)
+
+    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+        return {"size": self._repeat(size, key)}
+
+    def _repeat(self, size: Shape, like: Tensor) -> Tensor:
+        wide, high = size
+        return torch.tensor([high, wide, 0, 0, high, wide], device=like.device).repeat(len(like), 1)
+
+
+class ImageEmbedding(Condition):
+    """(B, width), and zeros for none."""
+
+    name, argument = "image_embed", "embed"
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def check(self, batch: Mapping[str, Tensor]) -> None:
+        actual = batch["image_embed"].shape[1] if "image_embed" in batch else 0
+        if not actual:
+            raise ConfigError(
+                "image_embed: this model draws from image embeddings: give images with theirs, "
+                "data.embeddings=PAIRS; to draw, --embeddings FILE.npy, or a prior's run, generate.py "
+                "PRIOR --then THIS_RUN"
+            )
+        if actual != self.width:
+            raise ConfigError(
+                f"image_embed: these are {actual} wide, and model.embedding_dim is {self.width}: give others, "
+                f"or train with model.embedding_dim={actual}"
+            )
+
+    def make_null(self, value: Tensor) -> Tensor:
+        return torch.zeros_like(value)
+
+    def begin(self, images: Tensor) -> dict[str, Tensor]:
+        if images.ndim != 2:
+            raise ConfigError("image_embed: this model begins from image embeddings, not from pictures")
+        conditions = {"image_embed": images.float()}
+        self.check(conditions)
+        return conditions
+
+    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+        return {"image_embed": rng.normal(key, "image_embed", (self.width,))}

@@ -10,40 +10,15 @@ from dstrain.diffusion.process import ChainProcess, Flow, Process
 from dstrain.diffusion.schedule import SCHEDULES, make_betas
 from dstrain.encoders import autoencoder
 from dstrain.encoders.frozen import is_here
-from dstrain.encoders.precision import Precision, find_problem
+from dstrain.encoders.precision import find_problem
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.dit.align import Align, Routing
+from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes
+from dstrain.systems.dit.first_stage import Codes, FirstStage
 from dstrain.systems.dit.layouts import LAYOUTS
 from dstrain.systems.dit.presets import PRESETS, SHAPE
-
-
-class FirstStage(Section):
-    path: str
-    """Folder of a diffusers AutoencoderKL (or of a pipeline with a vae/), or its name on the Hugging Face hub."""
-    scaling_factor: Annotated[float | None, filled_in()] = Field(None, gt=0)
-    """Latents are multiplied by it. None takes the autoencoder's own; that of a folder is written into the run."""
-    shift: Annotated[float | None, filled_in()] = None
-    """Subtracted from latents before they are scaled; None as for scaling_factor."""
-    fingerprint: Annotated[str | None, filled_in("put the earlier autoencoder back at model.first_stage.path")] = None
-    """Fingerprint of the only autoencoder to accept. None accepts any; that of a folder is written into the run."""
-    factor: int = Field(8, ge=1)
-    """Image side / latent side."""
-    precision: Annotated[Precision | None, MAY_CHANGE] = None
-    """fp32, tf32 or bf16: in which it encodes while the DiT trains; None: tf32 where the GPU has it, as DiT's train.py.
-    """
-    image_channels: int | None = Field(None, ge=1)
-    """Channels of its images, filled in from data.channels; None takes the autoencoder's."""
-
-
-class Codes(Section):
-    shape: tuple[int, int, int]
-    """Channels, height and width of an image's latents."""
-    scaling_factor: float = Field(gt=0)
-    """1 / their standard deviation; without first_stage they are multiplied by it."""
-    first_stage: str
-    """Fingerprint of the autoencoder that made them."""
 
 
 class Diffusion(Section):
@@ -428,6 +403,15 @@ class Config(SystemConfig):
     def models_pixels(self) -> bool:
         """Returns whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
         return not (self.first_stage or self.codes) and self.in_channels in (1, 3)
+
+    def list_conditions(self) -> tuple[Condition, ...]:
+        """Returns what the network is told."""
+        told: list[Condition] = [Label(self.num_classes)]
+        if self.embedding_dim:
+            told.append(ImageEmbedding(self.embedding_dim))
+        if self.size_conditions:
+            told.append(Sizes(self.image_size))
+        return tuple(told)
 
     def make_process(self) -> Process:
         """Returns what is learned between data and noise."""

@@ -8,6 +8,7 @@ ours and left out.
 
 import re
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +38,14 @@ class Layout(NamedTuple):
     predicts_x: bool = False
     """Whether it predicts data, whose sign stays."""
 
-    def needed_fields(self) -> dict[str, Any]:
-        """Returns the fields of the recipe that its networks were trained with, whatever their shape."""
+    def require_fields(self, name: str, config: Any) -> None:
+        """Raises ConfigError if the flow of a model's section is not that of this layout's networks."""
         prediction = "x" if self.predicts_x else "velocity"
-        return {"objective": "flow", "flow.time_scale": 1.0, "flow.prediction": prediction}
+        for field, needed in (("objective", "flow"), ("flow.time_scale", 1.0), ("flow.prediction", prediction)):
+            if (found := attrgetter(field)(config)) != needed:
+                raise ConfigError(
+                    f"model.{field}={found}: weights of {name} were trained with {needed}; write model.{field}={needed}"
+                )
 
 
 LAYOUTS = {

@@ -1,0 +1,68 @@
+"""The first stage of a DiT: the autoencoder whose latents it learns, and the latents that a cache holds of it."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from dstrain.encoders.autoencoder import Autoencoder
+from dstrain.encoders.precision import Precision
+from dstrain.recipe import MAY_CHANGE, ConfigError, Section, filled_in
+
+
+class FirstStage(Section):
+    path: str
+    """Folder of a diffusers AutoencoderKL (or of a pipeline with a vae/), or its name on the Hugging Face hub."""
+    scaling_factor: Annotated[float | None, filled_in()] = Field(None, gt=0)
+    """Latents are multiplied by it. None takes the autoencoder's own; that of a folder is written into the run."""
+    shift: Annotated[float | None, filled_in()] = None
+    """Subtracted from latents before they are scaled; None as for scaling_factor."""
+    fingerprint: Annotated[str | None, filled_in("put the earlier autoencoder back at model.first_stage.path")] = None
+    """Fingerprint of the only autoencoder to accept. None accepts any; that of a folder is written into the run."""
+    factor: int = Field(8, ge=1)
+    """Image side / latent side."""
+    precision: Annotated[Precision | None, MAY_CHANGE] = None
+    """fp32, tf32 or bf16: in which it encodes while the DiT trains; None: tf32 where the GPU has it, as DiT's train.py.
+    """
+    image_channels: int | None = Field(None, ge=1)
+    """Channels of its images, filled in from data.channels; None takes the autoencoder's."""
+
+
+class Codes(Section):
+    shape: tuple[int, int, int]
+    """Channels, height and width of an image's latents."""
+    scaling_factor: float = Field(gt=0)
+    """1 / their standard deviation; without first_stage they are multiplied by it."""
+    first_stage: str
+    """Fingerprint of the autoencoder that made them."""
+
+
+def load_first_stage(section: FirstStage, codes: Codes | None, in_channels: int) -> Autoencoder:
+    """Returns the autoencoder, without its encoder where a cache holds its latents. Raises ConfigError if it is not
+    the one that the recipe, the run or the cache names.
+    """
+    path = section.path
+    autoencoder = Autoencoder(path, section.scaling_factor, section.shift)
+    for name, configured, actual in (
+        ("first_stage.factor", section.factor, autoencoder.factor),
+        ("in_channels", in_channels, autoencoder.channels),
+        ("data.channels", section.image_channels, autoencoder.image_channels),
+    ):
+        if configured not in (None, actual):
+            raise ConfigError(f"{name}: {configured} in the recipe, {actual} in autoencoder {path}: make both equal")
+    # Hashing all weights takes a while, so it is done once and only where there is something to compare with.
+    hashed = autoencoder.fingerprint() if codes is not None or section.fingerprint is not None else None
+    if section.fingerprint not in (None, hashed):
+        raise ConfigError(
+            f"first_stage.path: {path} is the autoencoder {hashed}, this model was trained with "
+            f"{section.fingerprint} (first_stage.fingerprint); put that one back there"
+        )
+    if codes is not None:
+        if hashed != codes.first_stage:
+            raise ConfigError(
+                f"first_stage.path: {path} is the autoencoder {hashed}, the latents in data.path are of "
+                f"{codes.first_stage}; name the one that encoded them, or encode with this one"
+            )
+        autoencoder.drop_encoder()
+    else:
+        autoencoder.encode_in(section.precision)
+    return autoencoder
