@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from dstrain.data.files.local import Files, LocalFiles, is_folder, is_hidden
 from dstrain.data.formats.labels import ClassList, read_class_list
-from dstrain.recipe import Cache, NotRead
+from dstrain.data.formats.splits import name_split
+from dstrain.recipe import Cache, ConfigError, NotRead
 
 _PEEKED = 4096  # names of a folder by which its form is judged
 _TRIED, _DEEP = 8, 3  # folders of each, and below each other
@@ -121,6 +122,15 @@ class Layout(ABC):
         """Returns the path of the samples that these data hold out by themselves, such as a split `test`; None if
         none.
         """
+
+    def require_one_split(self, split: Any, at: str) -> None:
+        """Notes the split that a row says. Raises ConfigError if rows are of several splits, such as train and test."""
+        first = self.notes.setdefault("split", str(split))
+        if name_split(str(split)) != name_split(first):
+            raise ConfigError(
+                f"{at} is of the split {split}, and rows before it of {first}, and all would be learned from: write a "
+                "table of each, or give the column `split` another name"
+            )
 
     def leave_out(self, reason: str, count: int = 1) -> None:
         """Counts what is passed over, for the start of a command: `reason` is a suffix such as .tif, or words."""

@@ -22,8 +22,10 @@ from typing import Any
 
 from dstrain.data.files.listing import join_few, listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
+from dstrain.data.files.tables import match_names
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
-from dstrain.data.formats.splits import SPLITS, name_split
+from dstrain.data.formats.shards import leave_out_gaps
+from dstrain.data.formats.splits import SPLIT_COLUMN, SPLITS, name_split
 from dstrain.disk.small import parse_json
 from dstrain.disk.texts import list_captions
 from dstrain.recipe import ConfigError, NotRead
@@ -136,6 +138,7 @@ class Tables(Layout):
         """
         if part == self._chosen()[0]:
             self.leave_out_beside()
+            leave_out_gaps(self, self._chosen())
         first, own = self.columns, self._choose_columns(part)
         if own._replace(classes=first.classes) != first:
             raise ConfigError(
@@ -164,6 +167,8 @@ class Tables(Layout):
         label = None if columns.label is None else self._read_label(row[columns.label], names, at)
         if self.request.labels != "auto":
             label = self.label(label, place.name)
+        if self._split is not None:
+            self.require_one_split(row[self._split], at)
         for name in columns.captions:
             captions += list_captions(row[name])
         if columns.captions and not captions:
@@ -192,9 +197,11 @@ class Tables(Layout):
             raise ConfigError("has neither bytes nor a file on this machine")
         return Path(self.files.root, path)
 
-    @property
-    def _text_columns(self) -> list[str]:
-        return [name for name in (self.columns.label, *self.columns.captions) if name]
+    def _list_columns(self, names: list[str]) -> list[str]:
+        """Returns the columns that are listed of a file with columns of these names; one of splits comes last."""
+        own = [name for name in (self.columns.label, *self.columns.captions) if name]
+        self._split = next((name for name in match_names(SPLIT_COLUMN, names) if name not in own), None)
+        return own if self._split is None else [*own, self._split]
 
 
 class ArrowTables(Tables):
@@ -211,8 +218,9 @@ class ArrowTables(Tables):
         from dstrain.data.files.arrow import list_rows
 
         file, names = self._open_alike(part)
+        columns = self._list_columns(file.schema.names)
         for at, batch in file.batches():
-            for row, values in enumerate(list_rows(batch.select(self._text_columns))):
+            for row, values in enumerate(list_rows(batch.select(columns))):
                 yield self._sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values, names)
 
     def read(self, place: Place) -> bytes | Path:
@@ -224,9 +232,22 @@ class ArrowTables(Tables):
     def _splits(self) -> dict[str, list[str]]:
         names = {name for name, _ in self.files.names()}
         if "dataset_dict.json" in names:
-            splits = self._read_list("dataset_dict.json", "splits")
-            return {SPLITS.get(str(name).lower(), str(name)): self._saved(f"{name}/") for name in splits}
+            splits = [str(name) for name in self._read_list("dataset_dict.json", "splits")]
+            return self._name_splits({name: self._saved(f"{name}/") for name in splits}, "/")
         return {"": self._saved("")} if "state.json" in names else super()._splits
+
+    def _name_splits(self, splits: dict[str, list[str]], mark: str) -> dict[str, list[str]]:
+        """Returns files by the names that splits have here. Raises ConfigError if two of them mean the same."""
+        named: dict[str, str] = {}
+        for name in splits:
+            other = named.setdefault(SPLITS.get(name.lower(), name), name)
+            if other != name:
+                key, root = self.request.key, self.root
+                raise ConfigError(
+                    f"{key}={root}: the splits {other} and {name} are called alike, and one of them would be read: "
+                    f"write {key}={root}{mark}{other}, or join them"
+                )
+        return {split: splits[name] for split, name in named.items()}
 
     def _path_of(self, split: str, names: list[str]) -> str:
         folder = names[0].rpartition("/")[0]
@@ -242,16 +263,22 @@ class ArrowTables(Tables):
     def _read_list(self, name: str, key: str) -> list[Any]:
         try:
             with self.files.open(name) as file:
-                content = parse_json(file.read(1 << 24))[key]
-            if not isinstance(content, list) or not content:
+                content = parse_json(file.read(1 << 24))
+            values = content[key]
+            if not isinstance(values, list) or not values:
                 raise ValueError(f"{key} is no list")
-            return content
         except NotRead:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self.request.key}={self.root}: {name} cannot be read ({error}): save the data anew with save_to_disk"
             ) from None
+        if rows := next((key for key in content if key.startswith("_indices") and content[key]), None):
+            raise ConfigError(
+                f"{self.request.key}={self.root}: {name} chooses rows by {rows}, and their files hold others, too: "
+                "save load_from_disk(FOLDER).flatten_indices() anew with save_to_disk"
+            )
+        return values
 
     def _open(self, part: str) -> Any:
         return _open_arrow(self.files, part, self._where(part))
@@ -310,10 +337,9 @@ class HubTables(ArrowTables):
 
     @cached_property
     def _splits(self) -> dict[str, list[str]]:
-        return {
-            SPLITS.get(split.lower(), split): [os.path.relpath(path, self.files.root) for path in paths]
-            for split, paths in self._by_split.items()
-        }
+        root = self.files.root
+        splits = {name: [os.path.relpath(path, root) for path in paths] for name, paths in self._by_split.items()}
+        return self._name_splits(splits, ":")
 
     def _path_of(self, split: str, names: list[str]) -> str:
         return f"{self.root}:{next(name for name in self._by_split if SPLITS.get(name.lower()) == split)}"
@@ -354,9 +380,10 @@ class ParquetTables(Tables):
     def samples(self, part: str) -> Iterator[Sample]:
         (file, names), image, count = self._open_alike(part), self.columns.image, 0
         file.require_one()
+        columns = self._list_columns(file.schema.names)
         for group in range(file.num_groups):
             chunk = file.plain(group, image)
-            for row, values in enumerate(file.rows(group, [*self._text_columns, *([image] if chunk else [])])):
+            for row, values in enumerate(file.rows(group, [*columns, *([image] if chunk else [])])):
                 offset, size = group * _ROW + row, -1
                 content = _encoded(values[image]) if chunk else None
                 if content is not None:

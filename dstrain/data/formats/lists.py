@@ -20,6 +20,7 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import TABLES, Table, match_names, open_table, read_lines
 from dstrain.data.formats.base import VIDEOS, Layout, Place, Request, Sample, file_exists
 from dstrain.data.formats.labels import LABELS, ClassList, read_class_list, read_labels
+from dstrain.data.formats.splits import SPLIT_COLUMN
 from dstrain.disk.texts import TEXT_NAMES, list_captions
 from dstrain.recipe import ConfigError
 
@@ -86,9 +87,12 @@ class TableList(Layout):
         columns = self._columns(table)
         label = columns["label"] if self.request.labels == "auto" else []
         self.labels_written = bool(label)
-        base = self._base(table, columns)
-        for line, row in table.rows([column for kind in columns.values() for column in kind], int(group)):
+        base, used = self._base(table, columns), [column for kind in columns.values() for column in kind]
+        split = [column for column in match_names(SPLIT_COLUMN, table.columns()) if column not in used]
+        for line, row in table.rows([*used, *split], int(group)):
             at = f"{table.where}, {table.noun} {line}"
+            if split:
+                self.require_one_split(row.get(split[0]), at)
             if table.ragged:
                 self._require_in_first(row, columns, at)
             path = self._path(row, columns["path"], at)

@@ -36,6 +36,7 @@ SPLITS = {
 }  # words in names
 _ENDS = ("", "set", "data", "images")  # of such words in names of folders: trainset
 _HELD_OUT = re.compile(r"(held|hold)[-_ .]out")
+SPLIT_COLUMN = ("split",)  # of a table
 _BESIDE = {"a", "b", "data", "images", "img", "imgs", "seg", "set"}  # words beside: train_images, testB
 
 

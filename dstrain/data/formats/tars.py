@@ -20,6 +20,7 @@ from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
 from dstrain.data.formats.hugging_face import find_files
+from dstrain.data.formats.shards import leave_out_gaps
 from dstrain.data.formats.splits import is_split, name_split, refuse_split_names
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_captions, split_lines
@@ -96,6 +97,7 @@ class Tars(Layout):
     def samples(self, part: str) -> Iterator[Sample]:
         if part == self._first:
             self.leave_out_beside()
+            leave_out_gaps(self, self.parts())
         members = self._members(part)
         folders = {f"{key.rpartition('/')[0]}/" for key in members}
         refuse_split_names(folders, f"{self.request.key}={self.root}: {part}")

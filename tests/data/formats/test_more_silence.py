@@ -24,7 +24,7 @@ from dstrain.metrics.compared import open_recipe_reference
 from dstrain.metrics.images import open_set
 from dstrain.recipe import Data
 from tests.data.formats import test_silence
-from tests.data.formats.test_silence import encode, make_table, pack_tar, pack_zip, put_tables, read
+from tests.data.formats.test_silence import encode, make_table, pack_tar, pack_zip, put, put_tables, read
 
 CASES: dict[str, tuple[Callable, str]] = {}
 case = partial(test_silence.case, cases=CASES)
@@ -188,6 +188,140 @@ def test_samples_reference_is_turned_as_the_data(tmp_path):
         images = open_recipe_reference(str(tmp_path), data, {"fid": object()}, 0).images
         values = next(images.batches(2)).images[0][0]
         assert [int(values[0, 0]), int(values[-1, 0])] == expected
+
+
+# Splits and rows that tables name themselves, and shards that are missing.
+def put_list(d: Path, form: str, columns: dict[str, list]) -> Path:
+    """A list of pictures 10, 20 and 30 with columns, as a table of one of the forms."""
+    for number in range(3):
+        put(d / f"{number}.png", 10 * number + 10)
+    table, path = pa.table({"file_name": ["0.png", "1.png", "2.png"]} | columns), d / form
+    if form.endswith(".parquet"):
+        pq.write_table(table, path)
+    elif form.endswith(".jsonl"):
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    else:
+        comma = "\t" if form.endswith(".tsv") else ","
+        rows = [table.column_names, *(map(str, row.values()) for row in table.to_pylist())]
+        path.write_text("".join(comma.join(row) + "\n" for row in rows))
+    return d if form.startswith("metadata") else path
+
+
+@pytest.mark.parametrize(
+    "values, read_all",
+    [
+        (["train", "test", "train"], False),
+        (["train", "train", "extra"], False),
+        (["Validation", "Train", "Train"], False),
+        (["train", "train", "training"], True),
+        (["top", "left", "top"], True),
+    ],
+)
+@pytest.mark.parametrize("form", ["l.csv", "l.tsv", "l.jsonl", "l.parquet", "metadata.csv", "x.parquet", "x.arrow"])
+def test_a_column_of_splits(tmp_path, form, values, read_all):
+    """Oracle: the column: rows of one split are read, and those of several refused, since all would be learned from."""
+    columns = {"label": ["a", "b", "a"], "Split": values}
+    if form.startswith("x."):
+        path = put_tables(tmp_path, {form: make_table((10, 20, 30), columns["label"], Split=values)})
+    else:
+        path = put_list(tmp_path, form, columns)
+    text = read(path)
+    if read_all:
+        assert text == "10:a 20:b 30:a"
+    else:
+        first, second = (values[0], next(value for value in values if value != values[0]))
+        assert f"is of the split {second}, and rows before it of {first}, and all would be" in text, text
+    if not form.startswith("metadata"):
+        assert read(path, columns={"label": "Split"}) == " ".join(
+            f"{10 * number + 10}:{value}" for number, value in enumerate(values)
+        )
+
+
+@case("10:a 20:b 30:a")
+def rows_of_one_split(d):
+    tables = {f"{name}.parquet": make_table(values, labels, split=["train"] * len(values))
+              for name, values, labels in (("a", (10, 20), ["a", "b"]), ("b", (30,), ["a"]))}  # fmt: skip
+    return read(put_tables(d, tables))
+
+
+@case("refused: data.path=D: b.parquet/0 is of the split test, and rows before it of train")
+def rows_of_another_split_in_the_second(d):
+    return read(put_tables(d, {"a.parquet": make_table((10,), split=["train"]),
+                               "b.parquet": make_table((20,), split=["test"])}))  # fmt: skip
+
+
+def put_saved(root: Path, value: int, **state: list) -> Path:
+    put_tables(root, {"data-00000-of-00001.arrow": make_table((value, value + 1))})
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]} | state
+    (root / "state.json").write_text(json.dumps(state))
+    return root
+
+
+def put_saved_splits(d: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        put_saved(d / name, 10 * number)
+    (d / "dataset_dict.json").write_text(json.dumps({"splits": names}))
+    return d
+
+
+@case("refused: data.path=D: the splits train and Training are called alike, .*: write data.path=D/train, or join them")
+def two_saved_splits_that_mean_one(d):
+    return read(put_saved_splits(d, "train", "Training"))
+
+
+@case("10 11; files of other splits are not among them, validation 1")
+def saved_splits(d):
+    return read(put_saved_splits(d, "dev", "train"))
+
+
+@case("refused: data.path=D: state.json chooses rows by _indices_data_files, .*flatten_indices")
+def rows_that_were_filtered(d):
+    return read(put_saved(d, 10, _indices_data_files=[{"filename": "indices.arrow"}]))
+
+
+@case("refused: data.path=D: train/state.json chooses rows by _indices_files, .*flatten_indices")
+def rows_of_a_split_that_were_filtered(d):
+    put_saved_splits(d, "train", "test")
+    put_saved(d / "train", 10, _indices_files=[{"filename": "indices.arrow"}])
+    return read(d)
+
+
+@case("10 11")
+def rows_that_were_not_filtered(d):
+    return read(put_saved(d, 10, _indices_data_files=[], _indices_files=None))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".tar"])
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        ("x-00000-of-00002 x-00001-of-00002", "10 20"),
+        ("x-00001-of-00002 x-00002-of-00002", "10 20"),
+        ("a/x-00000-of-00002 a/x-00001-of-00002", "10 20"),
+        (
+            "x-00000-of-00003 x-00002-of-00003",
+            r"refused: .*of the 3 shards {0}, 2 are there: .*'D/{0}' for these alone",
+        ),
+        ("x-00000-of-00002 y-00000-of-00001", r"refused: .*of the 2 shards {0}, 1 are there"),
+        ("train-0 train-2", "10 20"),
+    ],
+)
+def test_shards_that_are_missing(tmp_path, suffix, names, expected):
+    """Oracle: the names: a folder that lacks some is refused, and of a pattern it is said how many there are not."""
+    names = names.split()
+    for number, name in enumerate(names, 1):
+        if suffix == ".tar":
+            pack_tar(tmp_path / f"{name}.tar", (f"{number}.png", encode(10 * number)))
+        else:
+            put_tables(tmp_path, {f"{name}{suffix}": make_table((10 * number,))})
+    shards = f"x-*-of-{names[0][-5:]}{suffix}"
+    if suffix == ".tar" and "/" in names[0]:
+        return  # tars in a folder of their own are named by it
+    got = read(tmp_path).replace(str(tmp_path), "D")
+    assert re.match(expected.replace("{0}", re.escape(shards)), got), got
+    if expected.startswith("refused"):
+        left = int(names[0][-5:]) - len([name for name in names if name[0] == "x"])
+        assert read(tmp_path / shards).endswith(f"; {left} shards of {shards} are left out")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,37 @@
+"""Shards that are not there: of NAME-00000-of-00005.parquet, .arrow or .tar, whose names say how many there are."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from dstrain.data.formats.base import Layout
+from dstrain.recipe import ConfigError
+
+_SUFFIXES = (".parquet", ".arrow", ".tar")
+_SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)(\D.*)")
+
+
+def find_gaps(names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Returns how many shards are there and should be, by NAME-*-of-00005.parquet, where some are missing."""
+    numbers: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for match in filter(None, map(_SHARD.fullmatch, names)):
+        numbers[match[1], match[3], match[4]].add(int(match[2]))
+    gaps = {}
+    for (start, total, end), own in numbers.items():
+        if len(own) < int(total):
+            gaps[f"{start}*-of-{total}{end}"] = len(own), int(total)
+    return gaps
+
+
+def leave_out_gaps(layout: Layout, names: Iterable[str]) -> None:
+    """Counts shards that are missing among those that a user has named. Raises ConfigError if a folder lacks some."""
+    root, gaps = layout.root, find_gaps(names)
+    if gaps and (os.path.isdir(root) or (layout.files.far and not root.lower().endswith(_SUFFIXES))):
+        name, (own, total) = next(iter(gaps.items()))
+        raise ConfigError(
+            f"{layout.request.key}={root}: of the {total:,} shards {name}, {own:,} are there: fetch the others, or "
+            f"write {layout.request.key}='{root.rstrip('/')}/{name}' for these alone"
+        )
+    for name, (own, total) in gaps.items():
+        layout.leave_out(f"shards of {name}", total - own)
