@@ -89,7 +89,7 @@ class Align(Section):
                 "model.align: the data are latents and hold no images, which the encoder sees; give images and "
                 "model.first_stage.path, which encodes them in every step, or write model.align.kind=layersync"
             ]
-        if channels not in (1, 3):
+        if self.path is not None and channels not in (1, 3):
             return [f"model.align: the encoder sees 1 or 3 channels, and data.channels is {channels}"]
         if self.path is not None and not Path(self.path).is_dir():
             return [

@@ -348,4 +348,5 @@ def test_a_plan_needs_no_encoder(tmp_path: Path) -> None:
     system = DiTSystem(Config(**planned.model))
     example = system.encode(system.synthetic(2))
     assert example["features"].shape == (2, TOKENS, 12) and system.frozen() == ()
+    assert system.config.align.list_problems(latents=False, channels=4) == []  # latents in the place of pixels
     assert system.denoise(nets(system), example)["align"].shape == (2,)
