@@ -3,6 +3,7 @@
     python -m tests.mutation --sample 60 diffusion rng order            # 60 mutants of these groups, drawn by --seed 0
     python -m tests.mutation --files dstrain/engine/ema/shadow.py --sample 0   # every mutant of one file
     python -m tests.mutation --try dstrain/rng.py "(numel + 1) // 2" "numel // 2"         # one change of your own
+    python -m tests.mutation --mistakes                # each of MISTAKES, and the one test that is to notice it
 
 A mutant is killed if a test fails or runs for longer than its limit of CPU time. Survivors are printed with their
 place; exit code 1 where fewer than --least of 100 died. Mutants that change nothing that a caller can see are named in
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PHENAKI = "dstrain/systems/phenaki"
+PUBLISHED, ALIGN = "tests/systems/dit/test_published.py", "tests/systems/dit/test_align.py"
 # What a group mutates, and the tests of each file; of several entries that fit a path, the longest counts.
 GROUPS = {
     "diffusion": ["dstrain/diffusion/"],
@@ -50,6 +52,7 @@ TESTS = {
     "dstrain/data/order.py": ["tests/data/test_order.py"],
     "dstrain/data/decode/clips.py": ["tests/data/decode/test_clips.py"],
     "dstrain/recipe/": ["tests/recipe"],
+    "dstrain/systems/dit/": [PUBLISHED, ALIGN],
     "dstrain/systems/": ["tests/systems/test_contract.py"],
     "dstrain/systems/vae/schedules.py": ["tests/systems/vae/test_schedules.py"],
     f"{PHENAKI}/masking.py": ["tests/systems/phenaki/test_masking.py"],
@@ -147,6 +150,121 @@ TESTS = {
     "dstrain/checkpoint/saver.py": ["tests/checkpoint/test_saver.py"],
     "dstrain/checkpoint/manifest.py": ["tests/checkpoint/test_store.py"],
 }
+# What is easily got wrong about transformers: what, the file, the change, and the test that notices it.
+MISTAKES = [
+    (
+        "reversed time of published weights",
+        "dstrain/systems/dit/layouts.py",
+        "    if layout.from_noise:",
+        "    if not layout.from_noise:",
+        f"{PUBLISHED}::test_golden_networks[sit_network]",
+    ),
+    (
+        "reversed time of samples",
+        "dstrain/diffusion/flow.py",
+        "self.integrate(network, x, grid",
+        "self.integrate(lambda x, t: network(x, 1 - t), x, grid",
+        f"{PUBLISHED}::test_golden_trajectories[repa_trajectory]",
+    ),
+    (
+        "three guided channels for all",
+        "dstrain/diffusion/samplers.py",
+        "count = channels or x_t.shape[1]",
+        "count = 3",
+        f"{PUBLISHED}::test_golden_trajectories[rae_trajectory]",
+    ),
+    (
+        "all channels guided for three",
+        "dstrain/diffusion/samplers.py",
+        "count = channels or x_t.shape[1]",
+        "count = x_t.shape[1]",
+        f"{PUBLISHED}::test_golden_trajectories[sit_trajectory]",
+    ),
+    (
+        "rows and columns of rotations swapped",
+        "dstrain/nn/positions.py",
+        "np.concatenate(parts, axis=-1)",
+        "np.concatenate(parts[::-1], axis=-1)",
+        f"{PUBLISHED}::test_golden_networks[jit]",
+    ),
+    (
+        "halves of w12 swapped",
+        "dstrain/nn/tokens.py",
+        "gate, values = self.w12(x)",
+        "values, gate = self.w12(x)",
+        f"{PUBLISHED}::test_golden_networks[lightningdit_network]",
+    ),
+    (
+        "rotated condition tokens",
+        "dstrain/nn/positions.py",
+        "np.pad(angles, ((before, after), (0, 0)))",
+        'np.pad(angles, ((before, after), (0, 0)), mode="edge")',
+        f"{PUBLISHED}::test_golden_networks[raev2_label]",
+    ),
+    (
+        "online weights of a file for its average",
+        "dstrain/runs/weights.py",
+        '("ema_model", "ema", "model_ema1", "model", "weights")',
+        '("model", "ema_model", "ema", "model_ema1", "weights")',
+        "tests/runs/test_weights.py::test_a_file_of_dits_train_py",
+    ),
+    (
+        "online weights of a run for its average",
+        "dstrain/runs/trained.py",
+        "if part in system.averaged and not raw else",
+        "if part in system.averaged and raw else",
+        "tests/test_notebook.py::test_choices",
+    ),
+    (
+        "online weights shown for the average",
+        "dstrain/engine/ema/shadow.py",
+        "showing(shadows[chosen])",
+        "showing(self._masters[part].flats)",
+        "tests/engine/ema/test_shadow.py::test_reset_and_what_is_shown",
+    ),
+    (
+        "LayerSync draws the deeper block, too",
+        "dstrain/systems/dit/network.py",
+        "tapped[self.align_target].detach()",
+        "tapped[self.align_target]",
+        f"{ALIGN}::test_layersync",
+    ),
+    (
+        "an alignment that ends a step late",
+        "dstrain/systems/dit/align.py",
+        "step < self.section.until",
+        "step <= self.section.until",
+        f"{ALIGN}::test_until",
+    ),
+    (
+        "smoothed pixels for REPA's encoder",
+        "dstrain/systems/dit/align.py",
+        "smooth=False",
+        "smooth=True",
+        f"{ALIGN}::test_features_are_those_of_transformers",
+    ),
+    (
+        "registers read as patches",
+        "dstrain/encoders/image.py",
+        '1 + getattr(config, "num_register_tokens", 0)',
+        "1",
+        f"{ALIGN}::test_features_are_those_of_transformers",
+    ),
+    (
+        "rotations of routed tokens by their order",
+        "dstrain/systems/dit/trunk.py",
+        "rotation[0, :, keep].transpose(0, 1)",
+        "rotation[0, :, : keep.shape[1]].expand(len(keep), -1, -1, -1)",
+        f"{ALIGN}::test_routed_tokens_keep_their_places",
+    ),
+    (
+        "routing at evaluation",
+        "dstrain/systems/dit/system.py",
+        "if learns and self.config.routing:",
+        "if self.config.routing:",
+        f"{ALIGN}::test_held_out_losses_are_those_of_the_flow",
+    ),
+]
 PYTEST = [
     "-o",
     "addopts=--import-mode=importlib",
@@ -384,9 +502,13 @@ def main() -> int:
         metavar=("FILE", "OLD", "NEW"),
         help="a change of your own; may be repeated",
     )
+    parser.add_argument("--mistakes", action="store_true", help="each of MISTAKES, by the test that it names")
     options = parser.parse_args()
     lines = [line.split(" | ") for line in Path(__file__).with_suffix(".txt").read_text().splitlines() if " | " in line]
-    mutants = [own_mutant(*words) for words in options.own or ()]
+    mutants, named = [own_mutant(*words) for words in options.own or ()], {}
+    for what, path, old, new, test in MISTAKES if options.mistakes else ():
+        mutants.append(mutant := own_mutant(path, old, new)._replace(change=what))
+        named[mutant.change] = [test]
     if not mutants:
         groups = options.groups or ([] if options.files else GROUPS)
         names = [name for group in groups for name in GROUPS[group]] + options.files
@@ -407,7 +529,7 @@ def main() -> int:
     for mutant in mutants:
         if options.sample and counts["killed"] + counts["survived"] == options.sample:
             break
-        tests = tests_of(mutant.path)
+        tests = named.get(mutant.change) or tests_of(mutant.path)
         if (name := " ".join(tests)) not in limit:
             verdict, took = run(None, tests, 3600)
             assert verdict == "survived", f"the tests fail without a change: pytest {name}"

@@ -1,0 +1,15 @@
+"""Whether the mistakes of tests/mutation.py can still be made."""
+
+import pytest
+
+from tests.mutation import MISTAKES, ROOT, own_mutant
+
+
+@pytest.mark.parametrize("what, path, old, new, test", MISTAKES, ids=[mistake[0] for mistake in MISTAKES])
+def test_a_mistake_has_its_place(what, path, old, new, test):
+    """Oracle: the file, which holds the words once, and the test that is named; `python -m tests.mutation --mistakes`
+    runs them.
+    """
+    assert own_mutant(path, old, new).line
+    file, _, name = test.partition("::")
+    assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
