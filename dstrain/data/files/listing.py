@@ -13,6 +13,8 @@ from dstrain.recipe import ConfigError
 
 _THREADS = 16  # a network's disk answers slowly
 _PENDING = 4096  # calls that wait for a thread: a million would fill the memory
+METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.parquet")  # tables of what files are
+LABELS = "dataset.json"  # as METADATA
 SAMPLES = "samples"  # the folder of single samples that `dstrain generate` writes
 _T, _A = TypeVar("_T"), TypeVar("_A")
 
@@ -78,12 +80,13 @@ def walk_files(
     others: Counter | None = None,
     above: tuple[str, ...] = (),
     seen: set[str] | None = None,
+    tables: list[str] | None = None,
 ) -> Iterator[str]:
     """Yields the relative paths of the files at any depth below root/folder; no file is asked for its status.
 
     visited: gets the relative paths of the folders below. others: counts files of other suffixes, by suffix.
     above: the real paths of `root` and of all folders down to this one; links back to them are passed over.
-    seen: the targets of the links to folders that were followed, once each.
+    seen: the targets of the links to folders that were followed, once each. tables: gets those that say what files are.
     """
     above = above or (os.path.realpath(root), os.path.realpath(root / folder))
     seen = set() if seen is None else seen
@@ -101,8 +104,10 @@ def walk_files(
                     seen.add(target)
                 if visited is not None:
                     visited.append(name)
-                yield from walk_files(root, name, suffixes, visited, others, (*above, target), seen)
+                yield from walk_files(root, name, suffixes, visited, others, (*above, target), seen, tables)
             elif entry.name.lower().endswith(suffixes):
                 yield name
             elif others is not None:
                 others[os.path.splitext(name)[1].lower()] += 1
+                if tables is not None and (entry.name in METADATA or entry.name == LABELS):
+                    tables.append(name)

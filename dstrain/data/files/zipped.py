@@ -58,7 +58,7 @@ def list_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
     """Yields every member but folders; `orig_filename` is its name without ./ before it, and with slashes.
 
     zipfile holds 0.6 KB a member meanwhile. Raises ConfigError if it is no zip file, truncated, damaged, or one of
-    several disks.
+    several disks, and if it has two members of one name.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -75,6 +75,7 @@ def list_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
         raise ConfigError("it is one of several that are one zip file: join them with zip -s 0 OLD.zip --out NEW.zip")
     if count not in (_UNKNOWN, len(members) & _UNKNOWN):
         raise ConfigError(f"its directory is damaged: of {count:,} entries, {len(members):,} can be read")
+    names: set[str] = set()
     for member in members:
         if member.create_system == 0:  # Some programs of Windows write backslashes.
             member.orig_filename = member.orig_filename.replace("\\", "/")
@@ -83,6 +84,9 @@ def list_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
             name = member.orig_filename[:100]
             raise ConfigError(f"its member {name} reaches beyond its data: it is truncated or damaged")
         if not member.orig_filename.endswith("/"):
+            if member.orig_filename in names:
+                raise ConfigError(f"it has two members {member.orig_filename[:100]}")
+            names.add(member.orig_filename)
             yield member
 
 

@@ -14,6 +14,7 @@ from dstrain.data.files.listing import SAMPLES, join_few, list_class_folders, li
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.labels import LABELS, number_classes, read_labels
+from dstrain.data.formats.lists import refuse_inner_metadata
 from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.data.formats.splits import refuse_splits
 from dstrain.data.formats.unconverted import describe_conversion
@@ -43,13 +44,11 @@ class Folders(Layout):
         root, request = Path(self.root), self.request
         with listing_errors(root, request.key):
             if request.labels == "auto":
-                self._by_name = read_labels(root, request.key)
+                self._read_labels()
                 if self._by_name is None:
                     return self._class_parts(root, request)
                 if not self._by_name:
                     self._refuse_class_list()
-                else:
-                    self.classes = self.class_list.classes or number_classes(self._by_name)
             else:
                 refuse_splits(root, request.key)
                 self.classes = self.class_list.classes if request.labels == "prefix" else ()
@@ -98,6 +97,11 @@ class Folders(Layout):
         self.classes = names.classes or tuple(full)
         return full
 
+    def _read_labels(self) -> None:
+        self._by_name = read_labels(Path(self.root), self.request.key)
+        if self._by_name:
+            self.classes = self.class_list.classes or number_classes(self._by_name)
+
     def _refuse_class_list(self) -> None:
         if self.request.class_list is not None:
             raise ConfigError(
@@ -107,10 +111,17 @@ class Folders(Layout):
 
     def samples(self, part: str) -> Iterator[Sample]:
         with listing_errors(self.root, self.request.key):
-            names, by_name = self._below(part), self._by_name
-        if by_name is None:
-            yield from (Sample(Place(name), self.label(part or None, name)) for name in names)
-            return
+            names = self._below(part)
+        self._require_labels(names)
+        yield from (Sample(Place(name), self._label(part or None, name)) for name in names)
+
+    def _label(self, folder: str | None, name: str) -> int | str | None:
+        """Returns the label of a file, which is that of its class folder where no dataset.json says another."""
+        return self.label(folder if self._by_name is None else self._by_name.get(name), name)
+
+    def _require_labels(self, names: list[str]) -> None:
+        """Checks a dataset.json, if there is one. Raises ConfigError if it lacks a file that is there."""
+        by_name = self._by_name or {}
         if missing := [name for name in names if by_name and name not in by_name]:
             raise ConfigError(
                 f"{self.request.key}={self.root}: {LABELS} has no label of {join_few(missing, 1)}, of "
@@ -119,13 +130,13 @@ class Folders(Layout):
             )
         if absent := len(by_name) - len(names) if by_name else 0:
             self.leave_out(f"that {LABELS} names and that are not there", absent)
-        yield from (Sample(Place(name), self.label(by_name.get(name), name)) for name in names)
 
     def _below(self, folder: str, *more: str) -> list[str]:
         """Returns the samples below a folder, and files that end in one of `more`."""
-        others = Counter()
-        names = sorted(walk_files(Path(self.root), folder, self.request.suffixes + more, self._deeper, others=others))
+        root, suffixes, others, tables = Path(self.root), self.request.suffixes + more, Counter(), []
+        names = sorted(walk_files(root, folder, suffixes, self._deeper, others=others, tables=tables))
         self.leave_out_others(others)
+        refuse_inner_metadata(self.root, self.files, self.request, tables)
         return names
 
     def seen(self) -> Iterator[str]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dstrain.data.files.listing import LABELS
 from dstrain.data.source import Source
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, parse_number, read_label
@@ -30,7 +31,6 @@ from dstrain.recipe import ConfigError
 
 SYNSET = re.compile(r"n\d{8}")
 _TITLED = re.compile(r"(n\d{8})(?:[\s,:]+(.*))?")
-LABELS = "dataset.json"
 _MAX_LABEL = 1 << 20  # labels of a dataset.json are below
 MAX_LABELS_BYTES = 1 << 30  # a dataset.json of ten million files
 _SEARCHED_NAMES = 2000  # so many are searched for a prefix

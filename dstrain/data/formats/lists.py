@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dstrain.data.bad_files import Names
-from dstrain.data.files.listing import join_few, listing_errors, walk_files
+from dstrain.data.files.listing import METADATA, join_few, listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import TABLES, Table, match_names, open_table, read_lines
 from dstrain.data.formats.base import VIDEOS, Layout, Place, Request, Sample, file_exists
@@ -41,7 +41,6 @@ COLUMNS = {  # names by which a column is known, the first that is there counts
     "label": ("label", "class", "class_name", "category"),
     "caption": TEXT_NAMES,
 }
-_METADATA = tuple(f"metadata{suffix}" for suffix in TABLES)
 _NAMED = 20  # columns that a message names
 _LOOKED = 20  # first rows whose files are looked for
 _LINE = re.compile(r"(\S.*?\.[A-Za-z0-9]{2,5})(?:\s+(\d{1,9}))?\s*")
@@ -205,8 +204,7 @@ class Metadata(TableList):
                 f"{request.key}={root} has {' and '.join(table.name for table in tables)}: which of them "
                 "counts? Keep one"
             )
-        wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
-        counts = any(_find_columns(kind, table, request) for table in tables for kind in wanted)
+        counts = any(_list_said(table, request) for table in tables)
         if counts and request.labels == "auto" and read_labels(Path(root), request.key) is not None:
             raise ConfigError(f"{request.key}={root} has {LABELS} and {tables[0].name}: which of them counts? Keep one")
         return counts
@@ -324,10 +322,31 @@ class _Lines(Table):
                 raise ConfigError(f"{self.where}, line {number}: no file and number in it: write PATH or PATH NUMBER")
 
 
-def _find_metadata(root: str, files: Files, request: Request) -> list[Table]:
-    """Returns the tables beside the files that have a column file_name; others are someone else's."""
+def refuse_inner_metadata(root: str, files: Files, request: Request, names: list[str]) -> None:
+    """Checks tables in folders below. Raises ConfigError if one says what is wanted of the files beside it."""
+    for folder in sorted({os.path.dirname(name) for name in names} - {""}):
+        tables = _find_metadata(root, files, request, folder) if request.captions_file is None else []
+        said = [(table.name, words) for table in tables if (words := _list_said(table, request))]
+        if request.labels == "auto" and read_labels(Path(root, folder), request.key):
+            said.append((os.path.join(folder, LABELS), ["labels"]))
+        for name, words in said:
+            raise ConfigError(
+                f"{request.key}={root}: {name} tells the {' and '.join(words)} of files, and is read in the folder of "
+                f"all data alone: write {request.key}={os.path.join(root, folder)}, or join such tables into "
+                f"{os.path.join(root, os.path.basename(name))}"
+            )
+
+
+def _list_said(table: Table, request: Request) -> list[str]:
+    """Returns which of labels and captions are wanted that a table has."""
+    wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
+    return [f"{kind}s" for kind in wanted if _find_columns(kind, table, request)]
+
+
+def _find_metadata(root: str, files: Files, request: Request, folder: str = "") -> list[Table]:
+    """Returns the tables in a folder that have a column file_name; others are someone else's."""
     tables = []
-    for name in _METADATA:
+    for name in (os.path.join(folder, name) for name in METADATA):
         if file_exists(files, name):
             table = open_table(files, name, f"{request.key}={root}: {name}")
             if match_names(("file_name",), table.columns()):

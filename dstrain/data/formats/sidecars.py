@@ -3,7 +3,8 @@
     X.txt      one caption a line: several lines are several captions
     X.json     "caption", "text" or "prompt": a text or a list of texts; X.txt counts first where both are there
 
-Images without either are left out. Where all images lie in folders, the first folder of each is its class.
+Images without either are left out. Where all images lie in folders, the first folder of each is its class, if there is
+no dataset.json (labels.py).
 """
 
 import os
@@ -18,6 +19,7 @@ from dstrain.data.files.local import Files
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import UNCAPTIONED, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
+from dstrain.data.formats.labels import LABELS
 from dstrain.data.formats.splits import refuse_splits
 from dstrain.data.source import BadSample, reading
 from dstrain.disk import small
@@ -54,6 +56,8 @@ class Beside(Folders):
         with listing_errors(self.root, self.request.key):
             refuse_splits(Path(self.root), self.request.key)
         self.classes = self.class_list.classes
+        if self.request.labels == "auto":
+            self._read_labels()
         return [""]
 
     def samples(self, part: str) -> Iterator[Sample]:
@@ -62,12 +66,13 @@ class Beside(Folders):
         beside = {name for name in files if name.lower().endswith(_TEXTS)}
         images = [name for name in files if name not in beside]
         in_folders = self.request.labels == "auto" and all("/" in name for name in images)
+        self._require_labels(images)
         self._texts = sorted(beside)[:: 1 + len(beside) // _WATCHED]
         for name, captions in zip(images, ask_each(lambda name: self._captions(name, beside), images)):
             if not captions:
                 self.leave_out(UNCAPTIONED)
             else:
-                yield Sample(Place(name), self.label(name.split("/")[0] if in_folders else None, name), captions)
+                yield Sample(Place(name), self._label(name.split("/")[0] if in_folders else None, name), captions)
 
     def _captions(self, name: str, beside: set[str]) -> tuple[str, ...]:
         """Returns the captions of an image, () where there are none beside it."""
@@ -84,7 +89,7 @@ class Beside(Folders):
         return ()
 
     def watched(self) -> list[str]:
-        return [".", *self._deeper, *self._texts]
+        return [".", *([LABELS] if self._by_name else []), *self._deeper, *self._texts]
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_texts": []}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.data.files.listing import join_few, listing_errors
+from dstrain.data.files.listing import METADATA, join_few, listing_errors
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import Members, list_members, read_member
@@ -97,6 +97,8 @@ class Zips(Layout):
                     continue
                 if not is_sample and not is_table:
                     others[os.path.splitext(name)[1].lower()] += 1
+                    if folders[-1] in METADATA:
+                        self.leave_out(f"{folders[-1]}, which is read beside unpacked files alone,")
                     continue
                 is_link = stat.S_ISLNK(member.external_attr >> 16)
                 if is_link or ".." in folders or "" in folders:
@@ -122,7 +124,9 @@ class Zips(Layout):
         )
         labels = None
         for table in tables:
-            if table.orig_filename == top + LABELS:
+            if table.orig_filename != top + LABELS:
+                self.leave_out(f"{LABELS} in a folder within")
+            else:
                 size, packed = table.file_size, table.compress_size
                 if size > MAX_LABELS_BYTES:
                     raise ConfigError(f"its {LABELS} has {size:,} bytes")

@@ -22,7 +22,7 @@ from dstrain.data.open import open_sources
 from dstrain.data.sources.sizes import read_size
 from dstrain.metrics.compared import open_recipe_reference
 from dstrain.metrics.images import open_set
-from dstrain.recipe import Data
+from dstrain.recipe import ConfigError, Data
 from tests.data.formats import test_silence
 from tests.data.formats.test_silence import encode, make_table, pack_tar, pack_zip, put, put_tables, read
 
@@ -322,6 +322,86 @@ def test_shards_that_are_missing(tmp_path, suffix, names, expected):
     if expected.startswith("refused"):
         left = int(names[0][-5:]) - len([name for name in names if name[0] == "x"])
         assert read(tmp_path / shards).endswith(f"; {left} shards of {shards} are left out")
+
+
+# Tables of what files are, in folders within and in zips.
+def put_table_within(d: Path, name: str, content: str) -> Path:
+    for number, folder in enumerate("ab"):
+        put(d / folder / "0.png", 10 * number + 10)
+    (d / "a" / name).write_text(content)
+    return d
+
+
+LABELLED = '{"labels": [["0.png", 3]]}'
+
+
+@pytest.mark.parametrize(
+    "name, content, captions, expected",
+    [
+        ("metadata.csv", "file_name,label\n0.png,cat\n", False, "labels"),
+        ("metadata.jsonl", '{"file_name": "0.png", "text": "a", "label": 1}', True, "labels and captions"),
+        ("metadata.jsonl", '{"file_name": "0.png", "text": "a"}', True, "captions"),
+        ("metadata.jsonl", '{"file_name": "0.png", "text": "a"}', False, None),
+        ("metadata.csv", "camera,label\nold,1\n", False, None),
+        ("dataset.json", LABELLED, False, "labels"),
+        ("dataset.json", '{"labels": null}', False, None),
+        ("dataset.json", '{"name": "x"}', False, None),
+    ],
+)
+def test_tables_in_folders_within(tmp_path, name, content, captions, expected):
+    """Oracle: the table: what it says of labels and captions that are wanted is not passed over in silence; the remedy
+    reads it."""
+    root = put_table_within(tmp_path, name, content)
+    if expected is None and not captions:
+        assert read(root) == "10:a 20:b"
+    else:
+        text = read(root, captions=captions)
+        assert text.startswith(f"refused: data.path={root}: a/{name} tells the {expected} of files"), text
+        assert f"write data.path={root / 'a'}, or join" in text
+        assert read(root / "a", captions=captions).startswith("10")
+
+
+@case("10:a 20:b; 1 metadata.csv, which is read beside unpacked files alone, are left out")
+def metadata_in_a_zip(d):
+    pack_zip(d / "x.zip", ("a/0.png", encode(10)), ("b/1.png", encode(20)), ("a/metadata.csv", b"file_name,label\n"))
+    return read(d / "x.zip")
+
+
+@case("10:a 20:b; 2 dataset.json in a folder within are left out")
+def labels_in_folders_of_a_zip(d):
+    members = [(f"{folder}/dataset.json", LABELLED.encode()) for folder in "ab"]
+    pack_zip(d / "x.zip", ("a/0.png", encode(10)), ("b/0.png", encode(20)), *members)
+    return read(d / "x.zip")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("names", [("0.png", "0.png"), ("0.png", "./0.png"), ("dataset.json", "dataset.json")])
+def test_two_members_of_one_name_in_a_zip(tmp_path, names):
+    """Oracle: the names: nobody can say which of the two is meant, in data and in what metrics read."""
+    contents = [encode(10), encode(20)] if names[0] == "0.png" else [b'{"labels": [["2.png", %d]]}' % n for n in (0, 1)]
+    pack_zip(tmp_path / "x.zip", ("2.png", encode(30)), *zip(names, contents))
+    assert f"it has two members {names[0]}" in read(tmp_path / "x.zip")
+    with pytest.raises(ConfigError, match=f"it has two members {names[0]}"):
+        open_set(tmp_path / "x.zip", "--reference")
+
+
+@case("10:1=t0 20:0=t1; 1 without a caption are left out")
+def labels_beside_captions(d):
+    for number in range(3):
+        put(d / f"{number}.png", 10 * number + 10)
+    for number in range(2):
+        (d / f"{number}.txt").write_text(f"t{number}")
+    (d / "dataset.json").write_text(json.dumps({"labels": [["0.png", 1], ["1.png", 0], ["2.png", 0]]}))
+    return read(d, captions=True)
+
+
+@case("refused: data.path=D: dataset.json has no label of 1.png, of 2 images")
+def labels_of_some_beside_captions(d):
+    for number in range(2):
+        put(d / f"{number}.png", 10)
+        (d / f"{number}.txt").write_text("t")
+    (d / "dataset.json").write_text(LABELLED)
+    return read(d, captions=True)
 
 
 @pytest.mark.parametrize("name", CASES)
