@@ -169,6 +169,8 @@ def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
 
 
 def choose_step(run: Run, system: System) -> int:
-    """Returns a late step that costs as much as any, and in which as many terms are due."""
+    """Returns a late step that costs as much as any, and in which as many terms are due; the first step where what it
+    does has ended by then.
+    """
     late = range(run.steps - 1, max(run.steps - 1 - _LATE, -1), -1)
-    return max(late, key=lambda step: (system.workload(step), step % _EVERY == 0))
+    return max((*late, 0), key=lambda step: (system.workload(step), step % _EVERY == 0))

@@ -55,10 +55,13 @@ class Align(Section):
     @model_validator(mode="after")
     def _check(self) -> "Align":
         if self.kind == "repa" and self.width is None:
+            fault = "no encoder is named" if self.path is None else f"there is no folder {self.path}"
             raise ConfigError(
-                f"align.path: there is no folder {self.path}; give the local one of a vision encoder, with config.json "
-                "and *.safetensors, such as DINOv2's, or take align.kind=layersync, which needs none"
+                f"align.path: {fault}; give the local one of a vision encoder, with config.json and *.safetensors, "
+                "such as DINOv2's, or take align.kind=layersync, which needs none"
             )
+        if self.kind == "layersync" and self.path is not None:
+            raise ConfigError(f"align.path: layersync reads no encoder, and {self.path} is named; set align.kind=repa")
         if self.kind == "layersync" and self.target <= self.depth:
             raise ConfigError(f"align.target: {self.target} is not above align.depth {self.depth}; name a deeper block")
         return self

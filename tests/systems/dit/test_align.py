@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from dstrain import rng
 from dstrain.distributed.progress import phases
 from dstrain.encoders.image import VisionTower
+from dstrain.planning.step import choose_step
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Request
 from dstrain.systems.dit.align import Align, Alignment
@@ -134,6 +135,25 @@ def test_until(tmp_path: Path, kind: str) -> None:
     assert torch.equal(found[0], found[4])
 
 
+def test_a_plan_counts_an_alignment_that_ends() -> None:
+    """Oracle: by hand: a late step, or the first where the alignment has ended by then."""
+    for until, expected in ((0, 9984), (9990, 9984), (100, 0)):
+        system = build({"align": LAYERSYNC | {"until": until}})
+        assert choose_step(Run(system="dit", steps=10_000), system) == expected
+
+
+def test_with_a_second_and_a_wide_head() -> None:
+    """Oracle: a gradient of every weight; the same patches are routed and aligned, whatever else is read."""
+    heads = {"wide": {"hidden_size": 48, "depth": 1, "num_heads": 3}, "internal": {"depth": 3}, "depth": 4}
+    heads |= {"align": LAYERSYNC | {"target": 3}, "routing": {"start": 2, "end": 3}, "time_freq": "fourier"}
+    system = build(heads)
+    both = nets(system)
+    terms = system.denoise(both, system.encode(system.synthetic(3)))
+    terms["loss"].backward()
+    assert {"align", "base"} <= terms.keys()
+    assert all(weight.grad is not None and weight.grad.any() for weight in both["denoiser"].parameters())
+
+
 def test_held_out_losses_are_those_of_the_flow(tmp_path: Path) -> None:
     """Oracle: the evaluation without alignment and routing, to the bit; and so are samples."""
     towers.dinov2(tmp_path)
@@ -249,6 +269,8 @@ def test_a_warning_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"align": {"kind": "layersync", "depth": 1, "target": 3}}, "align.target: 3 is above depth 2"),
         ({"align": {"kind": "layersync", "depth": 2, "target": 2}}, "align.target: 2 is not above align.depth 2"),
+        ({"align": LAYERSYNC | {"path": "x"}}, "align.path: layersync reads no encoder"),
+        ({"align": {"kind": "repa"}}, "align.path: no encoder is named"),
         ({"align": {"kind": "repa", "depth": 3, "width": 12}}, "align.depth: 3 is above depth 2"),
         ({"align": {"kind": "repa", "path": "nowhere"}}, "align.path: there is no folder nowhere"),
         ({"routing": {"start": 2}}, "routing: blocks 2 to 1"),
