@@ -1,11 +1,13 @@
 """The first stage of latent diffusion: a frozen KL autoencoder behind one encode and one decode.
 
 Notation of Rombach et al. 2022: latents = (posterior sample - shift) * scaling_factor, so that they have about unit
-variance (0.18215 for Stable Diffusion's). The weights are those of a diffusers `AutoencoderKL`.
+variance (0.18215 for Stable Diffusion's). Both are one number, or one for each channel (LightningDiT). The weights are
+those of a diffusers `AutoencoderKL`.
 """
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.distributed.group import to_device
 from dstrain.encoders.frozen import Frozen, explain_loading, refuse_quantized, require_weights
 from dstrain.encoders.precision import Precision, cast_weights, choose_precision, compute_in
 
@@ -36,6 +39,9 @@ _DIFFUSERS_DEFAULTS = {
 }
 
 
+Values = float | Sequence[float]  # one number, or one for each channel
+
+
 class Autoencoder(Frozen):
     """Images in [-1, 1] to latents and back, without gradient.
 
@@ -48,7 +54,7 @@ class Autoencoder(Frozen):
     Raises ConfigError where nothing can be loaded from `path`. Pickled weights are not read.
     """
 
-    def __init__(self, path: str, scaling_factor: float | None = None, shift: float | None = None) -> None:
+    def __init__(self, path: str, scaling_factor: Values | None = None, shift: Values | None = None) -> None:
         super().__init__()
         self.vae, self.precision = _load_autoencoder(path).eval().requires_grad_(False), "fp32"
         config = self.vae.config
@@ -69,7 +75,7 @@ class Autoencoder(Frozen):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Returns float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C, H, W)."""
-        latents = latents / self.scaling_factor + self.shift
+        latents = latents / spread(self.scaling_factor, latents) + spread(self.shift, latents)
         return self.vae.decode(latents.to(_find_dtype(self.vae.decoder))).sample.float()
 
     def fingerprint(self) -> str:
@@ -79,6 +85,13 @@ class Autoencoder(Frozen):
     def facts(self) -> dict[str, Any]:
         """Returns what decides the latents of an image: scaling_factor, shift and fingerprint."""
         return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.fingerprint()}
+
+    def channel_moments(self) -> tuple[list[float], list[float]] | None:
+        """Returns mean and deviation of each channel, by the autoencoder's own config; None: it does not say them."""
+        means, deviations = (getattr(self.vae.config, name, None) for name in ("latents_mean", "latents_std"))
+        if not means or not deviations:
+            return None
+        return [float(value) for value in means], [float(value) for value in deviations]
 
     def encode_in(self, precision: Precision | None) -> None:
         """Sets the precision of `encode`; None: tf32 where the GPU has it. `decode` stays float32."""
@@ -100,10 +113,17 @@ def encode_posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.exp(0.5 * log_variance.clamp(-30, 20))
 
 
-def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: float, shift: float = 0.0) -> Tensor:
+def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: Values, shift: Values = 0.0) -> Tensor:
     """Draws float32 latents (B, c, h, w) from their posterior, with the noise of the samples' keys (B,)."""
     noise = rng.normal(key, "latent", tuple(mean.shape[1:]))
-    return (mean.float() + std.float() * noise - shift) * scaling_factor
+    return (mean.float() + std.float() * noise - spread(shift, noise)) * spread(scaling_factor, noise)
+
+
+def spread(values: Values, like: Tensor) -> float | Tensor:
+    """Returns one number as it is, and one for each channel as (C, 1, 1) beside the pixels of `like`."""
+    if isinstance(values, float | int):
+        return values
+    return to_device(torch.tensor(values, dtype=like.dtype).view(-1, 1, 1), like.device)
 
 
 def identify_autoencoder(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:

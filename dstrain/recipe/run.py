@@ -35,6 +35,8 @@ class Codes(Section):
     shape: tuple[PositiveInt, ...]  # of one image's codes: (C, h, w), (h, w); of one video's (t, h, w)
     flips: Literal[1, 2]  # 2: of the mirrored image, too
     scaling_factor: float | None  # of latents: 1 / their standard deviation
+    channel_mean: tuple[float, ...] | None = None  # of latents
+    channel_std: tuple[float, ...] | None = None
     first_stage: str  # fingerprint of what encoded them
     codebook_size: int | None = None  # of tokens: number of ids that there may be; None: an older index
     text: tuple[PositiveInt, PositiveInt] | None = None  # (L, E) of text_encodings beside them

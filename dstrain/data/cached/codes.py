@@ -24,7 +24,7 @@ def complete_codes(data: Data) -> Data:
         kind=encoding["kind"],
         shape=encoding["shape"],
         flips=encoding["flips"],
-        scaling_factor=index["statistics"].get("scaling_factor"),
+        **{name: index["statistics"].get(name) for name in ("scaling_factor", "channel_mean", "channel_std")},
         first_stage=encoding["first_stage"],
         codebook_size=encoding.get("codebook_size"),
         text=text.get("shape"),

@@ -16,7 +16,7 @@ from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.dit.align import Align, Routing
 from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes
-from dstrain.systems.dit.first_stage import Codes, FirstStage
+from dstrain.systems.dit.first_stage import Codes, FirstStage, Latents
 from dstrain.systems.dit.layouts import LAYOUTS
 from dstrain.systems.dit.presets import PRESETS, SHAPE
 
@@ -95,6 +95,8 @@ class Config(SystemConfig):
     """Side of the images in pixels; with a first stage the network's input is this / first_stage.factor."""
     in_channels: int = Field(4, ge=1)
     """Channels of the network's input: 4 for Stable Diffusion's latents, 3 or 1 for pixels."""
+    latents: Latents = Latents()
+    """How latents are brought to unit variance."""
     num_classes: int = Field(1000, ge=1)
     """Number of labels; 1 for an unconditional model, whose data need none."""
     class_dropout_prob: float = Field(0.1, ge=0, le=1)
@@ -177,6 +179,7 @@ class Config(SystemConfig):
         if shape["hidden_size"] % 4:
             raise ConfigError("hidden_size must be a multiple of 4, which 2-D positions need")
         self._check_choices(shape)
+        self.latents.check(self.in_channels)
         if self.guidance_channels is not None and self.guidance_channels > self.in_channels:
             raise ConfigError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
         return self
@@ -237,6 +240,14 @@ class Config(SystemConfig):
         end = self.network_shape()["depth"] - 1 if self.routing.end is None else self.routing.end
         return self.routing.start, end
 
+    def latent_scale(self) -> tuple[autoencoder.Values, autoencoder.Values]:
+        """Returns what latents are multiplied by, after what is subtracted: a number, or one for each channel."""
+        if self.latents.normalize == "channels":
+            return [1 / value for value in self.latents.std], self.latents.mean
+        if self.first_stage is not None:
+            return self.first_stage.scaling_factor, self.first_stage.shift
+        return (self.codes.scaling_factor if self.codes else 1.0), 0.0
+
     def _check_codes(self, patch: int) -> None:
         """Checks that the network's input is what the data hold."""
         channels, *sides = self.codes.shape
@@ -262,7 +273,7 @@ class Config(SystemConfig):
         hold.
         """
         from_data: dict[str, Any] = {"image_size": run.data.image_size}
-        first_stage, index, codes = model.get("first_stage"), run.data.codes, None
+        first_stage, index, codes, stage = model.get("first_stage"), run.data.codes, None, None
         if not first_stage:
             from_data["in_channels"] = run.data.channels
         if isinstance(first_stage, dict):
@@ -270,13 +281,15 @@ class Config(SystemConfig):
             path = first_stage.get("path")
             # Without these facts another export to the same path would change the latents of a run that goes on.
             if isinstance(path, str) and Path(path).is_dir():
-                facts = autoencoder.Autoencoder(path).facts()
-                first_stage |= {name: value for name, value in facts.items() if first_stage.get(name) is None}
+                stage = autoencoder.Autoencoder(path)
+                first_stage |= {name: value for name, value in stage.facts().items() if first_stage.get(name) is None}
         if index is not None and index.kind == "latents":
             codes = {name: getattr(index, name) for name in ("shape", "scaling_factor", "first_stage")}
             from_data["in_channels"] = index.shape[0]
             if isinstance(first_stage, dict):
                 first_stage = {"factor": max(run.data.image_size // index.shape[1], 1), **first_stage}
+        if isinstance(model.get("latents"), dict):
+            model = {**model, "latents": Latents.completed(model["latents"], index, stage)}
         if isinstance(model.get("align"), dict):
             model = {**model, "align": Align.completed(model["align"])}
         # The section's own codes are replaced: they may be those of another cache.

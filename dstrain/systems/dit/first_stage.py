@@ -1,12 +1,13 @@
 """The first stage of a DiT: the autoencoder whose latents it learns, and the latents that a cache holds of it."""
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dstrain.encoders.autoencoder import Autoencoder
+from dstrain.encoders.autoencoder import Autoencoder, Values
 from dstrain.encoders.precision import Precision
 from dstrain.recipe import MAY_CHANGE, ConfigError, Section, filled_in
+from dstrain.recipe import Codes as RunCodes
 
 
 class FirstStage(Section):
@@ -36,12 +37,48 @@ class Codes(Section):
     """Fingerprint of the autoencoder that made them."""
 
 
-def load_first_stage(section: FirstStage, codes: Codes | None, in_channels: int) -> Autoencoder:
+class Latents(Section):
+    normalize: Literal["scale", "channels"] = "scale"
+    """By one factor for all channels, or each channel to mean 0 and deviation 1 (LightningDiT, RAE)."""
+    mean: Annotated[tuple[float, ...] | None, filled_in()] = None
+    """Of each channel, for channels. None takes those of the latents in data.path, which `dstrain encode` has measured,
+    else latents_mean of the autoencoder's config."""
+    std: Annotated[tuple[Annotated[float, Field(gt=0)], ...] | None, filled_in()] = None
+    """Deviation of each channel; None as for mean, of latents_std."""
+
+    @classmethod
+    def completed(cls, section: dict[str, Any], codes: RunCodes | None, stage: Autoencoder | None) -> dict[str, Any]:
+        """Returns the section with the moments that are measured, where it names none."""
+        if section.get("normalize") != "channels" or section.get("mean") or section.get("std"):
+            return section
+        moments = (codes.channel_mean, codes.channel_std) if codes else None
+        if moments is None and stage is not None:
+            moments = stage.channel_moments()
+        return section | dict(zip(("mean", "std"), moments or ()))
+
+    def check(self, channels: int) -> None:
+        """Raises ConfigError if channels are asked for and their moments are not known, or not of each channel."""
+        if self.normalize == "scale" and (self.mean or self.std):
+            raise ConfigError("latents.mean, latents.std: they are read by latents.normalize=channels alone")
+        if self.normalize == "channels" and not (self.mean and self.std):
+            raise ConfigError(
+                "latents.normalize: channels needs the mean and deviation of each, which neither the data nor the "
+                "autoencoder's config (latents_mean, latents_std) say: encode the images, since `dstrain encode` "
+                "measures them, or write latents.mean and latents.std"
+            )
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values and len(values) != channels:
+                raise ConfigError(f"latents.{name}: it has {len(values)} values, and the latents {channels} channels")
+
+
+def load_first_stage(
+    section: FirstStage, codes: Codes | None, in_channels: int, scale: tuple[Values, Values]
+) -> Autoencoder:
     """Returns the autoencoder, without its encoder where a cache holds its latents. Raises ConfigError if it is not
-    the one that the recipe, the run or the cache names.
+    the one that the recipe, the run or the cache names. scale: see Config.latent_scale.
     """
     path = section.path
-    autoencoder = Autoencoder(path, section.scaling_factor, section.shift)
+    autoencoder = Autoencoder(path, *scale)
     for name, configured, actual in (
         ("first_stage.factor", section.factor, autoencoder.factor),
         ("in_channels", in_channels, autoencoder.channels),

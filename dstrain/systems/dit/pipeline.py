@@ -84,7 +84,12 @@ class ClassPipeline(DiffusionPipeline):
             out = self._guided(x, t.to(device), y, guidance_scale if low <= self._noise(t) <= high else 1)
             x = scheduler.step(out if learned else out[:, : shape[1]], t, x, **options).prev_sample
         if self.vae is not None and output_type != "latent":
-            x = self.vae.decode(x / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0)).sample
+            config = self.vae.config
+            if config.get("latents_mean"):  # normalized by channel
+                mean, std = (x.new_tensor(config[name]).view(-1, 1, 1) for name in ("latents_mean", "latents_std"))
+                x = self.vae.decode(x * std + mean).sample
+            else:
+                x = self.vae.decode(x / config.scaling_factor + (config.shift_factor or 0)).sample
         images = VaeImageProcessor().postprocess(x, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images)

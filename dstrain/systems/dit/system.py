@@ -49,7 +49,9 @@ class DiTSystem(System):
         self.told = config.list_conditions()
         self.first_stage = None
         if config.first_stage:
-            self.first_stage = load_first_stage(config.first_stage, config.codes, config.in_channels)
+            self.first_stage = load_first_stage(
+                config.first_stage, config.codes, config.in_channels, config.latent_scale()
+            )
         self.alignment = Alignment(config.align) if config.align else None
         self.generates = config.codes is None or self.first_stage is not None
         self.starts_from_data, self.takes_embeddings = config.embedding_dim > 0, config.embedding_dim
@@ -69,8 +71,8 @@ class DiTSystem(System):
             example["image"] = batch["image"]
         if "latent_mean" in batch:
             moments = batch["latent_mean"], batch["latent_std"], batch["key"]
-            scale = self.config.codes.scaling_factor if self.config.codes else 1.0
-            example["x_start"] = self.first_stage.draw(*moments) if self.first_stage else draw_latents(*moments, scale)
+            stage, scale = self.first_stage, self.config.latent_scale()
+            example["x_start"] = stage.draw(*moments) if stage else draw_latents(*moments, *scale)
         elif self.config.codes:
             raise ConfigError(
                 "data: this model reads cached latents and holds no encoder, the data give images; "

@@ -78,7 +78,7 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
     latents = config.codes is not None and system.first_stage is None
     if latents:
         notes.append(
-            f"images are latents times {config.codes.scaling_factor:g}, of the autoencoder "
+            f"images are latents {_describe_scale(config)}, of the autoencoder "
             f"{config.codes.first_stage}, which decodes them"
         )
     code = (_STOCK if _is_stock(system) else _OWN) + _DRAW.format(
@@ -168,6 +168,15 @@ def _choose_scale(system: DiTSystem) -> float:
     return _SCALE if system.config.class_dropout_prob else 1.0
 
 
+def _describe_scale(config: Config) -> str:
+    if config.latents.normalize == "channels":
+        means, deviations = (
+            [float(f"{value:g}") for value in values] for values in (config.latents.mean, config.latents.std)
+        )
+        return f"minus {means}, over {deviations} by channel"
+    return f"times {config.codes.scaling_factor:g}"
+
+
 def _is_stock(system: DiTSystem) -> bool:
     """Returns whether diffusers' own DiTPipeline draws from it."""
     config = system.config
@@ -175,6 +184,7 @@ def _is_stock(system: DiTSystem) -> bool:
         system.process.scheduler == "DDIMScheduler"
         and config.first_stage is not None
         and config.num_classes <= _NULL
+        and config.latents.normalize == "scale"
         and not (system.first_stage and system.first_stage.shift)
     )
 
@@ -201,12 +211,17 @@ def _load_first_stage(config: Config) -> nn.Module | None:
     """Reads the first stage again, with the scale of the run, since the system may have dropped its encoder."""
     if config.first_stage is None:
         return None
-    stage = Autoencoder(config.first_stage.path, config.first_stage.scaling_factor, config.first_stage.shift)
+    stage = Autoencoder(config.first_stage.path, *config.latent_scale())
     trained_with = config.first_stage.fingerprint or (config.codes.first_stage if config.codes else None)
     if trained_with not in (None, stage.fingerprint()):
         raise ConfigError(
             f"first_stage.path: {config.first_stage.path} is the autoencoder {stage.fingerprint()} now, "
             f"this model was trained with {trained_with}; put that one back there"
         )
-    stage.vae.register_to_config(scaling_factor=stage.scaling_factor, shift_factor=stage.shift or None)
+    scale: dict[str, Any] = {"scaling_factor": stage.scaling_factor, "shift_factor": stage.shift or None}
+    moments: dict[str, Any] = {"latents_mean": None, "latents_std": None}
+    if config.latents.normalize == "channels":
+        scale = {"scaling_factor": 1.0, "shift_factor": None}
+        moments = {"latents_mean": config.latents.mean, "latents_std": config.latents.std}
+    stage.vae.register_to_config(**scale, **moments)
     return stage.vae

@@ -134,6 +134,10 @@ OURS = {
     "three channels, two guided": (GUIDED, False),
     "shift": ({"shift": 0.5}, True),
     "1,001 labels": ({"num_classes": 1001}, True),
+    "normalized channels": (
+        {"latents": {"normalize": "channels", "mean": [0.5, -0.2, 1.0], "std": [2.0, 0.5, 1.0]}},
+        True,
+    ),
 }
 
 
