@@ -25,6 +25,7 @@ TINY = "steps=2 every.report=1 every.save=2 every.sample=2 every.evaluate=2 ever
 TINY += "every.report_page=0 batch.global=4 optimizer.warmup=1 samples.num=2 samples.num_steps=2 data.workers=0 "
 TINY += "track.wandb=disabled"
 DIT = f"{TINY} optimizer.decay_steps=2 model.hidden_size=32 model.depth=1"
+DEEPER = f"{TINY} optimizer.decay_steps=2 model.hidden_size=32 model.depth=4"
 XL = "model.size=null model.patch_size=2 model.hidden_size=32 model.depth=1 model.num_heads=2"
 UNET = f"{TINY} optimizer.decay_steps=2 model.attention_resolutions=[]"
 DRAW, MEASURE = "--num-samples 2 --steps 2", "--num-samples 4"
@@ -100,6 +101,15 @@ GROUPS = {
             f"{DIT} data.held_out=0.1",
         ),
         ("train --recipe tests/newcomer/edm.yaml --ds_config ds_configs/zero3.json", f"{TINY} model.width=8"),
+        ("train name=layersync model.align.kind=layersync model.align.depth=2 model.align.target=4", DEEPER),
+        (
+            "train name=repa model.align.kind=repa model.align.depth=2 model.align.path=encoders/dinov2-base",
+            f"{DEEPER} model.align.hidden=8",
+        ),
+        (
+            "plan --recipe dit-xl2-imagenet512 --world 8 --gpu h200 model.routing.ratio=0.5",
+            f"{XL} model.depth=3",
+        ),
         ("plan --world 8 --gpu 4090", "model.hidden_size=32 model.depth=1"),
         ("plan --recipe dit-xl2-imagenet256 --world 64 --gpu h200", XL),
     ],
@@ -299,6 +309,7 @@ def prepare_pictures(place: Path) -> None:
 
 def prepare_training(place: Path) -> None:
     write_images(place / "data/images", 12, 3)
+    towers.dinov2(place / "encoders/dinov2-base")
 
 
 def prepare_unet(place: Path) -> None:
