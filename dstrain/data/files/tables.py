@@ -8,6 +8,7 @@ import codecs
 import csv
 import io
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from dstrain.recipe import ConfigError, NotRead
 
 _LONGEST = 1 << 24  # bytes of a line
 _LINES = 1000  # of a text in a table, at most
+_SUFFIX = re.compile(r"\.(?=\w*[A-Za-z])\w{2,5}$")  # of a file's name
 # Bytes that the needed columns of a row group may have: a page of it is unpacked as a whole, and a row may be a bomb.
 _SMALL, _WIDEST, _LARGEST = 1 << 26, 1 << 12, 1 << 32  # any row group; for each of its rows; at most
 
@@ -116,7 +118,11 @@ class _Csv(Table):
     def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         reader = self._reader()
         try:
+            last = reader.line_num if reader.fieldnames else 0
             for row in reader:
+                if reader.line_num > last + 1:
+                    self._require_closed(row, last + 1)
+                last = reader.line_num
                 if any(row.get(None, ())):  # The reader puts fields beyond the first line's columns there.
                     raise ConfigError(
                         f"{self.where}, line {reader.line_num}: more fields than the first line has: put "
@@ -127,6 +133,19 @@ class _Csv(Table):
             raise ConfigError(
                 f"{self.where}, line {reader.line_num}: {error}: is a quotation mark left open?"
             ) from None
+
+    def _require_closed(self, row: dict[str, Any], line: int) -> None:
+        """Checks a row of several lines. Raises ConfigError if a text holds a line that is a row of another file."""
+        texts = [text for text in row.values() if isinstance(text, str)]
+        suffixes = {match[0] for text in texts if "\n" not in text and (match := _SUFFIX.search(text))}
+        lines = (more for text in texts if "\n" in text for more in text.split("\n"))
+        for more in (more for more in lines if more.count(",") >= len(row) - 1):
+            found = (re.search(rf'([^,"]*{re.escape(suffix)})"*\s*(,|$)', more) for suffix in suffixes)
+            if any(match is not None and match[1].strip() not in texts for match in found):
+                raise ConfigError(
+                    f"{self.where}, line {line}: its text holds the line {more.strip()[:60]}: if a quotation mark is "
+                    "left open there, close it"
+                )
 
 
 class Tsv(_Csv):

@@ -113,11 +113,10 @@ class Folders(Layout):
         with listing_errors(self.root, self.request.key):
             names = self._below(part)
         self._require_labels(names)
-        yield from (Sample(Place(name), self._label(part or None, name)) for name in names)
-
-    def _label(self, folder: str | None, name: str) -> int | str | None:
-        """Returns the label of a file, which is that of its class folder where no dataset.json says another."""
-        return self.label(folder if self._by_name is None else self._by_name.get(name), name)
+        if self._by_name is None:
+            yield from (Sample(Place(name), self.label(part or None, name)) for name in names)
+        else:
+            yield from (Sample(Place(name), self.label(self._by_name.get(name), name)) for name in names)
 
     def _require_labels(self, names: list[str]) -> None:
         """Checks a dataset.json, if there is one. Raises ConfigError if it lacks a file that is there."""

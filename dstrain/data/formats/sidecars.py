@@ -69,10 +69,13 @@ class Beside(Folders):
         self._require_labels(images)
         self._texts = sorted(beside)[:: 1 + len(beside) // _WATCHED]
         for name, captions in zip(images, ask_each(lambda name: self._captions(name, beside), images)):
+            own = name.split("/")[0] if in_folders else None
+            if self._by_name is not None:
+                own = self._by_name.get(name)
             if not captions:
                 self.leave_out(UNCAPTIONED)
             else:
-                yield Sample(Place(name), self._label(name.split("/")[0] if in_folders else None, name), captions)
+                yield Sample(Place(name), self.label(own, name), captions)
 
     def _captions(self, name: str, beside: set[str]) -> tuple[str, ...]:
         """Returns the captions of an image, () where there are none beside it."""

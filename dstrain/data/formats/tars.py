@@ -199,8 +199,10 @@ class Tars(Layout):
         """Adds what a text member says, which follows its header, so that it costs little to read now."""
         wants_captions, wants_labels = self.request.captions, self.request.labels != "none"
         unwanted = (kind == "txt" and not wants_captions) or (kind == "cls" and not wants_labels)
-        if kind in sample or unwanted:
+        if unwanted:
             return
+        if kind in sample:
+            raise tarfile.TarError(f"it has two members {member.name}")
         file.seek(member.offset_data)
         content = file.read(min(member.size, LONGEST_TEXT + 1))
         sample[kind] = None

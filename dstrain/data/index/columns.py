@@ -2,6 +2,7 @@
 
 import os
 import sys
+import unicodedata
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ ELSEWHERE = "make room, or name another folder for the index with data.index=FOL
 _RENUMBERED = "label.new"  # the column of labels, once classes are sorted
 _LARGEST = 1 << 30  # label of a number that no text says
 _MOST_CLASSES = 1 << 20  # of labels that are numbers in texts
+_TRUTH = ("true", "false")  # labels of JSON, and of columns of truth values
 _CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
 
 
@@ -193,6 +195,8 @@ class Columns:
         if kind == "str":
             written = layout.labels_written and layout.request.labels == "auto" and not classes
             numbers = [parse_number(name) for name in names] if written else [None]
+            if None in numbers and any(name in _TRUTH for name in names) and any(n is not None for n in numbers):
+                raise ConfigError(f"{where}: labels are numbers and truth values: write all as numbers")
             if None in numbers:
                 classes = classes or tuple(sorted(names))
                 places = {name: place for place, name in enumerate(classes)}
@@ -206,6 +210,7 @@ class Columns:
                 )
             if list(map(places.get, names)) != list(range(len(names))):
                 self._renumber(columns, np.array([places[name] for name in names], np.int32))
+        _require_unlike(classes, where)
         counts = np.zeros(len(classes), np.int64)
         for start in range(0, self.number, CHUNK):
             stop = min(start + CHUNK, self.number)
@@ -229,6 +234,15 @@ class Columns:
                 file.write(places[old[start : start + CHUNK]].tobytes())
         columns["label"] = np.memmap(self.folder / _RENUMBERED, np.int32, "r")
         self.sizes["label"] = columns["label"].nbytes
+
+
+def _require_unlike(classes: Sequence[str], where: str) -> None:
+    """Raises ConfigError if two classes differ in white space, or in how Unicode composes letters, alone."""
+    known: dict[str, str] = {}
+    for name in classes:
+        other = known.setdefault(" ".join(unicodedata.normalize("NFC", name).split()), name)
+        if other != name:
+            raise ConfigError(f"{where}: the classes {other!a} and {name!a} look alike: call both the same")
 
 
 def _name_numbers(places: dict[str, int], where: str) -> tuple[str, ...]:

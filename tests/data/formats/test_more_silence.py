@@ -404,6 +404,66 @@ def labels_of_some_beside_captions(d):
     return read(d, captions=True)
 
 
+# Texts and labels that a mistake hides.
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        (
+            'file_name,text\n0.png,"a\n1.png,b\n2.png,c"\n',
+            "refused: .*l.csv, line 2: its text holds the line 1.png,b: ",
+        ),
+        (
+            'file_name,text,label\n0.png,"a,1\n1.png,b,2\n2.png,c",3\n',
+            "refused: .*line 2: its text holds the line 1.png",
+        ),
+        ('text,file_name\n"a,0.png\nb,1.png\nc",2.png\n', "refused: .*line 2: its text holds the line a,0.png"),
+        ('file_name,text\r\n0.png,"a\r\n1.png,b\r\n2.png,c"\r\n', "refused: .*line 2: its text holds the line 1.png,b"),
+        ('note,file_name,text\n"a,0.png,b\nc",1.png,d\n', "refused: .*line 2: its text holds the line a,0.png,b"),
+        ('file_name,text\n0.png,"a, b\nc, 1.5, d"\n1.png,d\n', "10=a, b\nc, 1.5, d 20=d"),
+        ('file_name,text\n0.png,"as in 1.png and so on,\nwhich is ""x"""\n1.png,d\n', "10=as in 1.png .* 20=d"),
+        ('file_name,text\n\n0.png,"a\nb"\n\n1.png,c\n', "10=a\nb 20=c"),
+    ],
+)
+def test_a_quotation_mark_that_is_left_open(tmp_path, content, expected):
+    """Oracle: the rows: one that is swallowed by the text before it is noticed by its file; texts of several lines are
+    read."""
+    for number in range(3):
+        put(tmp_path / f"{number}.png", 10 * number + 10)
+    (tmp_path / "l.csv").write_text(content, newline="")
+    assert re.match(expected, read(tmp_path / "l.csv", captions=True), re.DOTALL)
+
+
+@pytest.mark.parametrize("form", ["cls", "json", "list.jsonl", "list.csv"])
+@pytest.mark.parametrize("labels", [[True, 1], [0, "false"], ["true", 1.0]])
+def test_truth_values_beside_numbers(tmp_path, form, labels):
+    """Oracle: the labels: true is no third class beside 0 and 1."""
+    labels = [str(label).lower() if form in ("cls", "list.csv") else label for label in labels]
+    text = read(put_form(tmp_path, form, labels))
+    assert "labels are numbers and truth values: write all as numbers" in text, text
+
+
+@pytest.mark.parametrize("names", [("caf\u00e9", "cafe\u0301"), ("cat", "cat "), ("a  b", "a b")])
+def test_classes_that_look_alike(tmp_path, names):
+    """Oracle: what people see: two names of one class are no two classes, of folders, tables and columns."""
+    for number, name in enumerate(names):
+        put(tmp_path / "d" / name / f"{number}.png", 10)
+    put_tables(tmp_path / "t", {"0.parquet": make_table((10, 20), [0, 1], list(names))})
+    pack_zip(tmp_path / "x.zip", *((f"{name}/{number}.png", encode(10)) for number, name in enumerate(names)))
+    for path in (tmp_path / "d", tmp_path / "t", tmp_path / "x.zip"):
+        assert "look alike: call both the same" in read(path)
+    put(tmp_path / "e" / "A" / "0.png", 10)
+    put(tmp_path / "e" / "a" / "1.png", 20)
+    assert read(tmp_path / "e") == "10:A 20:a"  # which are letters, say
+
+
+@pytest.mark.parametrize("names", ["0.cls 0.cls", "0.cls 0.CLS", "0.json 0.json", "0.txt 0.txt"])
+def test_two_texts_of_one_name_in_a_tar(tmp_path, names):
+    """Oracle: the names: nobody can say which of the two is meant."""
+    contents = [b'{"label": 1}', b'{"label": 0}'] if "json" in names else [b"1", b"0"]
+    pack_tar(tmp_path / "x.tar", ("0.png", encode(10)), *zip(names.split(), contents))
+    assert f"it has two members {names.split()[1]}" in read(tmp_path / "x.tar", captions="txt" in names)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_read_wrongly_in_silence(tmp_path, name):
     """Oracle: by hand, what was written: it is read, or it is said."""
