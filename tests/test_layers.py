@@ -377,7 +377,7 @@ BUDGETS = {
     "checkpoint": 1559,
     "commands": 4162,
     "data": 7151,
-    "diffusion": 1154,  # with the one protocol of chains and flows, and the section of flows that systems share
+    "diffusion": 1240,  # with one protocol of chains and flows, their section, SDEs, strata and min-SNR
     "disk": 520,
     "distributed": 1002,  # with stops in every phase, launches told apart, and the environment read in one place
     "encoders": 433,  # with one tower that gives all tokens of an image, which alignments take

@@ -11,6 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dstrain import rng
+
+_LARGEST = 1 - 2**-24  # the largest float32 below 1
 REFERENCE_VALUES = 4096  # of a latent whose shift by dimension is 1 (RAE, after SD3)
 
 
@@ -47,6 +50,23 @@ DENSITIES: dict[str, Callable[..., Tensor]] = {
     "mode": draw_mode,
     "cosmap": draw_cosmap,
 }
+
+
+def stratify(uniforms: Tensor, position: Tensor, step: Tensor | None, strata: int) -> Tensor:
+    """Returns uniform numbers (B,) of which each of `strata` equal parts of [0, 1) holds one, of as many samples in a
+    row.
+
+    Which part is a sample's follows from its place `position` in the global batch and from the `step`, int64 (B,) each,
+    so that a place meets all parts in turn; neighbours lie about a golden section apart, so that a micro-batch has some
+    of all, too. Where in the part it lies is its own uniform number. Source: Kingma et al. 2021 (VDM), appendix I.
+    """
+    stride = round(strata * (math.sqrt(5) - 1) / 2)
+    while math.gcd(stride, strata) > 1:
+        stride += 1
+    number = position * max(stride, 1)
+    if step is not None:
+        number = number + rng.integers(step, "strata", strata)
+    return ((number % strata + uniforms) / strata).clamp(max=_LARGEST)
 
 
 def shift_of_dimension(num_values: int) -> float:

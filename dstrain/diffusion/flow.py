@@ -18,14 +18,17 @@ from torch import Tensor
 
 from dstrain.diffusion.densities import DENSITIES
 from dstrain.diffusion.gaussian import Network, Noise, Progress, at_boundary
-from dstrain.diffusion.interpolant import Interpolant, time_of_noise
+from dstrain.diffusion.interpolant import PATHS, Interpolant, time_of_noise
 from dstrain.diffusion.schedule import LARGEST_NOISE, below_the_top
 from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve_levels, steps_of
 from dstrain.recipe import ConfigError
 
-SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde", "euler", "heun")  # names, the usual one last
+SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde", "sde-heun", "euler", "heun")  # the usual one last
+COEFFICIENTS = ("constant", "sigma", "sbdm", "linear", "decreasing", "increasing-decreasing")
+LAST_STEPS = ("euler", "mean", "tweedie", "none")
 SPACINGS = ("linspace", "karras")
 _LOWEST = 0.002  # t / (1 - t) where karras ends, as EDM's
+_BEGIN = 0.999  # where a path without data at its end begins with the coefficient sbdm, which is infinite there (SiT)
 
 
 class FlowMatching:
@@ -38,6 +41,11 @@ class FlowMatching:
     t_last                  the last of sampling times, before the shift (RAE: 0.001).
     time_scale              the network sees t * time_scale, so that its sinusoids vary as those of diffusion do.
     noise_scale             deviation of the noise (JiT: 2 at 512 pixels).
+    coefficient             of the SDE's noise (SiT's forms): constant 1, sigma, sbdm (by which the path is a
+                            diffusion), linear t, decreasing and increasing-decreasing along the way from noise to data.
+    last                    the SDE's last step: euler (the ODE's), mean (no noise), tweedie (what x_start is predicted
+                            to be) or none (as the others).
+    last_size               its length, before the shift; 0: as the others'.
     choices                 of the Interpolant.
     """
 
@@ -52,11 +60,15 @@ class FlowMatching:
         t_max: float = 1.0,
         t_last: float = 0.0,
         noise_scale: float = 1.0,
+        coefficient: str = "sigma",
+        last: str = "euler",
+        last_size: float = 0.0,
         **choices: Any,
     ) -> None:
         self.density = "uniform" if logit_std is None else density
         self.logit_mean, self.logit_std = logit_mean, logit_std
         self.t_max, self.t_last = t_max, t_last
+        self.coefficient, self.last, self.last_size = coefficient, last, last_size
         self.shift, self.time_scale, self.noise_scale = shift, time_scale, noise_scale
         self.interpolant = Interpolant(**choices)
 
@@ -95,13 +107,22 @@ class FlowMatching:
         alpha, sigma, _, _ = self.interpolant.coefficients(scaled / self.time_scale, x_t)
         return sigma / alpha
 
-    def grid(self, num_steps: int, like: Tensor, spacing: str | None = None) -> Tensor:
-        """Returns sampling times from 1 to 0: (num_steps + 1,), evenly (None, linspace) and shifted, or by karras."""
+    def grid(
+        self, num_steps: int, like: Tensor, spacing: str | None = None, first: float = 1.0, last_size: float = 0.0
+    ) -> Tensor:
+        """Returns sampling times from 1 to 0: (num_steps + 1,), evenly (None, linspace) and shifted, or by karras.
+
+        first       the first time, before the shift.
+        last_size   length of the last step, before the shift; 0: as the others'. Of even times alone.
+        """
         if spacing == "karras":  # pure noise, then ever denser in t / (1 - t)
             noises = below_the_top(num_steps, _LOWEST, LARGEST_NOISE)
             inner = [time_of_noise(self.interpolant.path, noise) for noise in noises]
-            return torch.tensor([1.0, *inner, 0.0], dtype=like.dtype, device=like.device)
-        return self._shifted(torch.linspace(1, self.t_last, num_steps + 1, dtype=like.dtype, device=like.device))
+            return torch.tensor([first, *inner, 0.0], dtype=like.dtype, device=like.device)
+        times = torch.linspace(first, self.t_last, num_steps + 1, dtype=like.dtype, device=like.device)
+        if last_size and num_steps > 1:
+            times[:-1] = torch.linspace(first, last_size, num_steps, dtype=like.dtype, device=like.device)
+        return self._shifted(times)
 
     def sample(
         self,
@@ -123,9 +144,13 @@ class FlowMatching:
             return self.scaled(noise(step))
 
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else steps_of(sampler, num_calls)
+        if sampler in ("sde", "sde-heun"):
+            if sampler == "sde-heun":  # its last step is one call
+                num_steps = (num_calls - 1) // 2 + 1
+            first = _BEGIN if self.coefficient == "sbdm" and self.interpolant.path != "vp" else 1.0
+            grid = self.grid(num_steps, x, spacing, first, 0.0 if self.last == "none" else self.last_size)
+            return self.stochastic(network, x, grid, scaled_noise, eta, progress, sampler)
         grid = self.grid(num_steps, x, spacing)
-        if sampler == "sde":
-            return self.stochastic(network, x, grid, scaled_noise, eta, progress)
         if sampler in ("euler", "heun"):
             return self.integrate(network, x, grid, sampler, progress)
         denoise = _Denoiser(self, network)
@@ -173,23 +198,65 @@ class FlowMatching:
 
     @torch.no_grad()
     def stochastic(
-        self, network: Network, x: Tensor, grid: Tensor, noise: Noise, eta: float = 1.0, progress: Progress = iter
+        self,
+        network: Network,
+        x: Tensor,
+        grid: Tensor,
+        noise: Noise,
+        eta: float = 1.0,
+        progress: Progress = iter,
+        method: str = "sde",
     ) -> Tensor:
-        """Returns x_start from noise x by Euler-Maruyama, one call a step; eta 0 is Euler's method.
+        """Returns x_start from noise x by Euler-Maruyama (sde, one call a step) or Heun's method after the noise
+        (sde-heun, two); eta 0 is the ODE's method.
 
-        dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with SiT's coefficient w = eta sigma, so that
-        w score = -eta eps. The last step adds no noise.
+        dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with w = eta times the coefficient, so that
+        w score = -eta eps for the usual one, sigma. What the last step does is a choice, see `last`.
         """
         times = grid.tolist()
         for step in progress(range(len(times) - 1)):
-            (_, sigma), length = self.interpolant.level(times[step]), times[step] - times[step + 1]
+            here, there = times[step], times[step + 1]
+            length, last = here - there, self.last if step == len(times) - 2 else "none"
             at = grid[step].expand(len(x))
-            out = self.predict(network, x, at)
-            velocity, eps = (self.interpolant.convert(out, x, at, wanted) for wanted in ("velocity", "eps"))
-            x = x - length * velocity
-            if eta and step < len(times) - 2:
-                x = x - 0.5 * eta * length * eps + math.sqrt(eta * sigma * length) * noise(step)
+            if last == "tweedie":
+                return self.interpolant.convert(self.predict(network, x, at), x, at, "x")
+            rate = 0.5 * eta * self.score_rate(here) if last != "euler" else 0.0
+            added = 0.0
+            if rate and last == "none":
+                added = math.sqrt(2 * rate * self.interpolant.level(here)[1] * length) * noise(step)
+            if method == "sde" or last != "none":
+                velocity, eps = self._directions(network, x, at)
+                x = x - length * velocity
+                if rate:
+                    x = x - rate * length * eps + added
+                continue
+            x = x + added
+            velocity, eps = self._directions(network, x, at)
+            change = velocity + rate * eps
+            if there:
+                velocity, eps = self._directions(network, x - length * change, grid[step + 1].expand(len(x)))
+                change = (change + velocity + 0.5 * eta * self.score_rate(there) * eps) / 2
+            x = x - length * change
         return x
+
+    def _directions(self, network: Network, x: Tensor, t: Tensor) -> list[Tensor]:
+        """Returns velocity and eps at times (B,) by one call."""
+        out = self.predict(network, x, t)
+        return [self.interpolant.convert(out, x, t, wanted) for wanted in ("velocity", "eps")]
+
+    def score_rate(self, t: float) -> float:
+        """Returns the SDE's coefficient over sigma: times eps it is minus the coefficient's product with the score."""
+        alpha, sigma, alpha_slope, sigma_slope = PATHS[self.interpolant.path](torch.tensor(t, dtype=torch.float64))
+        if self.coefficient == "sbdm":
+            return float(sigma_slope - sigma * alpha_slope / alpha)
+        forms = {
+            "constant": 1.0,
+            "sigma": float(sigma),
+            "linear": t,
+            "decreasing": (1 - math.cos(math.pi * t)) ** 2 / 4,
+            "increasing-decreasing": math.sin(math.pi * t) ** 2,
+        }
+        return forms[self.coefficient] / float(sigma)
 
 
 def check_spacing(spacing: str | None) -> None:

@@ -44,6 +44,7 @@ class GaussianDiffusion:
                       rescaled_mse (that bound times T / 1000), kl (the bound), rescaled_kl (the bound times T).
     timestep_map      (T,) timesteps of the original chain; None means that this is the original chain.
     original_steps    length of the original chain; None means T.
+    min_snr           the mse is weighed by min(SNR, min_snr) in x_start (Hang et al. 2023); None: not at all.
     rescale_timesteps the network sees float t * 1000 / original_steps instead of int64 t.
     """
 
@@ -57,6 +58,7 @@ class GaussianDiffusion:
         timestep_map: Sequence[int] | None = None,
         original_steps: int | None = None,
         rescale_timesteps: bool = False,
+        min_snr: float | None = None,
     ) -> None:
         for key, value, choices in (
             ("prediction", prediction, PREDICTIONS),
@@ -70,6 +72,11 @@ class GaussianDiffusion:
                 "prediction: eps tells nothing of x_start at the last timestep, where this schedule "
                 "leaves only noise; take prediction v, another schedule, or another number of steps"
             )
+        if min_snr is not None and (prediction == "previous_x" or loss not in ("mse", "rescaled_mse")):
+            raise ConfigError(
+                f"min_snr: it weighs the squared error of eps, x_start or v, and this is loss={loss} of prediction="
+                f"{prediction}; leave it out, or take loss mse"
+            )
         self.num_timesteps = len(betas)
         self.prediction, self.variance, self.loss = prediction, variance, loss
         self.timestep_map = list(range(len(betas)) if timestep_map is None else timestep_map)
@@ -77,6 +84,11 @@ class GaussianDiffusion:
         self.rescale_timesteps = rescale_timesteps
         self.learns_variance = variance.startswith("learned")
         self.tables = _compute_tables(betas.double(), prediction, variance)  # float64 (T,) each, on the CPU
+        self.min_snr = min_snr
+        if min_snr is not None:
+            snr = self.tables["alphas_cumprod"] / (1 - self.tables["alphas_cumprod"])
+            divisor = {"eps": snr, "x_start": 1.0, "v": snr + 1}[prediction]
+            self.tables["mse_weight"] = snr.clamp(max=min_snr) / divisor
         self._column = {name: k for k, name in enumerate(self.tables)}
         self._stacked: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
         self._times: dict[torch.device, Tensor] = {}
@@ -95,6 +107,7 @@ class GaussianDiffusion:
             timestep_map=[self.timestep_map[t] for t in timesteps],
             original_steps=self.original_steps,
             rescale_timesteps=self.rescale_timesteps,
+            min_snr=self.min_snr,
         )
 
     def call(self, network: Network, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -208,13 +221,16 @@ class GaussianDiffusion:
             vb = self._bound(error, squares, mse, values, x_start, t)
             loss = vb * self.num_timesteps if self.loss == "rescaled_kl" else vb
             return {"loss": loss, "mse": mse.detach(), "vb": vb.detach()}
+        weighted = mse
+        if self.min_snr is not None:
+            weighted = self._at(t, x_start, "mse_weight")[0].flatten() * mse
         if not self.learns_variance:
-            return {"loss": mse, "mse": mse.detach()}
+            return {"loss": weighted, "mse": mse.detach()}
         # The bound trains the variance only: the mean gets no gradient from it.
         vb = self._bound(error.detach(), squares.detach(), mse.detach(), values, x_start, t)
         if self.loss == "rescaled_mse":
             vb = vb * (self.num_timesteps / 1000.0)
-        return {"loss": mse + vb, "mse": mse.detach(), "vb": vb.detach()}
+        return {"loss": weighted + vb, "mse": mse.detach(), "vb": vb.detach()}
 
     def _bound(
         self, error: Tensor, squares: Tensor, mse: Tensor, values: Tensor | None, x_start: Tensor, t: Tensor

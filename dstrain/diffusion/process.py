@@ -5,6 +5,7 @@ without knowing which it is. Times are the process's own: timesteps int64 (B,) o
 """
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.diffusion import bound, flow, flow_likelihood, samplers
-from dstrain.diffusion.densities import DENSITIES, shift_of_dimension
+from dstrain.diffusion.densities import DENSITIES, shift_of_dimension, stratify
 from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress
 from dstrain.diffusion.interpolant import LOSSES, PATHS, PREDICTIONS
@@ -32,19 +33,25 @@ class _Process:
     samplers     their names, the usual one last.
     scheduler    the class of diffusers that draws; in `card_steps` steps it draws what `draw_plain` does.
     diffusion    the GaussianDiffusion of a chain.
+    strata       training times of so many samples in a row lie in as many equal parts; 0: each is drawn alone.
     """
 
     samplers: ClassVar[tuple[str, ...]]
     scheduler: ClassVar[str]
     card_steps: int
     diffusion: Any = None
+    strata: int = 0
 
-    def draw_losses(self: "Process", network: Network, x_start: Tensor, key: Tensor, t: Tensor | None = None) -> Terms:
+    def draw_losses(self: "Process", network: Network, example: Mapping[str, Tensor], t: Tensor | None = None) -> Terms:
         """Returns `losses` under noise of the samples' keys, at times t (B,), None: at theirs, too: streams noise and
         timestep.
         """
+        key, x_start = example["key"], example["x_start"]
         if t is None:
-            t = self.times(rng.uniform(key, "timestep"))
+            uniforms = rng.uniform(key, "timestep")
+            if self.strata and "position" in example:
+                uniforms = stratify(uniforms, example["position"], example.get("step"), self.strata)
+            t = self.times(uniforms)
         return self.losses(network, x_start, t, rng.normal(key, "noise", tuple(x_start.shape[1:])))
 
 
@@ -142,6 +149,10 @@ class FlowProcess(FlowMatching, _Process):
     scheduler = "FlowMatchEulerDiscreteScheduler"
     card_steps = _FLOW_STEPS
 
+    def __init__(self, strata: int = 0, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.strata = strata
+
     def losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
         terms = self.training_losses(network, x_start, t, noise)
         return terms | {"quartile": (4 * t).long().clamp(max=3)}
@@ -184,6 +195,16 @@ class FlowProcess(FlowMatching, _Process):
 Process = ChainProcess | FlowProcess
 
 
+class Sde(Section):
+    coefficient: Annotated[Literal[flow.COEFFICIENTS], MAY_CHANGE] = "sigma"
+    """Of its noise along the way, times samples.eta: constant 1, sigma, sbdm (by which the path is a diffusion), linear
+    t, decreasing or increasing-decreasing from noise to data. eta 2 is SiT's diffusion norm of 1."""
+    last: Annotated[Literal[flow.LAST_STEPS], MAY_CHANGE] = "euler"
+    """Its last step: euler, the ODE's; mean, without noise; tweedie, the prediction of data; none, as all others."""
+    last_size: Annotated[float, MAY_CHANGE] = Field(0.0, ge=0, lt=1)
+    """Length of the last step, before the shift (SiT: 0.04); 0: as all others; read where times are even."""
+
+
 class Flow(Section):
     density: Literal[tuple(DENSITIES)] = "logit_normal"
     """Distribution of training times: normal of logit(t), which on a straight path is log(noise / signal) as in EDM,
@@ -213,6 +234,11 @@ class Flow(Section):
     """Weight of 1 - the cosine over channels of prediction and target, beside the squared error (LightningDiT: 1)."""
     noise_scale: float = Field(1.0, gt=0)
     """Standard deviation of the noise (JiT at 512 pixels: 2)."""
+    strata: int = Field(0, ge=0)
+    """Training times of so many samples in a row lie in as many equal parts of the density, one in each, so that a
+    batch has all; such as batch.global. 0: each is drawn alone."""
+    sde: Sde = Sde()
+    """Read by the samplers sde and sde-heun."""
 
     @model_validator(mode="after")
     def _check(self) -> "Flow":
@@ -223,11 +249,24 @@ class Flow(Section):
             )
         if self.density == "mode" and self.t_max < 1:
             raise ConfigError("flow.t_max: the density mode is not cut; leave it at 1, or take another density")
+        if 0 < self.sde.last_size <= self.t_last:
+            raise ConfigError(
+                f"flow.sde.last_size: {self.sde.last_size} is not above flow.t_last {self.t_last}, where sampling "
+                "ends; give more, or 0"
+            )
         return self
+
+    def conflicts(self, global_batch: int) -> list[str]:
+        """Lists what does not go with a batch of so many samples."""
+        if not self.strata or global_batch % self.strata == 0:
+            return []
+        return [
+            f"model.flow.strata={self.strata} does not divide batch.global={global_batch}: take {global_batch}, or 0"
+        ]
 
     def make_process(self, shape: tuple[int, ...]) -> FlowProcess:
         """Returns the flow of inputs (C, H, W)."""
-        arguments = self.model_dump()
+        arguments = {**self.model_dump(exclude={"sde"}), **self.sde.model_dump()}
         if self.shift == "dimension":
             arguments["shift"] = shift_of_dimension(math.prod(shape))
         return FlowProcess(**arguments)

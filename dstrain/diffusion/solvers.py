@@ -158,7 +158,7 @@ SOLVERS: dict[str, Callable[..., Tensor]] = {
     "edm": heun,
 }
 # Samplers whose noise can be scaled, and its usual amount.
-ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0}
+ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0, "sde-heun": 1.0}
 
 
 def eta_of(sampler: str, eta: float | None) -> float:

@@ -263,6 +263,16 @@ def test_amounts_of_noise():
     """Oracle: by hand: DDIM draws none unless it is asked to, the stochastic samplers as much as they were published
     with, the others none.
     """
-    usual = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0, "dpm++": 0.0, "unipc": 0.0, "heun": 0.0, "ddpm": 0.0}
+    usual = {
+        "ddim": 0.0,
+        "dpm++sde": 1.0,
+        "edm": 1.0,
+        "sde": 1.0,
+        "sde-heun": 1.0,
+        "dpm++": 0.0,
+        "unipc": 0.0,
+        "heun": 0.0,
+        "ddpm": 0.0,
+    }
     assert {name: eta_of(name, None) for name in usual} == usual
     assert [eta_of(name, eta) for name in ETAS for eta in (0.0, 0.3)] == [0.0, 0.3] * len(ETAS)

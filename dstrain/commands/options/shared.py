@@ -48,8 +48,8 @@ class Sampling(Command):
 
     sampler: str | None = option(
         None,
-        "ddim, ddpm, dpm++, dpm++sde, unipc, heun or edm; for flow matching these but ddim and ddpm, and euler or "
-        "sde; confidence or critic for videos (the run's)",
+        "ddim, ddpm, dpm++, dpm++sde, unipc, heun or edm; for flow matching these but ddim and ddpm, and euler, "
+        "sde or sde-heun; confidence or critic for videos (the run's)",
         metavar="NAME",
     )
     guidance_scale: float | None = option(

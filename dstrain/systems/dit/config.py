@@ -30,6 +30,9 @@ class Diffusion(Section):
     """What the network predicts."""
     loss: Literal["mse", "rescaled_mse", "kl", "rescaled_kl"] = "mse"
     """mse adds the variational bound where learn_sigma is set; rescaled_mse weighs it by num_steps / 1000."""
+    min_snr: float | None = Field(None, gt=0)
+    """Weighs the squared error of data by min(SNR, this), so that easy timesteps count less (Hang et al. 2023: 5);
+    None: the error is of what is predicted, and not weighed."""
     fixed_variance: Literal["fixed_small", "fixed_large"] = "fixed_large"
     """Sampling variance without learn_sigma: the posterior's, or beta."""
 
@@ -319,7 +322,9 @@ class Config(SystemConfig):
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size"), run.samples
-        if self.objective == "diffusion" and samples.num_steps > self.diffusion.num_steps:
+        if self.objective == "flow":
+            problems += self.flow.conflicts(run.batch.global_)
+        elif samples.num_steps > self.diffusion.num_steps:
             problems.append(
                 f"samples.num_steps={samples.num_steps} is above model.diffusion.num_steps="
                 f"{self.diffusion.num_steps}: take fewer"
@@ -435,6 +440,7 @@ class Config(SystemConfig):
             make_betas(section.schedule, section.num_steps),
             prediction=section.prediction,
             loss=section.loss,
+            min_snr=section.min_snr,
             variance="learned_range" if self.learn_sigma else section.fixed_variance,
         )
         return ChainProcess(diffusion, section.schedule, clip=self.models_pixels)

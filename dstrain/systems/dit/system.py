@@ -140,9 +140,9 @@ class DiTSystem(System):
             tapped.update(out)
             return tapped["out"]
 
-        terms = self.process.draw_losses(network, x_start, key)
+        terms = self.process.draw_losses(network, example)
         if internal := self.config.internal:  # the second head's, of the same forward pass
-            base = self.process.draw_losses(lambda x_t, t: tapped["base"], x_start, key)["loss"]
+            base = self.process.draw_losses(lambda x_t, t: tapped["base"], example)["loss"]
             terms |= {"loss": terms["loss"] + internal.weight * base, "base": base.detach()}
         if alignment:
             align = alignment.loss(tapped, example, grid, options.get("keep"))

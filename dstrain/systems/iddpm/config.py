@@ -181,7 +181,9 @@ class Config(SystemConfig):
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size", channels="in_channels"), run.samples
-        if self.objective == "diffusion" and samples.num_steps > self.diffusion_steps:
+        if self.objective == "flow":
+            problems += self.flow.conflicts(run.batch.global_)
+        elif samples.num_steps > self.diffusion_steps:
             problems.append(
                 f"samples.num_steps={samples.num_steps} is above model.diffusion_steps="
                 f"{self.diffusion_steps}: take fewer"

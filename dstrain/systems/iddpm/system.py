@@ -98,7 +98,7 @@ class IDDPMSystem(System):
         return self._losses(nets, example)
 
     def _losses(self, nets: Nets, example: Example, t: Tensor | None = None) -> Terms:
-        return self.process.draw_losses(self.network(nets, example), example["x_start"], example["key"], t)
+        return self.process.draw_losses(self.network(nets, example), example, t)
 
     def network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
         """Returns the denoiser with its conditions filled in; conditions that it does not take are ignored."""
