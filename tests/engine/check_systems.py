@@ -64,7 +64,6 @@ CASES = {
             "model.block={norm: rms, mlp: swiglu, qk_norm: rms, rope: true}",
             "model.tokens={label: 2, joins: 1}",
             "model.internal={depth: 1}",
-            "model.flow={strata: 4}",
         ],
     ),
     "decoder": (
