@@ -23,7 +23,7 @@ from dstrain.diffusion.schedule import LARGEST_NOISE, below_the_top
 from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve_levels, steps_of
 from dstrain.recipe import ConfigError
 
-SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde", "sde-heun", "euler", "heun")  # the usual one last
+SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde-heun", "sde", "euler", "heun")  # the usual one last
 COEFFICIENTS = ("constant", "sigma", "sbdm", "linear", "decreasing", "increasing-decreasing")
 LAST_STEPS = ("euler", "mean", "tweedie", "none")
 SPACINGS = ("linspace", "karras")
