@@ -192,7 +192,7 @@ def find_other(folder: Path, run: Path) -> str | None:
     A run that was moved has kept its inode, or lies on another disk while nothing is left in its place.
     """
     identity, place, path, own, own_path = _read_lines(folder / IDENTITY)
-    if _is_place(run, place, path) or not _is_place(folder, own, own_path):
+    if _is_place(run, place, path, IDENTITY, identity) or not _is_place(folder, own, own_path, IDENTITY, identity):
         return None
     left = os.path.exists(path) or not place.startswith(f"{os.stat(run).st_dev}:")
     return None if left and read_identity(Path(path)) != identity else path
@@ -203,9 +203,19 @@ def _describe_place(folder: Path) -> str:
     return f"{os.stat(folder).st_dev}:{os.stat(folder).st_ino}\n{os.path.realpath(folder)}\n"
 
 
-def _is_place(folder: Path, place: str, path: str) -> bool:
-    """Returns whether a folder is the described one: by its inode if it was moved, by its path if it was restored."""
-    return path in ("", os.path.realpath(folder)) or str(os.stat(folder).st_ino) == place.partition(":")[2]
+def _is_place(folder: Path, place: str, path: str, name: str, mark: str) -> bool:
+    """Returns whether a folder is the described one: by its path if it was restored, by its inode if it was moved.
+
+    Other disks have the same inodes, so it was not moved where its file `name` still lies at `path`, with that mark.
+    """
+    if path in ("", os.path.realpath(folder)):
+        return True
+    with suppress(OSError):
+        if os.path.samefile(path, folder):  # mounted twice
+            return True
+        if _read_mark(Path(path) / name) == mark:
+            return False
+    return str(os.stat(folder).st_ino) == place.partition(":")[2]
 
 
 def read_identity(folder: Path) -> str | None:
@@ -323,7 +333,9 @@ def _is_dead(path: Path, patience: float) -> bool:
         mark, _, _, place, where = [named["mark"], *[""] * 4] if named else _read_lines(path)
         match = re.fullmatch(_MARK, mark)
         if match and match["start"] and match["machine"] == _describe_machine():
-            return _read_start(int(match["pid"])) != match["start"] or not _is_place(path.parent, place, where)
+            return _read_start(int(match["pid"])) != match["start"] or not _is_place(
+                path.parent, place, where, path.name, mark
+            )
         age = _measure_age(path)
         return age > patience or (age < -patience and _stands_still(path))
     except OSError:  # it has just gone

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -80,11 +81,27 @@ def _check_place() -> Iterator[str]:
     port = os.environ.get("MASTER_PORT")
     if port is not None and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         yield f"MASTER_PORT={port} in the environment is no port: write a number from 1 to 65535, or unset it"
-    if os.environ.get("MASTER_ADDR") == "":
+    host = os.environ.get("MASTER_ADDR")
+    if host == "":
         yield "MASTER_ADDR in the environment is empty: write the host of rank 0, or unset it"
     if place.world > 1:
+        if host:
+            yield from _check_address(host)
         yield from _check_hosts(place)
         yield from _check_interfaces()
+
+
+def _check_address(host: str) -> Iterator[str]:
+    """Checks that the host of rank 0 has an address: torch would ask for it again and again."""
+    fault: Exception | None = None
+    for patience in (1, 4, 0):  # seconds: a name server may be slow when hundreds of ranks ask at once
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            fault = error
+        time.sleep(patience)
+    yield f"MASTER_ADDR={host} in the environment has no address ({fault}): write the host of rank 0, or unset it"
 
 
 def _check_hosts(place: Place) -> Iterator[str]:

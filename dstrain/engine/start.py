@@ -68,7 +68,10 @@ def _place_rank() -> Place:
         LOCAL_RANK=str(place.local_rank),
         LOCAL_WORLD_SIZE=str(place.local_world),
     )
-    os.environ.setdefault("MASTER_ADDR", _find_first_host())
+    if place.world == 1:  # It meets nobody, whatever host a shell or a job names.
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    elif "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"] = _find_first_host()
     if "MASTER_PORT" not in os.environ:
         # A process alone takes any free port. Several must know one port without a word between them: it follows from
         # Slurm's job, so that two jobs on one host seldom meet.
@@ -178,9 +181,14 @@ def _find_first_host() -> str:
         return "127.0.0.1"
     import subprocess
 
-    return subprocess.run(
-        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-    ).stdout.split()[0]
+    try:
+        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        return listed.stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR is not set, and scontrol does not name the hosts of Slurm's {nodes} ({error}): set "
+            "MASTER_ADDR to the host of rank 0, the first of `scontrol show hostnames $SLURM_JOB_NODELIST`"
+        ) from None
 
 
 def _find_free_port() -> int:

@@ -47,13 +47,17 @@ class Images(ABC):
     def batches(self, size: int) -> Iterator[Batch]:
         """Yields this rank's images, at most `size` at a time."""
 
+    def list_unreadable(self) -> dict[str, str]:
+        """Returns names and reasons of images that this rank could not read, and yielded others for."""
+        return {}
+
 
 class Begun(Images):
     """Takes the first batch of a set at once, so that its faults show before a large reference is read."""
 
     def __init__(self, images: Images, size: int) -> None:
         self.captions, self._length, self._size = images.captions, len(images), size
-        self._rest = images.batches(size)
+        self._rest, self.list_unreadable = images.batches(size), images.list_unreadable
         self.first = next(self._rest, None)  # None: this rank has no images
 
     def __len__(self) -> int:
@@ -209,7 +213,7 @@ class Sourced(Images):
     """Reads images or clips of a data source of ours, as training sees them: cropped and resized."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
+        self.source, self._unreadable = source, {}
         self.key = next((key for key in ("image", "video") if key in source.first()), None)
         if self.key is None:
             raise ConfigError(
@@ -220,9 +224,13 @@ class Sourced(Images):
     def __len__(self) -> int:
         return len(self.source)
 
+    def list_unreadable(self) -> dict[str, str]:
+        return self._unreadable
+
     def batches(self, size: int) -> Iterator[Batch]:
         for turn in _deal_numbers(len(self), size):
-            samples, _ = self.source.read_batch(torch.tensor(turn))
+            samples, bad = self.source.read_batch(torch.tensor(turn))
+            self._unreadable.update(bad)
             captions = samples.get("caption")
             yield Batch(
                 torch.tensor(turn),

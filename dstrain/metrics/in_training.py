@@ -100,6 +100,11 @@ class Quality:
                 statistics = reference.read_reference(path, networks.values(), "cpu")
         statistics = group.from_first(statistics)
         if table.list_lacking(compared, statistics):
+            if group.rank() == 0 and not path.exists() and any(folder.glob("metrics_data_*.npz")):
+                phases().say(
+                    f"note: every.metrics: {self._compared.place} is not what earlier figures of this run were "
+                    "compared with, by its files, size or networks: figures from here on stand apart from those"
+                )
             statistics = table.collect_statistics(images, compared, _BATCH, compared=True)
             if group.rank() == 0:
                 with suppress(ConfigError):  # a full disk: the next start describes them again

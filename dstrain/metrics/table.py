@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.metrics import distances
 from dstrain.metrics.features import BUILT_IN, SOURCES, open_features
@@ -154,6 +155,15 @@ def collect_statistics(
             collector.add(batch.numbers, batch.images, batch.labels, batch.captions)
         phases().beat()
         progress(len(batch.numbers))
+    unreadable: dict[str, str] = {}
+    for of_rank in group.gather_objects(images.list_unreadable()):
+        unreadable |= of_rank
+    if unreadable:
+        name, reason = next(iter(unreadable.items()))
+        phases().say(
+            f"note: {len(unreadable)} of {len(images)} images of the reference cannot be read, and others count twice "
+            f"for them: {name}: {reason}"
+        )
     return {name: collector.result() for name, collector in collectors.items()}
 
 

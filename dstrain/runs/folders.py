@@ -50,7 +50,9 @@ _OF_RUN = (
     *("report.html", "wandb", "wandb_id", "tensorboard", "profile", "stacks", "stop"),
 )
 _MARKS = _OF_RUN[:7]  # two of them, or one beside checkpoints, are a run's
-_BESIDE = re.compile(r"\..*|earlier_.*|index.*|generated(_\d+)?")  # what may lie beside a run, and stays
+_BESIDE = re.compile(  # what may lie beside a run, and stays
+    r"\..*|earlier_.*|index.*|generated(_\d+)?|metrics_data_.*\.npz"
+)
 
 
 def check_start(run: Run, fingerprint: str, resume: Resume) -> None:

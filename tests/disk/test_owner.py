@@ -273,6 +273,38 @@ def test_a_copy_is_a_run_of_its_own(tmp_path):
     assert claim(tmp_path / "moved").identity == identity
 
 
+def pretend_inode(folder: Path, name: str) -> None:
+    """Writes the folder's own inode into a record that was copied there, as if the original's were the same number."""
+    lines = (folder / name).read_text().splitlines()
+    place = next(number for number, line in enumerate(lines) if line.replace(":", "").isdigit() and ":" in line)
+    lines[place] = f"{lines[place].partition(':')[0]}:{os.stat(folder).st_ino}"
+    (folder / name).write_text("\n".join(lines) + "\n")
+
+
+def test_a_copy_with_the_same_inode_is_no_move(claimed):
+    """Oracle: two disks, which count inodes alike: the original is still there, and the copy is none of it, neither by
+    its identity nor by the lease that came along.
+    """
+    before, copy = owner.read_identity(claimed), claimed.with_name("copy")
+    shutil.copytree(claimed, copy)
+    for name in (".run", ".lease-1"):
+        pretend_inode(copy, name)
+    assert owner.find_other(copy, copy) == str(claimed)
+    assert claim(copy).identity not in (None, before)
+
+
+def test_of_a_backup_and_what_it_was_made_of_one_is_the_run(tmp_path):
+    """Oracle: by hand: `mv m m.bak; cp -r m.bak m`: one of the two keeps the identity, whichever begins first."""
+    for name, turn in (("a", ("", ".bak")), ("b", (".bak", ""))):
+        run = tmp_path / name
+        run.mkdir()
+        identity = claim(run).identity
+        run.rename(tmp_path / f"{name}.bak")
+        shutil.copytree(tmp_path / f"{name}.bak", run)
+        found = [claim(tmp_path / f"{name}{end}").identity for end in turn]
+        assert found.count(identity) == 1 and None not in found
+
+
 def test_a_copy_of_a_living_run_is_free(claimed):
     """Oracle: the lease that came along names a living process, which writes elsewhere."""
     copy = claimed.with_name("copy")

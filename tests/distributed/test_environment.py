@@ -34,6 +34,7 @@ REFUSED = [
     ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
     ({"MASTER_PORT": ""}, "MASTER_PORT="),
     ({"MASTER_ADDR": ""}, "MASTER_ADDR"),
+    (TWO | {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"}, "MASTER_ADDR=nowhere.invalid"),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2"),
     ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE=two"),
     ({"PMI_RANK": "1"}, "PMI_RANK=1"),

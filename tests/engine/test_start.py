@@ -129,6 +129,21 @@ def slurm(rank: int) -> None:
     assert int(os.environ["MASTER_PORT"]) == 20000 + int(os.environ["SLURM_JOB_ID"]) - 70000
 
 
+def meets_nowhere(rank: int) -> None:
+    os.environ.update(ranks(rank, 2))
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR is not set, and scontrol .* set MASTER_ADDR to the host"):
+        start_group(timeout_minutes=0.05)
+
+
+def test_slurm_without_scontrol():
+    """Oracle: a container in a job: one process meets nobody and starts, also where the job names a host that has no
+    address; several are told what to set.
+    """
+    forked(1, alone, SLURM_JOB_NODELIST="n1", PATH="/none/here")
+    forked(1, alone, MASTER_ADDR="nowhere.invalid")
+    forked(1, meets_nowhere, SLURM_JOB_NODELIST="n[1-2]", PATH="/none/here")
+
+
 @pytest.mark.parametrize("name", ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"])
 def test_two_ranks_of_slurm(tmp_path, name):
     """Oracle: the first host that scontrol names, and a port that follows from the job."""
