@@ -352,7 +352,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
     Raises ConfigError as `open_images` and `Latents`, if the held-out codes are not of the kind that is trained on, and
     if held-out files are trained on, too.
     """
-    if not mixed and (problems := run_on_first(lambda: find_overlaps(data))):
+    if not mixed and (data.mixture or data.held_out_path) and (problems := run_on_first(lambda: find_overlaps(data))):
         raise ConfigError(*problems)
     kind = recognise(data)
     kind.refuse_labels(mixed)
