@@ -1,0 +1,85 @@
+"""The recipes of published transformers, as they would start."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dstrain import recipe, systems
+from dstrain.commands.job import JobOptions, prepare_job
+from dstrain.recipe import ConfigError
+from tests.data.cached.test_latents import write
+from tests.support import first_stage, towers
+from tests.support.launch import ROOT
+
+
+def dry_run(name: str, *words: str) -> list[str]:
+    """The remarks of --dry-run on 8 GPUs."""
+    path = ROOT / f"launch/recipes/{name}.yaml"
+    return prepare_job(JobOptions(path, ROOT / "ds_configs/zero1.json", words, dry_run=True), 8, "cuda").remarks
+
+
+def test_lightningdit_reads_normalized_latents(tmp_path: Path) -> None:
+    """Oracle: --dry-run on latents as dstrain convert leaves those of VA-VAE: all is in order."""
+    write(
+        tmp_path / "cache",
+        number=20,
+        size=20,
+        shape=[32, 16, 16],
+        classes=[f"n{i:04}" for i in range(1000)],
+        stage="vavae",
+        image_size=256,
+        channels=3,
+    )
+    remarks = dry_run("lightningdit-xl1-vavae", f"data.path={tmp_path / 'cache'}", f"folder={tmp_path / 'run'}")
+    assert any("20 cached images (latents" in remark for remark in remarks)
+
+
+def test_repa_sees_images(tmp_path: Path) -> None:
+    """Oracle: --dry-run on images with an autoencoder of Stable Diffusion's layout and a DINOv2, both tiny: all is in
+    order; without the encoder's folder, on latents, or with another encoder the entry is named.
+    """
+    stage = first_stage.save(tmp_path / "stage", channels=3, depth=4, latent_channels=4, scaling_factor=0.18215)
+    towers.dinov2(tmp_path / "encoder")
+    for number in range(4):
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (256, 256), (60 * number, 0, 0)).save(path)
+    words = (f"data.path={tmp_path / 'images'}", f"model.first_stage.path={stage}", f"folder={tmp_path / 'run'}")
+    words += ("model.num_classes=2", "samples.labels=[0, 1]", "batch.global=8", "data.workers=0")
+    encoder = f"model.align.path={tmp_path / 'encoder'}"
+    remarks = dry_run("repa-xl2-imagenet256", *words, encoder, "model.align.width=12")
+    assert any("4 images" in remark for remark in remarks)
+    for more, named in (
+        ((encoder,), "model.align.width: 768 in the recipe, 12"),
+        (("model.align.path=nowhere",), "model.align.path: there is no folder nowhere"),
+        ((encoder, "model.align.width=12", "model.align.depth=29"), "align.depth: 29 is above depth 28"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            dry_run("repa-xl2-imagenet256", *words, *more)
+
+
+def test_published_settings() -> None:
+    """Oracle: the originals' configs and the shapes in their files: REPA's projectors, block and weight; the number of
+    LightningDiT's weights with its positions, its cosine term, times and rates.
+    """
+    run = recipe.load(ROOT / "launch/recipes/repa-xl2-imagenet256.yaml")
+    system = systems.build("dit", {**run.model, "first_stage": None, "image_size": 32})
+    network = system.on_meta("denoiser")
+    projectors = [
+        tuple(weight.shape) for name, weight in network.state_dict().items() if name.startswith("projectors.")
+    ]
+    assert projectors == [(2048, 1152), (2048,), (2048, 2048), (2048,), (768, 2048), (768,)]
+    assert system.alignment.weight == 0.5 and network.align_depth == 8
+    assert (run.optimizer.lr, run.optimizer.clip, run.batch.global_, run.optimizer.betas) == (
+        1e-4,
+        1,
+        256,
+        (0.9, 0.999),
+    )
+    run = recipe.load(ROOT / "launch/recipes/lightningdit-xl1-vavae.yaml")
+    system = systems.build("dit", {**run.model, "image_size": 16, "in_channels": 32})
+    state = system.on_meta("denoiser").state_dict()
+    assert sum(weight.numel() for weight in state.values()) == 675_256_736
+    assert (run.optimizer.lr, run.optimizer.betas, run.batch.global_, run.steps) == (2e-4, (0.9, 0.95), 1024, 80_000)
+    assert system.config.flow.cosine == 1 and system.config.flow.density == "logit_normal"
