@@ -1,8 +1,9 @@
-"""The first stage of latent diffusion: a frozen KL autoencoder behind one encode and one decode.
+"""The first stage of latent diffusion: a frozen autoencoder behind one encode and one decode, KL or of representations.
 
 Notation of Rombach et al. 2022: latents = (posterior sample - shift) * scaling_factor, so that they have about unit
 variance (0.18215 for Stable Diffusion's). Both are one number, or one for each channel (LightningDiT). The weights are
-those of a diffusers `AutoencoderKL`.
+those of a diffusers `AutoencoderKL`, or of an `AutoencoderRAE`, whose latents are a frozen vision encoder's patches
+(Zheng et al. 2025): it normalizes them itself, and its posterior has no width.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from dstrain import rng
 from dstrain.distributed.group import to_device
 from dstrain.encoders.frozen import Frozen, explain_loading, refuse_quantized, require_weights
 from dstrain.encoders.precision import Precision, cast_weights, choose_precision, compute_in
+from dstrain.recipe import ConfigError
 
 # The keys of AutoencoderKL's config that decide the codes, with diffusers' defaults. Only other values than these enter
 # a fingerprint, so that an autoencoder keeps its fingerprint where another version of diffusers adds or lacks a key.
@@ -39,29 +41,40 @@ _DIFFUSERS_DEFAULTS = {
 }
 
 
+_OF_REPRESENTATIONS = "AutoencoderRAE"
+_ENCODING = ("encoder", "quant_conv")  # the networks that encode; an AutoencoderRAE has no second one
 Values = float | Sequence[float]  # one number, or one for each channel
 
 
 class Autoencoder(Frozen):
     """Images in [-1, 1] to latents and back, without gradient.
 
-    path            a folder with an AutoencoderKL (config.json, *.safetensors) or with a pipeline that has one in its
-                    vae/, or a name on the Hugging Face hub.
-    scaling_factor  None: that of the autoencoder's own config.
+    path            a folder with an AutoencoderKL or AutoencoderRAE (config.json, *.safetensors), or with a pipeline
+                    that has one in its vae/, or a name on the Hugging Face hub.
+    scaling_factor  None: that of the autoencoder's own config; 1 for AutoencoderRAE, which scales by itself.
     shift           None: shift_factor of that config, 0 if it has none.
 
-    Attributes: channels and factor of the latents (an image of side s has latents of side s / factor), image_channels.
+    Attributes: channels and factor of the latents (an image of side s has latents of side s / factor), image_channels,
+    image_size (the only side of its images; None: any).
     Raises ConfigError where nothing can be loaded from `path`. Pickled weights are not read.
     """
 
     def __init__(self, path: str, scaling_factor: Values | None = None, shift: Values | None = None) -> None:
         super().__init__()
         self.vae, self.precision = _load_autoencoder(path).eval().requires_grad_(False), "fp32"
-        config = self.vae.config
-        self.scaling_factor = config.scaling_factor if scaling_factor is None else scaling_factor
+        config, own_scale = self.vae.config, 1.0
+        self.of_representations = is_of_representations(self.vae)
+        self.image_size: int | None = None
+        if self.of_representations:
+            self.image_size = self.vae.decoder_image_size
+            self.channels, self.image_channels = config.encoder_hidden_size, config.num_channels
+            self.factor = config.patch_size
+        else:
+            own_scale = config.scaling_factor
+            self.channels, self.image_channels = config.latent_channels, config.in_channels
+            self.factor = 2 ** (len(config.block_out_channels) - 1)
+        self.scaling_factor = own_scale if scaling_factor is None else scaling_factor
         self.shift = (getattr(config, "shift_factor", None) or 0.0) if shift is None else shift
-        self.channels, self.image_channels = config.latent_channels, config.in_channels
-        self.factor = 2 ** (len(config.block_out_channels) - 1)
 
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
         """Draws float32 latents from the posterior with the samples' own noise: (B, C, H, W), (B,) -> (B, c, h, w)."""
@@ -76,7 +89,8 @@ class Autoencoder(Frozen):
     def decode(self, latents: Tensor) -> Tensor:
         """Returns float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C, H, W)."""
         latents = latents / spread(self.scaling_factor, latents) + spread(self.shift, latents)
-        return self.vae.decode(latents.to(_find_dtype(self.vae.decoder))).sample.float()
+        image = self.vae.decode(latents.to(_find_dtype(self.vae.decoder))).sample.float()
+        return 2 * image - 1 if self.of_representations else image
 
     def fingerprint(self) -> str:
         """Returns a hash of architecture and weights, see `hash_network`. Ask before `drop_encoder` and `encode_in`."""
@@ -89,25 +103,29 @@ class Autoencoder(Frozen):
     def channel_moments(self) -> tuple[list[float], list[float]] | None:
         """Returns mean and deviation of each channel, by the autoencoder's own config; None: it does not say them."""
         means, deviations = (getattr(self.vae.config, name, None) for name in ("latents_mean", "latents_std"))
-        if not means or not deviations:
+        if self.of_representations or not means or not deviations:
             return None
         return [float(value) for value in means], [float(value) for value in deviations]
 
     def encode_in(self, precision: Precision | None) -> None:
         """Sets the precision of `encode`; None: tf32 where the GPU has it. `decode` stays float32."""
         self.precision = precision = precision or choose_precision()
-        for network in (self.vae.encoder, self.vae.quant_conv):
-            if network is not None:
-                cast_weights(network, precision)
+        for name in _ENCODING:
+            if getattr(self.vae, name, None) is not None:
+                cast_weights(getattr(self.vae, name), precision)
 
     def drop_encoder(self) -> None:
         """Frees the encoder's memory, where latents come from a cache."""
-        self.vae.encoder = self.vae.quant_conv = None
+        for name in _ENCODING:
+            setattr(self.vae, name, None)
 
 
 @torch.no_grad()
 def encode_posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and deviation of an AutoencoderKL's latents: (B, C, H, W) in [-1, 1] -> 2 x (B, c, h, w)."""
+    """Returns mean and deviation of an autoencoder's latents: (B, C, H, W) in [-1, 1] -> 2 x (B, c, h, w)."""
+    if is_of_representations(vae):
+        mean = vae.encode((image.to(_find_dtype(vae.encoder)) + 1) / 2).latent.float()
+        return mean, torch.zeros_like(mean)
     moments = vae.encode(image.to(_find_dtype(vae.encoder))).latent_dist.parameters.float()
     mean, log_variance = moments.chunk(2, dim=1)
     return mean, torch.exp(0.5 * log_variance.clamp(-30, 20))
@@ -126,11 +144,20 @@ def spread(values: Values, like: Tensor) -> float | Tensor:
     return to_device(torch.tensor(values, dtype=like.dtype).view(-1, 1, 1), like.device)
 
 
-def identify_autoencoder(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns what decides an AutoencoderKL's codes: its architecture and its weights by diffusers' names.
+def is_of_representations(vae: nn.Module) -> bool:
+    """Returns whether an autoencoder is an AutoencoderRAE, which has images in [0, 1] and no posterior."""
+    return type(vae).__name__ == _OF_REPRESENTATIONS
 
-    Scale and shift of the latents are left out, since they come after the codes and may be measured later.
+
+def identify_autoencoder(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns what decides an autoencoder's codes: its architecture and its weights by diffusers' names.
+
+    Scale and shift of the latents are left out, since they come after the codes and may be measured later; but for an
+    AutoencoderRAE, which applies them itself.
     """
+    if is_of_representations(vae):
+        own = {name: value for name, value in vae.config.items() if not name.startswith(("_", "latents_"))}
+        return {"class": _OF_REPRESENTATIONS, **json.loads(json.dumps(own))}, vae.state_dict()
     config = json.loads(json.dumps({name: vae.config[name] for name in _DIFFUSERS_DEFAULTS if name in vae.config}))
     return {name: value for name, value in config.items() if value != _DIFFUSERS_DEFAULTS[name]}, vae.state_dict()
 
@@ -150,7 +177,7 @@ def _find_dtype(network: nn.Module) -> torch.dtype:
 
 
 def _load_autoencoder(path: str) -> nn.Module:
-    from diffusers import AutoencoderKL  # slow to import, and only users of a first stage need it
+    import diffusers  # slow to import, and only users of a first stage need it
 
     remedy = (
         f"export one first with dstrain export RUN --out {path}, save one there with "
@@ -162,9 +189,13 @@ def _load_autoencoder(path: str) -> nn.Module:
         if not (folder / "config.json").is_file() and (folder / "vae").is_dir():
             folder = folder / "vae"
         local = folder.is_dir()
-        refuse_quantized(AutoencoderKL.load_config(str(folder), local_files_only=local))
+        config = diffusers.AutoencoderKL.load_config(str(folder), local_files_only=local)
+        refuse_quantized(config)
+        name = _OF_REPRESENTATIONS if config.get("_class_name") == _OF_REPRESENTATIONS else "AutoencoderKL"
+        if not hasattr(diffusers, name):
+            raise ConfigError(f"first_stage.path: {path} is an {name}, which comes with diffusers 0.42: install that")
         # low_cpu_mem_usage=False keeps diffusers from warning that accelerate is missing.
         options = {"use_safetensors": True, "low_cpu_mem_usage": False, "output_loading_info": True}
-        vae, report = AutoencoderKL.from_pretrained(str(folder), local_files_only=local, **options)
+        vae, report = getattr(diffusers, name).from_pretrained(str(folder), local_files_only=local, **options)
         require_weights(report["missing_keys"], unread=())
         return vae

@@ -86,6 +86,8 @@ def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp
     """
     with reword_errors(options={"first_stage.path:": f"--first-stage {path}:"}):
         vae = autoencoder.Autoencoder(path).to(group.device())
+    if image_size is not None and vae.image_size not in (None, image_size):
+        raise ConfigError(f"--image-size {image_size}: {path} encodes pictures of {vae.image_size} pixels alone")
     if image_size is not None and image_size % vae.factor:
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
 

@@ -7,6 +7,8 @@ import torch
 
 from dstrain import rng, systems
 from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, hash_network, identify_autoencoder
+from dstrain.recipe import ConfigError
+from dstrain.runs.first_stage import open_diffusers
 from dstrain.systems.base import Request
 from tests.support import first_stage
 
@@ -140,3 +142,53 @@ def test_latent_dit(folder):
         systems.build("dit", config | {"in_channels": 3})
     with pytest.raises(ValueError, match="first_stage.factor: 4 in the recipe, 8"):
         systems.build("dit", config | {"first_stage": {"path": str(folder), "factor": 4}})
+
+
+def test_an_autoencoder_of_representations(tmp_path):
+    """Oracle: diffusers' AutoencoderRAE itself, of pictures in [0, 1]: the same latents, drawn without noise, and the
+    same pictures; normalized as its config says; another normalization is another fingerprint, a copy is not.
+    """
+    from diffusers import AutoencoderRAE
+
+    generator = torch.Generator().manual_seed(1)
+    moments = {
+        "latents_mean": torch.randn(64, 2, 2, generator=generator),
+        "latents_std": 1 + torch.rand(64, 2, 2, generator=generator),
+    }
+    path = first_stage.save_of_representations(tmp_path / "rae", **moments)
+    theirs = AutoencoderRAE.from_pretrained(path)
+    ours = Autoencoder(str(path))
+    assert (ours.channels, ours.image_channels, ours.factor, ours.scaling_factor) == (64, 3, 8, 1.0)
+    assert ours.channel_moments() is None  # It applies them itself.
+    image, keys = torch.rand(2, 3, 16, 16, generator=generator), rng.keys_of_seeds(torch.arange(2))
+    with torch.no_grad():
+        latents = theirs.encode(image).latent
+        pictures = theirs.decode(latents).sample
+    torch.testing.assert_close(ours.encode(2 * image - 1, keys), latents)
+    torch.testing.assert_close(ours.decode(latents), 2 * pictures - 1)
+    assert Autoencoder(str(path)).fingerprint() == ours.fingerprint()
+    other = first_stage.save_of_representations(tmp_path / "other", latents_std=moments["latents_std"])
+    assert Autoencoder(str(other)).fingerprint() != ours.fingerprint()
+    ours.encode_in("bf16")
+    ours.drop_encoder()
+    torch.testing.assert_close(ours.decode(latents), 2 * pictures - 1)
+
+
+def test_a_dit_of_representations(tmp_path):
+    """Oracle: the autoencoder's own latents, online and from a cache, and its own pictures of them; a whole way."""
+    path = first_stage.save_of_representations(tmp_path / "rae")
+    model = {"image_size": 16, "in_channels": 64, "first_stage": {"path": str(path), "factor": 8}, "num_classes": 10}
+    model |= {"patch_size": 1, "hidden_size": 16, "depth": 1, "num_heads": 2, "objective": "flow", "learn_sigma": False}
+    system = systems.build("dit", model)
+    batch = system.synthetic(2)
+    online = system.encode(batch)["x_start"]
+    nets = system.networks()
+    assert torch.isfinite(system.loss("denoiser", nets, system.encode(batch))["loss"])
+    assert system.sample(nets, Request(torch.arange(2), {}, 2)).shape == (2, 3, 16, 16)
+    mean, std = encode_posterior(system.first_stage.vae, batch["image"].float() / 127.5 - 1)
+    cached = system.encode({"key": batch["key"], "label": batch["label"], "latent_mean": mean, "latent_std": std})
+    assert torch.equal(cached["x_start"], online) and not bool(std.any())
+    with pytest.raises(ConfigError, match="image_size: 32 in the recipe, 16 in autoencoder"):
+        systems.build("dit", model | {"image_size": 32})
+    with pytest.raises(ConfigError, match=f"--image-size 32: {path} encodes pictures of 16 pixels alone"):
+        open_diffusers(str(path), 32)

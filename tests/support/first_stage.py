@@ -5,6 +5,25 @@ from pathlib import Path
 import torch
 
 
+def save_of_representations(folder: Path, **changes) -> Path:
+    """A folder with an AutoencoderRAE of pictures of 16 x 16 pixels, whose latents are 64 x 2 x 2."""
+    from diffusers import AutoencoderRAE
+
+    torch.manual_seed(0)
+    arguments = {
+        "encoder_hidden_size": 64,
+        "encoder_num_hidden_layers": 1,
+        "encoder_input_size": 28,
+        "patch_size": 8,
+        "decoder_hidden_size": 32,
+        "decoder_num_hidden_layers": 1,
+        "decoder_num_attention_heads": 2,
+        "decoder_intermediate_size": 64,
+    }
+    AutoencoderRAE(**arguments | changes).save_pretrained(folder)
+    return folder
+
+
 def save(folder: Path, seed: int = 0, channels: int = 1, depth: int = 3, **changes) -> Path:
     """A folder with an AutoencoderKL that shrinks images by 2 ** (depth - 1)."""
     from diffusers import AutoencoderKL

@@ -50,7 +50,7 @@ class EncodeOptions(Weights):
         Path,
     )
     first_stage: str | None = option(
-        None, "instead: a diffusers AutoencoderKL, a folder or a name on the hub", metavar="PATH"
+        None, "instead: a diffusers AutoencoderKL or AutoencoderRAE, a folder or a name on the hub", metavar="PATH"
     )
     data: str | None = option(
         None,

@@ -12,7 +12,8 @@ from dstrain.recipe import Codes as RunCodes
 
 class FirstStage(Section):
     path: str
-    """Folder of a diffusers AutoencoderKL (or of a pipeline with a vae/), or its name on the Hugging Face hub."""
+    """Folder of a diffusers AutoencoderKL (or of a pipeline with a vae/) or AutoencoderRAE, or its name on the Hugging
+    Face hub."""
     scaling_factor: Annotated[float | None, filled_in()] = Field(None, gt=0)
     """Latents are multiplied by it. None takes the autoencoder's own; that of a folder is written into the run."""
     shift: Annotated[float | None, filled_in()] = None
@@ -72,7 +73,7 @@ class Latents(Section):
 
 
 def load_first_stage(
-    section: FirstStage, codes: Codes | None, in_channels: int, scale: tuple[Values, Values]
+    section: FirstStage, codes: Codes | None, in_channels: int, image_size: int, scale: tuple[Values, Values]
 ) -> Autoencoder:
     """Returns the autoencoder, without its encoder where a cache holds its latents. Raises ConfigError if it is not
     the one that the recipe, the run or the cache names. scale: see Config.latent_scale.
@@ -83,6 +84,7 @@ def load_first_stage(
         ("first_stage.factor", section.factor, autoencoder.factor),
         ("in_channels", in_channels, autoencoder.channels),
         ("data.channels", section.image_channels, autoencoder.image_channels),
+        ("image_size", autoencoder.image_size and image_size, autoencoder.image_size),
     ):
         if configured not in (None, actual):
             raise ConfigError(f"{name}: {configured} in the recipe, {actual} in autoencoder {path}: make both equal")

@@ -50,7 +50,7 @@ class DiTSystem(System):
         self.first_stage = None
         if config.first_stage:
             self.first_stage = load_first_stage(
-                config.first_stage, config.codes, config.in_channels, config.latent_scale()
+                config.first_stage, config.codes, config.in_channels, config.image_size, config.latent_scale()
             )
         self.alignment = Alignment(config.align) if config.align else None
         self.generates = config.codes is None or self.first_stage is not None

@@ -212,6 +212,10 @@ def _load_first_stage(config: Config) -> nn.Module | None:
     if config.first_stage is None:
         return None
     stage = Autoencoder(config.first_stage.path, *config.latent_scale())
+    if stage.of_representations:
+        raise ConfigError(
+            "first_stage: diffusers has no pipeline that decodes by an AutoencoderRAE; take --format safetensors"
+        )
     trained_with = config.first_stage.fingerprint or (config.codes.first_stage if config.codes else None)
     if trained_with not in (None, stage.fingerprint()):
         raise ConfigError(
