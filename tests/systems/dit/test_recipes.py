@@ -19,19 +19,23 @@ def dry_run(name: str, *words: str) -> list[str]:
     return prepare_job(JobOptions(path, ROOT / "ds_configs/zero1.json", words, dry_run=True), 8, "cuda").remarks
 
 
-def test_lightningdit_reads_normalized_latents(tmp_path: Path) -> None:
-    """Oracle: --dry-run on latents as dstrain convert leaves those of VA-VAE: all is in order."""
+@pytest.mark.parametrize(
+    "name, shape, stage",
+    [("lightningdit-xl1-vavae", [32, 16, 16], "vavae"), ("raev2-xl-imagenet256", [1024, 16, 16], "raev2")],
+)
+def test_a_recipe_of_normalized_latents(tmp_path: Path, name: str, shape: list[int], stage: str) -> None:
+    """Oracle: --dry-run on latents as dstrain convert leaves those of others' encoders: all is in order."""
     write(
         tmp_path / "cache",
         number=20,
         size=20,
-        shape=[32, 16, 16],
+        shape=shape,
         classes=[f"n{i:04}" for i in range(1000)],
-        stage="vavae",
+        stage=stage,
         image_size=256,
         channels=3,
     )
-    remarks = dry_run("lightningdit-xl1-vavae", f"data.path={tmp_path / 'cache'}", f"folder={tmp_path / 'run'}")
+    remarks = dry_run(name, f"data.path={tmp_path / 'cache'}", f"folder={tmp_path / 'run'}")
     assert any("20 cached images (latents" in remark for remark in remarks)
 
 
