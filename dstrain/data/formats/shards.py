@@ -24,10 +24,29 @@ def find_gaps(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     return gaps
 
 
+def _find_two_sets(names: Iterable[str]) -> tuple[str, str] | None:
+    """Returns two patterns of shards that differ only in how many there are: two versions of the same data."""
+    seen: dict[tuple[str, str], str] = {}
+    for match in filter(None, map(_SHARD.fullmatch, names)):
+        pattern = f"{match[1]}*-of-{match[3]}{match[4]}"
+        if seen.setdefault((match[1], match[4]), pattern) != pattern:
+            return seen[match[1], match[4]], pattern
+    return None
+
+
 def leave_out_gaps(layout: Layout, names: Iterable[str]) -> None:
-    """Counts shards that are missing among those that a user has named. Raises ConfigError if a folder lacks some."""
+    """Counts shards that are missing among those that a user has named. Raises ConfigError if a folder lacks some, or
+    holds two sets of the same name.
+    """
+    names = list(names)
     root, gaps = layout.root, find_gaps(names)
-    if gaps and (os.path.isdir(root) or (layout.files.far and not root.lower().endswith(_SUFFIXES))):
+    is_folder = os.path.isdir(root) or (layout.files.far and not root.lower().endswith(_SUFFIXES))
+    if is_folder and (two := _find_two_sets(names)):
+        raise ConfigError(
+            f"{layout.request.key}={root}: {two[0]} and {two[1]} are two sets of shards of one name, and both would be "
+            f"read: remove the older one, or write {layout.request.key}='{root.rstrip('/')}/{two[1]}'"
+        )
+    if gaps and is_folder:
         name, (own, total) = next(iter(gaps.items()))
         raise ConfigError(
             f"{layout.request.key}={root}: of the {total:,} shards {name}, {own:,} are there: fetch the others, or "

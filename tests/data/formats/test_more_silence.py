@@ -291,6 +291,15 @@ def rows_that_were_not_filtered(d):
     return read(put_saved(d, 10, _indices_data_files=[], _indices_files=None))
 
 
+def test_two_sets_of_shards(tmp_path):
+    """Oracle: the names: an older set of the same data beside the newer one is named; each alone is read."""
+    for number, name in enumerate(("x-00000-of-00001", "x-00000-of-00002", "x-00001-of-00002"), 1):
+        put_tables(tmp_path, {f"{name}.parquet": make_table((10 * number,))})
+    got = read(tmp_path)
+    assert "x-*-of-00001.parquet and x-*-of-00002.parquet are two sets of shards of one name" in got, got
+    assert read(tmp_path / "x-*-of-00002.parquet") == "20 30"
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".tar"])
 @pytest.mark.parametrize(
     "names, expected",
