@@ -205,7 +205,7 @@ def test_guide(tiny, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "run.yaml").write_text(recipe.dump(run.model_copy(update={"model": run.model | {"objective": "flow"}})))
-    with pytest.raises(ConfigError, match="--guide .*other: model.objective differs"):
+    with pytest.raises(ConfigError, match="--guide .*other: model.diffusion differs"):
         generate_samples(GenerateOptions(tiny, guide=(other, None, None), **words))
     with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):
         generate_samples(GenerateOptions(tiny, guide=(tiny, None, None), guidance_scale=1.0, **words))

@@ -53,7 +53,11 @@ MODERN = TINY | {
 }
 CASES += [
     MODERN | {"align": {"kind": "layersync", "depth": 1, "target": 2}, "tokens": {"label": 2, "joins": 1}},
-    MODERN | {"align": {"kind": "repa", "depth": 1, "hidden": 8}, "routing": {"ratio": 0.5, "start": 1, "end": 1}},
+    MODERN
+    | {
+        "align": {"kind": "repa", "depth": 1, "hidden": 8, "width": 12},
+        "routing": {"ratio": 0.5, "start": 1, "end": 1},
+    },
 ]
 
 
