@@ -145,8 +145,9 @@ class FlowMatching:
 
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else steps_of(sampler, num_calls)
         if sampler in ("sde", "sde-heun"):
-            if sampler == "sde-heun":  # its last step is one call
-                num_steps = (num_calls - 1) // 2 + 1
+            if sampler == "sde-heun":  # A last step to the data, or of another kind, is one call.
+                num_steps = num_calls // 2 if self.last == "none" and self.t_last else (num_calls - 1) // 2 + 1
+                num_steps = max(num_steps, 1)
             first = _BEGIN if self.coefficient == "sbdm" and self.interpolant.path != "vp" else 1.0
             grid = self.grid(num_steps, x, spacing, first, 0.0 if self.last == "none" else self.last_size)
             return self.stochastic(network, x, grid, scaled_noise, eta, progress, sampler)

@@ -105,6 +105,23 @@ def test_every_coefficient_keeps_the_marginals(coefficient, sampler):
     assert float(drawn.std()) == pytest.approx(STD, rel=0.06)
 
 
+@pytest.mark.parametrize("last, t_last", [("euler", 0.0), ("none", 0.0), ("none", 0.02), ("mean", 0.02)])
+@pytest.mark.parametrize("num_calls", [2, 3, 8, 9])
+def test_calls_of_an_sde(last, t_last, num_calls):
+    """Oracle: the calls counted: never more than are asked for, and at most one fewer."""
+    calls = []
+
+    def network(x, t):
+        calls.append(1)
+        return x
+
+    for sampler in ("sde", "sde-heun"):
+        calls.clear()
+        flow = FlowMatching(time_scale=1.0, last=last, t_last=t_last)
+        flow.sample(network, torch.ones(1, 1), lambda step: torch.ones(1, 1), sampler, num_calls)
+        assert num_calls - 1 <= len(calls) <= num_calls
+
+
 STRATA = 12
 
 

@@ -199,3 +199,20 @@ def test_metrics_where_a_reference_is_all_that_is_named(tmp_path, words):
     """Oracle: the guide: fid of pictures."""
     run = run_on_codes(tmp_path / "run", words, arrays(tmp_path / "a.npz", noise(9)), metrics=None)
     assert check_quality(run, Painter(), Fashion(32, 3), None).metrics == ("fid",)
+
+
+def test_a_reference_that_changes_or_cannot_be_read_is_said(tmp_path, words, capsys):
+    """Oracle: the files: one that is broken is counted and named, and a start with other files says that figures stand
+    apart; one with the same files says nothing.
+    """
+    place = pictures_in(tmp_path / "p")
+    run = run_on_codes(tmp_path / "run", words, place)
+    run.directory.mkdir()
+    (place / "005.png").write_bytes(b"none")
+    for expected in (["1 of 24 images", "005.png"], []):
+        open_quality(run, Painter(), None, None)
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+        assert len(notes) == bool(expected) and all(word in "".join(notes) for word in expected), notes
+    (place / "005.png").unlink()
+    open_quality(run, Painter(), None, None)
+    assert f"note: every.metrics: {place} is not what earlier figures" in capsys.readouterr().out
