@@ -380,7 +380,7 @@ BUDGETS = {
     "diffusion": 1240,  # with one protocol of chains and flows, their section, SDEs, strata and min-SNR
     "disk": 553,  # with places of runs, by which copies are told from what they were made of
     "distributed": 1002,  # with stops in every phase, launches told apart, and the environment read in one place
-    "encoders": 472,  # with one tower that gives all tokens of an image, and autoencoders of representations
+    "encoders": 636,  # with the one reader of texts, moved from systems
     "engine": 2417,
     "metrics": 1205,
     "nn": 880,

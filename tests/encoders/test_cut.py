@@ -7,9 +7,9 @@ import torch
 
 from dstrain import systems
 from dstrain.commands.generate import GenerateOptions, generate_samples
+from dstrain.encoders.reader import hash_words
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import Run
-from dstrain.systems.phenaki.texts import hash_words
 from tests.support import checkpoints, tokenizers, towers
 from tests.systems.phenaki.cases import TOKEN_CLIPS
 from tests.systems.prior.cases import PAIRS

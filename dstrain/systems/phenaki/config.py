@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dstrain.encoders.frozen import is_here
+from dstrain.encoders.reader import ReadsTexts, complete_texts, replace_encoder
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.phenaki import codec
@@ -58,10 +59,11 @@ class Decoding(Section):
         return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
 
 
-class Config(SystemConfig):
+class Config(SystemConfig, ReadsTexts):
     """Defaults are the sizes of lucidrains' README; token_shape and codebook_size come from the tokenizer or cache."""
 
     learns_from = ("clips", "clip_tokens")
+    no_captions = "give X.txt beside each video, data.captions=FILE or class folders, or set model.unconditional=true"
 
     token_shape: tuple[int, int, int]
     """Latent frames, height and width of the longest clip's tokens; filled in from the cache or the tokenizer."""
@@ -100,16 +102,6 @@ class Config(SystemConfig):
 
     unconditional: bool = False
     """Whether the model reads no texts and has no weights for them."""
-    text_encoder: Annotated[str | None, filled_in()] = None
-    """Folder or hub name of the encoder of captions (T5, CLIP, MiniLM); None hashes words into a learned table."""
-    text_encodings_dim: int | None = Field(None, ge=1)
-    """Width of the encodings of text_encoder (768 for t5-v1_1-base) or of the data; None where words are hashed."""
-    text_encoder_fingerprint: Annotated[str | None, filled_in()] = None
-    """The only text encoder that is accepted; filled in from the cache; None accepts any."""
-    max_text_len: int = Field(64, ge=1)
-    """Words, or tokens of the encoder, that are read of a text; filled in from cached encodings."""
-    num_words: int = Field(8192, ge=2)
-    """Rows of the table of hashed words."""
     cond_drop_prob: float = Field(0.25, ge=0, le=1)
     """Share of training samples whose text is dropped; 0 leaves out the null text, and with it guidance."""
 
@@ -142,11 +134,7 @@ class Config(SystemConfig):
                 f"beginnings {list(self.beginnings)}: shares of the steps are 0 at least, and 1 together "
                 "at most; write for example [0.5, 0.2, 0.1], and whole clips are the rest"
             )
-        if self.text_encoder is not None and self.text_encodings_dim is None:
-            raise ConfigError(
-                f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
-                "said; give its hidden size, for example 768 for google/t5-v1_1-base"
-            )
+        self.require_width()
         if self.unconditional and (self.text_encoder or self.text_encodings_dim):
             raise ConfigError(
                 "unconditional: the model reads no texts, and text_encoder or text_encodings_dim is "
@@ -181,23 +169,7 @@ class Config(SystemConfig):
                 f"token_shape {list(self.token_shape)}: the tokens in data.path are {list(codes.shape)} "
                 "(latent frames, height, width); leave model.token_shape out, or encode other clips"
             )
-        width, fingerprint = self.text_encodings_dim, self.text_encoder_fingerprint
-        if codes.text is not None and width not in (None, codes.text[1]):
-            raise ConfigError(
-                f"text_encodings_dim {width}: the encodings in data.path are {codes.text[1]} wide; set "
-                f"model.text_encodings_dim={codes.text[1]}, or encode with another text encoder"
-            )
-        if codes.text is not None and width is not None and codes.text[0] != self.max_text_len:
-            raise ConfigError(
-                f"max_text_len {self.max_text_len}: the encodings in data.path are of {codes.text[0]} "
-                f"tokens, and prompts would be cut elsewhere; set model.max_text_len={codes.text[0]}, or "
-                f"encode with --max-text-len {self.max_text_len}"
-            )
-        if width is not None and fingerprint is not None and codes.text_encoder not in (None, fingerprint):
-            raise ConfigError(
-                f"text_encoder_fingerprint {fingerprint}: the encodings in data.path are of the text "
-                f"encoder {codes.text_encoder}; leave model.text_encoder_fingerprint out, or use it"
-            )
+        self.require_cached(codes.text, codes.text_encoder)
         expected = self.tokenizer and self.tokenizer.fingerprint
         if expected not in (None, codes.first_stage):
             raise ConfigError(
@@ -255,13 +227,8 @@ class Config(SystemConfig):
                 added.setdefault("temporal_patch_size", max((frames - 1) // (codes.shape[0] - 1), 1))
             if codes.codebook_size:
                 added["codebook_size"] = codes.codebook_size
-            hashes = model.get("text_encodings_dim", "absent") is None
-            if codes.text and not model.get("unconditional") and not hashes:
-                added |= {
-                    "text_encodings_dim": codes.text[1],
-                    "max_text_len": codes.text[0],
-                    "text_encoder_fingerprint": codes.text_encoder,
-                }
+            if not model.get("unconditional"):
+                added |= complete_texts(model, codes)
         # Always from the index of these data: a section that a run wrote down may be of another cache.
         index = codes.model_dump(include=set(Codes.model_fields)) if cached else None
         return added | model | {"codes": index} | ({"tokenizer": stage} if stage else {})
@@ -301,11 +268,7 @@ class Config(SystemConfig):
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
         if text_encoder is not None:
-            if model.get("unconditional"):
-                raise ConfigError("--text-encoder: the model is unconditional and takes no texts; leave it out")
-            if model.get("text_encodings_dim") is None:
-                raise ConfigError("--text-encoder: the model hashes words and reads no encoder; leave it out")
-            model = model | {"text_encoder": text_encoder}
+            model = replace_encoder(model, text_encoder, not model.get("unconditional"))
         if tokenizer is not None:
             model = model | {"tokenizer": (model.get("tokenizer") or {}) | {"path": tokenizer}}
         return model
@@ -316,9 +279,8 @@ class Config(SystemConfig):
         return SAMPLERS if self.critic else SAMPLERS[:1]
 
     @property
-    def has_null(self) -> bool:
-        """Tells whether there is a text that stands for none."""
-        return not self.unconditional and self.cond_drop_prob > 0
+    def reads_texts(self) -> bool:
+        return not self.unconditional
 
     @property
     def num_frames(self) -> int:
@@ -342,15 +304,6 @@ class Config(SystemConfig):
 
     def trunk(self) -> dict[str, Any]:
         """Returns the keyword arguments of Trunk."""
-        text = (
-            None
-            if self.unconditional
-            else {
-                "num_words": None if self.text_encodings_dim else self.num_words,
-                "max_text_len": self.max_text_len,
-                "encodings_dim": self.text_encodings_dim,
-                "learns_null": self.has_null,
-            }
-        )
+        text = self.text_arguments() if self.reads_texts else None
         same = ("token_shape", "dim", "depth", "heads", "dim_head", "peg", "dropout", "gradient_shrink")
         return {**{name: getattr(self, name) for name in same}, "text": text}

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.encoders.reader import NAMES, Reader, draw_texts, select_texts
 from dstrain.nn.pixels import to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
@@ -26,7 +27,6 @@ from dstrain.systems.phenaki import codec, masking
 from dstrain.systems.phenaki.config import Config
 from dstrain.systems.phenaki.decoding import decode_tokens
 from dstrain.systems.phenaki.maskgit import MaskGit, Pass, TokenCritic
-from dstrain.systems.phenaki.texts import NAMES, Reader, pack_captions, select_texts
 from dstrain.systems.phenaki.tokenizer.network import mark_real
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
@@ -366,20 +366,14 @@ class PhenakiSystem(System):
         """Tokens and texts as a cache holds them, clips of random length."""
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
-        config, longest = self.config, self.config.max_text_len
+        config = self.config
         batch = {
             "key": key,
             "position": positions,
             "tokens": rng.integers(key, "tokens", config.codebook_size, config.token_shape),
             "frames": 1 + rng.integers(key, "frames", self.num_frames),
         }
-        if width := config.text_encodings_dim:
-            batch["text_encodings"] = rng.normal(key, "text_encodings", (longest, width))
-            batch["text_mask"] = torch.arange(longest) < 1 + rng.integers(key, "length", longest)[:, None]
-        elif not config.unconditional:
-            words = rng.integers(key, "words", 1000, (min(longest, 8),)).tolist()
-            batch["caption"] = pack_captions([" ".join(f"w{word}" for word in row) for row in words])
-        return batch
+        return batch | draw_texts(config, key)
 
 
 def build(config: Config) -> PhenakiSystem:

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from dstrain import recipe, rng, systems
 from dstrain.data.cached.rows import pack_caption
 from dstrain.data.source import stack_texts
+from dstrain.encoders.reader import hash_words
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import Codes, ConfigError, Run
 from dstrain.systems.base import Request
 from dstrain.systems.phenaki import codec
 from dstrain.systems.phenaki.config import Config
 from dstrain.systems.phenaki.maskgit import Pass
-from dstrain.systems.phenaki.texts import hash_words
 from tests.support import tokenizers, towers
 
 TINY = {

@@ -1,0 +1,248 @@
+"""Texts as networks read them: hashed words, or encodings of a frozen encoder; and the fields of a model section that
+say which.
+
+Hashed words need no download. A word is a match of \\w+ in the lower-cased text, its id is 1 + crc32 modulo
+num_words - 1, and 0 is padding. Their vectors are learned. Two words may share a row: the probability that any two do
+is 0.45 for 100 words in 8192 rows, and 0.02 for 20 words.
+"""
+
+import re
+import zlib
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from dstrain import rng
+from dstrain.distributed.group import to_device
+from dstrain.encoders.text import TextEncoder, describe_cut, encode_distinct, load_text_encoder, unpack_captions
+from dstrain.recipe import ConfigError, Section, filled_in
+
+NAMES = ("words", "text_encodings", "text_mask")
+_WORD = re.compile(r"\w+")
+_CAPTION_BYTES = 512  # size of a caption in a batch
+_REMEMBERED = 256  # most texts whose inputs are remembered for the next call
+
+TextInputs = dict[str, Tensor]  # words int64 (N, L); or text_encodings (N, L, E), text_mask (N, L)
+
+
+class ReadsTexts(Section):
+    """Fields of a model section that reads texts. A subclass says whether it does, and where its null text is."""
+
+    null_field: ClassVar[str] = "cond_drop_prob"  # the share of dropped texts, above 0 where there is a null text
+    no_captions: ClassVar[str]  # the remedy where the data have none
+
+    text_encoder: Annotated[str | None, filled_in()] = None
+    """Folder or hub name of the encoder of captions (T5, CLIP, MiniLM); None hashes words into a learned table."""
+    text_encodings_dim: int | None = Field(None, ge=1)
+    """Width of the encodings of text_encoder (768 for t5-v1_1-base) or of the data; None where words are hashed."""
+    text_encoder_fingerprint: Annotated[str | None, filled_in()] = None
+    """The only text encoder that is accepted; filled in from the cache; None accepts any."""
+    max_text_len: int = Field(64, ge=1)
+    """Words, or tokens of the encoder, that are read of a text; filled in from cached encodings."""
+    num_words: int = Field(8192, ge=2)
+    """Rows of the table of hashed words."""
+
+    @property
+    def reads_texts(self) -> bool:
+        """Tells whether the model reads texts at all."""
+        raise NotImplementedError
+
+    @property
+    def has_null(self) -> bool:
+        """Tells whether there is a text that stands for none."""
+        return self.reads_texts and getattr(self, self.null_field) > 0
+
+    @property
+    def cached_text(self) -> tuple[int, int] | None:
+        """Returns tokens and width of the text encodings that the data hold; None: they hold none."""
+        codes = getattr(self, "codes", None)
+        return None if codes is None else codes.text
+
+    def text_arguments(self) -> dict[str, Any]:
+        """Returns the keyword arguments of a network's module that embeds texts."""
+        return {
+            "num_words": None if self.text_encodings_dim else self.num_words,
+            "max_text_len": self.max_text_len,
+            "encodings_dim": self.text_encodings_dim,
+            "learns_null": self.has_null,
+        }
+
+    def require_width(self) -> None:
+        """Raises ConfigError if an encoder is named, and not how wide its encodings are."""
+        if self.text_encoder is not None and self.text_encodings_dim is None:
+            raise ConfigError(
+                f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
+                "said; give its hidden size, for example 768 for google/t5-v1_1-base"
+            )
+
+    def require_cached(self, text: tuple[int, int] | None, text_encoder: str | None) -> None:
+        """Raises ConfigError if the text encodings in data.path are not those of the model."""
+        width, fingerprint = self.text_encodings_dim, self.text_encoder_fingerprint
+        if text is not None and width not in (None, text[1]):
+            raise ConfigError(
+                f"text_encodings_dim {width}: the encodings in data.path are {text[1]} wide; set "
+                f"model.text_encodings_dim={text[1]}, or encode with another text encoder"
+            )
+        if text is not None and width is not None and text[0] != self.max_text_len:
+            raise ConfigError(
+                f"max_text_len {self.max_text_len}: the encodings in data.path are of {text[0]} "
+                f"tokens, and prompts would be cut elsewhere; set model.max_text_len={text[0]}, or "
+                f"encode with --max-text-len {self.max_text_len}"
+            )
+        if width is not None and fingerprint is not None and text_encoder not in (None, fingerprint):
+            raise ConfigError(
+                f"text_encoder_fingerprint {fingerprint}: the encodings in data.path are of the text "
+                f"encoder {text_encoder}; leave model.text_encoder_fingerprint out, or use it"
+            )
+
+
+def complete_texts(model: dict[str, Any], codes: Any) -> dict[str, Any]:
+    """Returns what the index of a cache says of text encodings, for a section that does not hash words."""
+    if not codes.text or model.get("text_encodings_dim", "absent") is None:
+        return {}
+    return {
+        "text_encodings_dim": codes.text[1],
+        "max_text_len": codes.text[0],
+        "text_encoder_fingerprint": codes.text_encoder,
+    }
+
+
+def replace_encoder(model: dict[str, Any], text_encoder: str, reads_texts: bool) -> dict[str, Any]:
+    """Returns a model section with another folder or hub name of its encoder. Raises ConfigError if it has no use."""
+    if not reads_texts:
+        raise ConfigError("--text-encoder: the model is unconditional and takes no texts; leave it out")
+    if model.get("text_encodings_dim") is None:
+        raise ConfigError("--text-encoder: the model hashes words and reads no encoder; leave it out")
+    return model | {"text_encoder": text_encoder}
+
+
+class Reader:
+    """Makes the text inputs of a model of `config`; {} where it reads none."""
+
+    def __init__(self, config: ReadsTexts) -> None:
+        self.config = config
+        self.encoder: TextEncoder | None = None
+        self._last: tuple[dict[str, int], TextInputs] = {}, {}  # row of each text of the last call; the rows
+
+    def of_batch(self, batch: dict[str, Tensor]) -> TextInputs:
+        """Reads encodings, or captions as UTF-8. Raises ConfigError if the batch has neither, or of another width."""
+        config, width = self.config, self.config.text_encodings_dim
+        if not config.reads_texts:
+            return {}
+        if width is not None and "text_encodings" in batch:
+            encodings = batch["text_encodings"]
+            if encodings.shape[-1] != width:
+                raise ConfigError(
+                    f"data: text_encodings are {encodings.shape[-1]} wide in the data and {width} in the "
+                    f"model: set model.text_encodings_dim={encodings.shape[-1]}, or encode again"
+                )
+            mask = batch.get("text_mask", torch.ones_like(encodings[..., 0]))
+            return {"text_encodings": encodings, "text_mask": mask.bool()}
+        if width is None and "words" in batch:
+            return {"words": batch["words"]}
+        if "caption" not in batch:
+            raise ConfigError(f"data: there are no captions, and the model reads texts: {config.no_captions}")
+        # Captions are on the host, which reads them; the inputs go to the device of the rest of the batch.
+        device = batch.get("key", batch["caption"]).device
+        inputs = self._read(unpack_captions(batch["caption"]), device)
+        return {name: to_device(value, device) for name, value in inputs.items()}
+
+    def of_texts(self, texts: list[str]) -> TextInputs:
+        """Returns inputs for each text, on the CPU. Raises ConfigError without an encoder, or if unconditional.
+
+        Each distinct text is encoded once, and its inputs are remembered for the next call. Where the data hold
+        encodings, the encoder serves prompts alone and is freed when they are encoded.
+        """
+        if not self.config.reads_texts:
+            raise ConfigError("prompts: this model is unconditional and reads no texts; leave them out")
+        row_of, inputs = self._last
+        if not row_of.keys() >= set(texts):
+            distinct, cpu = list(dict.fromkeys(texts)), torch.device("cpu")
+            row_of = {text: row for row, text in enumerate(distinct)}
+            inputs = encode_distinct(distinct, lambda some: self._read(some, cpu))
+            self._last = (row_of, inputs) if len(row_of) <= _REMEMBERED else ({}, {})
+            if self._cached:
+                self.encoder = None
+        rows = torch.tensor([row_of[text] for text in texts])
+        return {name: value[rows] for name, value in inputs.items()}
+
+    def of_nothing(self, num: int) -> TextInputs:
+        """Returns inputs for `num` empty texts, which the null text replaces. Raises ConfigError if there is none."""
+        if not self.config.reads_texts:
+            return {}
+        if not self.config.has_null:
+            raise ConfigError(f"prompts: a model with {self.config.null_field} 0 draws for texts alone; give some")
+        if self.config.text_encodings_dim is None:
+            return {"words": torch.zeros(num, self.config.max_text_len, dtype=torch.int64)}
+        return {
+            "text_encodings": torch.zeros(num, 1, self.config.text_encodings_dim),
+            "text_mask": torch.zeros(num, 1, dtype=torch.bool),
+        }
+
+    def _read(self, texts: list[str], device: torch.device) -> TextInputs:
+        if self.config.text_encodings_dim is None:
+            return {"words": hash_words(texts, self.config.num_words, self.config.max_text_len)}
+        return self.of_batch(select_texts(self._loaded().to(device).encode(texts)))
+
+    def fingerprint(self) -> str:
+        """Returns what is added to the data's fingerprint: the encoder of captions, if it reads them; else ""."""
+        reads = self.config.text_encodings_dim is not None and not self._cached and self.config.reads_texts
+        return f" text_encoder={self._loaded().fingerprint()}" if reads else ""
+
+    def describe_cut(self, texts: list[str], what: str) -> str:
+        """Says how much of the texts the model cannot read; "" if it reads all."""
+        if not self.config.reads_texts:
+            return ""
+        if self.config.text_encodings_dim is not None:
+            return self._loaded().describe_cut(texts, what)
+        return describe_cut(map(len, map(split_words, texts)), self.config.max_text_len, what, "words")
+
+    @property
+    def _cached(self) -> bool:
+        """Tells whether the data hold text encodings."""
+        return self.config.cached_text is not None
+
+    def _loaded(self) -> TextEncoder:
+        """Loads the encoder at the first caption: cached encodings need none."""
+        config = self.config
+        if self.encoder is None:
+            self.encoder = load_text_encoder(config.text_encoder, config.max_text_len, config.text_encoder_fingerprint)
+        return self.encoder
+
+
+def select_texts(tensors: dict[str, Tensor]) -> TextInputs:
+    """Picks the text inputs among the tensors of a batch, an example or conditions."""
+    return {name: tensors[name] for name in NAMES if name in tensors}
+
+
+def split_words(text: str) -> list[str]:
+    """Returns the words that are hashed, in lower case."""
+    return _WORD.findall(text.lower())
+
+
+def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
+    """Ids of hashed words, int64 (N, max_text_len); later words are left out."""
+    rows = []
+    for text in texts:
+        words = split_words(text)[:max_text_len]
+        ids = [1 + zlib.crc32(word.encode()) % (num_words - 1) for word in words]
+        rows.append(ids + [0] * (max_text_len - len(ids)))
+    return torch.tensor(rows, dtype=torch.int64).view(len(texts), max_text_len)
+
+
+def draw_texts(config: ReadsTexts, key: Tensor) -> dict[str, Tensor]:
+    """Draws what a synthetic batch holds of texts: encodings as a cache has them, or captions."""
+    longest = config.max_text_len
+    if not config.reads_texts:
+        return {}
+    if width := config.text_encodings_dim:
+        return {
+            "text_encodings": rng.normal(key, "text_encodings", (longest, width)),
+            "text_mask": torch.arange(longest) < 1 + rng.integers(key, "length", longest)[:, None],
+        }
+    words = rng.integers(key, "words", 1000, (min(longest, 8),)).tolist()
+    texts = [" ".join(f"w{word}" for word in row).encode()[:_CAPTION_BYTES] for row in words]
+    rows = [list(text.ljust(_CAPTION_BYTES, b"\0")) for text in texts]
+    return {"caption": torch.tensor(rows, dtype=torch.uint8)}
