@@ -2,6 +2,7 @@
 
 recipes.md has every key of a recipe, from the fields of the sections: their comments, or the docstrings below them.
 commands.md has every verb with its options, from the dataclasses in dstrain/commands/options/.
+deepspeed.md has every key of DeepSpeed's JSON, from the tables in dstrain/engine/schema.py.
 """
 
 import inspect
@@ -20,6 +21,7 @@ from pydantic_core import PydanticUndefined
 from dstrain import systems
 from dstrain.commands.main import VERBS, options_of
 from dstrain.commands.options.command import format_help
+from dstrain.engine.schema import STAGE_3, list_decisions
 from dstrain.recipe import Run
 from dstrain.recipe.section import find_resume_rule, find_section
 
@@ -40,11 +42,24 @@ COMMANDS = """# Commands
 starts it on all GPUs, and so do `torchrun` and `srun` with the files in `launch/`. [Running](../guides/running.md) has
 the exit codes.
 """
+DEEPSPEED = """# DeepSpeed's JSON
+
+What dstrain does with each key of the file that `--ds_config` names. The recipe owns batch and optimizer; this file owns
+stage, precision, offload and buckets. A key that is not here is refused, also one that a newer DeepSpeed has added.
+`dstrain train --dry-run` names all faults of a file at once.
+"""
+VERDICTS = {
+    "supported": "Keys that take effect\n\nEach was trained with, against the same steps without it. *Stage 3*: at a "
+    "lower stage it changes nothing, and a note says so.",
+    "remarked": "Keys that change nothing\n\nMany files have them: a note says so.",
+    "no effect": "Keys that are refused because they change nothing\n\nA value that asks for nothing is taken.",
+    "refused": "Keys that are refused",
+}
 
 
 def make_pages() -> dict[str, str]:
     """Returns the text of each page by its name."""
-    return {"recipes.md": make_recipes(), "commands.md": make_commands()}
+    return {"recipes.md": make_recipes(), "commands.md": make_commands(), "deepspeed.md": make_deepspeed()}
 
 
 def make_recipes() -> str:
@@ -193,6 +208,19 @@ def make_commands() -> str:
     for name, verb in VERBS.items():
         text = format_help(options_of(verb))
         lines += [f"## {name}\n", *(f"    {line}".rstrip() for line in text.splitlines()), ""]
+    return "\n".join(lines)
+
+
+def make_deepspeed() -> str:
+    """Returns the page of DeepSpeed's keys: a table for each of the four things that are done with one."""
+    lines = [MADE, DEEPSPEED]
+    for verdict, text in VERDICTS.items():
+        lines += [f"## {text}\n", "| key | what it does |" if verdict == "supported" else "| key | why |", "|---|---|"]
+        for key, decision in sorted(list_decisions().items()):
+            if decision.verdict == verdict:
+                high = key.startswith("zero_optimization.") and key.split(".")[1] in STAGE_3
+                lines.append(f"| `{key}` | {escape(decision.words)}{'. *Stage 3.*' if high else ''} |")
+        lines.append("")
     return "\n".join(lines)
 
 

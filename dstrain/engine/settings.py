@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.disk import small
-from dstrain.engine.schema import list_refusals, list_unsupported
+from dstrain.engine.schema import list_idle, list_refusals, list_unsupported, list_untried
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, list_divisors, list_nearby
 
 # Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
@@ -31,6 +31,7 @@ _DEFAULTS = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,  # dstrain builds the optimizer, also an offloaded one
 }
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 # Decides "auto" of the Hugging Face configurations; buckets as in ds_configs/.
 _AUTO_ZERO = {
     "reduce_bucket_size": 50_000_000,
@@ -71,6 +72,7 @@ def resolve_settings(
     problems += list_refusals(settings)
     problems += _check_sizes(settings)
     if not problems:  # the types are right from here on
+        problems += list_untried(settings)
         problems += [*_check_mechanism(settings, optimizer, faults, world, device_type), *_decide_sums(settings)]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
@@ -158,7 +160,8 @@ def list_remarks(settings: Settings, device_type: str) -> list[str]:
         )
     if bf16 and device_type == "cpu" and not multiplies_bf16():
         lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
-    return lines
+    asked = {key: value for key, value in settings.items() if _DEFAULTS.get(key) != value}
+    return [*lines, *list_idle(asked, read_stage(settings))]
 
 
 def _read_json(path: Path) -> Settings:
@@ -207,7 +210,8 @@ def _compare_optimizer(block: Any, optimizer: Optimizer) -> Iterator[str]:
         return
     kind = str(block.get("type", "auto"))
     if kind.lower() not in ("auto", optimizer.name, "adam" if optimizer.name == "adamw" else "auto"):
-        yield f'"optimizer.type" is {kind}, optimizer.name in the recipe is {optimizer.name}: remove the block'
+        gone = " (DeepSpeed 0.19 has removed the 1-bit optimizers)" if kind.lower() in _ONE_BIT else ""
+        yield f'"optimizer.type" is {kind}{gone}, optimizer.name in the recipe is {optimizer.name}: remove the block'
     own = {
         "lr": optimizer.lr,
         "betas": list(optimizer.betas),
@@ -361,7 +365,8 @@ def _check_mechanism(
         if device == "nvme":
             yield (
                 f'"zero_optimization.{what}.device" is "nvme", where the fp32 weights are out of reach of the EMA, '
-                'of initialization and of checkpoints: write "cpu"'
+                "of initialization and of checkpoints, and where DeepSpeed silently reads nothing into an address that "
+                'is no multiple of 512 bytes, and trains on what was there: write "cpu"'
             )
         if device != "none" and read_stage(settings) < least:
             yield (
@@ -389,6 +394,11 @@ def _check_mechanism(
         yield (
             f'"zero_optimization.zero_hpz_partition_size" is {local}, the ranks are {world}: write the number '
             f"of GPUs of a machine, one of {list_divisors(world)}"
+        )
+    if local > 1 and (offloads_optimizer(settings) or read_offload(settings, "offload_param") != "none"):
+        yield (
+            f'"zero_optimization.zero_hpz_partition_size" is {local} beside "offload_optimizer" or "offload_param", '
+            "where others saw losses of zero and nobody has seen right ones: remove one of them"
         )
     for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
         if zero.get(key, False) > (key == "zero_hpz_partition_size"):
