@@ -27,6 +27,7 @@ from dstrain.engine.recovery import Divergence
 from dstrain.engine.settings import list_remarks, read_precision
 from dstrain.engine.start import start_group
 from dstrain.metrics.in_training import Quality, open_quality
+from dstrain.nn.sequence import sharing
 from dstrain.recipe import NotSaved, Run, dump
 from dstrain.runs import folders, hosts
 from dstrain.runs.resume import Resume
@@ -240,7 +241,7 @@ def take_step(
     is called on the last micro-batch, when `batches` know whether the next step has samples.
     """
     engines.set_lr(run.optimizer.lr_at(step, run.steps))
-    watched: list[dict[str, Tensor]] = []
+    sequence, watched = run.parallel.sequence, []
     losses: dict[str, list[Tensor]] = {}
     for micro, batch in enumerate(batches.at(step + shift)):  # batch["key"]: randomness belongs to a sample
         if micro:
@@ -253,7 +254,8 @@ def take_step(
             example = system.encode(batch)  # frozen encoders; building one draws random weights
         rng.seed_torch(run.seed, step + shift, micro * group.world() + group.rank())  # dropout is torch's own
         for part in system.turns(step):  # ("denoiser",) or ("autoencoder", "discriminator")
-            with engines.turn(part) as nets:  # this part is live, the others are bare and frozen
+            # This part is live, the others are bare and frozen; ranks that share samples cut their tokens.
+            with engines.turn(part) as nets, sharing(group.team(sequence)):
                 terms = system.loss(part, nets, example)
                 engines.learn(part, terms["loss"])  # DeepSpeed updates on the last micro-batch
             terms = {name: term.detach() for name, term in terms.items()}
@@ -263,7 +265,7 @@ def take_step(
             tracker.add(part, terms)
     if watched:  # what a system learns on the side, by all samples
         rows = {name: torch.cat([terms[name] for terms in watched]) for name in watched[0]}
-        system.observe(group.in_order(rows.pop("position"), rows))
+        system.observe(group.in_order(rows.pop("position"), rows, sequence))
     return losses
 
 
@@ -312,14 +314,14 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     elif first == 0 and (folder / "metrics.jsonl").exists():
         say("an earlier command ended before it saved anything: training begins at step 1 again")
     hosts.run_on_first(lambda: folders.write_run(run, settings, system.fingerprint(source)))
-    micro = settings["train_micro_batch_size_per_gpu"]
+    micro, sequence = settings["train_micro_batch_size_per_gpu"], run.parallel.sequence
     batches = Batches(
         source,
         global_batch=run.batch.global_,
         micro_batch=micro,
         seed=run.seed,
-        rank=group.rank(),
-        world=group.world(),
+        rank=group.rank() // sequence,
+        world=group.world() // sequence,
         num_workers=run.data.workers,
         device=group.device(),
         folder=folder,

@@ -53,6 +53,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
             batch=run.batch,
             optimizer=run.optimizer,
             faults=run.faults,
+            sequence=run.parallel.sequence,
             before=before,
         )
     if not problems:
@@ -122,6 +123,8 @@ def check_recipe(run: Run) -> tuple[Run, list[str]]:
                 f"{classes}; labels are 0 to {(classes or 0) - 1}"
             )
         problems += config.conflicts(run)
+        if run.parallel.sequence > 1:
+            problems += config.conflicts_among(run.parallel.sequence)
     return run, problems
 
 

@@ -68,7 +68,13 @@ def make_case(
         raise ConfigError(f"--network: --gpu {gpu} names no chip, so that nothing is timed: leave it out, or name one")
     device = device if network is None else replace(device, network=network * 1e9 / 8)
     resolve_settings(
-        ds_config, world, "cuda", batch=run.batch, optimizer=run.optimizer, faults=run.faults
+        ds_config,
+        world,
+        "cuda",
+        batch=run.batch,
+        optimizer=run.optimizer,
+        faults=run.faults,
+        sequence=run.parallel.sequence,
     )  # complaints that name the file
     return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device, efficiency)
 

@@ -43,7 +43,8 @@ def summarize_job(job: Job) -> str:
     """Returns a line about what is going to be trained."""
     run, micro = job.run, job.settings["train_micro_batch_size_per_gpu"]
     sharding = f"ZeRO stage {settings.read_stage(job.settings)}, {settings.read_precision(job.settings)}"
+    place = "a rank" if run.parallel.sequence == 1 else f"{run.parallel.sequence} ranks"
     return (
-        f"{run.name}: {run.system}, {run.steps:,} steps of {run.batch.global_:,} samples, {micro} on a rank at a "
+        f"{run.name}: {run.system}, {run.steps:,} steps of {run.batch.global_:,} samples, {micro} on {place} at a "
         f"time; {sharding}; folder {run.directory}"
     )

@@ -102,6 +102,7 @@ def leave_group(seconds: float = 60.0) -> None:
 def forget_group() -> None:
     """Forgets what was made from a process group that has ended, so that another one may begin."""
     _usual_control.cache_clear()
+    team.cache_clear()
 
 
 def explain_loss(error: BaseException) -> str | None:
@@ -162,6 +163,14 @@ def new_group() -> dist.ProcessGroup | None:
     """Makes a gloo group, for exchanges on the host that do not wait for the GPU's queue; on all ranks together."""
     made = dist.new_group(backend="gloo") if world() > 1 else None
     return made if isinstance(made, dist.ProcessGroup) else None
+
+
+@functools.cache
+def team(size: int) -> dist.ProcessGroup | None:
+    """Returns the group of this rank and its neighbours, `size` in all, that share samples; None where a rank has its
+    own. The first call makes all such groups, on all ranks together.
+    """
+    return dist.new_subgroups(size)[0] if size > 1 else None
 
 
 @contextmanager
@@ -239,10 +248,10 @@ def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(rows, counts)])
 
 
-def in_order(positions: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+def in_order(positions: Tensor, rows: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
     """Rows of all ranks by name, (b, ...) each, sorted by their positions (b,): (world * b, ...), equal on all ranks.
 
-    Every rank has as many, so that no host waits for another.
+    Every rank has as many, so that no host waits for another. Of `copies` ranks that have the same rows, one counts.
     """
     if world() > 1:
         counts = [len(positions)] * world()
@@ -250,7 +259,7 @@ def in_order(positions: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
             _gather_padded(positions, counts),
             {name: _gather_padded(values, counts) for name, values in rows.items()},
         )
-    order = positions.argsort()
+    order = positions.argsort(stable=True)[::copies]
     return {name: values[order] for name, values in rows.items()}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dstrain.distributed.group import world
 from dstrain.distributed.progress import phases
 from dstrain.engine.blocks import is_compiled, prepare, use_channels_last
 from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, release_memory
@@ -102,14 +103,17 @@ class Engines(Mapping[str, Any]):
 
         phases().at("setting up DeepSpeed's engines")
         groups = list(group_weights(network, choice, decays, blocks))
-        allocate_weights(network, groups, self.settings)
+        config, passes = make_deepspeed_config(self.settings), self.settings["gradient_accumulation_steps"]
+        # DeepSpeed counts a sample on each of the ranks that share it.
+        config["train_batch_size"] = config["train_micro_batch_size_per_gpu"] * passes * world()
+        allocate_weights(network, groups, config)
         optimizer = build_optimizer(groups, choice, offloads_optimizer(self.settings))
         sums = WideSums(network.parameters()) if sums_in_fp32(self.settings) else None
         with flatten_in_place():
             engine = deepspeed.initialize(
                 model=network,
                 optimizer=optimizer,
-                config=make_deepspeed_config(self.settings),
+                config=config,
                 dist_init_required=False,
             )[0]
         if sums:

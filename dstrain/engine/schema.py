@@ -196,6 +196,11 @@ UNSUPPORTED = {
         ),
         _GONE,
     ),
+    **dict.fromkeys(
+        ("sequence_parallel_size", "data_parallel_size"),
+        "DeepSpeed averages gradients wrongly by it at stages 0 to 2; for N ranks that share each sample write "
+        "parallel.sequence=N in the recipe",
+    ),
 }
 UNSUPPORTED_WITHIN = {
     "disable_python_gc": "nothing calls DeepSpeed's collector, so that memory would grow with the steps",

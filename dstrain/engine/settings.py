@@ -49,12 +49,14 @@ def resolve_settings(
     batch: BatchSize,
     optimizer: Optimizer,
     faults: Faults,
+    sequence: int = 1,
     before: Settings | None = None,
 ) -> Settings:
     """Returns the one checked dict for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu").
 
     ds_config   the JSON's path, or what it holds
     batch, optimizer, faults    sections of the recipe
+    sequence    parallel.sequence of the recipe: ranks that share each sample
     before      the settings with which the run began: a run that resumes keeps its precision where that is "auto"
 
     Raises ConfigError with every problem.
@@ -65,7 +67,7 @@ def resolve_settings(
         settings["bf16"] = settings.pop("bfloat16")
     problems = list(list_unsupported(settings))
     problems += _compare_optimizer(settings.pop("optimizer", {}), optimizer)
-    problems += _fill_in(settings, batch, optimizer, world)
+    problems += _fill_in(settings, batch, optimizer, world, sequence)
     problems += _decide_auto(settings, device_type, before)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
@@ -79,24 +81,31 @@ def resolve_settings(
     return settings
 
 
-def split_batch(batch: BatchSize, world: int) -> tuple[int, int]:
+def split_batch(batch: BatchSize, world: int, sequence: int = 1) -> tuple[int, int]:
     """Returns the samples of a rank in one forward pass, and its forward passes in one optimizer step.
 
-    Raises ConfigError if `world` ranks cannot share the batch evenly.
+    Raises ConfigError if `world` ranks, of which `sequence` share each sample, cannot share the batch evenly.
     """
-    total, micro = batch.global_, batch.micro
-    if total % world:
-        fits = sorted({total // world * world or world, -(-total // world) * world})
+    if world % sequence:
         raise ConfigError(
-            f"batch.global={total} cannot be split evenly over {world} ranks: write "
-            f"batch.global={' or '.join(map(str, fits))}, or start {list_divisors(total)} ranks"
+            f"parallel.sequence={sequence} does not divide the {world} ranks: write parallel.sequence="
+            f"{list_divisors(world)}, or start a multiple of {sequence} ranks"
         )
-    share = total // world
+    total, micro, teams, one, each = batch.global_, batch.micro, world // sequence, "rank", "ranks"
+    if sequence > 1:
+        one, each = "group", f"groups of parallel.sequence={sequence} ranks"
+    if total % teams:
+        fits = sorted({total // teams * teams or teams, -(-total // teams) * teams})
+        raise ConfigError(
+            f"batch.global={total} cannot be split evenly over {teams} {each}: write "
+            f"batch.global={' or '.join(map(str, fits))}, or start {list_divisors(total)} {each}"
+        )
+    share = total // teams
     micro = micro or share
     if share % micro:
         raise ConfigError(
-            f"batch.micro={micro} does not divide the {share} samples of a rank (batch.global={total} "
-            f"over {world} ranks): micro-batches that work are {list_divisors(share)}"
+            f"batch.micro={micro} does not divide the {share} samples of a {one} (batch.global={total} "
+            f"over {teams} {each}): micro-batches that work are {list_divisors(share)}"
         )
     return micro, share // micro
 
@@ -227,10 +236,10 @@ def _compare_optimizer(block: Any, optimizer: Optimizer) -> Iterator[str]:
         yield f'"optimizer.{key}" has no effect, since dstrain builds the optimizer: remove it'
 
 
-def _fill_in(settings: Settings, batch: BatchSize, optimizer: Optimizer, world: int) -> Iterator[str]:
+def _fill_in(settings: Settings, batch: BatchSize, optimizer: Optimizer, world: int, sequence: int) -> Iterator[str]:
     """Fills in what the recipe owns."""
     try:
-        micro, accumulation = split_batch(batch, world)
+        micro, accumulation = split_batch(batch, world, sequence)
     except ConfigError as error:
         raise ConfigError(*error.problems) from None  # named by its recipe keys: the JSON is not at fault
     for key, recipe_key, own in (

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dstrain.nn.sequence import is_sharing, own, to_heads, to_tokens
+
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -15,6 +17,7 @@ def attend(
     dropout: float = 0.0,
     causal: bool = False,
     scale: float | None = None,
+    shared: int = 0,
 ) -> Tensor:
     """Returns softmax(query key^T scale + added) value: (B, heads, N, d), twice (B, heads, M, d) -> (B, heads, N, d).
 
@@ -22,14 +25,22 @@ def attend(
     dropout    the share of weights that are dropped; 0 but in training.
     causal     a token sees itself and those before it; without `added`.
     scale      None: 1 / sqrt(d).
+    shared     where ranks share tokens (sequence.py): the runs of which each rank has a part, see to_heads; `added` is
+               of all tokens and heads. 0: all that is read is here.
 
     On a CPU halves are widened first: the fused backward in bfloat16 takes 5 to 10 times as long as that in float32 at
     the lengths of small pictures (the benchmark attention.py). The rule is fixed, and no measurement, so that every
     rank and a run that goes on elsewhere compute alike.
     """
+    exchanges = shared > 0 and is_sharing()
+    if exchanges:
+        query, key, value = (to_heads(x, shared) for x in (query, key, value))
+        if added is not None and added.shape[1] > 1:
+            added = own(added, 1)
     narrow = query.dtype
     if query.device.type == "cpu" and narrow in _HALVES:
         query, key, value = query.float(), key.float(), value.float()
         added = added.float() if added is not None and added.is_floating_point() else added
     out = F.scaled_dot_product_attention(query, key, value, added, dropout, is_causal=causal, scale=scale)
-    return out.to(narrow)
+    out = out.to(narrow)
+    return to_tokens(out, shared) if exchanges else out

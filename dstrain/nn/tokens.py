@@ -129,9 +129,10 @@ class Attention(nn.Module):
         self, x: Tensor, context: Tensor | None = None, rotation: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Takes context (B, M, context_dim), rotation (1, 2, N, d), see positions.py, and mask bool (B, 1, 1, M), True
-        where a token is read.
+        where a token is read. Ranks may share the tokens (sequence.py), but not a context.
         """
-        return self.proj(join_heads(attend(*self.heads(x, context, rotation), mask)))
+        shared = 1 if context is None else 0
+        return self.proj(join_heads(attend(*self.heads(x, context, rotation), mask, shared=shared)))
 
 
 def join_heads(x: Tensor) -> Tensor:

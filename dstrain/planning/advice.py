@@ -46,6 +46,7 @@ class Case:
             batch=self.run.batch,
             optimizer=self.run.optimizer,
             faults=self.run.faults,
+            sequence=self.run.parallel.sequence,
         )
         micro, recompute = settings["train_micro_batch_size_per_gpu"], self.run.model.get("recompute", "none")
         work = f"counting stage {stage_of(settings)}, micro-batch {micro}, recompute {recompute}"

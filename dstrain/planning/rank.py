@@ -50,14 +50,14 @@ def measure_as_rank_0(
     """Measures a step of rank 0 of `world`, and the bytes that it writes into a checkpoint's fragments."""
     accumulation = settings["gradient_accumulation_steps"]
     if accumulation > _MICRO_BATCHES:
-        measured, own = measure_as_rank_0(run, _set_accumulation(settings, _MICRO_BATCHES), system, world, device)
+        fewer = {**settings, "gradient_accumulation_steps": _MICRO_BATCHES}
+        measured, own = measure_as_rank_0(run, fewer, system, world, device)
         return _add_micro_batches(measured, accumulation - _MICRO_BATCHES), own
     # At least two whole groups of ranks that share a second copy of the weights.
     sharing = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     few = min(world, sharing * max(2, _MAX_FAKE_RANKS // sharing)) if read_stage(settings) == 3 else world
-    batch = settings["train_batch_size"] * few // world
     with fake_world(few), Fused() if device == "cuda" else nullcontext():
-        measured, engines, ema = measure_step(run, {**settings, "train_batch_size": batch}, system, FakeEngines)
+        measured, engines, ema = measure_step(run, settings, system, FakeEngines)
         own = count_saved_bytes(engines.masters, ema)
     if few < world:
         with fake_world(world):
@@ -65,12 +65,6 @@ def measure_as_rank_0(
             own = count_saved_bytes(engines.masters, ema)
         measured = _scale_to_world(measured, kept, few, world)
     return measured, own
-
-
-def _set_accumulation(settings: dict[str, Any], number: int) -> dict[str, Any]:
-    """Returns the settings with a step of `number` micro-batches."""
-    share = settings["train_batch_size"] // settings["gradient_accumulation_steps"]
-    return {**settings, "gradient_accumulation_steps": number, "train_batch_size": share * number}
 
 
 def _add_micro_batches(measured: Measured, more: int) -> Measured:

@@ -4,7 +4,21 @@ from dstrain.recipe.changes import explain_refused, find_refused, list_differenc
 from dstrain.recipe.errors import ConfigError, NotRead, NotSaved, explain_write_errors, reword_errors
 from dstrain.recipe.files import check, dump, load
 from dstrain.recipe.problems import format_value, list_divisors, list_nearby, list_problems, suggest_key
-from dstrain.recipe.run import WIDEST, BatchSize, Cache, Codes, Data, Ema, Faults, Optimizer, Run, Samples, Save, Track
+from dstrain.recipe.run import (
+    WIDEST,
+    BatchSize,
+    Cache,
+    Codes,
+    Data,
+    Ema,
+    Faults,
+    Optimizer,
+    Parallel,
+    Run,
+    Samples,
+    Save,
+    Track,
+)
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Recompute, Section, filled_in, fixed
 
 __all__ = [
@@ -21,6 +35,7 @@ __all__ = [
     "NotRead",
     "NotSaved",
     "Optimizer",
+    "Parallel",
     "Recompute",
     "Run",
     "Samples",

@@ -23,6 +23,7 @@ _SYNONYMS = {
     "batch_size": "batch.global",
     "global_batch_size": "batch.global",
     "train_batch_size": "batch.global",
+    "sequence_parallel_size": "parallel.sequence",
     "micro_batch": "batch.micro",
     "train_micro_batch_size_per_gpu": "batch.micro",
     "epochs": "steps",

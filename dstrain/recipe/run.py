@@ -195,6 +195,12 @@ class BatchSize(Section):
         return self
 
 
+class Parallel(Section):
+    # Ranks that share each sample, for sequences longer than one GPU holds: they cut its tokens, and exchange them for
+    # heads around attention (Ulysses).
+    sequence: PositiveInt = 1
+
+
 class Optimizer(Section):
     name: Literal["adamw", "muon", "adamw8bit", "lion"] = "adamw"  # what each is: dstrain/engine/optimizers.py
     lr: NonNegative = 1e-4  # peak learning rate; muon takes that of adamw, lion a third to a tenth
@@ -401,6 +407,7 @@ class Run(Section):
     model: Annotated[dict[str, Any], FIXED] = Field(default_factory=dict)  # the system's own section, its Config
     data: Data = Data()
     batch: BatchSize = BatchSize()
+    parallel: Parallel = Parallel()
     optimizer: Annotated[Optimizer, FIXED] = Optimizer()
     ema: Annotated[Ema, FIXED] = Ema()
     every: Every = Every()

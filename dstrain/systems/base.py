@@ -30,14 +30,15 @@ What sharding asks of a system:
 - What a user can mend is a ConfigError with field and remedy. Any other exception is a bug and shows its traceback.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dstrain.recipe import MAY_CHANGE, ConfigError, Recompute, Run, Section
+from dstrain.recipe import MAY_CHANGE, ConfigError, Recompute, Run, Section, list_divisors
 from dstrain.systems.optional import CHOICES, Figures, FirstStage, Imports, Prompted, Sampling, Stateful, Videos
 from dstrain.systems.types import Batch, Example, Kind, Loss, Nets, Progress, Request, Terms
 
@@ -66,6 +67,7 @@ class SystemConfig(Section):
     num_labels_field: ClassVar[str] = "num_classes"  # the field that is the number of labels, for messages
     without_labels: ClassVar[str] = ""  # the override that makes a model learn none, if any
     learns_durations: ClassVar[bool] = False  # batches of clips may differ in their number of frames
+    unshared: ClassVar[str] = "this system cuts no tokens"  # why ranks cannot share a sample
 
     recompute: Annotated[Recompute, MAY_CHANGE] = "none"
     """What the repeated blocks compute again in backward instead of keeping it: none; attention, all but products with
@@ -100,6 +102,16 @@ class SystemConfig(Section):
         """Lists what does not go with a ZeRO stage, 0 to 3, as `conflicts` does."""
         return []
 
+    def conflicts_among(self, ranks: int) -> list[str]:
+        """Lists why so many ranks (parallel.sequence) cannot share the tokens of a sample, as `conflicts` does.
+
+        A system whose networks share them, see nn/sequence.py, returns list_indivisible.
+        """
+        return [
+            f"parallel.sequence={ranks}: {self.unshared}, and the systems that share tokens are dit, phenaki and "
+            "phenaki.tokenizer; write parallel.sequence=1"
+        ]
+
     @property
     def num_labels(self) -> int | None:
         """Returns the number of classes that samples are conditioned on; None where labels say nothing. Training is
@@ -130,6 +142,16 @@ class SystemConfig(Section):
             for key, of_data, field, of_model in pairs
             if of_data != of_model
         ]
+
+
+def list_indivisible(ranks: int, counts: Mapping[str, int]) -> list[str]:
+    """Lists, for conflicts_among, what does not divide by the ranks that share it, of counts by what is counted."""
+    fits = list_divisors(math.gcd(*counts.values()))
+    return [
+        f"parallel.sequence={ranks} does not divide the {count} {what}: what works is {fits}"
+        for what, count in counts.items()
+        if count % ranks
+    ]
 
 
 class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports, ABC):

@@ -356,3 +356,22 @@ def test_a_rank_that_is_alone():
     )
     assert done.returncode == 1 and "Traceback" in done.stderr
     assert f"has not met the other ranks at 127.0.0.1:{port} within faults.timeout_minutes" in done.stderr
+
+
+def _teams(rank: int) -> tuple[list[int], bool, dict, dict]:
+    team, again = group.team(2), group.team(2)
+    place, key = torch.tensor([5, 2] if rank < 2 else [1, 7]), torch.tensor([50, 20] if rank < 2 else [10, 70])
+    rows = {"key": key, "rank": torch.full((2,), rank)}
+    ranks = torch.distributed.get_process_group_ranks(team)
+    return ranks, team is again, group.in_order(place, rows, copies=2), group.in_order(place, rows)
+
+
+def test_neighbours_share_samples(tmp_path):
+    """Oracle: by hand: ranks 0, 1 and 2, 3 are teams, and of two ranks that hold the same samples the first one's rows
+    count; groups are made once.
+    """
+    for rank, (ranks, same, once, twice) in enumerate(gloo.run(tmp_path, _teams, world=4)):
+        assert ranks == ([0, 1] if rank < 2 else [2, 3]) and same
+        assert once["key"].tolist() == [10, 20, 50, 70] and once["rank"].tolist() == [2, 0, 0, 2]
+        assert twice["key"].tolist() == [10, 10, 20, 20, 50, 50, 70, 70]
+    assert group.team(1) is None

@@ -73,24 +73,39 @@ def test_files_hold_mechanism_only():
 
 
 @profile(max_examples=60, deadline=None)
-@given(st.integers(1, 512), st.integers(1, 16), st.none() | st.integers(1, 64))
-def test_batch_arithmetic(total, world, micro):
-    """Oracle: DeepSpeed's identity train = micro * accumulation * world; a refusal names numbers that do work."""
+@given(st.integers(1, 512), st.integers(1, 16), st.none() | st.integers(1, 64), st.integers(1, 4))
+def test_batch_arithmetic(total, world, micro, sequence):
+    """Oracle: DeepSpeed's identity train = micro * accumulation * world, where groups of `sequence` ranks stand for the
+    ranks; a refusal names numbers that do work.
+    """
     if micro and total % micro:
         return
-    run = Run(batch={"global": total, "micro": micro})
+    run, ranks = Run(batch={"global": total, "micro": micro}), world * sequence
     try:
-        found, accumulation = settings.split_batch(run.batch, world)
+        found, accumulation = settings.split_batch(run.batch, ranks, sequence)
     except ConfigError as error:
         text = str(error)
         if total % world:
             first = text.split("write batch.global=")[1].split(",")[0].split(" or ")
-            assert all(int(number) % world == 0 for number in first) and f"over {world} ranks" in text
+            each = "ranks" if sequence == 1 else f"groups of parallel.sequence={sequence} ranks"
+            assert all(int(number) % world == 0 for number in first) and f"over {world} {each}" in text
         else:
             works = [int(word) for word in text.rsplit(" are ", 1)[1].split(", ") if word != "..."]
             assert works and all(total // world % number == 0 for number in works) and micro not in works
         return
     assert found * accumulation * world == total and (micro is None or found == micro)
+
+
+def test_ranks_that_share_samples():
+    """Oracle: by hand: 8 samples over 2 groups of 2 ranks; 6 ranks make no groups of 4; DeepSpeed's own keys for it."""
+    run = recipe.load(None, ["batch.global=8", "batch.micro=2", "parallel.sequence=2"])
+    found = resolve({}, run, 4, "cpu")
+    assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (2, 2)
+    assert found["train_batch_size"] == 8 and resolve(found, run, 4, "cpu") == found
+    text = faults({}, "parallel.sequence=4", world=6)
+    assert "parallel.sequence=4 does not divide the 6 ranks: write parallel.sequence=1, 2, 3, 6" in text
+    for key in ("sequence_parallel_size", "data_parallel_size"):
+        assert "write parallel.sequence=N" in faults({key: 2}, world=2)
 
 
 def test_clip_is_always_written():

@@ -23,6 +23,7 @@ def resolve(
         batch=run.batch,
         optimizer=run.optimizer,
         faults=run.faults,
+        sequence=run.parallel.sequence,
         before=before,
     )
 

@@ -13,7 +13,7 @@ from dstrain.encoders.frozen import is_here
 from dstrain.encoders.precision import find_problem
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.recipe.shapes import Shape, require_multiples
-from dstrain.systems.base import SystemConfig
+from dstrain.systems.base import SystemConfig, list_indivisible
 from dstrain.systems.dit.align import Align, Routing
 from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes
 from dstrain.systems.dit.first_stage import Codes, FirstStage, Latents
@@ -354,6 +354,25 @@ class Config(SystemConfig):
         if self.align is not None:
             problems += self.align.list_problems(self.codes is not None, run.data.channels)
             problems += filter(None, [find_problem(self.align.precision, "model.align.precision")])
+        return problems
+
+    def conflicts_among(self, ranks: int) -> list[str]:
+        shape, counts = self.network_shape(), {}
+        for size in (None, *(self.sizes or ())):
+            _, high, wide = self.shape(size)
+            count = high * wide // shape["patch_size"] ** 2
+            counts[f"tokens of {'an image' if size is None else f'{size[0]} x {size[1]} pixels'}"] = count
+        if joining := self.tokens.time + self.tokens.label:
+            counts["condition tokens of model.tokens"] = joining
+        counts["attention heads, num_heads"] = shape["num_heads"]
+        if self.wide:
+            counts["attention heads, model.wide.num_heads"] = self.wide.num_heads
+        problems = list_indivisible(ranks, counts)
+        if self.routing:
+            problems.append(
+                f"parallel.sequence={ranks}: with model.routing, ranks would keep unequal numbers of tokens: leave "
+                "model.routing out, or write parallel.sequence=1"
+            )
         return problems
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dstrain.nn.layers import Embedding, Linear, Patches, name_layers
 from dstrain.nn.positions import rotations, sincos_positions
+from dstrain.nn.sequence import order_both, own, own_both, whole
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.blocks import Block, FinalLayer, Seen
 from dstrain.systems.dit.conditions import ImageEmbedder, LearnedTokens, SizeEmbedder, TextTokens, TimestepEmbedder
@@ -42,7 +43,8 @@ class DiT(nn.Module):
     align               depth, widths and hidden of REPA's projectors, see Projector; or depth and target of LayerSync.
     routed              the blocks that tokens may pass by in training, see Trunk.
 
-    Inputs may have other sizes, any multiples of the patch: their positions run over the same range.
+    Inputs may have other sizes, any multiples of the patch: their positions run over the same range. Ranks that share
+    samples (nn/sequence.py) each take a part of the patches and of the condition tokens, but cannot route tokens.
     """
 
     def __init__(
@@ -163,11 +165,15 @@ class DiT(nn.Module):
             c = c + self.e_embedder(embed)
         if self.wide:
             c = F.silu(c)  # as published: a second time before every modulation
-        count = 0 if tokens is None else tokens.shape[1]
-        seen = Seen(c, rotation=self.rotation(high, wide, self.head_dim, count, x.device) if self.rope else None)
+        patches, count = x.shape[1], 0 if tokens is None else tokens.shape[1]
+        seen = Seen(c)
+        if self.rope:
+            rotation = self.rotation(high, wide, self.head_dim, count, x.device)
+            seen = seen._replace(rotation=own_both(rotation, patches, 2))
         if mask is not None:
-            mask = F.pad(mask.bool(), (x.shape[1] + count - mask.shape[1], 0), value=True)
-            seen = seen._replace(mask=mask[:, None, None])
+            mask = F.pad(mask.bool(), (patches + count - mask.shape[1], 0), value=True)
+            seen = seen._replace(mask=order_both(mask, patches, 1)[:, None, None])
+        x, tokens = own(x, 1), None if tokens is None else own(tokens, 1)
         taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
         x, tapped = self.blocks(x, seen, tokens, taps, keep)
         if self.wide:
@@ -175,18 +181,19 @@ class DiT(nn.Module):
             out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
         else:
             out = self.final_layer(x, c)
-        out = self.unpatchify(out, high, wide)
+        out = self.unpatchify(whole(out, 1), high, wide)
         if not extras:
             return out
         found: dict[str, Any] = {"out": out}
         if self.base_depth:
             x = tapped[self.base_depth]
             base = self.base_layer(x, F.silu(time[:, None] + x) if self.wide else c)
-            found["base"] = self.unpatchify(base, high, wide)
+            found["base"] = self.unpatchify(whole(base, 1), high, wide)
         if hasattr(self, "projectors"):
-            found["projected"] = [projector(tapped[self.align_depth]) for projector in self.projectors]
+            found["projected"] = [whole(projector(tapped[self.align_depth]), 1) for projector in self.projectors]
         if self.align_target:
-            found |= {"drawn": tapped[self.align_depth], "towards": tapped[self.align_target].detach()}
+            found["drawn"] = whole(tapped[self.align_depth], 1)
+            found["towards"] = whole(tapped[self.align_target].detach(), 1)
         return found
 
     def _condition_tokens(self, time: Tensor, label: Tensor | None, text: Tensor | None) -> Tensor | None:
@@ -265,8 +272,10 @@ class WideHead(nn.Module):
         self.final_layer = FinalLayer(width, values, norm=block.get("norm", "layer"))
 
     def forward(self, image: Tensor, conditions: Tensor, rotation: Tensor | None) -> Tensor:
-        c = self.projector(conditions)
-        x, _ = self.blocks(self.x_embedder(image), Seen(c, rotation=rotation))
+        c, x = self.projector(conditions), own(self.x_embedder(image), 1)
+        if rotation is not None:
+            rotation = own(rotation, 2)
+        x, _ = self.blocks(x, Seen(c, rotation=rotation))
         return self.final_layer(x, c)
 
 

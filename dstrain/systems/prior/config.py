@@ -40,6 +40,7 @@ class Config(SystemConfig):
     """Defaults are the published sizes of lucidrains' example: CLIP ViT-L/14, 12 blocks of width 768."""
 
     learns_from = ("pairs",)
+    unshared = "a prior has some 80 tokens, which need no sharing"
 
     image_embed_dim: int = Field(768, ge=1)
     """Width of an image embedding."""

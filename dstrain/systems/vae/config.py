@@ -132,6 +132,8 @@ class KL(Section):
 
 
 class Config(SystemConfig):
+    unshared = "convolutions need the neighbours of each pixel, and its tokens are not cut"
+
     image_size: int = Field(256, ge=1)
     """Side of the images in pixels; a multiple of `factor`, 2 to the number of halvings."""
     channels: Literal[1, 3, 4] = 3

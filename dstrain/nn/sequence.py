@@ -1,0 +1,145 @@
+"""Tokens of a sample shared by neighbouring ranks (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
+
+    x = own(x, 1)                      # before the blocks: of N ranks each keeps an N-th of the tokens
+    x = attend(..., shared=1)          # within: all tokens of an N-th of the heads, by an exchange before and after
+    x = whole(x, 1)                    # behind the last block: all tokens on every rank, which all compute the loss
+
+ZeRO's mean of gradients over all ranks is then right, if the backward pass of `whole` sends nothing and multiplies the
+gradient of a rank's own tokens by N. For every weight between `own` and `whole` a rank computes N times the part of its
+tokens, and the mean over N ranks is the sum. The same holds for weights before `own`, though the gradients of the
+tokens there differ between the ranks. So what `whole` has gathered must not be cut by `own` once more: `own_again`
+gathers the gradients, too.
+
+Outside of `sharing` all functions return their argument. Notation: N ranks, H heads, n own tokens, d values of a head.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class Team(NamedTuple):
+    """The ranks that share samples, by what a compiled block can hold."""
+
+    name: str  # of their process group
+    size: int
+    rank: int  # this one's, among them
+
+
+_team: Team | None = None  # for all threads: on a GPU, one of autograd's computes blocks again
+
+
+@contextmanager
+def sharing(group: ProcessGroup | None) -> Iterator[None]:
+    """Shares tokens inside with the other ranks of a group, in forward and backward passes; None: with nobody."""
+    global _team
+    before, _team = _team, None if group is None else Team(group.group_name, group.size(), group.rank())
+    try:
+        yield
+    finally:
+        _team = before
+
+
+def is_sharing() -> bool:
+    return _team is not None
+
+
+def own(x: Tensor, axis: int) -> Tensor:
+    """Returns this rank's part of an axis, which is equal on all ranks. A copy, so that the whole may be freed."""
+    if _team is None:
+        return x
+    length = x.shape[axis] // _team.size
+    assert length * _team.size == x.shape[axis], f"{_team.size} ranks cannot share {x.shape[axis]}"
+    return x.narrow(axis, _team.rank * length, length).clone()
+
+
+def own_both(x: Tensor, count: int, axis: int) -> Tensor:
+    """Returns this rank's part of the first `count` entries of an axis, and behind it that of the others."""
+    if _team is None:
+        return x
+    return torch.cat([own(part, axis) for part in x.split((count, x.shape[axis] - count), axis)], axis)
+
+
+def order_both(x: Tensor, count: int, axis: int) -> Tensor:
+    """Returns a whole axis in the order in which `attend` gathers what `own_both` gives to each rank."""
+    if _team is None:
+        return x
+    parts = [part.tensor_split(_team.size, axis) for part in x.split((count, x.shape[axis] - count), axis)]
+    return torch.cat([piece for pieces in zip(*parts, strict=True) for piece in pieces], axis)
+
+
+def whole(x: Tensor, axis: int) -> Tensor:
+    """Gathers the parts of an axis of all ranks. What follows must be the same on all of them."""
+    return x if _team is None else _Whole.apply(x, axis)
+
+
+def own_again(x: Tensor, axis: int) -> Tensor:
+    """Returns this rank's part of an axis that `whole` has gathered."""
+    return x if _team is None else _OwnAgain.apply(x, axis)
+
+
+def to_heads(x: Tensor, runs: int) -> Tensor:
+    """Exchanges own tokens of all heads for all tokens of own heads: (B, H, n, d) -> (B, H / N, N n, d).
+
+    runs    the number of equal stretches of the tokens, such as frames, of each of which a rank has its part.
+    """
+    return _exchange(x.unflatten(2, (runs, -1)), gather=3, give=1).flatten(2, 3)
+
+
+def to_tokens(x: Tensor, runs: int) -> Tensor:
+    """Inverts `to_heads`: (B, H / N, N n, d) -> (B, H, n, d)."""
+    return _exchange(x.unflatten(2, (runs, -1)), gather=1, give=3).flatten(2, 3)
+
+
+def to_channels(x: Tensor, axis: int) -> Tensor:
+    """Exchanges own parts of an axis for own channels, the last axis: (..., n, ..., D) -> (..., N n, ..., D / N)."""
+    return x if _team is None else _exchange(x, gather=axis, give=x.ndim - 1)
+
+
+def from_channels(x: Tensor, axis: int) -> Tensor:
+    """Inverts `to_channels`."""
+    return x if _team is None else _exchange(x, gather=x.ndim - 1, give=axis)
+
+
+def _exchange(x: Tensor, gather: int, give: int) -> Tensor:
+    """Makes an axis whole, and keeps this rank's part of another one. Its backward pass is the exchange back."""
+    parts = torch.stack(x.chunk(_team.size, give))  # (N, ...), one for each rank
+    # A function of torch, for torch.compile: it may lose the gradient of an autograd.Function with collectives.
+    return torch.cat(collectives.all_to_all_single_autograd(parts, None, None, _team.name).unbind(0), gather)
+
+
+def _gather(x: Tensor, axis: int) -> Tensor:
+    operations = torch.ops._c10d_functional
+    parts = operations.all_gather_into_tensor(x.contiguous(), _team.size, _team.name)
+    return torch.cat(operations.wait_tensor(parts).chunk(_team.size), axis)
+
+
+class _Whole(torch.autograd.Function):
+    """Gathers parts; backward: N times the gradient of the own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
+        ctx.axis = axis
+        return _gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return own(gradient, ctx.axis) * _team.size, None
+
+
+class _OwnAgain(torch.autograd.Function):
+    """Takes the own part; backward: the gradients of all parts, without the factor N that `_Whole` gives them again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
+        ctx.axis = axis
+        return own(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradient, ctx.axis) / _team.size, None

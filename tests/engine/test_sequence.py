@@ -1,0 +1,50 @@
+"""Ranks that share the tokens of a sample, in whole runs: parallel.sequence, on other numbers of ranks and stages."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dstrain.engine.checkpoint import read_weights
+from tests.support.runs import finish, metrics, train
+
+STEPS = 20
+# What a DiT of today has of tokens: condition tokens that join late, rotations, a second head.
+MODERN = (
+    "model.num_heads=4",
+    "model.objective=flow",
+    "model.learn_sigma=false",
+    "samples.sampler=euler",
+    "model.block={norm: rms, mlp: swiglu, qk_norm: rms, rope: true}",
+    "model.tokens={label: 2, joins: 1}",
+    "model.internal={depth: 1}",
+    "every.report=1",
+    f"every.sample={STEPS}",
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of a run on one rank, to its end."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    finish(train(folder, 1, *MODERN, f"steps={STEPS}", num=1))
+    return folder
+
+
+def test_goes_on_with_other_ranks_to_a_sample(alone, tmp_path):
+    """Oracle: the run on one rank: losses of all 20 steps and the EMA to 1e-6, though 2 ranks share each sample at
+    stage 2 up to step 7, 2 of 4 at stage 3 up to step 14, and one rank at stage 1 goes on; and the pictures.
+    """
+    folder = tmp_path / "run"
+    for steps, stage, ranks, sequence in ((7, 2, 2, 2), (14, 3, 4, 2), (STEPS, 1, 1, 1)):
+        said = finish(train(folder, stage, *MODERN, f"steps={steps}", f"parallel.sequence={sequence}", num=ranks))
+        assert f"{8 * sequence // ranks} on {'a rank' if sequence == 1 else '2 ranks'} at a time" in said
+    wanted, found = metrics(alone), metrics(folder)
+    assert [line["step"] for line in found if "loss" in line] == [*range(1, STEPS + 1)]
+    for name, bound in (("loss", 1e-6), ("base", 1e-6), ("grad_norm", 5e-6), ("param_norm", 1e-7)):
+        pairs = [(a[name], b[name]) for a, b in zip(found, wanted, strict=True) if name in b]
+        assert len(pairs) == STEPS and max(abs(a - b) / b for a, b in pairs) < bound, name
+    of = [read_weights(run / "checkpoints" / f"step_{STEPS:08d}", "denoiser", "ema.0.9") for run in (folder, alone)]
+    assert of[0].keys() == of[1].keys()
+    assert max((a - of[1][name]).abs().max().item() for name, a in of[0].items()) < 1e-6
+    (own, other) = (np.asarray(Image.open(next((run / "samples").glob("*20*.png")))) for run in (folder, alone))
+    assert np.abs(own.astype(int) - other).max() <= 1
