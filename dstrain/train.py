@@ -273,7 +273,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `resume`."""
     folder, say = run.directory, phases().say
     start_group(run.faults.timeout_minutes)
-    watchdog.talk()
+    watchdog.begin_to_publish()
     options = {f"--{name.replace('_', '-')}": getattr(resume, name) for name in Resume.__dataclass_fields__}
     hosts.check_hosts(run, settings | options)  # before anything is moved or written
     source, held_out_source = open_sources(run.data, run=folder)

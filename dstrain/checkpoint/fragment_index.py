@@ -114,7 +114,7 @@ class FragmentIndex(Places):
             np.memmap(path, "<i8", "r", span.offset, stored.shape) if span.nbytes else np.empty(stored.shape, np.int64)
         )
 
-    def holds_for(self, files: dict[str, dict[str, Any]]) -> bool:
+    def matches(self, files: dict[str, dict[str, Any]]) -> bool:
         """Returns whether the shards are those of which the index was made, by the hashes in a manifest."""
         names = [shard_name(self.part, rank, self._shards) for rank in range(min(self._shards, len(files) + 1))]
         return (

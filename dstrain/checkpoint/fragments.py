@@ -134,7 +134,7 @@ def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
     """Opens the shards of a part: by their index where it is of these very shards, else by their headers."""
     if (folder / index_name(part)).is_file():  # earlier versions wrote none
         indexed = IndexedShards(folder, part)
-        if indexed.holds_for(read_manifest(folder)["files"]):
+        if indexed.matches(read_manifest(folder)["files"]):
             return indexed
     return Shards(folder, part)
 

@@ -222,7 +222,7 @@ class Store:
                 with suppress(OSError):
                     owner.remove_path(self._path(step, _ASIDE))  # of an earlier time
                 os.rename(self._path(step), self._path(step, _ASIDE))
-            atomic.sync_folder(self.folder)
+            atomic.fsync_folder(self.folder)
             self._point("newest", after)
 
         if reason := self._on_first(rename):
@@ -269,13 +269,13 @@ class Store:
     def _seal(self, step: int, tmp: Path, body: dict) -> None:
         atomic.write_file(tmp / NAME, render_sealed(body), make=False)
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
-            atomic.sync_folder(folder)
+            atomic.fsync_folder(folder)
         final = self._path(step)
         owner.check_claim(final)
         if final.exists():  # damaged, or `begin` would have ended
             os.rename(final, self._path(step, ".damaged.tmp"))
         os.rename(tmp, final)
-        atomic.sync_folder(self.folder)
+        atomic.fsync_folder(self.folder)
 
     def _point(self, pointer: str, step: int) -> None:
         atomic.write_file(self.folder / pointer, f"{self._path(step).name}\n", make=False)

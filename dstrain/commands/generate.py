@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dstrain import rng, systems
 from dstrain.commands.options.generate import GenerateOptions
-from dstrain.data.cached.embeddings import find_encoder
+from dstrain.data.cached.embeddings import read_encoder_fingerprint
 from dstrain.data.cached.rows import read_embeddings
 from dstrain.data.decode.pixels import read_pictures
 from dstrain.distributed import group
@@ -27,7 +27,7 @@ from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output
 from dstrain.runs.trained import load_guide
-from dstrain.sampling.draw import class_columns, draw_all, draw_rounds
+from dstrain.sampling.draw import count_class_columns, draw_all, draw_rounds
 from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, folder_for, require_unused
 from dstrain.sampling.requests import OPTIONS, choose_conditions, make_request
 from dstrain.sampling.scenes import Length, choose_length, draw_scenes, frames_of_scenes, read_prime
@@ -102,7 +102,7 @@ def _write_samples(
         about = About(
             options.num,
             options.seed,
-            class_columns(request),
+            count_class_columns(request),
             request.conditions.get("label"),
             captions,
             frames_of_scenes(options.scenes, clip) if options.scenes and clip else None,
@@ -248,7 +248,9 @@ def _require_chain(before: Opened, after: Opened) -> None:
         taker.conditions_from(
             torch.zeros(1, width) if width else torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8)
         )
-    encoders = [find_encoder(path) for path in (run.data.path, later.data.embeddings) if width and path is not None]
+    encoders = [
+        read_encoder_fingerprint(path) for path in (run.data.path, later.data.embeddings) if width and path is not None
+    ]
     if None not in encoders and len({*encoders}) > 1:
         raise ConfigError(
             f"--then {folder}: it was trained on embeddings by {encoders[1]}, and {before[0]} draws "

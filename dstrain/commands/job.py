@@ -17,7 +17,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Data, Run, format_value
-from dstrain.recipe.trust import is_of_run, trust_system
+from dstrain.recipe.trust import is_of_run_or_export, trust_system
 from dstrain.runs import folders
 from dstrain.systems.base import System
 from dstrain.tracking.machine import describe_free
@@ -87,7 +87,7 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
     """Returns the Run of a recipe, whose system may then be imported, unless only a run's folder names it."""
     found = find_recipe(path)
     run = recipe.load(found, overrides)
-    if not is_of_run(found) or any(override.partition("=")[0].strip() == "system" for override in overrides):
+    if not is_of_run_or_export(found) or any(override.partition("=")[0].strip() == "system" for override in overrides):
         trust_system(run.system)
     return run
 

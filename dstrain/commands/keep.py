@@ -51,14 +51,14 @@ class _Supervisor:
         """Starts until an end that a restart would not change."""
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self._pass_on)
+                signal.signal(number, self._forward_signal)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         fruitless, words = 0, list(self._options.words)
         for restart in range(self._options.max_restarts + 1):
             saved = folders.read_last_saved(self._folder)
             code = self._start(words)
-            self._write_down()
+            self._append_to_log()
             now = folders.read_last_saved(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
             if self._final(code, now):
@@ -96,7 +96,7 @@ class _Supervisor:
                     "as deepspeed or python"
                 ) from None
             if self._signal:  # it came while the command was being started
-                self._pass_on(self._signal, None)
+                self._forward_signal(self._signal, None)
             code = self._process.wait()
             self._end_the_rest()
             if (self._folder / "run.yaml").exists():
@@ -148,7 +148,7 @@ class _Supervisor:
         """Returns what changes in the folder when --from-scratch or --step moves files aside, or a step is saved."""
         return {path.name for path in self._folder.glob("earlier_*")}, folders.read_last_saved(self._folder)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on to the command's process group.
 
         The first Ctrl-C becomes SIGTERM: a rank ends at the second SIGINT without saving, and torchrun would send that.
@@ -170,9 +170,9 @@ class _Supervisor:
         line = f"{datetime.now().astimezone().isoformat(timespec='seconds')} keep: {text}"
         print(line, file=sys.stderr, flush=True)
         self._unwritten.append(line + "\n")
-        self._write_down()
+        self._append_to_log()
 
-    def _write_down(self) -> None:
+    def _append_to_log(self) -> None:
         if self._unwritten and (self._folder / "run.yaml").exists():
             try:
                 append_lines(self._folder / "restarts.log", "".join(self._unwritten))

@@ -122,9 +122,10 @@ def describe_ways(case: Case, json: bool = False) -> tuple[str, bool]:
 
 def _format_row(estimate: Estimate) -> str:
     time, free = estimate.time, estimate.chip.memory - estimate.needed - estimate.reserve
+    accumulation = estimate.settings["gradient_accumulation_steps"]
     speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
     return (
-        f"{read_stage(estimate.settings):>5} {estimate.micro:>6} {estimate.settings['gradient_accumulation_steps']:>8} "
+        f"{read_stage(estimate.settings):>5} {estimate.micro_batch:>6} {accumulation:>8} "
         f"{estimate.choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
         + ("" if estimate.fits else "  does not fit")
     )
@@ -140,7 +141,7 @@ def _name_machines(estimate: Estimate) -> str:
 def _describe_run(estimate: Estimate) -> list[str]:
     run, settings = estimate.run, estimate.settings
     sizes = (
-        f"batch {run.batch.global_:,} = {estimate.layout.world:,} ranks x {estimate.micro} x "
+        f"batch {run.batch.global_:,} = {estimate.layout.world:,} ranks x {estimate.micro_batch} x "
         f"{settings['gradient_accumulation_steps']}"
     )
     host = [name for name, value in estimate.choices().items() if value == "cpu"]

@@ -10,7 +10,7 @@ from dstrain.tracking.report import page
 def run_verb(options: ReportOptions) -> None:
     """Writes the page, and prints its path."""
     phases().at("reading runs and drawing the page")
-    out = options.page
+    out = options.page_path
     folder, known = out.parent, out.parent.exists()
     print(page.write_report(options.runs, out))
     if not known:

@@ -56,13 +56,13 @@ class Order:
         key = _mix_bits(_mix_bits(np.full(1, self.seed & (1 << 64) - 1, np.uint64)) + epoch * _GOLDEN)
         outside = np.ones(index.shape, bool)  # all go through once
         while outside.any():
-            index[outside] = _run_network(index[outside], key[outside], a, b)
+            index[outside] = _permute_by_feistel(index[outside], key[outside], a, b)
             outside = index >= size
         return index.astype(np.int64)
 
 
-def _run_network(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> np.ndarray:
-    """Passes once through the Feistel network over Z_a x Z_b: uint64 (N,), keys (N,) -> uint64 (N,)."""
+def _permute_by_feistel(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> np.ndarray:
+    """Permutes indices by one pass of a Feistel cipher over Z_a x Z_b: uint64 (N,), keys (N,) -> uint64 (N,)."""
     left, right = np.divmod(index, b)
     for _ in range(_ROUNDS // 2):
         key = key + _GOLDEN

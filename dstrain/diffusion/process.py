@@ -82,7 +82,10 @@ class ChainProcess(_Process):
         return terms | {"quartile": 4 * t // self.diffusion.num_timesteps}
 
     def timesteps(self, sampler: str, num_calls: int, spacing: str | None) -> list[int]:
-        """Returns those of the respacing where it keeps as many, else by the spacing or evenly, as published."""
+        """Returns the timesteps of a chain of `num_calls` calls of the network.
+
+        They are those of the recipe's respacing if it keeps so many; else they follow `spacing`, or lie evenly.
+        """
         is_respaced = self.respaced is not self.diffusion and spacing is None
         if is_respaced and self.respaced.num_timesteps == steps_of(sampler, num_calls):
             return self.respaced.timestep_map

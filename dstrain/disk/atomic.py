@@ -36,7 +36,7 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    fsync_folder(path.parent)
 
 
 def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
@@ -73,13 +73,13 @@ def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> N
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        sync_folder(place)
+        fsync_folder(place)
     owner.check_claim(folder)
     os.rename(temporary, folder)
-    sync_folder(Path(folder).absolute().parent)
+    fsync_folder(Path(folder).absolute().parent)
 
 
-def sync_folder(path: str | os.PathLike) -> None:
+def fsync_folder(path: str | os.PathLike) -> None:
     """Forces a folder's entries to the disk: without it a rename may be lost with the power.
 
     Some file systems, mostly of a network, cannot do so for folders: there is nothing more to be done then.

@@ -84,11 +84,11 @@ def read_label(value: Any, names: Container[str] = ()) -> str | None:
         raise ValueError(f"a label has {len(text):,} characters")
     if _FRACTION.fullmatch(text) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError(f"the label {text} is neither a whole number nor a name")
-    number = parse_number(text)
+    number = parse_whole_number(text)
     return text or None if number is None else str(number)
 
 
-def parse_number(text: str) -> int | None:
+def parse_whole_number(text: str) -> int | None:
     """Returns the whole number that a text is, None if it is none."""
     return int(text.partition(".")[0]) if _NUMBER.fullmatch(text) else None
 

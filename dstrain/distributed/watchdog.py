@@ -82,10 +82,10 @@ class Watchdog(AbstractContextManager):
         print_on_request()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def talk(self) -> None:
+    def begin_to_publish(self) -> None:
         """Lets the ranks hear of each other from here on; the process group stands."""
         if store := group.open_store():
-            threading.Thread(target=self._talk, args=(store,), name="talk", daemon=True).start()
+            threading.Thread(target=self._publish_place, args=(store,), name="talk", daemon=True).start()
 
     def at(self, step: int, phase: str = STEP) -> None:
         """Says that the main thread is now at this step, in this phase of it."""
@@ -170,8 +170,10 @@ class Watchdog(AbstractContextManager):
             group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits, beat
         )
 
-    def _talk(self, store: dist.Store) -> None:
-        """Says every second, or less often in a large world, where this rank stands; while overdue hears the others."""
+    def _publish_place(self, store: dist.Store) -> None:
+        """Writes where this rank stands to the store, every second, or less often in a large world. While this rank is
+        overdue, reads where the others stand.
+        """
         others = [rank for rank in range(group.world()) if rank != group.rank()]
         beat, pause = 0, max(_TICK, group.world() / 256)
         try:

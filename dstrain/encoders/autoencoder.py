@@ -79,9 +79,9 @@ class Autoencoder(Frozen):
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
         """Draws float32 latents from the posterior with the samples' own noise: (B, C, H, W), (B,) -> (B, c, h, w)."""
         with compute_in(self.precision):
-            return self.draw(*encode_posterior(self.vae, image), key)
+            return self.draw_latents(*encode_posterior(self.vae, image), key)
 
-    def draw(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
+    def draw_latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
         """Draws float32 latents as `encode` does, from a cached posterior: (B, c, h, w) each, (B,) -> (B, c, h, w)."""
         return draw_latents(mean, std, key, self.scaling_factor, self.shift)
 

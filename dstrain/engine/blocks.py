@@ -144,11 +144,11 @@ def use_channels_last(network: nn.Module) -> None:
     The weights keep theirs: they lie in ZeRO's flat buffers, which know one layout only.
     """
     network.register_forward_pre_hook(
-        lambda _, inputs: tuple(_nhwc(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs)
+        lambda _, inputs: tuple(_to_channels_last(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs)
     )
 
 
-def _nhwc(x: Tensor) -> Tensor:
+def _to_channels_last(x: Tensor) -> Tensor:
     if x.shape[1] != 1:
         return x.contiguous(memory_format=torch.channels_last)
     # With one channel both layouts are the same bytes, and torch keeps the strides of NCHW: set those of NHWC.

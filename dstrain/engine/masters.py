@@ -175,7 +175,7 @@ class Masters(Updates):
 
     @property
     def kinds(self) -> list[str]:
-        """The moments that the optimizer keeps, of all weights or of some."""
+        """Returns the names of the moments that the optimizer keeps, of all weights or of some, such as exp_avg."""
         return list(dict.fromkeys(kind for group_ in self._inner().param_groups for kind in group_["moments"]))
 
     def moments(self, kind: str) -> list[Tensor | None]:

@@ -62,7 +62,7 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
-def dropout_of(share: float) -> nn.Module:
+def make_dropout(share: float) -> nn.Module:
     """Drops this share of values in training. 0 is no work, and a graph that does not ask whether it is training."""
     return nn.Dropout(share) if share else nn.Identity()
 

@@ -146,7 +146,7 @@ class Usage:
             mean.isfinite().all(), torch.lerp(mean, self.q.to(mean.device), self.decay), self.q.to(mean.device)
         )
 
-    def diversity(self, shares: Tensor, bits: int) -> Tensor:
+    def cross_entropy(self, shares: Tensor, bits: int) -> Tensor:
         """Returns -sum_c p(c) log q(c) in nats, whose gradient at q = E p is that of the entropy of the mean: (B,)."""
         self.q = self.q.to(shares.device)
         uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in split_bits(bits)])

@@ -87,7 +87,7 @@ def find_change(estimate: Estimate, case: Case) -> Estimate | None:
     now = RECOMPUTE.index(choices["model.recompute"]) if choices["model.recompute"] in RECOMPUTE else 0
     changes: dict[str, list[Any]] = {
         "recompute": [*RECOMPUTE[now + 1 :]] if "recompute" in case.run.model else [],
-        "micro": [micro for micro in _list_halves(share) if micro < estimate.micro],
+        "micro": [micro for micro in _list_halves(share) if micro < estimate.micro_batch],
         "stage": [*range(choices["zero_optimization.stage"] + 1, 4)],
         "offload": [
             names for names in _OFFLOADS if any(choices[f"zero_optimization.{name}"] == "none" for name in names)
@@ -180,9 +180,9 @@ def _rank_by_cost(estimate: Estimate) -> tuple[float, ...]:
     """Returns a key by which the cheapest estimate is the least."""
     if estimate.time is None:
         exchanged = sum(call.bytes for call in estimate.counts.collectives)
-        return estimate.host, estimate.counts.recomputed, exchanged, -estimate.micro, estimate.needed
+        return estimate.host, estimate.counts.recomputed, exchanged, -estimate.micro_batch, estimate.needed
     # The rule of time leaves out the launches of kernels: of equal times, fewer micro-batches are faster.
-    return estimate.time.total, estimate.host, -estimate.micro
+    return estimate.time.total, estimate.host, -estimate.micro_batch
 
 
 def _list_halves(share: int) -> list[int]:

@@ -74,7 +74,7 @@ class Estimate:
     def time(self) -> StepTime | None:
         if self.chip.name is None:
             return None
-        rate = self.efficiency * self.chip.rate(read_precision(self.settings))
+        rate = self.efficiency * self.chip.peak_flops(read_precision(self.settings))
         sent = sum(_time_collective(call, self.layout, self.chip) for call in self.counts.collectives)
         if offloads_optimizer(self.settings):  # gradients go to the host, and weights come back
             width = 4 if read_precision(self.settings) == "fp32" else 2
@@ -83,13 +83,13 @@ class Estimate:
         return StepTime((self.counts.flops + self.counts.recomputed) / rate, sent)
 
     @property
-    def micro(self) -> int:
+    def micro_batch(self) -> int:
         return self.settings["train_micro_batch_size_per_gpu"]
 
     def choices(self) -> dict[str, Any]:
         """Returns what may be changed so that a run fits, by the names that a user writes."""
         zero = {"stage": read_stage(self.settings)} | {name: read_offload(self.settings, name) for name in OPTIONAL}
-        return {"batch.micro": self.micro, "model.recompute": self.run.model.get("recompute", "none")} | {
+        return {"batch.micro": self.micro_batch, "model.recompute": self.run.model.get("recompute", "none")} | {
             f"zero_optimization.{name}": value for name, value in zero.items()
         }
 
@@ -123,7 +123,7 @@ class Estimate:
             values |= {
                 "seconds": {**vars(time), "total": time.total},
                 "samples_per_second": self.run.batch.global_ / time.total,
-                "mfu": counts.flops / time.total / self.chip.rate(read_precision(self.settings)),
+                "mfu": counts.flops / time.total / self.chip.peak_flops(read_precision(self.settings)),
                 "days": hours / 24,
                 "kwh": hours * self.layout.world * self.chip.watts / 1000,
             }

@@ -18,7 +18,7 @@ from dstrain.recipe.errors import ConfigError
 from dstrain.recipe.problems import format_value, list_nearby, list_problems
 from dstrain.recipe.run import Run
 from dstrain.recipe.section import find_section
-from dstrain.recipe.trust import is_of_run
+from dstrain.recipe.trust import is_of_run_or_export
 
 _LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
 
@@ -26,7 +26,7 @@ _LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     """Reads a recipe file (None: the schema's defaults), applies `key=value` overrides, and returns the Run."""
     values = _read_recipe(recipe) if recipe is not None else {}
-    if recipe is not None and is_of_run(recipe) and isinstance(values.get("data"), dict):
+    if recipe is not None and is_of_run_or_export(recipe) and isinstance(values.get("data"), dict):
         values["data"].setdefault("upright", False)  # earlier versions did not write it down
     overridden, problems = _apply_overrides(values, overrides)
     problems += _move_init_from(values, overridden)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from dstrain.recipe.section import list_fields
-from dstrain.recipe.trust import is_of_run
+from dstrain.recipe.trust import is_of_run_or_export
 
 # What other trainers call our keys; names that are close in spelling are found without this table.
 _SYNONYMS = {
@@ -63,7 +63,7 @@ def list_problems(
         key = _join_location(item["loc"], prefix)
         typed = any(_is_within(key, name) or _is_within(name, key) for name in overridden)
         origin = "command line" if typed else recipe
-        if item["type"] == "extra_forbidden" and recipe and not typed and is_of_run(recipe):
+        if item["type"] == "extra_forbidden" and recipe and not typed and is_of_run_or_export(recipe):
             lines.append(f"{key}: there is no such key [{recipe}]; {OTHER_VERSION}")
             continue
         lines += [

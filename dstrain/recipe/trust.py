@@ -25,7 +25,7 @@ def is_trusted(name: str) -> bool:
     return name in _trusted
 
 
-def is_of_run(recipe: Path) -> bool:
+def is_of_run_or_export(recipe: Path) -> bool:
     """Returns whether a recipe lies in a run's folder or in an export, so that its words are not the user's own."""
     if recipe.name == "run.yaml":
         return True

@@ -122,7 +122,7 @@ class Encoder:
         encoding, count = self.encoding, len(next(iter(batch.values())))
         rows = torch.arange(encoding["batch"]).clamp(max=count - 1)
         tokens = encoding["kind"] == "tokens"
-        codes = self._codes({name: values[rows] for name, values in batch.items()})
+        codes = self._encode_views({name: values[rows] for name, values in batch.items()})
         arrays = {"tokens" if tokens else "moments": codes}
         if self.texts is not None:
             arrays |= self._texts(batch["caption"][rows])
@@ -130,8 +130,10 @@ class Encoder:
         inputs = ("image", "video")
         return arrays | {name: values.numpy() for name, values in batch.items() if name not in inputs}
 
-    def _codes(self, batch: Batch) -> np.ndarray:
-        """(b, crops * flips, ...) of a full batch; with crops, its images are (b, crops, C, H, W)."""
+    def _encode_views(self, batch: Batch) -> np.ndarray:
+        """Encodes a batch of b images into codes or latents (b, crops * flips, ...). With several crops the images
+        are (b, crops, C, H, W).
+        """
         on_device = {name: values.to(group.device()) for name, values in batch.items()}
         views = [on_device]
         if "crops" in self.encoding:

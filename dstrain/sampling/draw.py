@@ -145,7 +145,7 @@ def picture_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> di
     return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
 
 
-def class_columns(request: Request, most: int = 20) -> int | None:
+def count_class_columns(request: Request, most: int = 20) -> int | None:
     """Returns the number of classes, as columns of a grid, where the labels repeat in turn: then each class has a
     column.
 

@@ -8,7 +8,7 @@ from dstrain.data.batches import held_out
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.recipe import Run, Samples
-from dstrain.sampling.draw import class_columns, draw_on_first, picture_on_first
+from dstrain.sampling.draw import count_class_columns, draw_on_first, picture_on_first
 from dstrain.sampling.requests import make_request, require_rows
 from dstrain.systems.base import Batch, Nets, Request, System
 
@@ -40,7 +40,7 @@ def draw_grids(
     if system.generates:
         request, captions = make_grid_request(samples, system, data)
         images = draw_on_first(system, nets, request, chunk)
-        columns = class_columns(request)
+        columns = count_class_columns(request)
         yield images, "samples", columns, captions
     if data:
         for name, images in picture_on_first(system, nets, data, chunk).items():

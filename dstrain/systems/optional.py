@@ -62,7 +62,7 @@ class Prompted:
         return type(self).conditions_from_texts is not Prompted.conditions_from_texts
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Conditions for one sample for each text, (N, ...) each. Raises ConfigError if the system takes none."""
+        """Returns the conditions of each text, (N, ...). Raises ConfigError if the system takes no texts."""
         raise ConfigError(f"a {type(self).__name__} takes no texts")
 
     def describe_cut(self, texts: list[str], what: str) -> str:
@@ -75,9 +75,10 @@ class Prompted:
         return type(self).conditions_from is not Prompted.conditions_from
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Conditions of pictures, uint8 (N, C, H, W), of another run or of the data; of a system that draws videos, of
-        their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size; where it takes embeddings, of those,
-        float32 (N, takes_embeddings).
+        """Returns the conditions of given pictures, uint8 (N, C, H, W), from which samples begin.
+
+        A system of videos takes their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size. A system of
+        embeddings takes float32 (N, takes_embeddings).
 
         Raises ConfigError if the system begins from noise, or the pictures do not fit.
         """

@@ -67,7 +67,7 @@ def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
     panels = [_draw_bound, _draw_cumulative] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
     panels += [_draw_errors if result["timesteps"] else _draw_columns] if others else []
-    panels += [_draw_similarities] if _list_steps(result) else []
+    panels += [_draw_similarities] if _list_sampling_steps(result) else []
     _draw_panels(path, make_title(result), panels or [_draw_quarters], result)
 
 
@@ -158,7 +158,7 @@ def _draw_widths(axes: Any, result: dict[str, Any]) -> None:
     )
 
 
-def _list_steps(result: dict[str, Any]) -> list[int]:
+def _list_sampling_steps(result: dict[str, Any]) -> list[int]:
     """Lists the numbers of steps n after which similarity/n/... was measured."""
     return sorted(
         {
@@ -173,7 +173,7 @@ def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
     """Draws cosines of the embeddings that a prior samples, by its number of steps, and the baseline of
     text and image.
     """
-    figures, steps = result["figures"], _list_steps(result)
+    figures, steps = result["figures"], _list_sampling_steps(result)
     colors = {"image": _INK, "text": _SECOND, "other_text": "#3a7d44"}
     for kind, color in colors.items():
         values = _fill_nan([figures.get(f"similarity/{count}/{kind}") for count in steps])

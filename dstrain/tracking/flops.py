@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from dstrain.data.batches import place_batch
 from dstrain.distributed import group
 from dstrain.systems.base import System
-from dstrain.tracking.hardware import find_rate
+from dstrain.tracking.hardware import find_peak_flops
 
 _SAMPLES = 2  # of a count; operations grow with the number of samples
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,7 +124,7 @@ def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
     reaches where the device is not listed. float32 is that of TF32 where torch is allowed to use it.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return find_rate(name, dtype, torch.get_float32_matmul_precision() != "highest") or measure_matmul_rate(
+    return find_peak_flops(name, dtype, torch.get_float32_matmul_precision() != "highest") or measure_matmul_rate(
         device, dtype
     )
 

@@ -54,9 +54,9 @@ class Chip:
     watts: float = 0.0
     host: int | None = None
 
-    def rate(self, precision: str) -> float:
-        """Returns operations a second at most: fp32 (in TF32 nowhere but where torch is allowed to), bf16 or fp16."""
-        return find_rate(self.name, _PRECISIONS[precision])
+    def peak_flops(self, precision: str) -> float:
+        """Returns the peak operations a second of fp32, bf16 or fp16; fp32 without TF32."""
+        return find_peak_flops(self.name, _PRECISIONS[precision])
 
 
 CHIPS = {
@@ -67,8 +67,8 @@ CHIPS = {
 }
 
 
-def find_rate(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Returns the listed rate of a GPU by torch's name for it, operations a second; None: it is not listed."""
+def find_peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
+    """Returns the listed peak operations a second of a GPU, by torch's name; None if it is not listed."""
     for pattern, of_16_bits, of_tf32, of_fp32 in _PEAKS:
         if re.fullmatch(pattern, name.removeprefix("NVIDIA ")):
             if dtype != torch.float32:

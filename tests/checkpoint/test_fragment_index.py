@@ -128,7 +128,7 @@ def test_rows_that_lie(tmp_path, row, value):
         (len(path.read_bytes()) - len(raw) + int.from_bytes(raw[:8], "little")).to_bytes(8, "little")
         + path.read_bytes()[8:]
     )
-    assert not FragmentIndex(tmp_path, "net").holds_for({path.name: {"hash": ""}})
+    assert not FragmentIndex(tmp_path, "net").matches({path.name: {"hash": ""}})
 
 
 def test_files_that_are_none(tmp_path):

@@ -91,11 +91,11 @@ def test_diversity_has_the_gradient_of_the_entropy_of_the_mean(monkeypatch):
     expected = torch.autograd.grad(torch.special.entr(shares.mean(0)).sum(), z, retain_graph=True)[0]
     usage = Usage(4, decay=0.0)
     usage.observe(shares.detach())
-    diversity = usage.diversity(shares, 4)
+    diversity = usage.cross_entropy(shares, 4)
     torch.testing.assert_close(torch.autograd.grad(diversity.mean(), z, retain_graph=True)[0], expected)
     torch.testing.assert_close(diversity.mean(), torch.special.entr(shares.mean(0)).sum())
     # However the batch is split, the mean over samples is the same.
-    halves = [usage.diversity(half, 4).mean() for half in shares.chunk(2)]
+    halves = [usage.cross_entropy(half, 4).mean() for half in shares.chunk(2)]
     torch.testing.assert_close(sum(halves) / 2, diversity.mean())
 
 
@@ -110,7 +110,7 @@ def test_usage():
     assert torch.equal(usage.q, before)
     never = Usage(1, decay=0.0)
     never.observe(torch.tensor([[1.0, 0.0]]))
-    assert bool(never.diversity(torch.tensor([[0.5, 0.5]]), 1).isfinite())
+    assert bool(never.cross_entropy(torch.tensor([[0.5, 0.5]]), 1).isfinite())
 
 
 def test_diversity_spreads_codes():
@@ -124,7 +124,7 @@ def test_diversity_spreads_codes():
     assert len(quantizer.encode(x).unique()) == 1
     for _ in range(200):
         found = quantizer(x, weight)
-        loss = found.entropy - usage.diversity(found.shares, 4) + 0.1 * found.commitment
+        loss = found.entropy - usage.cross_entropy(found.shares, 4) + 0.1 * found.commitment
         optimizer.zero_grad()
         loss.mean().backward()
         optimizer.step()

@@ -146,7 +146,7 @@ def test_search(case):
     text, some = plan.describe_ways(fast)
     lines = text.splitlines()
     assert some and len(lines) == 2 + 18 + 1 and "no step is that short" in lines[-1]
-    assert int(lines[2].split()[1]) == estimates[0].micro
+    assert int(lines[2].split()[1]) == estimates[0].micro_batch
     sizes = sorted(map(takes, every))
     assert sorted(map(takes, advice.search_choices(on(fast, sizes[9]), counted.append))) == [
         size for size in sizes if size <= sizes[9]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dstrain.data.batches import held_out
 from dstrain.sampling.draw import (
-    class_columns,
+    count_class_columns,
     draw_all,
     draw_on_first,
     draw_rounds,
@@ -277,12 +277,12 @@ def test_drawing_and_scoring_need_no_gradient():
 def test_class_columns(labels, num, expected):
     """Oracle: the columns of a grid of that width, each of which must hold one class and no two the same."""
     label = torch.tensor(labels).repeat(-(-num // len(labels)))[:num]
-    found = class_columns(Request(torch.arange(num), {"label": label}))
+    found = count_class_columns(Request(torch.arange(num), {"label": label}))
     assert found == expected
     if found:
         columns = [set(label[column::found].tolist()) for column in range(found)]
         assert all(len(classes) == 1 for classes in columns) and len(set.union(*columns)) == found
-    assert class_columns(Request(torch.arange(num))) is None
+    assert count_class_columns(Request(torch.arange(num))) is None
 
 
 # ------------------------------------------------------------------------------------------- pictures, and no dropout

@@ -15,7 +15,7 @@ from dstrain.distributed import group
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.phenaki.masking import MEAN_RATIO
 from dstrain.tracking.flops import Utilization, count_step_flops, find_chip_rate
-from dstrain.tracking.hardware import find_rate
+from dstrain.tracking.hardware import find_peak_flops
 from tests.support import first_stage
 from tests.support.launch import ROOT
 from tests.support.tracking import time_run
@@ -99,9 +99,9 @@ def test_rates_of_chips():
         "NVIDIA GeForce RTX 4090 Laptop GPU": None,
     }
     for name, peak in names.items():
-        assert find_rate(name, torch.bfloat16) == (peak and peak * 1e12), name
-    assert find_rate("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
-    assert find_rate("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
+        assert find_peak_flops(name, torch.bfloat16) == (peak and peak * 1e12), name
+    assert find_peak_flops("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
+    assert find_peak_flops("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
     assert find_chip_rate(torch.device("cpu"), torch.float32) > 0
 
 

@@ -33,8 +33,8 @@ class ReportOptions(Trusting):
     )
 
     @property
-    def page(self) -> Path:
-        """Returns the file to write."""
+    def page_path(self) -> Path:
+        """Returns the path at which the page is written."""
         if self.out is not None:
             return self.out
         alone = len(set(self.runs)) == 1

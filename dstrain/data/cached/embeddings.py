@@ -48,7 +48,9 @@ def is_embeddings(path: str | Path) -> bool:
 
 
 def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: int = 1) -> "Pairs | None":
-    """Opens the pairs of one split, or of all as a held-out set; returns None if the split's fraction is 0.
+    """Opens the pairs (text embedding, image embedding) of one split; returns None if its fraction is 0.
+
+    The split "all" has every pair: of data that are held out as a whole.
 
     ConfigError: no such layout, rows that do not match, fractions that do not sum to 1, a split that leaves one of the
     `world` ranks without a pair of its own, NaN (in data small enough to look through; else met when read).
@@ -63,13 +65,13 @@ def open_stored(path: str | Path) -> "Stored":
     return open_builtin_pairs() if str(path) == BUILTIN else _open_folder(Path(path))
 
 
-def find_encoder(path: str | Path) -> str | None:
-    """Returns what made the image embeddings: the fingerprint of the encoder; None of folders that do not say so."""
+def read_encoder_fingerprint(path: str | Path) -> str | None:
+    """Returns the fingerprint of the encoder that made the image embeddings; None if the folder does not name one."""
     return BUILTIN if str(path) == BUILTIN else (read_plan(Path(path) / PLAN) or {}).get("image_encoder")
 
 
-def find_made_of(path: str | Path) -> str | None:
-    """Returns the fingerprint of the captioned images that `dstrain encode` has embedded; None as `find_encoder`."""
+def read_data_fingerprint(path: str | Path) -> str | None:
+    """Returns the fingerprint of the images whose embeddings these are; None if the folder names none."""
     return (read_plan(Path(path) / PLAN) or {}).get("data")
 
 

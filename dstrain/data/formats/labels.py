@@ -26,7 +26,7 @@ from typing import Any
 from dstrain.data.files.listing import LABELS
 from dstrain.data.source import Source
 from dstrain.disk import small
-from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, parse_number, read_label
+from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, parse_whole_number, read_label
 from dstrain.recipe import ConfigError
 
 SYNSET = re.compile(r"n\d{8}")
@@ -49,7 +49,7 @@ class ClassList:
     def __post_init__(self) -> None:
         places = {name: place for place, name in enumerate(self.classes)}
         object.__setattr__(self, "places", places)
-        object.__setattr__(self, "numbers", {parse_number(name): places[name] for name in reversed(places)})
+        object.__setattr__(self, "numbers", {parse_whole_number(name): places[name] for name in reversed(places)})
 
     def number(self, label: int | str, at: str) -> int | str:
         """Returns the label of a class, which is given by its name or number; without a list, what is given.
@@ -86,7 +86,7 @@ class ClassList:
                 f"{at}: {error}: mend it, name the column of labels, data.columns={{label: NAME}}, or write "
                 "data.labels=none"
             ) from None
-        number = None if text is None or text in self.places or not self.classes else parse_number(text)
+        number = None if text is None or text in self.places or not self.classes else parse_whole_number(text)
         return None if text is None else self.number(text if number is None else number, at)
 
     def prefix(self, name: str, at: str) -> int | str:
@@ -158,7 +158,9 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
         return None
     rows = content["labels"] or []
     try:
-        labels = {name: label if type(label) is int else parse_number(read_label(label) or "") for name, label in rows}
+        labels = {
+            name: label if type(label) is int else parse_whole_number(read_label(label) or "") for name, label in rows
+        }
     except (TypeError, ValueError):
         labels = {"": None}
     for name, label in labels.items():

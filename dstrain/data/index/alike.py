@@ -21,7 +21,7 @@ from dstrain.data.formats import open_data_files, recognise_layout
 from dstrain.data.formats.base import Layout
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.source import Source
-from dstrain.disk.texts import parse_number
+from dstrain.disk.texts import parse_whole_number
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, NotRead
@@ -144,7 +144,7 @@ def _compare_samples(layout: Layout, index: Index) -> Iterator[str]:
             if sample.place.name != name:
                 yield f"{sample.place.name} where {name} is on rank 0"
             if isinstance(sample.label, str) and index.classes:
-                number, known = parse_number(sample.label), index.classes[index.label(row)]
+                number, known = parse_whole_number(sample.label), index.classes[index.label(row)]
                 if known not in (sample.label, str(number)):
                     yield f"{name} of the class {sample.label}, not {known}"
             elif sample.label is not None and sample.label != index.label(row):

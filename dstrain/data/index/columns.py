@@ -16,7 +16,7 @@ from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, hash_columns, hash_name
 from dstrain.data.index.verified import write_sums
 from dstrain.disk import atomic, sealed
-from dstrain.disk.texts import parse_number
+from dstrain.disk.texts import parse_whole_number
 from dstrain.recipe import ConfigError, explain_write_errors
 
 ELSEWHERE = "make room, or name another folder for the index with data.index=FOLDER"
@@ -78,7 +78,7 @@ class Columns:
             self._begin("captions", None)
             for caption in captions:
                 self._text("captions", "caption_ends", caption.encode("utf-8", "replace"))
-            self._end("captions_ends", len(captions))
+            self._append_end("captions_ends", len(captions))
             self.most = max(self.most, len(captions))
         self.number += 1
 
@@ -101,9 +101,9 @@ class Columns:
     def _text(self, blob: str, ends: str, text: bytes) -> None:
         self._begin(blob, None)
         self.buffers[blob] += text
-        self._end(ends, len(text))
+        self._append_end(ends, len(text))
 
-    def _end(self, name: str, length: int) -> None:
+    def _append_end(self, name: str, length: int) -> None:
         self._begin(name, None)
         buffer = self.buffers[name]
         buffer.append((buffer[-1] if buffer else self._last(name)) + length)
@@ -194,7 +194,7 @@ class Columns:
         where = f"{layout.request.key}={layout.root}"
         if kind == "str":
             written = layout.labels_written and layout.request.labels == "auto" and not classes
-            numbers = [parse_number(name) for name in names] if written else [None]
+            numbers = [parse_whole_number(name) for name in names] if written else [None]
             if None in numbers and any(name in _TRUTH for name in names) and any(n is not None for n in numbers):
                 raise ConfigError(f"{where}: labels are numbers and truth values: write all as numbers")
             if None in numbers:

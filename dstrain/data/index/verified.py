@@ -111,7 +111,7 @@ def open_shared(path: Path, dtype: Any, size: int) -> Verified:
 
 
 def map_file(path: Path) -> Any:
-    """Returns the bytes of a file, which is not read before they are used."""
+    """Maps a file into memory, read only: the disk is read where bytes are used. Does not compare its hash."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""

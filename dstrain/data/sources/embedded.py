@@ -7,7 +7,7 @@ that were, by their number and a hash of their names: others are refused.
 from torch import Tensor
 
 from dstrain.data.builtin.emoji import EMOJI, Emoji
-from dstrain.data.cached.embeddings import BUILTIN, Stored, find_made_of, open_stored
+from dstrain.data.cached.embeddings import BUILTIN, Stored, open_stored, read_data_fingerprint
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.captioned import Captioned
 from dstrain.data.sources.images import Images
@@ -56,7 +56,7 @@ def add_embeddings(images: Source, path: str) -> Embedded:
     if isinstance(images, Emoji):
         return Embedded(images, stored)
     whole = Captioned(images.layout, images.index, images.image_size, captions=True)
-    source, names = find_made_of(path), whole.names()
+    source, names = read_data_fingerprint(path), whole.names()
     if source is None:
         raise ConfigError(
             f"data.embeddings={path} does not say of which images it is: make it by dstrain encode "

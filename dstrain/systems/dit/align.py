@@ -199,9 +199,9 @@ def warn_of_few_tokens(count: int) -> None:
         )
 
 
-def fit_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
-    """Leaves a file's projectors where a network has none, and gives fresh ones to one whose file has none, the same on
-    every rank. Returns notes.
+def match_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
+    """Makes a file's projectors those that the network has: removes them where the network has none, and initializes
+    those that the file lacks, with the same values on every rank. Returns notes for the user.
     """
     given, needed = ([name for name in names if name.startswith("projectors.")] for names in (state, shapes))
     if given and not needed:

@@ -72,7 +72,7 @@ class DiTSystem(System):
         if "latent_mean" in batch:
             moments = batch["latent_mean"], batch["latent_std"], batch["key"]
             stage, scale = self.first_stage, self.config.latent_scale()
-            example["x_start"] = stage.draw(*moments) if stage else draw_latents(*moments, *scale)
+            example["x_start"] = stage.draw_latents(*moments) if stage else draw_latents(*moments, *scale)
         elif self.config.codes:
             raise ConfigError(
                 "data: this model reads cached latents and holds no encoder, the data give images; "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dstrain.nn import fitting
 from dstrain.nn.positions import sincos_positions
 from dstrain.recipe import ConfigError
-from dstrain.systems.dit.align import fit_projectors
+from dstrain.systems.dit.align import match_projectors
 from dstrain.systems.dit.config import Config
 
 _CLASSES = "y_embedder.embedding_table.weight"
@@ -89,7 +89,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
     ):
         state[_POSITIONS] = _interpolate_positions(positions, shapes[_POSITIONS][1], notes)
     notes += fitting.refill_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
-    notes += fit_projectors(state, shapes)
+    notes += match_projectors(state, shapes)
     for added in _ADDED:
         fresh = [name for name in shapes if name.startswith(added)]
         if fresh and not any(name in state for name in fresh):

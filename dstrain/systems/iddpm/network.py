@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import dropout_of, name_layers, timestep_features
+from dstrain.nn.layers import make_dropout, name_layers, timestep_features
 
 GROUPS = 32  # of every normalization
 
@@ -144,7 +144,7 @@ class ResBlock(nn.Module):
         self.out_layers = nn.Sequential(
             normalization(out_channels),
             nn.SiLU(),
-            dropout_of(dropout),
+            make_dropout(dropout),
             ZeroConv2d(out_channels, out_channels, 3, padding=1),
         )
         self.skip_connection = nn.Identity() if channels == out_channels else nn.Conv2d(channels, out_channels, 1)

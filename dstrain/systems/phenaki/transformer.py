@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import Linear, dropout_of
+from dstrain.nn.layers import Linear, make_dropout
 from dstrain.nn.quantize import widen_precision
 from dstrain.recipe import ConfigError
 
@@ -217,7 +217,7 @@ class FeedForward(nn.Module):
         hidden = 8 * math.ceil(2 / 3 * mult * dim / 8)
         self.norm = nn.LayerNorm(dim)
         self.widen = Linear(dim, 2 * hidden, bias=False)
-        self.dropout = dropout_of(dropout)
+        self.dropout = make_dropout(dropout)
         self.narrow = Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

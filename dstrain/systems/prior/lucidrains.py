@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import Embedding, Linear, dropout_of
+from dstrain.nn.layers import Embedding, Linear, make_dropout
 
 _COSINE_SCALE = 16.0  # the temperature of cosines
 _PLAIN_BIAS = 128.0  # versions without cosines multiply the relative bias by it
@@ -190,7 +190,7 @@ class LucidrainsBlock(nn.ModuleList):
             Linear(dim, 2 * inner, bias=False),
             SwiGLU(),
             GainNorm(inner) if normformer else nn.Identity(),
-            dropout_of(dropout),
+            make_dropout(dropout),
             Linear(inner, dim, bias=False),
         )
         super().__init__([SharedKeyAttention(dim, heads, dim_head, dropout, rotary_emb, cosine_similarity), mlp])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import Linear, dropout_of, name_layers, timestep_features
+from dstrain.nn.layers import Linear, make_dropout, name_layers, timestep_features
 
 EXTRA_TOKENS = 4  # text embed, timestep, noisy image embed, learned query
 _HIDDEN = -10000.0  # added to the scores of tokens that a token may not see
@@ -135,7 +135,7 @@ class PriorBlock(nn.Module):
         self.ff = name_layers(
             net=nn.Sequential(
                 name_layers(proj=Linear(width, 4 * width), gelu=nn.GELU()),
-                dropout_of(dropout),
+                make_dropout(dropout),
                 Linear(4 * width, width),
             )
         )
@@ -152,7 +152,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.to_q, self.to_k, self.to_v = Linear(width, width), Linear(width, width), Linear(width, width)
-        self.to_out = nn.Sequential(Linear(width, width), dropout_of(dropout))
+        self.to_out = nn.Sequential(Linear(width, width), make_dropout(dropout))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         batch, count, width = x.shape

@@ -85,7 +85,7 @@ class TokenizerSystem(System):
         passed = nets["tokenizer"](example["x_start"], example["frames"])
         terms, shares = self._of_codes(passed), {}
         if self._usage is not None:
-            terms["diversity"] = self._usage.diversity(passed.shares, bits_of(self.codebook_size))
+            terms["diversity"] = self._usage.cross_entropy(passed.shares, bits_of(self.codebook_size))
             shares = {"shares": passed.shares.detach()}
         coding = self._coding(terms)
         if not self.picture_loss.adversarial:
