@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Merges a checkpoint's weights into safetensors files: python launch/consolidate.py RUN --out DIR [...]"""
 
 from dstrain.commands.main import start_verb

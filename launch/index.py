@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Makes and describes the index of data: python launch/index.py DATA [--index FOLDER] [data.key=value]"""
 
 from dstrain.commands.main import start_verb

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Says what a run will cost, before it is started: python launch/plan.py [--recipe R] --world N [key=value ...]"""
 
 from dstrain.commands.main import start_verb

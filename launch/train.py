@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Trains a system from a recipe: deepspeed launch/train.py [--recipe FILE] [--ds_config FILE] [key=value ...]"""
 
 from dstrain.commands.main import start_verb

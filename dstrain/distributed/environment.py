@@ -110,7 +110,8 @@ def _check_hosts(place: Place) -> Iterator[str]:
     if by_mpirun and place.local_world < place.world and "MASTER_ADDR" not in os.environ:
         yield (
             f"MASTER_ADDR is not set, and only {place.local_world} of {place.world} ranks are on this machine: name "
-            "the host of rank 0, as by mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"
+            "the host of rank 0, as by mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500, or by deepspeed --launcher "
+            "openmpi --launcher_args='-x MASTER_ADDR=HOST -x MASTER_PORT=29500'"
         )
 
 
