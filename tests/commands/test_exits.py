@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.launch import environment, free_port
+from tests.support.launch import ROOT, command, environment, free_port, run
 
 PROGRAM = "from dstrain.commands.exits import run_main; run_main(lambda: __import__('torch'))"
 
@@ -61,3 +61,13 @@ def test_threads_of_a_group_do_not_end_a_rank():
     errors = [process.communicate(timeout=120)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [75, 1], errors
     assert "KeyError: 'on purpose'" in errors[1] and "terminate called" not in "".join(errors)
+
+
+@pytest.mark.faults
+def test_three_hundred_launches(tmp_path):
+    """Oracle: exit code 0: of an earlier version, one of 25 launches ended by SIGABRT after `complete`."""
+    words = ["--recipe", ROOT / "tests/launch/tiny.yaml", "--ds_config", ROOT / "ds_configs/zero2_fp32.json", "steps=3"]
+    for number in range(300):
+        done = run(command("launch/train.py", *words, f"folder={tmp_path / str(number)}", num=2))
+        assert done.returncode == 0 and "complete" in done.stdout, (number, done.stdout)
+        assert "terminate called" not in done.stdout, (number, done.stdout)
