@@ -386,7 +386,7 @@ BUDGETS = {
     "nn": 971,  # with tokens that ranks share
     "planning": 683,
     "recipe": 756,
-    "runs": 873,
+    "runs": 885,  # with universal folders of DeepSpeed
     "sampling": 431,
     "systems": 5971,  # with alignments and routing of DiTs, and flows of UNets
     "tracking": 1821,

@@ -3,6 +3,8 @@
     mp_rank_00_model_states.pt                    stages 0-2: the module's state dict, in the precision it computes in
     zero_pp_rank_R_mp_rank_00_model_states.pt     stage 3: buffers, and rank R's shares of the frozen weights
     [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt     rank R's partitions of the fp32 masters, flat
+    zero/NAME/fp32.pt                             a universal folder, of ds_to_universal: a whole fp32 master in a file,
+                                                  flat at stage 3, in place of the partitions
 
 The names to be written are those of the module's state dict, in its order, and a checkpoint that lacks one of them is
 refused. Trained weights are taken from the masters, frozen weights and buffers from the model's files, and a tied
@@ -73,7 +75,9 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
     Raises ConfigError if it is not whole, of a kind that cannot be merged, or asks for classes without `trusted`.
     """
     optimizers, models = _sort_by_rank(folder)
-    contents = {path: torch_files.load_torch_file(path) for path in (*models.values(), *optimizers.values())}
+    masters = {path.parent.name: path for path in sorted(folder.glob("zero/*/fp32.pt"))} if is_universal(folder) else {}
+    paths = (*models.values(), *optimizers.values(), *masters.values())
+    contents = {path: torch_files.load_torch_file(path) for path in paths}
     asked = sorted(set().union(*(content.asked for content in contents.values())))
     if asked and not trusted:
         more = f" and {len(asked) - 6} more" if len(asked) > 6 else ""
@@ -82,7 +86,11 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
             "from, give --trust-pickle; they are then read as empty shells, and still nothing is run"
         )
     values = {path: content.value for path, content in contents.items()}
-    for path, value in values.items():
+    for path in masters.values():
+        if contents[path].asked:
+            raise ConfigError(f"{path} holds more than a tensor and plain values: do not load it with any program")
+    for path in (*models.values(), *optimizers.values()):
+        value = values[path]
         key = "module" if path in models.values() else "optimizer_state_dict"
         if not isinstance(value, dict) or key not in value:
             raise ConfigError(f"{path} holds no {key}: DeepSpeed did not write it; restore it, or name another folder")
@@ -90,7 +98,9 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
         states = {rank: values[path]["optimizer_state_dict"] for rank, path in optimizers.items()}
         if states:
             _require_complete(folder, optimizers, models, states)
-        merged = _merge_weights(folder, {rank: values[path] for rank, path in models.items()}, states, dtype)
+        known = {name: values[path] for name, path in masters.items()} if is_universal(folder) else None
+        by_rank = {rank: values[path] for rank, path in models.items()}
+        merged = _merge_weights(folder, by_rank, states, known, dtype)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"{folder} is no checkpoint of ZeRO 1 to 3 as DeepSpeed 0.9 to 0.19 writes it "
@@ -107,6 +117,11 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
 def list_files(folder: Path) -> list[str]:
     """Lists the names of what DeepSpeed has written straight into a folder."""
     return sorted(path.name for path in folder.iterdir() if path.name.endswith(("model_states.pt", "optim_states.pt")))
+
+
+def is_universal(folder: Path) -> bool:
+    """Returns whether a tag's folder was written by DeepSpeed's ds_to_universal."""
+    return (folder / "zero").is_dir() and not list(folder.glob("*optim_states.pt")) and bool(list_files(folder))
 
 
 def _sort_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
@@ -142,7 +157,10 @@ def _sort_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     return optimizers, models
 
 
-def _merge_weights(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], dtype: str) -> Checkpoint:
+def _merge_weights(
+    folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], masters: Mapping[str, Any] | None, dtype: str
+) -> Checkpoint:
+    """Merges the weights of all ranks. masters: those of a universal folder, by name."""
     first = models[0]
     module, buffers = first["module"], set(first["buffer_names"])
     if not isinstance(module, dict) or first.get("mp_world_size") not in (None, 0, 1):
@@ -152,7 +170,11 @@ def _merge_weights(folder: Path, models: Mapping[int, Any], states: Mapping[int,
             "ds_to_universal.py"
         )
     sharded = any("fp32_flat_groups" in state for state in states.values())
-    trained = _collect_trained(folder, first, states, sharded)
+    if masters is None:
+        trained = _collect_trained(folder, first, states, sharded)
+    else:
+        sharded = _require_stage(folder, models)
+        trained = dict(_collect_universal(folder, first["param_shapes"], masters))
     weights = dict(_collect_frozen(folder, models, sharded)) | trained
     shared = dict(first.get("shared_params") or {})
     names_by_place = (
@@ -194,7 +216,7 @@ def _merge_weights(folder: Path, models: Mapping[int, Any], states: Mapping[int,
         {
             "step": first.get("global_steps"),
             "stage": 3 if sharded else stage,
-            "world": len(states) or 1,
+            "world": first.get("dp_world_size", 1) if masters is not None else len(states) or 1,
             "deepspeed": str(first.get("ds_version")),
             "left_out": left_out,
         },
@@ -326,6 +348,33 @@ def _collect_stage3(
             f"{folder}: its partitions hold {[line.numel for line in lines]} elements, the weights need "
             f"{offset} of each; weights that were offloaded to NVMe are not in a checkpoint"
         )
+
+
+def _require_stage(folder: Path, models: Mapping[int, Any]) -> bool:
+    """Returns whether a universal folder is of stage 3, whose models lie in a file of each rank. Raises ConfigError if
+    one is missing.
+    """
+    if (folder / "mp_rank_00_model_states.pt").exists():
+        return False
+    missing = [rank for rank in range(models[0].get("dp_world_size", len(models))) if rank not in models]
+    if missing:
+        raise ConfigError(f"{folder} lacks zero_pp_rank_{missing[0]}_mp_rank_00_model_states.pt: copy it here")
+    return True
+
+
+def _collect_universal(
+    folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]], masters: Mapping[str, Any]
+) -> Iterator[tuple[str, Stored]]:
+    """Yields the trained weights of a universal folder, in the order of the model's file."""
+    for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):
+        if name not in masters:
+            raise ConfigError(f"{folder} lacks zero/{name}/fp32.pt: copy it here, or run ds_to_universal once more")
+        tensor = masters[name]["param"] if isinstance(masters[name], dict) else masters[name]
+        if not isinstance(tensor, Stored):
+            raise ConfigError(f"{folder}/zero/{name}/fp32.pt holds no tensor: run ds_to_universal once more")
+        if tensor.shape != tuple(shape) and tensor.strides is None:
+            tensor = tensor._replace(shape=tuple(shape))
+        yield name, _require_fit(folder, name, tensor)
 
 
 def _collect_frozen(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[tuple[str, Stored]]:

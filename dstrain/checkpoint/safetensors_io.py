@@ -174,7 +174,7 @@ def _write_file(
         digest.update(memoryview(header))
         _write_all(out, memoryview(header))
         for entry in entries:
-            for piece in _convert_entry(entry, files, buffer):
+            for piece in convert_entry(entry, files, buffer):
                 digest.update(piece)
                 _write_all(out, piece)
                 progress(len(piece))
@@ -216,7 +216,7 @@ class Files:
             into = into[count:]
 
 
-def _convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
+def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
     """Yields the bytes of a tensor in row-major order and in the entry's type; a piece is valid until the next one."""
     source = entry.source
     for span in source.spans:

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dstrain.checkpoint import deepspeed_files, torch_files
 from dstrain.checkpoint.fragments import StoredWeight
 from dstrain.checkpoint.layout import RECONSTRUCTED
 from dstrain.checkpoint.manifest import CONSOLIDATED, find_faults
+from dstrain.checkpoint.safetensors_io import CHUNK, Files, convert_entry, render_header
 from dstrain.checkpoint.store import Store
 from dstrain.checkpoint.validate import check_checkpoint
 from dstrain.disk import owner
@@ -39,9 +42,9 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
 
     `path` is a run's folder (its newest whole checkpoint; the first EMA where there is one), a checkpoint's folder, a
     consolidated or exported one, or, for the first part, a folder of diffusers (of the network or of a pipeline with
-    it) or what `read` takes. Other parts than the first may be absent: an adversary may join later. `parts`, None for
-    all: only these are looked for. What was changed begins with a line that counts what was loaded, replaced and left.
-    ConfigError: unreadable, damaged, or it does not fit, with the remedy.
+    it), a universal folder of DeepSpeed, or what `read` takes. Other parts than the first may be absent: an adversary
+    may join later. `parts`, None for all: only these are looked for. What was changed begins with a line that counts
+    what was loaded, replaced and left. ConfigError: unreadable, damaged, or it does not fit, with the remedy.
     """
     first, *others = (part for part in system.parts if parts is None or part in parts)
     if path.name in (f"{_MODEL}.safetensors", f"{_MODEL}.bin") and (path.parent / "config.json").is_file():
@@ -64,6 +67,8 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
         config = read_json(config_file)
         state, notes = system.from_diffusers(read_state(config_file.parent), config)
         adapted = {first: _adapt_part(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
+    elif path.is_dir() and deepspeed_files.is_universal(path):
+        adapted = {first: _adapt_part(system, first, _read_universal(path), path)}
     else:
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
             raise ConfigError(
@@ -133,6 +138,21 @@ def require_unaltered(paths: Iterable[Path], together: bool = False) -> None:
     wrong = list(dict.fromkeys(chain.from_iterable(group.gather_objects(wrong)))) if together else wrong
     if wrong:
         raise ConfigError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
+
+
+def _read_universal(folder: Path) -> dict[str, Tensor]:
+    """Reads a folder of DeepSpeed's ds_to_universal: fp32 weights and buffers. Nothing that is pickled there is run."""
+    merged = deepspeed_files.read_checkpoint(folder, trusted=True, dtype="F32")
+    for span, crc in merged.sums.items():
+        if torch_files.is_altered(span, crc):
+            raise ConfigError(f"weights: {folder} is damaged ({span.path} is altered): copy it again")
+    state, buffer = {}, memoryview(bytearray(CHUNK))
+    with Files() as files:
+        for entry in merged.entries:
+            header = render_header(folder, [(entry.name, entry.dtype, entry.source.shape)], {})
+            pieces = (bytes(piece) for piece in convert_entry(entry, files, buffer))
+            state |= load_bytes(b"".join([header, *pieces]))
+    return state
 
 
 def _adapt_part(

@@ -1,6 +1,7 @@
 """Consolidation of what real engines have saved on two ranks: DeepSpeed's own checkpoints and dstrain's, all stages."""
 
 import json
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from dstrain.checkpoint import deepspeed_files, torch_files
 from dstrain.commands.consolidate import Order, consolidate_weights
+from tests.support.checkpoints import convert
 from tests.support.launch import ROOT, environment, launch
 
 PRECISIONS = ("fp32", "bf16")
@@ -115,6 +117,54 @@ def test_fragments(saved, tmp_path, case):
         with pytest.raises(ValueError, match="is pickled, and asks for .*deepspeed.* --trust-pickle"):
             consolidate_weights(Order(native, tmp_path / "x", "raw"))
         consolidate_weights(Order(native, tmp_path / "unpickled", "ema"))
+
+
+@pytest.mark.parametrize("case", ["plain1-fp32", "plain2-bf16", "plain3-bf16", "plain3-fp32"])
+def test_universal(saved, tmp_path, case):
+    """Oracle: the live weights, after DeepSpeed's own ds_to_universal; faults are named, and code is not run."""
+    folder, truth = saved
+    universal = tmp_path / "universal"
+    convert(folder / case / "third", universal)
+    assert differ(merged(universal, tmp_path / "out"), truth[case]["live"]) == []
+    report = json.loads((tmp_path / "out" / "consolidated.json").read_text())
+    assert (report["step"], report["stage"], report["world"], report["tag"]) == (3, int(case[5]), 2, "universal")
+    assert report["parts"]["model"]["tied"] == TIED
+    file = universal / "zero" / "norm.weight" / "fp32.pt"
+    whole = file.read_bytes()
+
+    def refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            merged(universal, tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+
+    run = tmp_path / "run"
+    torch.save(Code(run), file)
+    refused("norm.weight/fp32.pt holds more than a tensor and plain values")
+    torch.save({"param": "text"}, file)
+    refused("zero/norm.weight/fp32.pt holds no tensor")
+    torch.save({"param": torch.ones(5)}, file)
+    refused("norm.weight .6,. takes 24 bytes, not 20")
+    file.write_bytes(whole[:-300])
+    refused("fp32.pt is truncated, damaged")
+    data = whole.index(truth[case]["live"]["norm.weight"].float().numpy().tobytes())
+    file.write_bytes(whole[:data] + b"\x01" + whole[data + 1 :])
+    refused("fp32.pt is altered")
+    file.unlink()
+    refused("lacks zero/norm.weight/fp32.pt: copy it here")
+    if case.startswith("plain3"):
+        (universal / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+        refused("lacks zero_pp_rank_1_mp_rank_00_model_states.pt")
+    assert not run.exists()
+
+
+class Code:
+    """An object whose pickle makes a file."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize("case", ["plain1-bf16", "plain3-bf16"])

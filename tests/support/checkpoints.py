@@ -1,5 +1,6 @@
 """A run's folder without training: its recipe and one checkpoint, written by the engine's own writers."""
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,3 +57,23 @@ def lacking(folder: Path, name: str, value: torch.Tensor | None = None) -> None:
     state = load_file(path)
     del state[name]
     save_file(state | ({name: value} if value is not None else {}), path)
+
+
+def convert(tag: Path, universal: Path) -> None:
+    """Makes a universal folder of a tag's folder, by DeepSpeed's own tool in this process."""
+    from dstrain.engine import prepare_environment
+
+    prepare_environment()
+    from deepspeed.checkpoint import ds_to_universal
+
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(tag),
+            output_folder=str(universal),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
