@@ -38,8 +38,10 @@ def compare(build: Callable[[], nn.Module], call: Call, ranks: int) -> dict[str,
         found.append(([values.detach() for values in out], {n: g.clone() for n, g in gradients.items()}))
     (alone, wanted), (shared, own) = found
     assert wanted.keys() == own.keys()
-    for gradient in own.values():
-        dist.all_reduce(gradient)
+    together = torch.cat([gradient.flatten() for gradient in own.values()])
+    dist.all_reduce(together)
+    sums = together.split([gradient.numel() for gradient in own.values()])
+    own = {name: total.view_as(own[name]) for name, total in zip(own, sums)}
     largest = max(gradient.norm() for gradient in wanted.values())
     return {
         "out": max(_measure(a, b) for a, b in zip(shared, alone, strict=True)),

@@ -1,5 +1,6 @@
 """Networks whose tokens ranks share, against the same networks alone."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +8,9 @@ from dstrain import systems
 from dstrain.nn.sequence import order_both, own, own_both, whole
 from dstrain.systems.dit.blocks import JointBlock, Seen
 from dstrain.systems.dit.network import DiT
+from dstrain.systems.phenaki.maskgit import MaskGit, TokenCritic
+from dstrain.systems.phenaki.tokenizer.network import CViViT
+from dstrain.systems.phenaki.transformer import ROWS, Transformer
 from tests.support import gloo
 from tests.support.sharing import compare
 
@@ -54,38 +58,103 @@ def call_joint(network: nn.Module) -> list[Tensor]:
     return [network(x, c, mask, 12)]
 
 
+class Grid(nn.Module):
+    """A transformer over the rows of a clip's grid that ranks share."""
+
+    def __init__(self, over: str, context: int | None) -> None:
+        super().__init__()
+        self.transformer = Transformer(16, 2, 4, 4, context, over != "all", over=over)
+
+    def forward(self, x: Tensor, *told: Tensor | None) -> Tensor:
+        return whole(self.transformer(own(x, ROWS), *told), ROWS)
+
+
+def call_grid(network: nn.Module) -> list[Tensor]:
+    """Two clips of 3 x 4 x 2 tokens, some of them hidden, with a bias for each head and, for some, texts."""
+    draw = torch.Generator().manual_seed(1)
+    block = network.transformer.layers[0]
+    x = torch.randn(2, *GRID, 16, generator=draw, dtype=torch.float64)
+    count = {"all": 24, "space": 8, "time": 3}[block.over]
+    bias = torch.randn(4, count, count, generator=draw, dtype=torch.float64)
+    mask = torch.rand(2, *GRID, generator=draw) > 0.2
+    mask[0, 2] = mask[1, :, 3] = False  # a whole frame, and a row in all frames
+    text = (None, None)
+    if block.cross is not None:
+        text = torch.randn(2, 5, 6, generator=draw, dtype=torch.float64), torch.arange(5) < torch.tensor([[5], [2]])
+    return [network(x, bias, mask, *text), network(x, None, None, *text)]
+
+
+def call_tokenizer(network: nn.Module) -> list[Tensor]:
+    """Two clips of 5 frames, of which the second has 3."""
+    draw = torch.Generator().manual_seed(1)
+    video = torch.randn(2, 5, 1, 16, 8, generator=draw, dtype=torch.float64)
+    clips, pictures = network(video, torch.tensor([5, 3])), network(video[:, :1], torch.tensor([1, 1]))
+    return [
+        values for passed in (clips, pictures) for values in passed if values.is_floating_point() and values.numel()
+    ]
+
+
+def call_maskgit(network: nn.Module) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(9, (2, *GRID), generator=draw)
+    told = {
+        "real": torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool),
+        "dropped": torch.tensor([False, True]),
+        "words": torch.tensor([[1, 2, 0], [3, 0, 0]]),
+    }
+    if isinstance(network, TokenCritic):
+        return [network(tokens, **told).double()]
+    masked, weights = torch.rand(2, *GRID, generator=draw) < 0.5, torch.tensor([0.1, 0.2], dtype=torch.float64)
+    passed = network(tokens, masked, weights, judged=tokens.flip(0), **told)
+    return [passed.total, passed.critic.double()]
+
+
+GRID = (3, 4, 2)
+TRUNK = {
+    "token_shape": GRID,
+    "dim": 16,
+    "depth": 2,
+    "heads": 4,
+    "dim_head": 4,
+    "gradient_shrink": 0.5,
+    "text": {"num_words": 5, "max_text_len": 3, "encodings_dim": None, "learns_null": True},
+}
+SMALL = (16, 16, (16, 8), 4, 2, 1, 1, 4, 4, 1)  # of a tokenizer: 4 x 2 patches, 16 channels, 4 heads
 CASES = {
-    "dit": (dit, call_dit),
+    "all": (lambda: Grid("all", 6), call_grid),
+    "space": (lambda: Grid("space", None), call_grid),
+    "time": (lambda: Grid("time", 6), call_grid),
+    "tokenizer": (lambda: CViViT(*SMALL), call_tokenizer),
+    "maskgit": (lambda: MaskGit(9, self_critic=True, **TRUNK), call_maskgit),
+    "critic": (lambda: TokenCritic(9, **TRUNK), call_maskgit),
     "modern": (
         lambda: dit(
             rope=True,
-            sines=False,
             block={"norm": "rms", "mlp": "swiglu", "qk_norm": "rms"},
             tokens={"time": 4, "label": 8, "joins": 2},
-            wide={"hidden_size": 24, "depth": 2, "num_heads": 4},
+            wide={"hidden_size": 24, "depth": 1, "num_heads": 4},
             base_depth=1,
+            align={"depth": 1, "target": 3, "widths": [5], "hidden": 7},
         ),
         call_dit,
     ),
-    "texts": (lambda: dit(rope=True, block={"modulation": "own"}, text_dim=6), call_dit),
-    "repa": (lambda: dit(align={"depth": 2, "widths": [5], "hidden": 7}), call_dit),
-    "layersync": (lambda: dit(align={"depth": 1, "target": 3}), call_dit),
+    "texts": (lambda: dit(rope=True, text_dim=6), call_dit),
     "joint": (Joint, call_joint),
 }
 
 
-def work(_rank: int) -> dict[str, dict[str, float]]:
-    """On all 4 ranks, and on 2 pairs of them."""
+def work(_rank: int, teams: tuple[int, ...]) -> dict[str, dict[str, float]]:
     return {
-        f"{name} on {ranks}": compare(build, call, ranks) for name, (build, call) in CASES.items() for ranks in (2, 4)
+        f"{name} on {ranks}": compare(build, call, ranks) for name, (build, call) in CASES.items() for ranks in teams
     }
 
 
-def test_shared_networks_are_the_networks(tmp_path):
+@pytest.mark.parametrize("world, teams", [(2, (2,)), pytest.param(4, (2, 4), marks=pytest.mark.faults)])
+def test_shared_networks_are_the_networks(tmp_path, world, teams):
     """Oracle: the same network on one rank: outputs and, by the mean over ranks, every weight's gradient, which
     ZeRO takes, both in float64 to 1e-10.
     """
-    for figures in gloo.run(tmp_path, work, world=4):
+    for figures in gloo.run(tmp_path, work, teams, world=world):
         for name, found in figures.items():
             assert max(found.values()) < 1e-10, (name, found)
 
@@ -112,6 +181,14 @@ def test_what_ranks_cannot_share_is_named():
     assert "the 6 attention heads, model.wide.num_heads: what works is 1, 2" in text
     (text,) = conflicts("dit", 2, **small, routing={"start": 1})
     assert "leave model.routing out, or write parallel.sequence=1" in text
+    video = {"image_size": [48, 16], "heads": 6, "dim": 20}
+    assert conflicts("phenaki.tokenizer", 2, **video) == []
+    assert conflicts("phenaki.tokenizer", 4, **video) == [
+        "parallel.sequence=4 does not divide the 6 rows of a frame's patches: what works is 1, 2",
+        "parallel.sequence=4 does not divide the 6 attention heads, heads: what works is 1, 2",
+    ]
+    words = {"token_shape": [1, 6, 5], "codebook_size": 8, "heads": 6, "dim": 20, "unconditional": True}
+    assert len(conflicts("phenaki", 3, **words)) == 1 and conflicts("phenaki", 3, **words, peg=False) == []
     for name in ("iddpm", "vae", "prior"):
         (text,) = systems.config_class(name).model_construct().conflicts_among(2)
         assert text.startswith("parallel.sequence=2: ") and text.endswith("write parallel.sequence=1")

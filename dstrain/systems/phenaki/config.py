@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from dstrain.encoders.frozen import is_here
 from dstrain.encoders.reader import ReadsTexts, complete_texts, replace_encoder
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
-from dstrain.systems.base import SystemConfig
+from dstrain.systems.base import SystemConfig, list_indivisible
 from dstrain.systems.phenaki import codec
 
 SAMPLERS = ("confidence", "critic")
@@ -232,6 +232,12 @@ class Config(SystemConfig, ReadsTexts):
         # Always from the index of these data: a section that a run wrote down may be of another cache.
         index = codes.model_dump(include=set(Codes.model_fields)) if cached else None
         return added | model | {"codes": index} | ({"tokenizer": stage} if stage else {})
+
+    def conflicts_among(self, ranks: int) -> list[str]:
+        counts = {"rows of tokens, token_shape": self.token_shape[1], "attention heads, heads": self.heads}
+        if self.peg:
+            counts["channels, dim"] = self.dim
+        return list_indivisible(ranks, counts)
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = [], run.samples

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.nn.layers import Embedding, Linear
+from dstrain.nn.sequence import own, whole
 from dstrain.systems.phenaki.masking import MEAN_RATIO
-from dstrain.systems.phenaki.transformer import Transformer
+from dstrain.systems.phenaki.transformer import ROWS, Transformer
 from dstrain.systems.phenaki.vocabulary import Vocabulary
 
 Grid = tuple[int, int, int]
@@ -196,7 +197,7 @@ class Trunk(nn.Module):
             x = x * self.gradient_shrink + x.detach() * (1 - self.gradient_shrink)
         context, context_mask = (None, None) if self.text is None else self.text(dropped, **text)
         seen = None if real is None else real[:, :, None, None].expand(tokens.shape)
-        return self.transformer(x, None, seen, context, context_mask)
+        return whole(self.transformer(own(x, ROWS), None, seen, context, context_mask), ROWS)
 
 
 class Text(nn.Module):

@@ -2,7 +2,8 @@
 
 Notation: B samples; a clip's tokens lie in the grid (t, h, w) of latent frames, rows and columns, N of them attend to
 each other; M tokens are attended to; E is the width of a context. Between layers tokens keep the layout
-(B, t, h, w, dim), so that the position encoder sees true neighbours whatever the attention runs over.
+(B, t, h, w, dim), so that the position encoder sees true neighbours whatever the attention runs over. Ranks that share
+samples (nn/sequence.py) each have a part of the rows: (B, t, h / N, w, dim); masks and biases are whole.
 
 Queries and keys have unit length and learned scales (Henry et al. 2020, "Query-key normalization"), so that scores
 cannot outgrow bfloat16. Each layer normalizes its input itself; the block adds its output to that input.
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear, make_dropout
 from dstrain.nn.quantize import widen_precision
+from dstrain.nn.sequence import from_channels, own, to_channels
 from dstrain.recipe import ConfigError
 
 _HIDDEN = -10000.0  # added to scores of hidden tokens: its exp is 0, float16 can hold it
 _SCALE = 8.0  # of the scores, which are products of unit vectors at first
 OVER = ("all", "space", "time")
+ROWS = 2  # the axis that ranks share
 
 
 class Transformer(nn.Module):
@@ -105,11 +108,16 @@ class TransformerBlock(nn.Module):
         mask          bool (B, t, h, w), True where other tokens see a token.
         context       (B, M, E) for cross-attention, context_mask bool (B, M), True where it is seen.
         """
+        own_mask = None if mask is None else own(mask, ROWS)
         if self.peg is not None:  # hidden tokens are 0, as the padding around the clip
-            x = x + self.peg(x if mask is None else x.masked_fill(~mask[..., None], 0.0))
+            x = x + self.peg(x if own_mask is None else x.masked_fill(~own_mask[..., None], 0.0))
         shape, flat = x.shape, self._sequences(x)
-        flat = flat + self.attention(flat, None, None if mask is None else self._sequences(mask), bias, self.causal)
-        x = self._grid(flat, shape)
+        if self.over == "time":  # places are apart, and each rank has all frames of its own
+            mask, runs = own_mask, 0
+        else:
+            runs = shape[1] if self.over == "all" else 1  # each frame is shared
+        seen = None if mask is None else self._sequences(mask)
+        x = self._grid(flat + self.attention(flat, None, seen, bias, self.causal, runs), shape)
         if self.cross is not None:
             tokens = x.flatten(1, 3)  # (B, t h w, dim)
             x = x + self.cross(tokens, context, context_mask).view(shape)
@@ -152,6 +160,7 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         bias: Tensor | None = None,
         causal: bool = False,
+        shared: int = 0,
     ) -> Tensor:
         """Maps (B, N, dim) -> (B, N, dim).
 
@@ -159,6 +168,7 @@ class Attention(nn.Module):
         mask bool (B, M)          True = seen. A sample that sees no token has the output 0.
         bias (1, heads, N, M)     added to the scores.
         causal                    a token sees itself and those before it (N = M).
+        shared                    see attend; mask and bias are of all tokens.
         """
         x = self.norm(x)
         source = x if self.context_norm is None else self.context_norm(context.to(x.dtype))
@@ -170,7 +180,7 @@ class Attention(nn.Module):
         query, key, value = self.q_norm(split(self.to_q(x))), self.k_norm(split(key)), split(value)
         added = _sum_biases(bias, mask, causal, query, key.shape[2])
         dropout = self.dropout if self.dropout and self.training else 0.0  # a graph of 0 asks for no mode
-        out = attend(query, key, value, added, dropout, causal and added is None, _SCALE)
+        out = attend(query, key, value, added, dropout, causal and added is None, _SCALE, shared)
         if mask is not None:
             out = out.masked_fill(~mask.any(1)[:, None, None, None], 0.0)
         return self.to_out(out.transpose(1, 2).flatten(2))
@@ -237,8 +247,10 @@ class PositionEncoder3d(nn.Conv3d):
         self.before = 2 if causal else 1
 
     def forward(self, x: Tensor) -> Tensor:
+        x = to_channels(x, ROWS)  # a rank that shares rows encodes all of them, of a part of the channels
         x = F.pad(x.movedim(-1, 1), (1, 1, 1, 1, self.before, 2 - self.before))  # (B, dim, t, h, w)
-        return super().forward(x).movedim(1, -1)
+        x = F.conv3d(x, own(self.weight, 0), own(self.bias, 0), groups=x.shape[1])
+        return from_channels(x.movedim(1, -1), ROWS)
 
 
 class PositionBias(nn.Module):

@@ -8,7 +8,7 @@ from dstrain.nn.finite_scalar import require_levels
 from dstrain.nn.lookup_free import bits_of
 from dstrain.nn.picture_loss import Discriminator, Penalty, Perceptual, missing_weights, require_pictures
 from dstrain.recipe import ConfigError, Run
-from dstrain.systems.base import SystemConfig
+from dstrain.systems.base import SystemConfig, list_indivisible
 
 
 class FrameDiscriminator(Discriminator):
@@ -138,6 +138,13 @@ class Config(SystemConfig):
             "channels": run.data.channels,
             **model,
         }
+
+    def conflicts_among(self, ranks: int) -> list[str]:
+        rows = self.size[0] // self.patch_size
+        return list_indivisible(
+            ranks,
+            {"rows of a frame's patches": rows, "attention heads, heads": self.heads, "channels, dim": self.dim},
+        )
 
     def conflicts_at(self, stage: int) -> list[str]:
         penalty = self.discriminator and self.discriminator.penalty

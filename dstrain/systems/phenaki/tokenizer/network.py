@@ -18,8 +18,9 @@ from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
 from dstrain.nn.quantize import widen_precision
+from dstrain.nn.sequence import own, own_again, whole
 from dstrain.recipe import ConfigError
-from dstrain.systems.phenaki.transformer import PositionBias, Transformer, build_alibi
+from dstrain.systems.phenaki.transformer import ROWS, PositionBias, Transformer, build_alibi
 
 
 class Pass(NamedTuple):
@@ -111,18 +112,19 @@ class CViViT(nn.Module):
         counted = mark_counted(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
         video = torch.where(counted[:, :, None, None, None], video, 0.0)  # padding may hold NaN
         # For a single frame the second embedding runs on an empty batch, so that its weights have a gradient, 0.
-        first = self.to_patch_emb_first_frame(self._patches(video[:, :1], 1))
-        later = self.to_patch_emb(self._patches(video[:, 1:], self.temporal_patch_size))
+        first = self.to_patch_emb_first_frame(own(self._patches(video[:, :1], 1), ROWS))
+        later = self.to_patch_emb(own(self._patches(video[:, 1:], self.temporal_patch_size), ROWS))
         x = torch.cat((first, later), dim=1)  # (B, t, h, w, D)
         x = self.enc_spatial_transformer(x, bias)
-        return self.enc_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x))
+        return whole(self.enc_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x)), ROWS)
 
     def _decode(self, x: Tensor, bias: Tensor) -> Tensor:
         """Maps (B, t, h, w, D), the spatial bias -> float32 (B, T, C, H, W)."""
+        x = own_again(x, ROWS)  # the encoder's tokens were gathered for the quantizer, which measures whole clips
         x = self.dec_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x))
         x = self.dec_spatial_transformer(x, bias)
-        first = self._pixels(self.to_pixels_first_frame(x[:, :1]), 1)
-        later = self._pixels(self.to_pixels(x[:, 1:]), self.temporal_patch_size)
+        first = self._pixels(whole(self.to_pixels_first_frame(x[:, :1]), ROWS), 1)
+        later = self._pixels(whole(self.to_pixels(x[:, 1:]), ROWS), self.temporal_patch_size)
         return widen_precision(torch.cat((first, later), dim=1))
 
     def _patches(self, video: Tensor, length: int) -> Tensor:
