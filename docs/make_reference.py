@@ -44,9 +44,9 @@ the exit codes.
 """
 DEEPSPEED = """# DeepSpeed's JSON
 
-What dstrain does with each key of the file that `--ds_config` names. The recipe owns batch and optimizer; this file owns
-stage, precision, offload and buckets. A key that is not here is refused, also one that a newer DeepSpeed has added.
-`dstrain train --dry-run` names all faults of a file at once.
+What dstrain does with each key of the file that `--ds_config` names. The recipe owns batch and optimizer; this file
+owns stage, precision, offload and buckets. A key that is not here is refused, also one that a newer DeepSpeed has
+added. `dstrain train --dry-run` names all faults of a file at once.
 """
 VERDICTS = {
     "supported": "Keys that take effect\n\nEach was trained with, against the same steps without it. *Stage 3*: at a "

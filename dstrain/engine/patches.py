@@ -1,13 +1,14 @@
-"""What dstrain changes in DeepSpeed and torch while they run, each change as it was seen on DeepSpeed 0.19.8.
+"""What dstrain changes in DeepSpeed and torch while they run: all of it stands here, and nowhere else in dstrain.
 
-A newer version must be tried with each: tests/engine/test_patches.py fails where the code that is changed, or that a
-change relies on, has become another. These files read DeepSpeed's internals beside this one:
+REPLACED names by function what it takes the place of, as it was seen on the releases in SEEN_ON. A newer one must be
+tried: tests/engine/test_patches.py fails where the code that is changed, or that a change relies on, has become
+another, and where another file changes DeepSpeed. These files read DeepSpeed's internals beside this one:
 
     masters.py        where the fp32 weights lie, and how they get into the weights that a network computes with
-    updates.py        takes the place of an engine's step, of the end of a backward pass and of hooks of gradients
+    updates.py        what an engine's step, and the end of its backward pass, work on; it counts steps as engines do
     initial.py        what zero.Init asks of a module
     schema.py         the classes that parse its settings
-    planning/         the groups that it has made; its buffers
+    planning/         its buffers; there torch says without looking whether there is a GPU
 
 Other files only call an engine's `backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and
 `load_checkpoint`, and use its `module` and `optimizer.param_groups`.
@@ -25,6 +26,42 @@ import torch
 from torch import Tensor
 
 from dstrain.engine import prepare_environment
+
+SEEN_ON = ("0.19.8",)
+_ENGINE, _ZERO12, _ZERO3 = (
+    "runtime/engine.py:DeepSpeedEngine",
+    "runtime/zero/stage_1_and_2.py:DeepSpeedZeroOptimizer",
+    "runtime/zero/stage3.py:DeepSpeedZeroOptimizer_Stage3",
+)
+# By function of this file: what it replaces, or works on, as FILE:NAME in DeepSpeed; torch.NAME in torch.
+REPLACED = {
+    "import_deepspeed": ("runtime/compiler.py:compile",),
+    "remember_device": ("accelerator/cuda_accelerator.py:CUDA_Accelerator.current_stream",),
+    "set_timeout": ("torch.distributed.distributed_c10d.default_pg_timeout",),
+    "contain_groups": ("comm/comm.py:init_distributed", "utils/groups.py:_clone_world_group"),
+    "replace_linear": ("runtime/zero/linear.py:LinearFunctionForZeroStage3", "runtime/zero/utils.py:is_zero_param"),
+    "flatten_in_place": (f"{_ZERO12}.flatten_dense_tensors_aligned",),
+    "make_universal_info": ("checkpoint/ds_to_universal.py:_check_for_required_state",),
+    "defer_errors": (f"{_ENGINE}._copy_recovery_script",),
+    "forget_powers": ("ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",),
+    "pretend_operators": (
+        "ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",
+        "runtime/zero/utils.py:assert_ints_same_as_other_ranks",
+    ),
+    "replace_reduction": (f"{_ENGINE}.allreduce_gradients",),
+    "restore_reduction": (f"{_ENGINE}.allreduce_gradients",),
+    "replace_step": (f"{_ENGINE}.clip_fp32_gradients", f"{_ZERO12}.step", f"{_ZERO3}.step"),
+    "follow_reductions": (
+        f"{_ZERO12}.independent_gradient_partition_epilogue",
+        f"{_ZERO12}.reduce_ipg_grads",
+        f"{_ZERO3}.independent_gradient_partition_epilogue",
+    ),
+    "reduce_nothing": (
+        f"{_ZERO12}.reduce_gradients",
+        f"{_ZERO12}.overlapping_partition_gradients_reduce_epilogue",
+    ),
+    "leave_scale": (f"{_ZERO12}._update_scale", "runtime/fp16/loss_scaler.py:DynamicLossScaler.update_scale"),
+}
 
 
 def import_deepspeed() -> ModuleType:
@@ -71,6 +108,25 @@ def set_timeout(timeout: timedelta) -> None:
     """
     groups = torch.distributed.distributed_c10d
     groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
+
+
+@contextmanager
+def contain_groups() -> Iterator[None]:
+    """Forgets, at the end, the process groups that DeepSpeed has made inside, which it keeps in variables, and puts the
+    linear layer of torch back, in whose place ZeRO-3 puts its own.
+    """
+    linear = torch.nn.functional.linear
+    try:
+        yield
+    finally:
+        from deepspeed.comm import comm
+        from deepspeed.utils import groups
+
+        comm.cdb = None
+        for name, value in vars(groups).items():  # beside its functions and classes
+            if name.endswith("_GROUP") and value is not None:
+                setattr(groups, name, {} if isinstance(value, dict) else None)
+        torch.nn.functional.linear = linear
 
 
 def replace_linear() -> None:
@@ -219,3 +275,80 @@ def _first_step(optimizer: Any, closure: Callable | None = None) -> None:
             if not state:
                 state["step"] = 0
                 state.update((moment, torch.zeros_like(weight.data, device="cpu")) for moment in members["moments"])
+
+
+def replace_reduction(engine: Any, prepare: Callable[[], None]) -> None:
+    """Has an engine call `prepare` before it reduces gradients."""
+    reduce = engine.allreduce_gradients
+
+    def reduce_prepared(*args: Any, **kwargs: Any) -> Any:
+        prepare()
+        return reduce(*args, **kwargs)
+
+    engine.allreduce_gradients = reduce_prepared
+
+
+def restore_reduction(engine: Any) -> None:
+    """Undoes `replace_reduction`."""
+    del engine.allreduce_gradients
+
+
+def replace_step(engine: Any, step: Callable[[], None] | None) -> None:
+    """Has `step` take the place of the step of ZeRO's optimizer, or where it is None, of torch's optimizer alone
+    neither read nor clip gradients.
+    """
+    if step is None:
+        engine.clip_fp32_gradients = lambda: None
+    else:
+        engine.optimizer.step = step
+
+
+class _Followed(torch.cuda.Stream):
+    """A stream for ZeRO-3's reductions, which its host awaits at the end of a backward pass: it is enough that what
+    follows on the device waits for them.
+    """
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream().wait_stream(self)
+
+
+def follow_reductions(zero: Any, stage: int) -> None:
+    """Has what follows on the device wait for the reductions of a backward pass, in place of the host."""
+    if stage == 3 and torch.cuda.is_available():
+        zero.reduce_and_partition_stream = _Followed()
+    elif stage < 3:
+        zero.independent_gradient_partition_epilogue = partial(
+            _end_backward, zero, zero.independent_gradient_partition_epilogue
+        )
+
+
+def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
+    """Stands in for DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm its host waits there
+    for the whole device, where it is enough that what follows on the device waits for the reductions.
+    """
+    zero.reduce_ipg_grads()
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().wait_stream(zero.reduction_stream)
+    zero._clear_previous_reduced_grads()
+    zero.overlap_comm = False
+    try:
+        epilogue()
+    finally:
+        zero.overlap_comm = True
+
+
+def reduce_nothing(zero: Any) -> None:
+    """Spares one rank DeepSpeed's buckets: a copy of all gradients, and 0.1 ms of the host for each weight.
+    Gradients stay where the backward pass leaves them.
+    """
+    for hook in zero._grad_acc_hooks:
+        hook.remove()
+    zero._grad_acc_hooks.clear()
+    zero.reduce_gradients = lambda **options: None  # stage 1
+    zero.overlapping_partition_gradients_reduce_epilogue = lambda: None  # stage 2
+
+
+def leave_scale(zero: Any) -> None:
+    """Leaves a dynamic loss scale to updates.py, and skipped steps to recovery.py."""
+    zero.loss_scaler.raise_error_at_min_scale = False
+    zero._update_scale = lambda overflow: None

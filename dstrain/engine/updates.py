@@ -16,12 +16,12 @@ other checkpoints. There WideSums holds the sum in fp32 beside the weights, and 
 micro-batch, in the precision of the network, which is also that of the reduction. One rank has nothing to reduce: its
 gradients are summed where the optimizer takes them, and the sum is not rounded.
 
-It reads and replaces DeepSpeed's internals: see patches.py.
+It reads DeepSpeed's internals; what takes the place of some is put there by patches.py.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dstrain.distributed import group
+from dstrain.engine.patches import (
+    follow_reductions,
+    leave_scale,
+    reduce_nothing,
+    replace_reduction,
+    replace_step,
+    restore_reduction,
+)
 
 
 class WideSums:
@@ -41,21 +49,21 @@ class WideSums:
 
     def attach(self, engine: Any) -> None:
         """Begins to sum: `engine` says which micro-batch is the last and reduces what it leaves in the weights."""
-        self._engine, reduce, engine.wide_sums = engine, engine.allreduce_gradients, self
+        self._engine, engine.wide_sums = engine, self
+        replace_reduction(engine, self._hand_over)
 
-        def reduce_all(*args: Any, **kwargs: Any) -> Any:
-            if engine.is_gradient_accumulation_boundary():  # of weights without a part in the last one
-                for weight in list(self._sums):
-                    weight.grad = self._sums.pop(weight).to(weight.dtype)
-            return reduce(*args, **kwargs)
-
-        engine.allreduce_gradients = reduce_all
+    def _hand_over(self) -> None:
+        """Moves the sums of weights without a part in the last micro-batch into their gradients."""
+        if self._engine.is_gradient_accumulation_boundary():
+            for weight in list(self._sums):
+                weight.grad = self._sums.pop(weight).to(weight.dtype)
 
     def detach(self) -> None:
         """Leaves the gradients alone from now on."""
         for hook in self._hooks:
             hook.remove()
-        del self._engine.allreduce_gradients, self._engine.wide_sums
+        restore_reduction(self._engine)
+        del self._engine.wide_sums
 
     def held(self) -> Iterable[Tensor]:
         """Returns the sums so far."""
@@ -119,15 +127,6 @@ class Flag:
         return self._applied
 
 
-class _Followed(torch.cuda.Stream):
-    """A stream for ZeRO-3's reductions, which its host awaits at the end of a backward pass: it is enough that what
-    follows on the device waits for them.
-    """
-
-    def synchronize(self) -> None:
-        torch.cuda.current_stream().wait_stream(self)
-
-
 class Updates:
     """The steps of one engine; masters.py adds what is known of its weights."""
 
@@ -142,20 +141,15 @@ class Updates:
             self._torch_fp32 or self.stage > 0
         )
         if self._check_on_device and self._torch_fp32:
-            engine.clip_fp32_gradients = lambda: None
+            replace_step(engine, None)
         elif self._check_on_device:
-            self._zero.step = self._step_stage3 if self.stage == 3 else self._step_stage12
+            replace_step(engine, self._step_stage3 if self.stage == 3 else self._step_stage12)
             if self._one_rank:
                 self._reduce_nothing()
-            elif self.stage == 3 and engine.zero_overlap_comm() and torch.cuda.is_available():
-                self._zero.reduce_and_partition_stream = _Followed()
-            elif self.stage < 3 and self._zero.overlap_comm:
-                self._zero.independent_gradient_partition_epilogue = partial(
-                    self._end_backward, self._zero.independent_gradient_partition_epilogue
-                )
+            elif engine.zero_overlap_comm() if self.stage == 3 else self._zero.overlap_comm:
+                follow_reductions(self._zero, self.stage)
         if self._searches_scale:
-            self._zero.loss_scaler.raise_error_at_min_scale = False  # recovery.py sees to skipped steps instead
-            self._zero._update_scale = lambda overflow: None  # `count_last_step` does it
+            leave_scale(self._zero)  # `count_last_step` changes it
 
     def step(self) -> None:
         """Takes the optimizer's step after a backward pass, on the last micro-batch; none where a gradient is not
@@ -230,14 +224,8 @@ class Updates:
         )
 
     def _reduce_nothing(self) -> None:
-        """Spares one rank DeepSpeed's buckets: a copy of all gradients, and 0.1 ms of the host for each weight.
-        Gradients stay where the backward pass leaves them, or are summed in fp32.
-        """
-        for hook in self._zero._grad_acc_hooks:
-            hook.remove()
-        self._zero._grad_acc_hooks.clear()
-        self._zero.reduce_gradients = lambda **options: None  # stage 1
-        self._zero.overlapping_partition_gradients_reduce_epilogue = lambda: None  # stage 2
+        """Takes gradients where the backward pass leaves them, or where they are summed in fp32."""
+        reduce_nothing(self._zero)
         aside = getattr(self.engine, "wide_sums", None)
         if aside:
             aside.detach()
@@ -257,21 +245,6 @@ class Updates:
         ]
         padding = master.numel() - sum(piece.numel() for piece in pieces)
         return [*pieces, pieces[0].new_zeros(padding)] if padding else pieces
-
-    def _end_backward(self, epilogue: Callable[[], None]) -> None:
-        """Stands in for DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm its host waits there
-        for the whole device, where it is enough that what follows on the device waits for the reductions.
-        """
-        zero = self._zero
-        zero.reduce_ipg_grads()
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().wait_stream(zero.reduction_stream)
-        zero._clear_previous_reduced_grads()
-        zero.overlap_comm = False
-        try:
-            epilogue()
-        finally:
-            zero.overlap_comm = True
 
     @torch.no_grad()
     def _step_stage12(self) -> None:

@@ -19,23 +19,16 @@ from tests.support.spawn import place
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """This process is the only rank, as after start(); no group, variable or state of DeepSpeed is left behind."""
+    from dstrain.engine.patches import contain_groups
     from dstrain.engine.start import start_group
 
-    environment, linear = dict(os.environ), torch.nn.functional.linear
+    environment = dict(os.environ)
     preload()
-    start_group(timeout_minutes=1)
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    yield
-    gc.unfreeze()
-    dist.destroy_process_group()
-    comm.cdb = None
-    torch.nn.functional.linear = linear  # ZeRO-3 puts its own in this place
-    # DeepSpeed keeps the groups that it has made in variables of this module, beside its functions and classes.
-    for name, value in vars(groups).items():
-        if name.endswith("_GROUP") and value is not None:
-            setattr(groups, name, {} if isinstance(value, dict) else None)
+    with contain_groups():
+        start_group(timeout_minutes=1)
+        yield
+        gc.unfreeze()
+        dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)
 

@@ -2,10 +2,13 @@
 
 import ast
 import hashlib
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 
 import pytest
+
+from dstrain.engine import patches
 
 # What dstrain replaces, or relies on where it replaces something: by file, the name and a hash of its source in 0.19.8.
 SEEN = {
@@ -18,6 +21,7 @@ SEEN = {
     },
     "runtime/zero/utils.py": {
         "is_zero_param": "bc4464ab",
+        "assert_ints_same_as_other_ranks": "50132da6",
     },
     "runtime/zero/partitioned_param_coordinator.py": {
         "PartitionedParameterCoordinator.fetch_sub_module": "072f3e0b",
@@ -30,9 +34,11 @@ SEEN = {
         "DeepSpeedZeroOptimizer.reduce_gradients": "0624f9e1",
         "DeepSpeedZeroOptimizer.overlapping_partition_gradients_reduce_epilogue": "ff4e4459",
         "DeepSpeedZeroOptimizer.update_lp_params": "8bc8a81d",
+        "DeepSpeedZeroOptimizer._update_scale": "3c44b6c9",
     },
     "runtime/zero/stage3.py": {
         "DeepSpeedZeroOptimizer_Stage3.step": "dfc83b79",
+        "DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue": "cba07463",
         "DeepSpeedZeroOptimizer_Stage3._pre_step": "0dda9466",
         "DeepSpeedZeroOptimizer_Stage3._prepare_sub_group": "5eba716a",
         "DeepSpeedZeroOptimizer_Stage3._optimizer_step": "94c2aceb",
@@ -57,6 +63,18 @@ SEEN = {
     "ops/adam/cpu_adam.py": {
         "DeepSpeedCPUAdam.step": "4efb7d98",
     },
+    "accelerator/cuda_accelerator.py": {
+        "CUDA_Accelerator.current_stream": "84a7ef33",
+    },
+    "checkpoint/ds_to_universal.py": {
+        "_check_for_required_state": "cab5a543",
+    },
+    "comm/comm.py": {
+        "init_distributed": "3f79e2fc",
+    },
+    "utils/groups.py": {
+        "_clone_world_group": "cefc41f8",
+    },
 }
 ROOT = Path(importlib.util.find_spec("deepspeed").submodule_search_locations[0])
 
@@ -78,6 +96,46 @@ def test_what_is_changed_is_as_it_was(path):
     text = (ROOT / path).read_text(encoding="utf-8")
     found = {name: hashlib.sha256(read_source(text, name).encode()).hexdigest()[:8] for name in SEEN[path]}
     assert found == SEEN[path]
+
+
+def test_every_change_is_held():
+    """Oracle: the functions of patches.py: each names what it replaces, and a hash of that stands above."""
+    tree = ast.parse(Path(patches.__file__).read_text(encoding="utf-8"))
+    public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    assert patches.REPLACED.keys() == public
+    for place in {place for places in patches.REPLACED.values() for place in places if not place.startswith("torch.")}:
+        path, name = place.split(":")
+        assert name in SEEN.get(path, {}), place
+
+
+def test_another_release_is_tried():
+    """Oracle: the releases that the hashes above are of: the installed one is among them."""
+    assert importlib.metadata.version("deepspeed") in patches.SEEN_ON
+
+
+# What other files of engine/ set in an engine of DeepSpeed: counts of steps, and what is dstrain's own.
+COUNTS = {"_step_applied", "micro_steps", "global_steps", "skipped_steps", "wide_sums"}
+
+
+def list_changes(path: Path) -> list[str]:
+    """Attributes that a file sets in objects or modules of DeepSpeed, by the names that engine/ has for these."""
+    theirs = {"zero", "_zero", "engine", "_engine", "deepspeed", "groups", "comm"}
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else []
+        for target in [each for top in targets for each in getattr(top, "elts", [top])]:
+            if isinstance(target, ast.Attribute) and target.attr not in COUNTS:
+                owners = ast.unparse(target.value).split(".")
+                found += [ast.unparse(target)] if theirs.intersection(owners) else []
+    return found
+
+
+def test_nothing_is_changed_elsewhere():
+    """Oracle: the syntax trees of engine/: patches.py alone sets what is DeepSpeed's."""
+    folder = Path(patches.__file__).parent
+    assert len(list_changes(folder / "patches.py")) > 5
+    for path in sorted(folder.rglob("*.py")):
+        assert path.name == "patches.py" or list_changes(path) == [], path
 
 
 def test_the_powers_of_beta():

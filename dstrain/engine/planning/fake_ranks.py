@@ -26,7 +26,7 @@ from dstrain.distributed import group
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import Networks, Values, weights_on_meta
 from dstrain.engine.masters import Masters
-from dstrain.engine.patches import import_deepspeed, pretend_operators
+from dstrain.engine.patches import contain_groups, import_deepspeed, pretend_operators
 
 
 @contextmanager
@@ -34,27 +34,23 @@ def fake_world(world: int) -> Iterator[None]:
     """Makes this process rank 0 of `world` inside. It may be entered again, with another `world`."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     deepspeed = import_deepspeed()
-    from deepspeed.utils import groups
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     pretend_operators()
-    linear, asked = nn.functional.linear, torch.cuda.is_available
+    asked = torch.cuda.is_available
     found = asked()
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    try:
-        torch.cuda.is_available = lambda: found  # fake tensors ask at each operation, and each answer loads a library
-        deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
-        with FakeTensorMode(allow_non_fake_inputs=True), _Views(), _Zeros():
-            yield
-    finally:
-        dist.destroy_process_group()
-        deepspeed.comm.comm.cdb = None
-        for name, value in vars(groups).items():  # groups that it has made, beside its functions
-            if name.endswith("_GROUP") and value is not None:
-                setattr(groups, name, {} if isinstance(value, dict) else None)
-        torch.cuda.is_available = asked
-        nn.functional.linear = linear  # ZeRO-3 puts its own in this place
-        group.forget_group()
+    with contain_groups():
+        try:
+            # Fake tensors ask at each operation, and each answer loads a library.
+            torch.cuda.is_available = lambda: found
+            deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
+            with FakeTensorMode(allow_non_fake_inputs=True), _Views(), _Zeros():
+                yield
+        finally:
+            dist.destroy_process_group()
+            torch.cuda.is_available = asked
+            group.forget_group()
 
 
 class _Zeros(TorchDispatchMode):
