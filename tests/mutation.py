@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PHENAKI = "dstrain/systems/phenaki"
 PUBLISHED, ALIGN = "tests/systems/dit/test_published.py", "tests/systems/dit/test_align.py"
+TEXTS = "tests/systems/dit/test_texts.py"
 # What a group mutates, and the tests of each file; of several entries that fit a path, the longest counts.
 GROUPS = {
     "diffusion": ["dstrain/diffusion/"],
@@ -256,6 +257,41 @@ MISTAKES = [
         "rotation[0, :, keep].transpose(0, 1)",
         "rotation[0, :, : keep.shape[1]].expand(len(keep), -1, -1, -1)",
         f"{ALIGN}::test_routed_tokens_keep_their_places",
+    ),
+    (
+        "a mask of texts upside down",
+        "dstrain/systems/dit/network.py",
+        "self.text_tokens(text, mask)",
+        "self.text_tokens(text, None if mask is None else ~mask.bool())",
+        f"{PUBLISHED}::test_golden_networks[raev2_text]",
+    ),
+    (
+        "texts never dropped",
+        "dstrain/systems/dit/conditions.py",
+        'return {"mask": torch.zeros_like(told["mask"])}',
+        "return {}",
+        f"{TEXTS}::test_texts_are_dropped_by_key",
+    ),
+    (
+        "the null text beside every text",
+        "dstrain/systems/dit/conditions.py",
+        "~read.any(1, keepdim=True)",
+        "torch.ones_like(read[:, :1])",
+        f"{TEXTS}::test_padding_changes_nothing",
+    ),
+    (
+        "padding of texts read",
+        "dstrain/systems/dit/trunk.py",
+        "_cut_mask(mask, x, keep) if number > self.joins else None",
+        "None",
+        f"{TEXTS}::test_padding_changes_nothing",
+    ),
+    (
+        "negative prompts unread",
+        "dstrain/systems/dit/conditions.py",
+        "if not inputs:",
+        "if inputs or not inputs:",
+        f"{TEXTS}::test_guidance_leads_away_from_a_negative_prompt",
     ),
     (
         "routing at evaluation",

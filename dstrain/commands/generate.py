@@ -299,7 +299,7 @@ def _make_request(
     prompts, option = options.prompts, "" if options.prompts is None else "--prompts: "
     if options.scenes is not None:
         prompts, option = options.scenes[:1], "--scenes: "
-    chosen = {name: getattr(options, name) for name in ("num_steps", "size", *CHOICES)}
+    chosen = {name: getattr(options, name) for name in ("num_steps", "size", "negative_prompt", *CHOICES)}
     with reword_errors(f"{option}{options.folder}: ", OPTIONS):
         request, captions = make_request(
             run.samples,

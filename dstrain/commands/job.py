@@ -94,7 +94,7 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
 
 def check_recipe(run: Run) -> tuple[Run, list[str]]:
     """Returns the Run with its data and model sections completed, and what is wrong with it."""
-    from dstrain.data.open import complete_data, require_contents
+    from dstrain.data.open import complete_data, find_contents, require_contents
 
     problems: list[str] = []
     with _collect_problems(problems):
@@ -108,6 +108,8 @@ def check_recipe(run: Run) -> tuple[Run, list[str]]:
             )
         run = recipe.check(run, schema)
         config = systems.config(run.system, run.model)
+        captioned = config.reads_texts and find_contents(run.data) == "images"
+        run = run.model_copy(update={"data": run.data.model_copy(update={"captioned": captioned})})
         fields = {"size_conditions": "size_conditions", "embeddings": "embedding_dim"}
         if not run.data.durations:
             fields["buckets"] = "sizes"

@@ -425,7 +425,7 @@ def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) 
 
 
 def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> Split:
-    captions, bucketed = data.embeddings is not None, data.buckets is not None
+    captions, bucketed = data.captioned or data.embeddings is not None, data.buckets is not None
     common = {
         "channels": data.channels,
         "held_out": data.held_out,

@@ -168,6 +168,21 @@ class Reader:
         rows = torch.tensor([row_of[text] for text in texts])
         return {name: value[rows] for name, value in inputs.items()}
 
+    def of_prompts(self, texts: list[str]) -> TextInputs:
+        """Returns `of_texts`, where no token of an empty text is read: it is the null text. Raises ConfigError for an
+        empty one where there is no null text.
+        """
+        empty = torch.tensor([not text.strip() for text in texts])
+        if empty.any() and not self.config.has_null:
+            raise ConfigError(
+                f"prompts: an empty text is the null text, and a model with {self.config.null_field} 0 has none; give "
+                "texts"
+            )
+        inputs = self.of_texts(texts)
+        if "text_mask" in inputs:
+            inputs["text_mask"] = inputs["text_mask"] & ~empty[:, None]
+        return inputs
+
     def of_nothing(self, num: int) -> TextInputs:
         """Returns inputs for `num` empty texts, which the null text replaces. Raises ConfigError if there is none."""
         if not self.config.reads_texts:

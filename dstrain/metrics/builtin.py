@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain.data.builtin import moving
-from dstrain.data.builtin.fashion import FASHION
+from dstrain.data.builtin.fashion import FASHION, find_shades, list_captions
 from dstrain.encoders import emoji
 from dstrain.encoders.precision import compute_in
 from dstrain.metrics.clips import average_colours, cut_items, find_motions
@@ -45,7 +45,7 @@ class Builtin(Features):
     size = 64
     classes = FASHION
     videos = None
-    parts = ("item", "motion")  # of what a caption of a clip asks for
+    parts = ("item", "motion")  # of what a caption of a clip asks for; of an image's it is item and shade
 
     def __init__(self, device: torch.device) -> None:
         path = BUILTIN / FILE
@@ -63,25 +63,33 @@ class Builtin(Features):
         clips, frames = images.shape[:2]
         return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
 
-    def require_captions(self, captions: Sequence[str]) -> None:
-        known = moving.captions()
+    def require_captions(self, captions: Sequence[str], clips: bool = True) -> None:
+        known = moving.captions() if clips else list_captions()
         if unknown := [caption for caption in captions if caption not in known]:
             raise ConfigError(
-                f"{unknown[0]!r} is no caption of the built-in clips, such as {next(iter(known))!r}: ask "
-                "for those, or leave out the metric accuracy"
+                f"{unknown[0]!r} is no caption of the built-in {'clips' if clips else 'images'}, such as "
+                f"{next(iter(known))!r}: ask for those, or leave out the metric accuracy"
             )
 
     def showing(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Counts as Features does; clips by their captions: right ones, all, right items, and right motions."""
-        if images.ndim == 4 or captions is None:
+        """Counts as Features does. Clips, and images without labels, count by their captions: right ones, all, right
+        items, and right motions or shades.
+        """
+        clips = images.ndim == 5
+        if captions is None or (labels is not None and not clips):
             return super().showing(images, logits, labels, captions)
-        self.require_captions(captions)
-        known = moving.captions()
+        self.require_captions(captions, clips)
+        known = moving.captions() if clips else list_captions()
         labels, asked = torch.tensor([known[caption] for caption in captions], device=logits.device).T
-        item, motion = logits.argmax(1) == labels, find_motions(average_colours(images.to(logits.device))) == asked
-        return sum_by_class(labels, len(FASHION), item & motion, torch.ones_like(item), item, motion)
+        item = logits.argmax(1) == labels
+        self.parts = ("item", "motion" if clips else "shade")
+        if clips:
+            second = find_motions(average_colours(images.to(logits.device))) == asked
+        else:
+            second = find_shades((255 * prepare_images(images.to(logits.device))[:, 0]).round()) == asked
+        return sum_by_class(labels, len(FASHION), item & second, torch.ones_like(item), item, second)
 
 
 class Emoji(Features):

@@ -192,7 +192,7 @@ def check_quality(run: Run, system: System, train: Source, unseen: Source | None
     elif run.every.metrics and metrics is None:
         draws = system.generates and not system.starts_from_data and not system.cannot_draw()
         name = find_origin(run.data)
-        asked = (name == MOVING and system.takes_texts) or (name == FASHION_PATH and "label" in system.conditions(1))
+        asked = system.takes_texts or (name == FASHION_PATH and "label" in system.conditions(1))
         metrics = ()
         if draws and name in (FASHION_PATH, MOVING):
             metrics = ("fd", "accuracy") if asked else ("fd",)

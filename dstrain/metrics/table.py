@@ -214,9 +214,8 @@ def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[s
 
 def _require(batch: Batch, network: Features, needs: set[str]) -> None:
     """Raises ConfigError, before much is computed, if a network takes no such images, or texts or labels are absent."""
-    clips = batch.images.ndim == 5
-    _require_kind(network, clips)
-    shown = batch.captions if clips and batch.labels is None else batch.labels  # captions of clips name the item
+    _require_kind(network, batch.images.ndim == 5)
+    shown = batch.captions if batch.labels is None else batch.labels  # captions of built-in data name the item
     for need, metric, kind, values in (
         ("text_score", "clip_score", "captions", batch.captions),
         ("retrieved", "retrieval", "captions", batch.captions),

@@ -76,6 +76,7 @@ class Data(Mixture, Shaping):
     splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)  # of embedding pairs: train, validation, test
     cache: Cache = Cache()  # of data at an address
     embeddings: str | None = None  # of images, from dstrain encode --image-encoder, or builtin:emoji-pairs
+    captioned: bool = False  # images are read with their captions; filled in, from what the model reads
     codes: Codes | None = None  # where `path` holds cached codes: filled in from their index
 
     @field_validator("path", "held_out_path", "captions", "images", "class_list", "index", "embeddings")
@@ -323,6 +324,8 @@ class Samples(Section):
     num: Annotated[int, Field(gt=0, le=100_000)] = 40  # samples of a grid
     labels: tuple[Count, ...] | None = None  # repeated to `num`; None: every class in turn
     prompts: tuple[str, ...] | None = None  # texts, repeated to `num`, for a system that takes them
+    negative_prompt: str | None = None  # what guidance leads away from, instead of the null text; of a system that
+    # takes one
     num_frames: PositiveInt | None = None  # of videos; None: the model's
     size: Shape | None = None  # width and height of pictures; None: image_size
     sampler: str | None = None  # None: the usual one of the system
@@ -357,6 +360,11 @@ class Samples(Section):
                 f"samples.guidance_interval={list(self.guidance_interval or ())}: write the lower noise level first",
             ),
             (self.labels and self.prompts, "samples.labels and samples.prompts are both given: give one of the two"),
+            (
+                self.negative_prompt is not None and self.guidance_scale == 1,
+                "samples.negative_prompt: guidance leads away from it, and samples.guidance_scale=1 is none: give a "
+                "scale above 1, or leave it out",
+            ),
         )
         return self
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dstrain.data.builtin.fashion import FASHION_PATH, list_captions
 from dstrain.data.builtin.moving import MOVING
 from dstrain.data.builtin.moving import captions as built_in_captions
 from dstrain.data.open import find_origin
@@ -36,7 +37,8 @@ def make_request(
     """
     choices = {name: value for name, value in choices.items() if value is not None}
     samples = samples.model_copy(update=choices)
-    if samples.guidance_scale == 1 and (idle := {"guidance_interval", "guidance_rescale"} & choices.keys()):
+    guiding = {"guidance_interval", "guidance_rescale", "negative_prompt"}
+    if samples.guidance_scale == 1 and (idle := guiding & choices.keys()):
         raise ConfigError(
             f"--{min(idle).replace('_', '-')} changes nothing at --guidance-scale 1, which is none: "
             "give another scale, or leave it out"
@@ -45,12 +47,19 @@ def make_request(
         raise ConfigError(f"{num} samples are asked for: ask for 1 or more")
     if prompts is None and not labels:
         prompts = samples.prompts
+    if samples.negative_prompt is not None and prompts is None:
+        raise ConfigError(
+            "samples.negative_prompt, or --negative-prompt: it goes with prompts, and none are given: give some, or "
+            "leave it out"
+        )
     captions = None
     if prompts is not None and labels:
         raise ConfigError("--labels: the texts of --prompts say what is drawn; leave one of the two out")
     if prompts is not None:
         captions = [*islice(cycle(prompts), num)]
         conditions = system.conditions_from_texts(captions)
+        if samples.negative_prompt is not None and samples.guidance_scale != 1:
+            conditions |= system.conditions_to_avoid(samples.negative_prompt, num)
     else:
         chosen = samples.labels if labels is None else labels
         conditions = choose_conditions(system, num, None if chosen is None else tuple(chosen))
@@ -92,8 +101,9 @@ def require_rows(system: System, conditions: dict[str, Tensor], num: int) -> Non
 
 def request_all_classes(samples: Samples, data: Data, system: System) -> Samples:
     """Returns the section for a set that metrics compare with the data: every class in turn, whatever labels the grids
-    show, and every caption of the built-in clips; of other texts the recipe's prompts. Pictures are squares, as the
+    show, and every caption of the built-in data; of other texts the recipe's prompts. Pictures are squares, as the
     data's.
     """
-    prompts = tuple(built_in_captions()) if system.takes_texts and find_origin(data) == MOVING else samples.prompts
+    captions = {MOVING: built_in_captions, FASHION_PATH: list_captions}.get(find_origin(data))
+    prompts = tuple(captions()) if system.takes_texts and captions else samples.prompts
     return samples.model_copy(update={"labels": None, "prompts": prompts, "size": None})

@@ -119,6 +119,11 @@ class SystemConfig(Section):
         """
         return None
 
+    @property
+    def reads_texts(self) -> bool:
+        """Returns whether samples are conditioned on texts: images are then read with their captions."""
+        return False
+
     @classmethod
     def with_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None

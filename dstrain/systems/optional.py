@@ -65,6 +65,13 @@ class Prompted:
         """Returns the conditions of each text, (N, ...). Raises ConfigError if the system takes no texts."""
         raise ConfigError(f"a {type(self).__name__} takes no texts")
 
+    def conditions_to_avoid(self, text: str, num: int) -> dict[str, Tensor]:
+        """Conditions of a negative prompt, from which guidance leads `num` samples away, (num, ...) each.
+
+        Raises ConfigError if the system takes none.
+        """
+        raise ConfigError(f"a {type(self).__name__} is led away from no text")
+
     def describe_cut(self, texts: list[str], what: str) -> str:
         """Says how much of texts (`what`: prompts, captions) is cut, since the model does not read it; "" if none."""
         return ""

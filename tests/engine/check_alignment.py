@@ -1,4 +1,4 @@
-"""Run by test_alignment.py on 1, 2 and 4 ranks: a modern DiT with LayerSync, and with REPA, against plain torch."""
+"""Run by test_alignment.py on 1, 2 and 4 ranks: a modern DiT with LayerSync, REPA, or texts, against plain torch."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.data.cached.rows import pack_caption
+from dstrain.data.source import stack_texts
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
@@ -34,6 +36,14 @@ CASES = {
         "routing": {"start": 2, "end": 2},
     },
     "repa": {"align": {"kind": "repa", "depth": 1, "hidden": 8, "until": UNTIL}},
+    "text": {
+        "condition": "text",
+        "num_words": 40,
+        "max_text_len": 5,
+        "tokens": {"joins": 1},
+        "class_dropout_prob": 0.5,
+    },
+    "cross": {"condition": "text", "num_words": 40, "max_text_len": 5, "cross_attention": True},
 }
 STAGES = {1: (0,), 2: (0, 1, 2, 3), 4: (2,)}  # by the number of ranks
 
@@ -76,6 +86,7 @@ def batch(step: int) -> dict[str, Tensor]:
         "step": torch.full((GLOBAL,), step),
         "label": rng.integers(key, "label", 10),
         "image": rng.integers(key, "image", 256, (1, 8, 8)).to(torch.uint8),
+        "caption": stack_texts([pack_caption(f"a bag {step} of {number}") for number in range(GLOBAL)]),
     }
 
 

@@ -69,6 +69,25 @@ def test_labels_by_class(network):
         network.showing(images, logits, labels + 1, None)
 
 
+def test_images_show_their_captions(network):
+    """Oracle: the captions of true images, by item and by shade; with the other shade none is right. Images with a
+    border and three channels show the same.
+    """
+    source = Fashion(28, 1, "held_out", captioned=True)
+    images, captions = source.images[:, None], [source.captions(n)[0] for n in range(len(source))]
+    logits = network(images)[1]
+    both, number, item, shade = network.showing(images, logits, None, captions).sum(1).tolist()
+    assert number == shade == 500 and both == item > 400 and network.parts == ("item", "shade")
+    other = {"dark": "light", "light": "dark"}
+    swapped = [text.replace(word, other[word]) for text in captions for word in text.split()[1:2]]
+    assert network.showing(images, logits, None, swapped).sum(1).tolist() == [0, 500, item, 0]
+    bordered = Fashion(32, 3, "held_out")
+    images = torch.stack([bordered[n]["image"] for n in range(500)])
+    assert network.showing(images, logits, None, captions).sum(1)[3] == 500
+    with pytest.raises(ConfigError, match="'a hat' is no caption of the built-in images, such as 'a dark t-shirt'"):
+        network.showing(images[:1], logits[:1], None, ["a hat"])
+
+
 def test_clips_show_their_captions(network):
     """Oracle: the captions of true clips, by item and by motion; those of the clips before them are mostly wrong."""
     source = MovingFashion(9, 24, 24, 1, "held_out")

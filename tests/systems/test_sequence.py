@@ -138,7 +138,8 @@ CASES = {
         ),
         call_dit,
     ),
-    "texts": (lambda: dit(rope=True, text_dim=6), call_dit),
+    "texts": (lambda: dit(rope=True, text={"encodings_dim": 6}, tokens={"joins": 1}), call_dit),
+    "cross": (lambda: dit(text={"encodings_dim": 6, "learns_null": True}, cross_attention=True), call_dit),
     "joint": (Joint, call_joint),
 }
 

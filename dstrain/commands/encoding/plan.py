@@ -131,11 +131,11 @@ def _describe_encoding(
             "text": text,
         }
     elif "caption" in first:
-        listed: Any = source  # images in a form of formats/, which have an index
+        index = getattr(source, "index", None)  # of images in a form of formats/; the built-in have one caption each
         encoding |= {
             "captions": True,
             "text": text,
-            "num_captions": min(listed.index.most_captions, options.num_captions or 1),
+            "num_captions": min(index.most_captions if index else 1, options.num_captions or 1),
         }
     return source, encoding
 

@@ -47,6 +47,11 @@ class GenerateOptions(Weights, Sampling):
     prompts: tuple[str, ...] | None = option(
         None, "texts, one a line, repeated to as many, for a run that takes them", read_lines, metavar="FILE"
     )
+    negative_prompt: str | None = option(
+        None,
+        "a text that guidance leads away from, instead of the null text (the run's samples.negative_prompt)",
+        metavar="TEXT",
+    )
     text_encoder: str | None = option(
         None, "what encodes them, a folder or a name on the hub (the recipe's)", metavar="PATH"
     )

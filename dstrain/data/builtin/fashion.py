@@ -11,12 +11,31 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
+from dstrain.data.cached.rows import pack_caption
 from dstrain.data.decode.pixels import crop_center, to_tensor
 from dstrain.data.source import Item, Source
 
 FASHION_PATH = "builtin:fashion"
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+SHADES = ("dark", "light")
 SPLITS = ("train", "held_out", "all")
+
+
+_BACKGROUND, _LIGHT = 25, 150  # levels of 255: up to which a pixel is none of the item's; from which an item is light
+
+
+def find_shades(images: torch.Tensor) -> torch.Tensor:
+    """Returns the place in SHADES of items on black, int64 (N,), by the mean of their pixels: uint8 (N, H, W)."""
+    pixels = images.flatten(1).double()
+    item = pixels > _BACKGROUND
+    return ((pixels * item).sum(1) / item.sum(1).clamp(min=1) >= _LIGHT).long()
+
+
+def list_captions() -> dict[str, tuple[int, int]]:
+    """Returns every caption of the built-in images, the classes in turn: places in FASHION and in SHADES."""
+    return {
+        f"a {shade} {name}": (item, number) for number, shade in enumerate(SHADES) for item, name in enumerate(FASHION)
+    }
 
 
 @cache
@@ -30,12 +49,14 @@ def _unpack_split(split: str) -> tuple[bytes, np.ndarray]:
 class Fashion(Source):
     """2,000 training and 500 held-out images of Fashion-MNIST, 28 x 28 grey, inside the package.
 
-    image_size 28 gives them as they are, 32 with a border of zeros; any other size resizes those 32 x 32.
+    image_size 28 gives them as they are, 32 with a border of zeros; any other size resizes those 32 x 32. captioned:
+    with captions such as "a dark trouser", by the mean of an item's pixels.
     """
 
     image_size: int = 32
     channels: int = 1
     split: str = "train"
+    captioned: bool = False
     noun = "images"
     classes = FASHION
     light = True
@@ -45,6 +66,7 @@ class Fashion(Source):
         pixels = b"".join(_unpack_split(split)[0] for split in splits)
         self.labels = np.concatenate([_unpack_split(split)[1] for split in splits])
         images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
+        self.shades = find_shades(images) if self.captioned else None
         self.images = images if self.image_size == 28 else F.pad(images, (2, 2, 2, 2))  # (N, 32, 32)
 
     def __len__(self) -> int:
@@ -56,7 +78,10 @@ class Fashion(Source):
             image = to_tensor(crop_center(Image.fromarray(image.numpy()), self.image_size))[0]
         if self.channels == 4:
             image = torch.stack((image, image, image, torch.full_like(image, 255)))
-        return {"image": image.expand(self.channels, -1, -1), "label": int(self.labels[index])}
+        item: Item = {"image": image.expand(self.channels, -1, -1), "label": int(self.labels[index])}
+        if self.shades is not None:
+            item["caption"] = pack_caption(f"a {SHADES[self.shades[index]]} {FASHION[self.labels[index]]}")
+        return item
 
     def name(self, index: int) -> str:
         return f"{FASHION_PATH}/{self.split}/{index}"

@@ -66,7 +66,9 @@ def open_images(
         key = f"data.crop={crop.kind}" if crop != Crop() else "data.size_conditions"
         raise ConfigError(f"{key}: {path} has images of {size} pixels, which are not cropped: leave it out")
     if builtin and (held_out_path is None or split == "train"):
-        return (Emoji if path == EMOJI else Fashion)(image_size, channels, split)
+        if path == EMOJI:
+            return Emoji(image_size, channels, split)
+        return Fashion(image_size, channels, split, captioned=request is not None and request.captions)
     request = request or Request(SUFFIXES)
     if not builtin:
         path, held_out_path = run_on_first(

@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.nn.layers import Linear, timestep_features
+from dstrain.encoders.reader import Reader, TextInputs, draw_texts, select_texts
+from dstrain.nn.layers import Embedding, Linear, timestep_features
 from dstrain.nn.tokens import RMSNorm
 from dstrain.recipe import ConfigError
 from dstrain.recipe.shapes import Shape
-from dstrain.systems.base import Example, Request
+from dstrain.systems.base import Batch, Example, Request
 
+Arguments = dict[str, Tensor]
+NEGATIVE = "negative_"  # stands before the names of a negative prompt's inputs in a request
 TIME_FEATURES = 256  # number of sinusoids of a timestep, or of random frequencies
 
 
@@ -112,19 +115,45 @@ class LearnedTokens(nn.Module):
 
 
 class TextTokens(nn.Module):
-    """States of a text encoder (B, M, text_dim) -> tokens (B, M, D): an RMS norm and a linear map."""
+    """Texts -> tokens (B, M, D), and bool (B, M), which of them are read.
 
-    def __init__(self, text_dim: int, dim: int) -> None:
+    encodings_dim             E, the width of a text encoder's states, which are normed and mapped; or
+    num_words, max_text_len   rows of the table of hashed words, and number of their places.
+    learns_null               whether a learned token stands before the text's, read where no token of the text is.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_words: int | None = None,
+        max_text_len: int = 0,
+        encodings_dim: int | None = None,
+        learns_null: bool = False,
+    ) -> None:
         super().__init__()
-        self.norm = RMSNorm(text_dim)
-        self.proj = Linear(text_dim, dim, init="normal")
+        if encodings_dim:
+            self.norm = RMSNorm(encodings_dim)
+            self.proj = Linear(encodings_dim, dim, init="normal")
+        else:
+            self.words = Embedding(num_words, dim)
+            self.places = Embedding(max_text_len, dim)
+        self.null = Embedding(1, dim) if learns_null else None
 
-    def forward(self, states: Tensor) -> Tensor:
-        return self.proj(self.norm(states.to(self.proj.weight.dtype)))
+    def forward(self, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Takes ids int64 (B, L), or states (B, L, E), and bool (B, L), True where a token is read; None: all are."""
+        if text.ndim == 2:
+            tokens = self.words(text) + self.places(torch.arange(text.shape[1], device=text.device))
+        else:
+            tokens = self.proj(self.norm(text.to(self.proj.weight.dtype)))
+        read = torch.ones_like(tokens[..., 0], dtype=torch.bool) if mask is None else mask.bool()
+        if self.null is None:
+            return tokens, read
+        null = self.null(torch.zeros_like(read[:, :1], dtype=torch.int64))  # (B, 1, D)
+        return torch.cat((null, tokens), dim=1), torch.cat((~read.any(1, keepdim=True), read), dim=1)
 
 
 class Condition:
-    """One condition: where it stands in a batch, and the argument of the network that it becomes."""
+    """One condition: where it stands in a batch, and the arguments of the network that it becomes, (B, ...) each."""
 
     name: ClassVar[str]
     argument: ClassVar[str]
@@ -132,17 +161,25 @@ class Condition:
     def check(self, batch: Mapping[str, Tensor]) -> None:
         """Raises ConfigError for a batch, or a request's conditions, that it cannot be read of."""
 
-    def read(self, example: Example) -> Tensor:
-        """Returns the network's argument, (B, ...). Raises ConfigError if the data do not hold it."""
-        return example[self.name]
+    def prepare(self, batch: Batch) -> Example:
+        """Returns what an example holds of it beside the batch's own tensors."""
+        return {}
 
-    def choose(self, request: Request) -> Tensor:
-        """Returns the network's argument for the samples of a request."""
-        return request.conditions[self.name]
+    def read(self, example: Example) -> Arguments:
+        """Returns the network's arguments. Raises ConfigError if the data do not hold it."""
+        return {self.argument: example[self.name]}
 
-    def make_null(self, value: Tensor) -> Tensor:
-        """Returns what the network is told where a condition is dropped; by default it never is."""
-        return value
+    def choose(self, request: Request) -> Arguments:
+        """Returns the network's arguments for the samples of a request."""
+        return {self.argument: request.conditions[self.name]}
+
+    def make_null(self, told: Arguments) -> Arguments:
+        """Returns those of the arguments that differ where a condition is dropped; by default it never is."""
+        return {}
+
+    def avoid(self, request: Request, told: Arguments) -> Arguments:
+        """Returns the arguments that guidance leads away from, as `make_null`."""
+        return self.make_null(told)
 
     def begin(self, images: Tensor) -> dict[str, Tensor]:
         """Returns the request's conditions of what samples begin from; {} where they do not begin from this."""
@@ -161,21 +198,21 @@ class Label(Condition):
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
 
-    def read(self, example: Example) -> Tensor:
+    def read(self, example: Example) -> Arguments:
         if "label" in example:
-            return example["label"]
+            return {"y": example["label"]}
         if self.num_classes == 1:
-            return torch.zeros_like(example["key"])
+            return {"y": torch.zeros_like(example["key"])}
         raise ConfigError(
             f"label: the data hold none, and num_classes is {self.num_classes}; give labels, or "
             "set num_classes to 1 for an unconditional model"
         )
 
-    def choose(self, request: Request) -> Tensor:
-        return request.conditions.get("label", request.seeds % self.num_classes)
+    def choose(self, request: Request) -> Arguments:
+        return {"y": request.conditions.get("label", request.seeds % self.num_classes)}
 
-    def make_null(self, value: Tensor) -> Tensor:
-        return torch.full_like(value, self.num_classes)
+    def make_null(self, told: Arguments) -> Arguments:
+        return {"y": torch.full_like(told["y"], self.num_classes)}
 
     def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return {"label": rng.integers(key, "label", self.num_classes)}
@@ -189,13 +226,13 @@ class Sizes(Condition):
     def __init__(self, image_size: int) -> None:
         self.image_size = image_size
 
-    def read(self, example: Example) -> Tensor:
+    def read(self, example: Example) -> Arguments:
         if "size" not in example:
             raise ConfigError("size_conditions: the data say no sizes; write data.size_conditions=false")
-        return example["size"]
+        return {"size": example["size"]}
 
-    def choose(self, request: Request) -> Tensor:
-        return self._repeat(request.size or (self.image_size, self.image_size), request.seeds)
+    def choose(self, request: Request) -> Arguments:
+        return {"size": self._repeat(request.size or (self.image_size, self.image_size), request.seeds)}
 
     def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return {"size": self._repeat(size, key)}
@@ -227,8 +264,8 @@ class ImageEmbedding(Condition):
                 f"or train with model.embedding_dim={actual}"
             )
 
-    def make_null(self, value: Tensor) -> Tensor:
-        return torch.zeros_like(value)
+    def make_null(self, told: Arguments) -> Arguments:
+        return {"embed": torch.zeros_like(told["embed"])}
 
     def begin(self, images: Tensor) -> dict[str, Tensor]:
         if images.ndim != 2:
@@ -239,3 +276,50 @@ class ImageEmbedding(Condition):
 
     def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return {"image_embed": rng.normal(key, "image_embed", (self.width,))}
+
+
+class Text(Condition):
+    """Ids of hashed words int64 (B, L), or encodings (B, L, E), and which are read, bool (B, L); nothing for none."""
+
+    name, argument = "text", "text"
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def prepare(self, batch: Batch) -> Example:
+        example = _as_arguments(self.reader.of_batch(batch))
+        # A model without a null text waits for the device here; others have something to read in any case.
+        if not self.reader.config.has_null and not example["text"].is_meta and not example["mask"].any(1).all():
+            raise ConfigError(
+                "data: a caption has no words, or its text_mask no token, and a model with class_dropout_prob 0 has no "
+                "null text to read instead: give each sample a caption, or train with class_dropout_prob above 0"
+            )
+        return {"text": example["text"], "text_mask": example["mask"]}
+
+    def read(self, example: Example) -> Arguments:
+        return {"text": example["text"], "mask": example["text_mask"]}
+
+    def choose(self, request: Request) -> Arguments:
+        inputs = select_texts(request.conditions) or self.reader.of_nothing(len(request.seeds))
+        told = _as_arguments(self.reader.of_batch({**inputs, "key": request.seeds}))
+        return {name: value.to(request.seeds.device) for name, value in told.items()}
+
+    def make_null(self, told: Arguments) -> Arguments:
+        return {"mask": torch.zeros_like(told["mask"])}
+
+    def avoid(self, request: Request, told: Arguments) -> Arguments:
+        """Returns the negative prompts, which a request holds under the names of prompts with `negative_` before."""
+        inputs = {name: value for name, value in request.conditions.items() if name.startswith(NEGATIVE)}
+        if not inputs:
+            return self.make_null(told)
+        negative = _as_arguments({name.removeprefix(NEGATIVE): value for name, value in inputs.items()})
+        return {name: value.to(told[name].device) for name, value in negative.items()}
+
+    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+        return draw_texts(self.reader.config, key)
+
+
+def _as_arguments(inputs: TextInputs) -> Arguments:
+    if "words" in inputs:
+        return {"text": inputs["words"], "mask": inputs["words"] != 0}
+    return {"text": inputs["text_encodings"], "mask": inputs["text_mask"]}

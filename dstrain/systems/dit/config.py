@@ -7,79 +7,27 @@ from pydantic import Field, model_validator
 
 from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.process import ChainProcess, Flow, Process
-from dstrain.diffusion.schedule import SCHEDULES, make_betas
+from dstrain.diffusion.schedule import make_betas
 from dstrain.encoders import autoencoder
 from dstrain.encoders.frozen import is_here
 from dstrain.encoders.precision import find_problem
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
+from dstrain.encoders.reader import Reader, ReadsTexts, complete_texts, replace_encoder
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, filled_in, fixed
 from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig, list_indivisible
 from dstrain.systems.dit.align import Align, Routing
-from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes
+from dstrain.systems.dit.choices import BlockChoices, Diffusion, Internal, Tokens, Wide
+from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes, Text
 from dstrain.systems.dit.first_stage import Codes, FirstStage, Latents
 from dstrain.systems.dit.layouts import LAYOUTS
 from dstrain.systems.dit.presets import PRESETS, SHAPE
 
 
-class Diffusion(Section):
-    schedule: Literal[SCHEDULES] = "linear"
-    """Name of the betas; cosine and squaredcos_cap_v2 are the same."""
-    num_steps: int = Field(1000, ge=1)
-    """Timesteps of the training chain."""
-    prediction: Literal["eps", "x_start", "v"] = "eps"
-    """What the network predicts."""
-    loss: Literal["mse", "rescaled_mse", "kl", "rescaled_kl"] = "mse"
-    """mse adds the variational bound where learn_sigma is set; rescaled_mse weighs it by num_steps / 1000."""
-    min_snr: float | None = Field(None, gt=0)
-    """Weighs the squared error of data by min(SNR, this), so that easy timesteps count less (Hang et al. 2023: 5);
-    None: the error is of what is predicted, and not weighed."""
-    fixed_variance: Literal["fixed_small", "fixed_large"] = "fixed_large"
-    """Sampling variance without learn_sigma: the posterior's, or beta."""
-
-
-class BlockChoices(Section):
-    norm: Literal["layer", "rms"] = "layer"
-    """LayerNorm without weights, or RMSNorm."""
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    """Two layers, or a gated MLP with two thirds of the hidden width, so as many weights."""
-    qk_norm: Literal["none", "rms", "layer"] = "none"
-    """Norm of each head's queries and keys: the cure for divergence in bf16 at a billion weights."""
-    rope: bool = False
-    """Whether queries and keys turn with their patch's row and column (RoPE)."""
-    modulation: Literal["own", "none"] = "own"
-    """By the condition through a layer of each block's own, or not at all: then give condition tokens."""
-
-
-class Tokens(Section):
-    time: int = Field(0, ge=0)
-    """Condition tokens of the timestep."""
-    label: int = Field(0, ge=0)
-    """Condition tokens of the label."""
-    joins: int = Field(0, ge=0)
-    """Number of blocks before condition tokens join those of the image."""
-
-
-class Wide(Section):
-    hidden_size: int = Field(ge=4)
-    """Width of the head's own tokens."""
-    depth: int = Field(ge=1)
-    """Its blocks, beside `depth` of the trunk."""
-    num_heads: int = Field(ge=1)
-    """Its attention heads."""
-
-
-class Internal(Section):
-    depth: int = Field(ge=1)
-    """The second head reads the tokens after this block, counted from 1."""
-    weight: float = Field(1.0, gt=0)
-    """Weight of its loss, beside 1 of the whole network's."""
-    scale: Annotated[float, MAY_CHANGE] = Field(1.0, gt=0)
-    """Sampling takes base + scale (whole - base), in one forward pass (RAEv2: 1.78); 1: the whole network alone."""
-
-
-class Config(SystemConfig):
+class Config(SystemConfig, ReadsTexts):
     learns_from = ("images", "latents")
     without_labels = "model.num_classes=1"
+    null_field = "class_dropout_prob"
+    no_captions = "write X.txt beside X.png, or encode with --text-encoder, or set model.condition=label"
 
     size: Literal[tuple(PRESETS)] | None = None
     """A published size such as DiT-XL/2 or LightningDiT-XL/1, with its choices of blocks where it has any; None takes
@@ -100,10 +48,17 @@ class Config(SystemConfig):
     """Channels of the network's input: 4 for Stable Diffusion's latents, 3 or 1 for pixels."""
     latents: Latents = Latents()
     """How latents are brought to unit variance."""
+    condition: Literal["label", "text"] = "label"
+    """What pictures are drawn from: a label, or a text. Texts come with the images as captions, or encoded in
+    data.path."""
+    cross_attention: bool = False
+    """Whether blocks read a text by cross-attention behind their own (PixArt); else its tokens are condition tokens,
+    beside those of the image."""
     num_classes: int = Field(1000, ge=1)
-    """Number of labels; 1 for an unconditional model, whose data need none."""
+    """Number of labels; 1 for an unconditional model, whose data need none. Not read with condition=text."""
     class_dropout_prob: float = Field(0.1, ge=0, le=1)
-    """Share of training samples without label and embedding; 0 leaves out the null row, and with it guidance."""
+    """Share of training samples without label or text, and embedding; 0 leaves out the null row or text, and with it
+    guidance."""
     embedding_dim: int = Field(0, ge=0)
     """Width of the image embedding that pictures are drawn from, as DALL-E 2's decoder does; 0: from none. Images come
     with theirs by data.embeddings."""
@@ -191,7 +146,9 @@ class Config(SystemConfig):
         """Checks that blocks, tokens and heads fit each other."""
         if not self.sines and not self.block.rope:
             raise ConfigError("sines: without them and without block.rope no patch has a place; set block.rope=true")
-        if self.block.modulation == "none" and not (self.tokens.time and (self.tokens.label or self.num_classes == 1)):
+        self._check_texts()
+        told = self.tokens.label or self.num_classes == 1 or self.reads_texts
+        if self.block.modulation == "none" and not (self.tokens.time and told):
             raise ConfigError(
                 "block.modulation: none leaves the timestep and the label unread; set tokens.time and tokens.label, "
                 "such as 4 and 8, or modulation=own"
@@ -215,6 +172,21 @@ class Config(SystemConfig):
         self._check_taps(shape["depth"])
         if self.internal and self.objective != "flow":
             raise ConfigError("internal: a second head is trained for flows alone; set objective=flow, or leave it out")
+
+    def _check_texts(self) -> None:
+        """Checks that what is said of texts is read, and fits the texts that the data hold."""
+        if not self.reads_texts:
+            given = [name for name in ("text_encoder", "text_encodings_dim", "cross_attention") if getattr(self, name)]
+            if given:
+                raise ConfigError(
+                    f"{given[0]}: with condition=label no text is read; leave it out, or set condition=text"
+                )
+            return
+        self.require_width()
+        if self.tokens.label:
+            raise ConfigError("tokens.label: with condition=text there is no label; leave it at 0")
+        if self.codes is not None:
+            self.require_cached(self.codes.text, self.codes.text_encoder)
 
     def _check_taps(self, depth: int) -> None:
         """Checks that what is aligned and routed names blocks of the network."""
@@ -288,6 +260,9 @@ class Config(SystemConfig):
                 first_stage |= {name: value for name, value in stage.facts().items() if first_stage.get(name) is None}
         if index is not None and index.kind == "latents":
             codes = {name: getattr(index, name) for name in ("shape", "scaling_factor", "first_stage")}
+            if model.get("condition") == "text":
+                codes |= {"text": index.text, "text_encoder": index.text_encoder}
+                from_data |= complete_texts(model, index)
             from_data["in_channels"] = index.shape[0]
             if isinstance(first_stage, dict):
                 first_stage = {"factor": max(run.data.image_size // index.shape[1], 1), **first_stage}
@@ -334,6 +309,13 @@ class Config(SystemConfig):
                 f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
                 "labels at times: write samples.guidance_scale=1, or model.class_dropout_prob=0.1"
             )
+        if self.reads_texts and samples.labels:
+            problems.append(
+                f"samples.labels={list(samples.labels)}: a model of texts knows no classes; give samples.prompts"
+            )
+        draws = run.every.sample and (self.first_stage is not None or self.codes is None)
+        if self.reads_texts and not self.has_null and draws and not samples.prompts:
+            problems.append("samples.prompts: no null text to draw without, as class_dropout_prob=0; give prompts")
         if bool(self.embedding_dim) != (run.data.embeddings is not None):
             problems.append(
                 "data.embeddings and model.embedding_dim go together, the embeddings of the images and "
@@ -362,8 +344,11 @@ class Config(SystemConfig):
             _, high, wide = self.shape(size)
             count = high * wide // shape["patch_size"] ** 2
             counts[f"tokens of {'an image' if size is None else f'{size[0]} x {size[1]} pixels'}"] = count
-        if joining := self.tokens.time + self.tokens.label:
-            counts["condition tokens of model.tokens"] = joining
+        joining, what = self.tokens.time + self.tokens.label, "condition tokens of model.tokens"
+        if self.reads_texts and not self.cross_attention:
+            joining, what = joining + self.max_text_len + self.has_null, f"{what} and of texts, with their null text"
+        if joining:
+            counts[what] = joining
         counts["attention heads, num_heads"] = shape["num_heads"]
         if self.wide:
             counts["attention heads, model.wide.num_heads"] = self.wide.num_heads
@@ -376,8 +361,20 @@ class Config(SystemConfig):
         return problems
 
     @property
-    def num_labels(self) -> int:
-        return self.num_classes
+    def num_labels(self) -> int | None:
+        return None if self.reads_texts else self.num_classes
+
+    @property
+    def reads_texts(self) -> bool:
+        return self.condition == "text"
+
+    @classmethod
+    def with_encoders(
+        cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
+    ) -> dict[str, Any]:
+        if text_encoder is not None and model.get("condition") == "text":
+            model, text_encoder = replace_encoder(model, text_encoder, True), None
+        return super().with_encoders(model, text_encoder, tokenizer)
 
     def network_shape(self) -> dict[str, int]:
         """Returns patch_size, hidden_size, depth and num_heads, whichever way they are given."""
@@ -422,7 +419,9 @@ class Config(SystemConfig):
             "sines",
             "patch_bottleneck",
             "wide",
+            "cross_attention",
         }
+        reads_labels = not self.reads_texts and (self.block.modulation == "own" or self.tokens.label)
         return {
             "input_size": self.input_size,
             **self.network_shape(),
@@ -430,7 +429,8 @@ class Config(SystemConfig):
             "block": self.block.model_dump(exclude={"rope"}),
             "rope": self.block.rope,
             "tokens": self.tokens.model_dump(),
-            **({} if self.block.modulation == "own" or self.tokens.label else {"num_classes": 0}),  # none would be read
+            **({} if reads_labels else {"num_classes": 0}),  # none would be read
+            "text": self.text_arguments() if self.reads_texts else None,
             "base_depth": self.internal.depth if self.internal else 0,
             "align": self.align.network_arguments() if self.align else None,
             "routed": self.routed(),
@@ -441,9 +441,9 @@ class Config(SystemConfig):
         """Returns whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
         return not (self.first_stage or self.codes) and self.in_channels in (1, 3)
 
-    def list_conditions(self) -> tuple[Condition, ...]:
+    def list_conditions(self, texts: Reader) -> tuple[Condition, ...]:
         """Returns what the network is told."""
-        told: list[Condition] = [Label(self.num_classes)]
+        told: list[Condition] = [Text(texts) if self.reads_texts else Label(self.num_classes)]
         if self.embedding_dim:
             told.append(ImageEmbedding(self.embedding_dim))
         if self.size_conditions:
@@ -467,7 +467,8 @@ class Config(SystemConfig):
     def guide_fields(self) -> dict[str, Any]:
         """Returns what a guide must share: the data, and noise of the same kind."""
         names = ("image_size", "size_conditions", "embedding_dim", "in_channels", "num_classes", "first_stage", "codes")
-        fields: dict[str, Any] = dict.fromkeys((*names, "objective", self.objective), True)
+        texts = ("condition", *ReadsTexts.model_fields) if self.reads_texts else ("condition",)
+        fields: dict[str, Any] = dict.fromkeys((*names, *texts, "objective", self.objective), True)
         if self.objective == "flow":  # its other fields are of training alone
             fields["flow"] = {"path", "prediction", "time_scale", "noise_scale"}
         return self.model_dump(include=fields)

@@ -36,6 +36,10 @@ class Codes(Section):
     """1 / their standard deviation; without first_stage they are multiplied by it."""
     first_stage: str
     """Fingerprint of the autoencoder that made them."""
+    text: tuple[int, int] | None = None
+    """Tokens and width of the text encodings beside them, for condition=text; None: there are none."""
+    text_encoder: Annotated[str | None, filled_in("give the data.path of the earlier latents")] = None
+    """Fingerprint of the encoder that made these."""
 
 
 class Latents(Section):

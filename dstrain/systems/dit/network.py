@@ -36,7 +36,8 @@ class DiT(nn.Module):
     block               choices of every block, see Block; `modulation` and `norm` are the head's, too.
     sines, rope         positions: sines that are added, rotations of queries and keys.
     tokens              numbers of condition tokens: time, label; before which block they join: joins.
-    text_dim            width of texts, whose tokens are condition tokens; 0: none.
+    text                the keyword arguments of TextTokens, whose tokens are condition tokens; None: no texts.
+    cross_attention     every block reads the text's tokens by cross-attention instead.
     patch_bottleneck    channels between the two maps of a patch (JiT); 0: one map.
     wide                hidden_size, depth and num_heads of RAE's wide head, see WideHead.
     base_depth          after this block stands a second head, for internal guidance; 0: none.
@@ -67,7 +68,8 @@ class DiT(nn.Module):
         sines: bool = True,
         rope: bool = False,
         tokens: Mapping[str, int] | None = None,
-        text_dim: int = 0,
+        text: Mapping[str, Any] | None = None,
+        cross_attention: bool = False,
         patch_bottleneck: int = 0,
         wide: Mapping[str, int] | None = None,
         base_depth: int = 0,
@@ -95,8 +97,11 @@ class DiT(nn.Module):
             self.t_tokens = LearnedTokens(tokens["time"], hidden_size)
         if tokens.get("label"):
             self.y_tokens = LearnedTokens(tokens["label"], hidden_size)
-        if text_dim:
-            self.text_tokens = TextTokens(text_dim, hidden_size)
+        self.cross_attention = cross_attention
+        if text:
+            self.text_tokens = TextTokens(hidden_size, **text)
+        if cross_attention:
+            block["text"] = "plain"
         self.blocks = Trunk(
             (Block(hidden_size, num_heads, mlp_ratio, **block) for _ in range(depth)), tokens.get("joins", 0), routed
         )
@@ -146,7 +151,7 @@ class DiT(nn.Module):
         """Predicts, (B, C or 2C, H, W).
 
         size, embed   int64 (B, 6), see SizeEmbedder, and (B, E), see ImageEmbedder; None: no such conditions.
-        text, mask    (B, M, text_dim), and bool (B, M), True where a token is read.
+        text, mask    see TextTokens; None: no texts.
         extras        returns a dict instead: out; base, of the second head; projected, (B, N, width) each; drawn and
                       towards of LayerSync, (B, N, D), the latter without a gradient.
         keep          int64 (B, M), the patches that go through the `routed` blocks; None: all.
@@ -157,7 +162,8 @@ class DiT(nn.Module):
             x = x + self.positions(high, wide).to(x)
         time = self.t_embedder(t)  # (B, D)
         label = self.y_embedder(y) if y is not None and hasattr(self, "y_embedder") else None
-        tokens = self._condition_tokens(time, label, text)
+        words, read = (None, None) if text is None else self.text_tokens(text, mask)
+        tokens = self._condition_tokens(time, label, None if self.cross_attention else words)
         c = time if label is None else time + label  # (B, D)
         if size is not None:
             c = c + self.s_embedder(size)
@@ -170,9 +176,11 @@ class DiT(nn.Module):
         if self.rope:
             rotation = self.rotation(high, wide, self.head_dim, count, x.device)
             seen = seen._replace(rotation=own_both(rotation, patches, 2))
-        if mask is not None:
-            mask = F.pad(mask.bool(), (patches + count - mask.shape[1], 0), value=True)
-            seen = seen._replace(mask=order_both(mask, patches, 1)[:, None, None])
+        if read is not None and self.cross_attention:
+            seen = seen._replace(text=words, mask=read[:, None, None])
+        elif read is not None:
+            read = F.pad(read, (patches + count - read.shape[1], 0), value=True)
+            seen = seen._replace(mask=order_both(read, patches, 1)[:, None, None])
         x, tokens = own(x, 1), None if tokens is None else own(tokens, 1)
         taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
         x, tapped = self.blocks(x, seen, tokens, taps, keep)
@@ -196,15 +204,15 @@ class DiT(nn.Module):
             found["towards"] = whole(tapped[self.align_target].detach(), 1)
         return found
 
-    def _condition_tokens(self, time: Tensor, label: Tensor | None, text: Tensor | None) -> Tensor | None:
+    def _condition_tokens(self, time: Tensor, label: Tensor | None, words: Tensor | None) -> Tensor | None:
         """Returns the condition tokens, (B, K, D): of the time, the label and the text. None where there are none."""
         parts = []
         if hasattr(self, "t_tokens"):
             parts.append(self.t_tokens(time))
         if hasattr(self, "y_tokens") and label is not None:
             parts.append(self.y_tokens(label))
-        if text is not None:
-            parts.append(self.text_tokens(text))
+        if words is not None:
+            parts.append(words)
         return torch.cat(parts, dim=1) if parts else None
 
     def positions(self, high: int, wide: int) -> Tensor:
@@ -264,7 +272,7 @@ class WideHead(nn.Module):
     ) -> None:
         super().__init__()
         width, heads = wide["hidden_size"], wide["num_heads"]
-        block = {**block, "modulation": "own"}
+        block = {**block, "modulation": "own", "text": "none"}
         self.head_dim = width // heads
         self.x_embedder = PatchEmbed(in_channels, width, patch_size)
         self.projector = Linear(dim, width) if dim != width else nn.Identity()

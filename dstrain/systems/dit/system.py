@@ -1,7 +1,7 @@
-"""The class-conditional diffusion transformer as a system: one part, `denoiser`, trained by diffusion or flow matching.
+"""The diffusion transformer of classes or texts as a system: one part, `denoiser`, trained by diffusion or as a flow.
 
-All randomness is drawn from the samples' keys by name: timestep, noise, drop (of the label), latent; in generation
-start and noise/0, noise/1, ... in the order of the chain.
+All randomness is drawn from the samples' keys by name: timestep, noise, drop (of the label or text), latent; in
+generation start and noise/0, noise/1, ... in the order of the chain.
 """
 
 import math
@@ -17,6 +17,7 @@ from dstrain.diffusion import samplers
 from dstrain.diffusion.gaussian import Network
 from dstrain.diffusion.solvers import eta_of
 from dstrain.encoders.autoencoder import draw_latents
+from dstrain.encoders.reader import NAMES, Reader
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError, Samples, reword_errors
@@ -24,6 +25,7 @@ from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Reques
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.align import Alignment, guide_internally, require_features, warn_of_few_tokens
 from dstrain.systems.dit.blocks import Block
+from dstrain.systems.dit.conditions import NEGATIVE, Arguments
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.first_stage import load_first_stage
 from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, translate
@@ -46,7 +48,8 @@ class DiTSystem(System):
         self.samplers, self.diffusion = self.process.samplers, self.process.diffusion
         self.shape = config.shape()
         self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
-        self.told = config.list_conditions()
+        self.texts = Reader(config)
+        self.told = config.list_conditions(self.texts)
         self.first_stage = None
         if config.first_stage:
             self.first_stage = load_first_stage(
@@ -55,8 +58,8 @@ class DiTSystem(System):
         self.alignment = Alignment(config.align) if config.align else None
         self.generates = config.codes is None or self.first_stage is not None
         self.starts_from_data, self.takes_embeddings = config.embedding_dim > 0, config.embedding_dim
-        # With cached latents the first stage has no encoder; a picture alone does not say its embedding.
-        self.inverts = config.codes is None and not config.embedding_dim
+        # With cached latents the first stage has no encoder; a picture alone does not say its embedding or text.
+        self.inverts = config.codes is None and not config.embedding_dim and not config.reads_texts
 
     def networks(self) -> dict[str, nn.Module]:
         return {"denoiser": DiT(**self.config.network_arguments())}
@@ -64,9 +67,11 @@ class DiTSystem(System):
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """Sets x_start: latents drawn from cached moments or by the first stage; without either pixels in [-1, 1]."""
-        inputs = ("image", "latent_mean", "latent_std")
+        inputs = ("image", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
         self._check(batch)
+        for condition in self.told:
+            example |= condition.prepare(batch)
         if self.alignment and self.alignment.section.path and "image" in batch:
             example["image"] = batch["image"]
         if "latent_mean" in batch:
@@ -153,16 +158,51 @@ class DiTSystem(System):
         for condition in self.told:
             condition.check(batch)
 
-    def _read_conditions(self, example: Example, drop: bool = False) -> dict[str, Tensor]:
+    def _read_conditions(self, example: Example, drop: bool = False) -> Arguments:
         """Returns the network's arguments beside x_t and t, (B, ...) each; `drop`: as training drops them at times."""
-        told = {condition.argument: condition.read(example) for condition in self.told}
+        told: Arguments = {}
+        for condition in self.told:
+            told |= condition.read(example)
         if drop:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
             for condition in self.told:
-                value = told[condition.argument]
-                where = dropped.view(-1, *(1,) * (value.ndim - 1))
-                told[condition.argument] = torch.where(where, condition.make_null(value), value)
+                for name, value in condition.make_null(told).items():
+                    told[name] = torch.where(dropped.view(-1, *(1,) * (value.ndim - 1)), value, told[name])
         return told
+
+    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+        """Returns what System says; of a model of texts, inputs of `num` empty texts. Raises ConfigError for labels
+        there, or without a null text.
+        """
+        if not self.takes_texts:
+            return super().conditions(num, labels)
+        if labels is not None:
+            raise ConfigError(
+                f"labels: {list(labels)} mean nothing to a model of texts; leave them out, and give texts (--prompts "
+                "FILE, or samples.prompts)"
+            )
+        return self.texts.of_nothing(num)
+
+    @property
+    def takes_texts(self) -> bool:
+        return self.config.reads_texts
+
+    def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
+        """Returns inputs for each text; an empty one is the null text. Raises ConfigError for one without a null text,
+        and for a model that reads none.
+        """
+        if not self.takes_texts:
+            return super().conditions_from_texts(texts)
+        return self.texts.of_prompts(texts)
+
+    def conditions_to_avoid(self, text: str, num: int) -> dict[str, Tensor]:
+        return {f"{NEGATIVE}{name}": value for name, value in self.conditions_from_texts([text] * num).items()}
+
+    def describe_cut(self, texts: list[str], what: str) -> str:
+        return self.texts.describe_cut(texts, what)
+
+    def fingerprint(self, source: Any) -> str:
+        return super().fingerprint(source) + self.texts.fingerprint()
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """Returns image_embed float32 (N, E), the embeddings that samples of a model with embedding_dim begin from."""
@@ -170,13 +210,17 @@ class DiTSystem(System):
         return next(filter(None, found), None) or super().conditions_from(images)
 
     def accepts(self, source: Any) -> None:
-        """Raises ConfigError for embeddings of another width, or none. Says where routing does not pay."""
+        """Raises ConfigError for embeddings or texts of another width, or none. Says where routing does not pay."""
         if self.config.align:
             require_features(self.config.align, source.first())
         if self.config.routing:
             warn_of_few_tokens(math.prod(self.shape[1:]) // self.config.network_shape()["patch_size"] ** 2)
         if self.takes_embeddings:
             self._check({name: value[None] for name, value in source.first().items() if name == "image_embed"})
+        if self.takes_texts:
+            batch = {name: torch.as_tensor(value)[None] for name, value in source.first().items()}
+            for condition in self.told:
+                condition.prepare(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns `data`, the images of the embeddings that samples are drawn from."""
@@ -238,8 +282,12 @@ class DiTSystem(System):
                 "with guidance_scale 1, or train with class_dropout_prob above 0"
             )
         self._check(request.conditions)
-        told = {condition.argument: condition.choose(request) for condition in self.told}
-        null = {condition.argument: condition.make_null(told[condition.argument]) for condition in self.told}
+        told: Arguments = {}
+        for condition in self.told:
+            told |= condition.choose(request)
+        null = dict(told)
+        for condition in self.told:
+            null |= condition.avoid(request, told)
         return samplers.guide_network(
             guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"],
             told,
@@ -287,15 +335,17 @@ class DiTSystem(System):
         self.process.scheduler_arguments()
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns what System says, but no learned token decays."""
-        return super().decays(name, weight) and not name.endswith("_tokens.tokens")
+        """Returns what System says, but no learned token decays, nor the places of words."""
+        tokens = ("_tokens.tokens", "_tokens.places.weight", "_tokens.null.weight")
+        return super().decays(name, weight) and not name.endswith(tokens)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (Block,)
 
     def frozen(self) -> tuple[nn.Module, ...]:
         first_stage = (self.first_stage,) if self.first_stage else ()
-        return (*first_stage, *(self.alignment.frozen() if self.alignment else ()))
+        encoder = (self.texts.encoder,) if self.texts.encoder else ()
+        return (*first_stage, *encoder, *(self.alignment.frozen() if self.alignment else ()))
 
     def synthetic(self, batch_size: int) -> Batch:
         """Labels, keys and pixels; latents where the model reads cached ones, or where its input cannot be pixels. Of

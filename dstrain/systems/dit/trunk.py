@@ -30,12 +30,13 @@ class Trunk(nn.ModuleList):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Returns the image's tokens (B, N, D), and those after each of the blocks `taps`, which count from 1.
 
-        tokens: (B, K, D). seen.rotation is of N + K tokens; those that are not there yet are cut off.
+        tokens: (B, K, D). seen.rotation is of N + K tokens, and so is seen.mask but for cross-attention; those that are
+        not there yet, or pass by, are cut off.
         keep: int64 (B, M), which of the image's tokens go through the `routed` blocks; the others join them unchanged
         after these (TREAD, Krause et al. 2025). None: all. A tap between sees the M alone, (B, M, D).
         """
         count, whole, tapped, passing = x.shape[1], seen.rotation, {}, x
-        rotation = whole
+        rotation, mask = whole, seen.mask if seen.text is None else None
         start, end = self.routed if keep is not None else (0, 0)
         for number, block in enumerate(self, 1):
             if number == start:
@@ -44,6 +45,8 @@ class Trunk(nn.ModuleList):
                 count = keep.shape[1]
             if tokens is not None and number == self.joins + 1:
                 x = torch.cat((x, tokens), dim=1)
+            if mask is not None:
+                seen = seen._replace(mask=_cut_mask(mask, x, keep) if number > self.joins else None)
             if rotation is not None:
                 seen = seen._replace(rotation=rotation[:, :, : x.shape[1]])
             x = block(x, *seen)
@@ -53,6 +56,11 @@ class Trunk(nn.ModuleList):
             if number in taps:
                 tapped[number] = x[:, :count]
         return x if tokens is None else x[:, :count], tapped
+
+
+def _cut_mask(mask: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
+    """Returns a mask (B, 1, 1, N + K) for the tokens x that routing has left; all that pass by are read anyway."""
+    return mask if keep is None else mask[..., mask.shape[-1] - x.shape[1] :]
 
 
 def choose_tokens(key: Tensor, count: int, ratio: float) -> Tensor | None:

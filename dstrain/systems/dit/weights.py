@@ -51,6 +51,8 @@ _REMEDIES = (
     (r"^x_embedder", "in_channels, patch_size, patch_bottleneck and hidden_size (or size)"),
     (r"^final_layer\.linear", "learn_sigma, in_channels, patch_size and hidden_size (or size)"),
     (r"^(t|y)_tokens", "tokens"),
+    (r"^text_tokens", "condition, num_words and max_text_len, or text_encodings_dim"),
+    (r"^blocks\.\d+\.cross", "cross_attention"),
     (r"^t_embedder\.W", "time_freq"),
     (r"^final_layer\.(x_embedder|projector|blocks|final_layer)", "wide"),
     (r"^base_layer", "internal"),
@@ -212,10 +214,11 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
 
 def require_expressible(config: Config) -> None:
     """Raises ConfigError for a field that diffusers' DiTTransformer2DModel cannot express."""
-    for name in ("block", "sines", "tokens", "patch_bottleneck", "wide", "internal"):
+    for name in ("condition", "block", "sines", "tokens", "patch_bottleneck", "wide", "internal"):
         if getattr(config, name) != type(config).model_fields[name].default:
             raise ConfigError(
-                f"{name}: diffusers' DiTTransformer2DModel has the blocks of DiT alone; take --format safetensors"
+                f"{name}: diffusers' DiTTransformer2DModel has the blocks and labels of DiT alone; take --format "
+                "safetensors"
             )
     if config.embedding_dim:
         raise ConfigError(

@@ -59,6 +59,21 @@ CASES += [
         "routing": {"ratio": 0.5, "start": 1, "end": 1},
     },
 ]
+TEXT = TINY | {"condition": "text", "num_words": 40, "max_text_len": 5}
+CASES += [
+    TEXT | {"learn_sigma": False, "class_dropout_prob": 0.5},
+    MODERN
+    | {
+        "condition": "text",
+        "text_encodings_dim": 6,
+        "max_text_len": 4,
+        "class_dropout_prob": 0.5,
+        "block": MODERN["block"] | {"modulation": "none"},
+        "tokens": {"time": 2, "joins": 1},
+        "routing": {"ratio": 0.5, "start": 1, "end": 1},
+    },
+    TEXT | {"cross_attention": True, "class_dropout_prob": 0.5},
+]
 
 
 def completed(config, folder):

@@ -76,7 +76,7 @@ def arguments(name: str, config: dict[str, Any]) -> dict[str, Any]:
         plain |= {"learn_sigma": False, "time_freq": "fourier"}
         plain["tokens"] = {"time": config["cond_arch"]["num_t_tokens"]}
         if config.get("condition_type") == "text":
-            plain["text_dim"] = config["context_dim"]
+            plain["text"] = {"encodings_dim": config["context_dim"]}
             plain["align"] = {"depth": config["repa_layer_depth"], "widths": [config["z_dim"]]}
         else:
             plain["tokens"]["label"] = config["cond_arch"]["num_c_tokens"]

@@ -6,7 +6,9 @@ import pytest
 from PIL import Image
 
 from dstrain import recipe, systems
+from dstrain.commands.encode import encode
 from dstrain.commands.job import JobOptions, prepare_job
+from dstrain.commands.options.encode import EncodeOptions
 from dstrain.recipe import ConfigError
 from tests.data.cached.test_latents import write
 from tests.support import first_stage, towers
@@ -61,6 +63,35 @@ def test_repa_sees_images(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             dry_run("repa-xl2-imagenet256", *words, *more)
+
+
+def test_texts_and_latents_are_cached(tmp_path: Path) -> None:
+    """Oracle: --dry-run on what the recipe's first command writes, by a tiny autoencoder and text encoder: all is in
+    order; an encoder of another width, or other states than those in the cache, are named.
+    """
+    stage = first_stage.save(tmp_path / "stage", channels=3, depth=4, latent_channels=4, scaling_factor=0.18215)
+    towers.sentences(tmp_path / "text")
+    (tmp_path / "images").mkdir()
+    for number in range(4):
+        Image.new("RGB", (256, 256), (60 * number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
+        (tmp_path / "images" / f"{number}.txt").write_text("a red cat on the moon")
+    names = {"first_stage": str(stage), "text_encoder": str(tmp_path / "text"), "data": str(tmp_path / "images")}
+    encode(EncodeOptions(**names, image_size=256, flip=False, out=tmp_path / "cache", batch=4))
+    words = (f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={stage}", f"folder={tmp_path / 'run'}")
+    words += (f"model.text_encoder={tmp_path / 'text'}", "batch.global=8", "model.max_text_len=10")
+    own = "model.text_encodings_dim=12"
+    assert any("4 cached images (latents" in remark for remark in dry_run("t2i", *words, own))
+    towers.sentences(tmp_path / "other", seed=1)
+    for more, named in (
+        ((), "text_encodings_dim 1024: the encodings in data.path are 12 wide; set model.text_encodings_dim=12"),
+        ((own, "model.max_text_len=8"), "max_text_len 8: the encodings in data.path are of 10 tokens"),
+        (
+            (own, f"model.text_encoder={tmp_path / 'other'}"),
+            "text_encoder: .* is the encoder .*name the one of the data",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            dry_run("t2i", *words, *more)
 
 
 def test_published_settings() -> None:
