@@ -16,7 +16,7 @@ from dstrain.commands.options.train import JobOptions
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine import settings
-from dstrain.recipe import ConfigError, Data, Run, format_value
+from dstrain.recipe import ConfigError, Data, Run, advise_writing, format_value
 from dstrain.recipe.trust import is_of_run_or_export, trust_system
 from dstrain.runs import folders
 from dstrain.systems.base import System
@@ -173,7 +173,8 @@ def _find_folder_problem(folder: Path) -> str | None:
         try:
             os.rmdir(tempfile.mkdtemp(prefix=".dstrain-", dir=existing))
         except OSError as error:
-            return f"it cannot be written below {existing} ({error.strerror}): make room there, or name another folder"
+            remedy = advise_writing(error, "make room there, or name another folder")
+            return f"it cannot be written below {existing} ({error.strerror}): {remedy}"
     return None
 
 

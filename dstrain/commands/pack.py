@@ -55,6 +55,10 @@ _RECORDS = ".records"  # a record of each shard that is written, until pack.json
 class _Packable(Indexed):
     """The samples of an index as files, for the fingerprint of their names, labels, captions and sizes."""
 
+    def __init__(self, layout: Layout, index: Index) -> None:
+        super().__init__(layout, index)
+        self.noun, self.captioned = layout.request.noun, self.beside or index.most_captions > 0
+
     @property
     def beside(self) -> bool:
         """Tells whether captions of clips stand in files beside them, and not in the index."""
@@ -104,12 +108,7 @@ def pack(options: PackOptions) -> dict[str, Any]:
     files = _Packable(layout, index)  # on all ranks together
     plan = run_on_first(lambda: _make_plan(options, files))
     if first:
-        words = f"{len(index.classes):,} classes" if index.classes else "no classes"
-        words += ", captions" if plan["captions"] else ", no captions"
-        print(
-            f"data: {data.path}: {len(index):,} {plan['noun']}, {words}; {plan['shard_samples']:,} a shard",
-            flush=True,
-        )
+        print(f"data: {data.path}: {files.describe()}; {plan['shard_samples']:,} a shard", flush=True)
     with claimed(options.out, "packs", lambda: _prepare_folder(options, plan)):
         plan = run_on_first(lambda: _read_plan(options.out))  # an earlier command has counted, too
         count = -(-len(index) // plan["shard_samples"])

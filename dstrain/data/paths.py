@@ -4,7 +4,6 @@ import os
 
 from dstrain.data.formats import describe_address, is_elsewhere
 from dstrain.data.open import BUILTINS, BuiltinData
-from dstrain.data.overlap import find_overlaps
 from dstrain.recipe import Data
 
 
@@ -20,7 +19,7 @@ def find_path_problems(data: Data) -> list[str]:
     for part in parts:
         if part.held_out and BuiltinData.recognises(part):
             problems.append(f"data.held_out={part.held_out}: {part.path} holds out images itself: leave it out")
-    return problems or find_overlaps(data)
+    return problems
 
 
 def _find_problem(key: str, path: str) -> str | None:

@@ -12,6 +12,10 @@ _KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR,
 _MAX_DEPTH = 64  # levels of lists and sections in a JSON file
 
 
+class RepeatedKey(ValueError):
+    """A JSON object that gives one of its keys two values."""
+
+
 def read_bytes(path: str | os.PathLike, most: int) -> bytes:
     """Reads a regular file of at most `most` bytes.
 
@@ -55,6 +59,23 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
         if (depth := depth + 1) > _MAX_DEPTH:
             raise too_deep
     return value
+
+
+def parse_distinct(text: str | bytes) -> Any:
+    """Returns what a JSON text of people's data holds. Raises ValueError as `parse_json` and `require_distinct`."""
+    return parse_json(text, object_pairs_hook=require_distinct)
+
+
+def require_distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object of (key, value), as json's object_pairs_hook. Raises RepeatedKey if a key has two values:
+    json itself would take the last one.
+    """
+    section = dict(pairs)
+    if len(section) < len(pairs):
+        for name, value in pairs:
+            if value != section[name]:
+                raise RepeatedKey(f"the key {name} stands there twice, with two values: keep one")
+    return section
 
 
 def describe_kind(path: str | os.PathLike) -> str | None:

@@ -22,12 +22,21 @@ LONGEST_TEXT = 16 * small.MEGABYTE  # of a file
 _NUMBER = re.compile(r"-?[0-9]{1,19}(\.0*)?")  # a whole number as tables write it
 _FRACTION = re.compile(r"[-+]?[0-9]*\.[0-9]*[1-9][0-9]*")  # a score, which would be a class of its own in each row
 _LINE_ENDS = re.compile(r"\r\n|\r|\n")
+_MISSING = ("nan", "<na>")  # what pandas and numpy write of a value that is not there, in lower case
+_LIST = re.compile(r"\[[-+0-9., ]*\]")  # of numbers, such as a box
 
 
 def decode_text(content: bytes) -> str:
-    """Returns the text in the bytes of a file. Raises UnicodeDecodeError, a ValueError, if there is none."""
+    """Returns the text in the bytes of a file. Raises UnicodeDecodeError, a ValueError, if there is none.
+
+    A NUL is in no text: numbers in binary have it, and UTF-16 without its byte order mark.
+    """
     marked = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return content.decode("utf-16" if marked else "utf-8-sig")
+    text = content.decode("utf-16" if marked else "utf-8-sig")
+    if "\0" in text:
+        at = content.index(0)
+        raise UnicodeDecodeError("utf-8", content, at, at + 1, "a NUL is in no text; UTF-16 has a byte order mark")
+    return text
 
 
 def clean_text(text: str) -> str:
@@ -50,7 +59,8 @@ def list_captions(value: Any) -> tuple[str, ...]:
         if not isinstance(text, str):
             raise ValueError(f"{str(text)[:60]} is no caption")
     # Half a character, which JSON may hold, becomes a question mark, as in the index.
-    return tuple(text.encode("utf-8", "replace").decode() for text in map(clean_text, texts) if text)
+    texts = [text.encode("utf-8", "replace").decode() for text in map(clean_text, texts)]
+    return tuple(text for text in texts if text and text.lower() not in _MISSING)
 
 
 def find_captions(content: Any) -> tuple[str, ...]:
@@ -65,7 +75,9 @@ def find_captions(content: Any) -> tuple[str, ...]:
 def parse_sidecar(name: str, content: bytes) -> tuple[str, ...]:
     """Returns the captions in the bytes of X.txt, one a line, or of X.json. Raises ValueError if these are damaged."""
     text = decode_text(content)
-    return find_captions(small.parse_json(text)) if name.lower().endswith(".json") else split_lines(text)
+    if not name.lower().endswith(".json"):
+        return split_lines(text)
+    return find_captions(small.parse_distinct(text))
 
 
 def read_label(value: Any, names: Container[str] = ()) -> str | None:
@@ -80,6 +92,8 @@ def read_label(value: Any, names: Container[str] = ()) -> str | None:
     text = clean_text(str(value).lower() if isinstance(value, bool) else str(value))
     if text in names:
         return text
+    if text.lower() in _MISSING or _LIST.fullmatch(text):
+        raise ValueError(f"the label {text} is no class, but a value that is not there, or a list")
     if len(text) > _LONGEST_LABEL:
         raise ValueError(f"a label has {len(text):,} characters")
     if _FRACTION.fullmatch(text) or (isinstance(value, float) and not value.is_integer()):

@@ -1,5 +1,6 @@
 """Errors that are made for users."""
 
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -48,4 +49,11 @@ def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
             "belongs; move it away"
         ) from None
     except OSError as error:
+        remedy = advise_writing(error, remedy)
         raise ConfigError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from None
+
+
+def advise_writing(error: OSError, remedy: str) -> str:
+    """Returns the remedy for a full disk, or where nobody may write, for that: room would be of no help."""
+    forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return remedy.replace("make room", "allow writing") if forbidden else remedy

@@ -39,7 +39,7 @@ def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
         problems += list_problems(error, Run, overridden=overridden, recipe=recipe)
     if problems:
         raise ConfigError(*problems)
-    if run.data.mixture and "data.path" in overridden:
+    if run.data.mixture and "data.path" in overridden and values["data"]["path"] is not None:
         raise ConfigError(
             f"data.path={values['data']['path']}: data.mixture takes its place: leave one of them out, "
             "or write data.mixture=null, too"
@@ -120,7 +120,10 @@ def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[
         except _Unspaced as error:
             problems.append(f"{shown}: {error.problem}")
         except yaml.YAMLError:
-            problems.append(f"{shown} cannot be read as a value: quote it, for example {format_value(key)}='\"...\"'")
+            remedy = f"quote it, for example {format_value(key)}='\"...\"'"
+            if re.search("[\ud800-\udfff]", text):  # as Python has such bytes of an argument
+                remedy = "it holds bytes that are no UTF-8: rename the file or folder, or name a link to it"
+            problems.append(f"{shown} cannot be read as a value: {remedy}")
         except TypeError as error:
             problems.append(str(error))
     return overridden, problems

@@ -1,6 +1,7 @@
 """Lists folders: class folders, files at any depth, and questions to many files by several threads."""
 
 import os
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,8 @@ _THREADS = 16  # a network's disk answers slowly
 _PENDING = 4096  # calls that wait for a thread: a million would fill the memory
 METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.parquet")  # tables of what files are
 LABELS = "dataset.json"  # as METADATA
+BEHIND = "files whose names go on behind a suffix, as x.jpg.1 or x.jpg?w=640,"  # a reason to leave them out
+_WRITTEN_ON = re.compile(r"[^a-z0-9.]|\.[0-9]+$")  # what a browser, wget or an editor writes behind a suffix
 SAMPLES = "samples"  # the folder of single samples that `dstrain generate` writes
 _T, _A = TypeVar("_T"), TypeVar("_A")
 
@@ -105,9 +108,13 @@ def walk_files(
                 if visited is not None:
                     visited.append(name)
                 yield from walk_files(root, name, suffixes, visited, others, (*above, target), seen, tables)
-            elif entry.name.lower().endswith(suffixes):
+                continue
+            if tables is not None and (entry.name in METADATA or entry.name == LABELS):
+                tables.append(name)
+            if entry.name.lower().endswith(suffixes):
                 yield name
             elif others is not None:
-                others[os.path.splitext(name)[1].lower()] += 1
-                if tables is not None and (entry.name in METADATA or entry.name == LABELS):
-                    tables.append(name)
+                own = entry.name.lower()
+                ends = [own.find(suffix) + len(suffix) for suffix in suffixes if suffix in own]
+                goes_on = any(_WRITTEN_ON.match(own, end) for end in ends)
+                others[BEHIND if goes_on else os.path.splitext(own)[1]] += 1

@@ -8,6 +8,7 @@ import codecs
 import csv
 import io
 import itertools
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from dstrain.data.files.local import Files
 from dstrain.data.files.storage import retry
-from dstrain.disk.small import parse_json
+from dstrain.disk.small import RepeatedKey, parse_distinct
 from dstrain.recipe import ConfigError, NotRead
 
 _LONGEST = 1 << 24  # bytes of a line
@@ -90,7 +91,9 @@ def _decode(line: bytes, number: int, where: str) -> str:
         at = line.index(0)
     except UnicodeDecodeError as error:
         at = error.start
-    wide = b"\0" in line or line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    wide = line.count(0) > 1 or line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if b"\0" in line and not wide:
+        raise ConfigError(f"{where}, line {number}: a NUL is in no text: take it away, `tr -d '\\0' <OLD >NEW`")
     encoding = "UTF-16" if wide else "LATIN1"
     raise ConfigError(
         f"{where}, line {number}: byte {line[at]:#x} is no UTF-8: write the file in UTF-8, "
@@ -107,7 +110,8 @@ class _Csv(Table):
         try:
             names = [name for name in self._reader().fieldnames or () if name]
         except csv.Error as error:
-            raise ConfigError(f"{self.where}, line 1: {error}") from None
+            remedy = ": if lines end in carriage returns, write line feeds, `tr '\\r' '\\n' <OLD >NEW`"
+            raise ConfigError(f"{self.where}, line 1: {error}{remedy}") from None
         return self._require_distinct(names)
 
     def _require_distinct(self, names: list[str]) -> list[str]:
@@ -140,12 +144,21 @@ class _Csv(Table):
         suffixes = {match[0] for text in texts if "\n" not in text and (match := _SUFFIX.search(text))}
         lines = (more for text in texts if "\n" in text for more in text.split("\n"))
         for more in (more for more in lines if more.count(",") >= len(row) - 1):
-            found = (re.search(rf'([^,"]*{re.escape(suffix)})"*\s*(,|$)', more) for suffix in suffixes)
-            if any(match is not None and match[1].strip() not in texts for match in found):
+            if self._is_row(more, texts, suffixes):
                 raise ConfigError(
                     f"{self.where}, line {line}: its text holds the line {more.strip()[:60]}: if a quotation mark is "
                     "left open there, close it"
                 )
+
+    def _is_row(self, line: str, texts: list[str], suffixes: set[str]) -> bool:
+        """Returns whether a line within a text names another file than its row does: by a suffix that the row has, or,
+        where names have none, a file that is there.
+        """
+        if not suffixes and not self.files.far:
+            names = {field.strip().strip('"') for field in line.split(",")}.difference(texts)
+            return any(os.path.isfile(self.files.local(name)) for name in names)
+        found = (re.search(rf'([^,"]*{re.escape(suffix)})"*\s*(,|$)', line) for suffix in suffixes)
+        return any(match is not None and match[1].strip() not in texts for match in found)
 
 
 class Tsv(_Csv):
@@ -225,7 +238,9 @@ class _Jsonl(Table):
             if not line.strip():
                 continue
             try:
-                row = parse_json(line)
+                row = parse_distinct(line)
+            except RepeatedKey as error:
+                raise ConfigError(f"{self.where}, line {number}: {error}") from None
             except ValueError:
                 row = None
             if not isinstance(row, dict):

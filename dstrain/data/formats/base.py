@@ -14,9 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from dstrain.data.files.listing import BEHIND
 from dstrain.data.files.local import Files, LocalFiles, is_folder, is_hidden
 from dstrain.data.formats.labels import ClassList, read_class_list
-from dstrain.data.formats.splits import name_split
+from dstrain.data.formats.splits import name_split_value
 from dstrain.recipe import Cache, ConfigError, NotRead
 
 _PEEKED = 4096  # names of a folder by which its form is judged
@@ -123,13 +124,13 @@ class Layout(ABC):
         none.
         """
 
-    def require_one_split(self, split: Any, at: str) -> None:
+    def require_one_split(self, column: str, split: Any, at: str) -> None:
         """Notes the split that a row says. Raises ConfigError if rows are of several splits, such as train and test."""
         first = self.notes.setdefault("split", str(split))
-        if name_split(str(split)) != name_split(first):
+        if name_split_value(split) != name_split_value(first):
             raise ConfigError(
                 f"{at} is of the split {split}, and rows before it of {first}, and all would be learned from: write a "
-                "table of each, or give the column `split` another name"
+                f"table of each, or give the column `{column}` another name"
             )
 
     def leave_out(self, reason: str, count: int = 1) -> None:
@@ -142,6 +143,9 @@ class Layout(ABC):
         for suffix in sorted(counts):
             if suffix in VIDEOS + _OTHER_VIDEOS + PICTURES + CONTAINERS and suffix not in self.request.suffixes:
                 self.leave_out(suffix, counts[suffix])
+        for key, reason in ((BEHIND, BEHIND), ("", "files without a suffix")):
+            if counts.get(key):
+                self.leave_out(reason, counts[key])
 
     def leave_out_beside(self) -> None:
         """Counts pictures and videos of other types that lie beside files that hold the samples."""

@@ -14,6 +14,7 @@ from dstrain.data.files.tables import Tsv, match_names, open_table
 from dstrain.data.formats.base import Request, Sample
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.lists import COLUMNS
+from dstrain.data.formats.sidecars import fold_name
 from dstrain.disk.texts import list_captions
 from dstrain.recipe import ConfigError
 
@@ -90,14 +91,19 @@ def _require_one_clip_a_name(root: str, names: list[str]) -> None:
 
 def _have_texts_beside(root: str, names: list[str]) -> bool:
     """Returns whether every clip has its X.txt, or none. Raises ConfigError if only some have it."""
-    texts_in: dict[str, set[str]] = {}  # by one look at each folder, not one at each file
+    texts_in: dict[str, dict[str, str]] = {}  # by one look at each folder, not one at each file
     without = []
     for name in names:
         folder, stem = os.path.split(os.path.splitext(name)[0])
         if folder not in texts_in:
-            texts_in[folder] = {name for name in os.listdir(os.path.join(root, folder)) if name.endswith(".txt")}
-        if f"{stem}.txt" not in texts_in[folder]:
+            texts = [name for name in os.listdir(os.path.join(root, folder)) if name.lower().endswith(".txt")]
+            texts_in[folder] = {fold_name(name): name for name in texts} | {name: name for name in texts}
+        text = f"{stem}.txt"
+        found = texts_in[folder].get(text) or texts_in[folder].get(fold_name(text))
+        if found is None:
             without.append(name)
+        elif found != text:
+            raise ConfigError(f"{root}: the text beside {name} is called {found!a}: rename it {text!a}")
     if without and len(without) < len(names):
         raise ConfigError(
             f"{root}: no .txt with a caption beside {join_few(without, 1)}, of {len(names)} clips: write it, "

@@ -31,12 +31,11 @@ class Columns(NamedTuple):
         return ", ".join(f"{kind} in {name}" for name, kind in zip(names, self.kinds))
 
 
-def choose_columns(schema: pa.Schema, request: Request, root: str) -> Columns:
-    """Returns which columns are read.
+def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
+    """Returns which columns are read; messages call the file `where`.
 
     Raises ConfigError if none or several fit what is wanted, or if data.columns names one that is not there.
     """
-    where = f"{request.key}={root}"
     chosen = {key: [names] if isinstance(names, str) else names for key, names in request.columns.items()}
     for key in ("image", "label"):
         if len(chosen.get(key, ())) > 1:

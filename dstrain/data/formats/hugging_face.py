@@ -25,7 +25,7 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import match_names
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
 from dstrain.data.formats.shards import leave_out_gaps
-from dstrain.data.formats.splits import SPLIT_COLUMN, SPLITS, name_split
+from dstrain.data.formats.splits import SPLIT_COLUMNS, SPLITS, name_split
 from dstrain.disk.small import parse_json
 from dstrain.disk.texts import list_captions
 from dstrain.recipe import ConfigError, NotRead
@@ -168,7 +168,7 @@ class Tables(Layout):
         if self.request.labels != "auto":
             label = self.label(label, place.name)
         if self._split is not None:
-            self.require_one_split(row[self._split], at)
+            self.require_one_split(self._split, row[self._split], at)
         for name in columns.captions:
             captions += list_captions(row[name])
         if columns.captions and not captions:
@@ -200,7 +200,7 @@ class Tables(Layout):
     def _list_columns(self, names: list[str]) -> list[str]:
         """Returns the columns that are listed of a file with columns of these names; one of splits comes last."""
         own = [name for name in (self.columns.label, *self.columns.captions) if name]
-        self._split = next((name for name in match_names(SPLIT_COLUMN, names) if name not in own), None)
+        self._split = next((name for name in match_names(SPLIT_COLUMNS, names) if name not in own), None)
         return own if self._split is None else [*own, self._split]
 
 

@@ -19,6 +19,7 @@ are numbers.
 import io
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def read_labels(root: Path, key: str) -> dict[str, int] | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = small.read_json(path, MAX_LABELS_BYTES)
+        content = small.read_json(path, MAX_LABELS_BYTES, object_pairs_hook=small.require_distinct)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
@@ -170,7 +171,8 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
                 f"{name!r}): write those, or take the file away, and folders are the classes"
             )
     if len(labels) < len(rows):
-        raise ConfigError(f"{key}={root}: {LABELS} names a file twice: leave one label for each file")
+        twice = Counter(name for name, _ in rows).most_common(1)[0][0]
+        raise ConfigError(f"{key}={root}: {LABELS} names a file twice, {twice}: leave one label for each file")
     return labels
 
 

@@ -20,7 +20,7 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import TABLES, Table, match_names, open_table, read_lines
 from dstrain.data.formats.base import VIDEOS, Layout, Place, Request, Sample, file_exists
 from dstrain.data.formats.labels import LABELS, ClassList, read_class_list, read_labels
-from dstrain.data.formats.splits import SPLIT_COLUMN
+from dstrain.data.formats.splits import SPLIT_COLUMNS
 from dstrain.disk.texts import TEXT_NAMES, list_captions
 from dstrain.recipe import ConfigError
 
@@ -87,11 +87,11 @@ class TableList(Layout):
         label = columns["label"] if self.request.labels == "auto" else []
         self.labels_written = bool(label)
         base, used = self._base(table, columns), [column for kind in columns.values() for column in kind]
-        split = [column for column in match_names(SPLIT_COLUMN, table.columns()) if column not in used]
+        split = [column for column in match_names(SPLIT_COLUMNS, table.columns()) if column not in used][:1]
         for line, row in table.rows([*used, *split], int(group)):
             at = f"{table.where}, {table.noun} {line}"
-            if split:
-                self.require_one_split(row.get(split[0]), at)
+            for column in split:
+                self.require_one_split(column, row.get(column), at)
             if table.ragged:
                 self._require_in_first(row, columns, at)
             path = self._path(row, columns["path"], at)
@@ -124,11 +124,20 @@ class TableList(Layout):
                     f"{table.where} is empty: write a first line with the names of columns, as file_name,"
                     f"label, then a line for each of the {self.request.noun}"
                 )
+            names = table.columns()
             raise ConfigError(
                 f"{table.where} has no column with the paths of {self.request.noun}, only "
-                f"{join_few(table.columns(), _NAMED)}: name it, data.columns={{path: NAME}}"
+                f"{join_few(names, _NAMED)}: {self._explain_columns(names)}"
             )
         return columns
+
+    def _explain_columns(self, names: list[str]) -> str:
+        """Returns the remedy for a table none of whose columns is known as that of the files."""
+        if any(name.lower().endswith(self.request.suffixes) for name in names):
+            return "this line is of a file: write a line with the names of the columns, as file_name,label, above it"
+        if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), None)):
+            return f"put commas between fields, and not {mark!r} (fields between tabs are read from a .tsv)"
+        return "name it, data.columns={path: NAME}"
 
     def _require_in_first(self, row: dict[str, Any], columns: dict[str, list[str]], at: str) -> None:
         """Raises ConfigError if a row has a label, or a caption that is wanted, and the first row has none."""

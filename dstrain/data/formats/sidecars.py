@@ -8,7 +8,8 @@ no dataset.json (labels.py).
 """
 
 import os
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,14 @@ _WATCHED = 5000  # files with captions whose changes are noticed
 _UNREADABLE = ("",)  # the sample will count as bad, as one whose caption is empty
 
 
+def fold_name(name: str) -> str:
+    """Returns the name of a text beside a sample as all spellings of it: its suffix in lower case, its letters composed
+    as Unicode's NFC; a Mac or a camera writes others.
+    """
+    stem, suffix = os.path.splitext(name)
+    return unicodedata.normalize("NFC", stem) + suffix.lower()
+
+
 class Beside(Folders):
     """Images with captions beside them; others are left out, and counted."""
 
@@ -46,11 +55,10 @@ class Beside(Folders):
             return False
         with listing_errors(root, request.key):
             first = islice(walk_files(Path(root), "", request.suffixes), _LOOKED)
-            return any(
-                os.path.lexists(f"{os.path.join(root, os.path.splitext(name)[0])}{text}")
-                for name in first
-                for text in _TEXTS
-            )
+            stems = {os.path.splitext(name)[0] for name in first}
+            stems |= {unicodedata.normalize(form, stem) for stem in stems for form in ("NFC", "NFD")}
+            suffixes = [spell(text) for text in _TEXTS for spell in (str.lower, str.upper, str.title)]
+            return any(os.path.lexists(os.path.join(root, stem + suffix)) for stem in stems for suffix in suffixes)
 
     def parts(self) -> list[str]:
         with listing_errors(self.root, self.request.key):
@@ -63,12 +71,18 @@ class Beside(Folders):
     def samples(self, part: str) -> Iterator[Sample]:
         with listing_errors(self.root, self.request.key):
             files = self._below("", *_TEXTS)
-        beside = {name for name in files if name.lower().endswith(_TEXTS)}
-        images = [name for name in files if name not in beside]
+        texts = {name for name in files if name.lower().endswith(_TEXTS)}
+        images = [name for name in files if name not in texts]
+        spelled = {key: name for name in texts if (key := fold_name(name)) != name}
+
+        def find_text(name: str) -> str | None:
+            key = fold_name(name)
+            return next((text for text in (name, key) if text in texts), spelled.get(key))
+
         in_folders = self.request.labels == "auto" and all("/" in name for name in images)
         self._require_labels(images)
-        self._texts = sorted(beside)[:: 1 + len(beside) // _WATCHED]
-        for name, captions in zip(images, ask_each(lambda name: self._captions(name, beside), images)):
+        self._texts = sorted(texts)[:: 1 + len(texts) // _WATCHED]
+        for name, captions in zip(images, ask_each(lambda name: self._captions(name, find_text), images)):
             own = name.split("/")[0] if in_folders else None
             if self._by_name is not None:
                 own = self._by_name.get(name)
@@ -77,17 +91,17 @@ class Beside(Folders):
             else:
                 yield Sample(Place(name), self.label(own, name), captions)
 
-    def _captions(self, name: str, beside: set[str]) -> tuple[str, ...]:
-        """Returns the captions of an image, () where there are none beside it."""
+    def _captions(self, name: str, find_text: Callable[[str], str | None]) -> tuple[str, ...]:
+        """Returns the captions of an image, () where there are none beside it. find_text: gives the file of a text."""
         stem = os.path.splitext(name)[0]
-        for file in (f"{stem}{suffix}" for suffix in _TEXTS if f"{stem}{suffix}" in beside):
+        for file in filter(None, (find_text(stem + suffix) for suffix in _TEXTS)):
             path = Path(self.root, file)
             try:
                 with reading(file, path):
                     captions = parse_sidecar(file, retry(partial(small.read_bytes, path, LONGEST_TEXT)))
             except BadSample:
                 return _UNREADABLE
-            if captions or file.endswith(".txt"):
+            if captions or file.lower().endswith(".txt"):
                 return captions or _UNREADABLE
         return ()
 

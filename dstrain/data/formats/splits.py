@@ -12,9 +12,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from dstrain.data.files.listing import join_few, list_class_folders
 from dstrain.data.files.local import is_folder
+from dstrain.disk.texts import parse_whole_number
 from dstrain.recipe import ConfigError
 
 SPLITS = {
@@ -36,7 +38,10 @@ SPLITS = {
 }  # words in names
 _ENDS = ("", "set", "data", "images")  # of such words in names of folders: trainset
 _HELD_OUT = re.compile(r"(held|hold)[-_ .]out")
-SPLIT_COLUMN = ("split",)  # of a table
+SPLIT_COLUMNS = (  # of a table; the first that is there counts
+    *("split", "splits", "data_split", "dataset_split", "is_train", "is_training", "is_training_image", "is_test"),
+    *("partition", "subset", "phase", "usage", "set", "data set", "data_set"),
+)
 _BESIDE = {"a", "b", "data", "images", "img", "imgs", "seg", "set"}  # words beside: train_images, testB
 
 
@@ -45,6 +50,14 @@ def name_split(path: str) -> str:
     *folders, name = _HELD_OUT.sub(r"\1out", path.lower()).split("/")
     words = re.split(r"[^a-z]+", name) + folders[::-1]
     return next((SPLITS[word] for word in words if word in SPLITS), "")
+
+
+def name_split_value(value: Any) -> str:
+    """Returns the split that a row says in a column of splits: a word of SPLITS, a number or a truth value; else ""."""
+    text = str(value).strip().lower()
+    if parse_whole_number(text) is not None:
+        return str(parse_whole_number(text))
+    return text if text in ("true", "false") else name_split(text)
 
 
 def is_split(name: str) -> bool:

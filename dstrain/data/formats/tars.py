@@ -37,6 +37,7 @@ _UNPACK = {
     ".tar.lz4": "unlz4 --rm {}",
 }
 _ENDS = (".tar", *_UNPACK)
+_TEXTS = ("cls", "json", "txt")
 
 
 class Tars(Layout):
@@ -114,6 +115,8 @@ class Tars(Layout):
                         "key ends at the first one, so its suffix is not known: pack it under a name "
                         "with one dot"
                     )
+                if "other" not in sample and not sample.keys().isdisjoint(_TEXTS):
+                    self.leave_out(f"keys with a text or label and without one of the {self.request.noun}")
                 continue
             own = _find_label(sample)
             if labelled and "damaged" in sample and own is None:
@@ -165,11 +168,12 @@ class Tars(Layout):
                     sample = members.setdefault(f"{folder}/{stem}" if folder else stem, {})
                     if f".{suffix}" in suffixes:
                         self._add_place(sample, f".{suffix}", member)
-                    elif suffix in ("cls", "json", "txt"):
+                    elif suffix in _TEXTS:
                         self._add_text(sample, suffix, file, member)
                     elif f".{suffix.rpartition('.')[2]}" in suffixes:
                         sample["dotted"] = member.name
                     else:
+                        sample["other"] = member.name
                         others[f".{suffix}"] += 1
         except (NotRead, Missing):
             raise
@@ -198,8 +202,7 @@ class Tars(Layout):
     def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
         """Adds what a text member says, which follows its header, so that it costs little to read now."""
         wants_captions, wants_labels = self.request.captions, self.request.labels != "none"
-        unwanted = (kind == "txt" and not wants_captions) or (kind == "cls" and not wants_labels)
-        if unwanted:
+        if not {"txt": wants_captions, "cls": wants_labels, "json": wants_captions or wants_labels}[kind]:
             return
         if kind in sample:
             raise tarfile.TarError(f"it has two members {member.name}")
@@ -217,10 +220,12 @@ class Tars(Layout):
                 if sample["cls"] is None:
                     sample["damaged"] = member.name
             else:
-                section = small.parse_json(text)
+                section = small.parse_distinct(text)
                 sample["captions"] = find_captions(section) if wants_captions else ()
                 label = section.get("label") if wants_labels and isinstance(section, dict) else None
                 sample["label"] = label if isinstance(label, str | int | float) else None  # not boxes, say
+        except small.RepeatedKey as error:
+            raise tarfile.TarError(f"{member.name}: {error}") from None
         except ValueError:
             if kind == "txt":
                 sample["txt"] = ("",)  # a caption that cannot be read: a bad sample

@@ -1,6 +1,7 @@
 """The columns of an index while they grow: written down as they come, numbered and hashed in the end."""
 
 import os
+import re
 import sys
 import unicodedata
 from array import array
@@ -24,6 +25,7 @@ _RENUMBERED = "label.new"  # the column of labels, once classes are sorted
 _LARGEST = 1 << 30  # label of a number that no text says
 _MOST_CLASSES = 1 << 20  # of labels that are numbers in texts
 _TRUTH = ("true", "false")  # labels of JSON, and of columns of truth values
+_NO_LETTER = re.compile("[\0-\x1f\x7f\ud800-\udfff]")  # control characters, and bytes of paths that are no UTF-8
 _CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
 
 
@@ -195,7 +197,8 @@ class Columns:
         if kind == "str":
             written = layout.labels_written and layout.request.labels == "auto" and not classes
             numbers = [parse_whole_number(name) for name in names] if written else [None]
-            if None in numbers and any(name in _TRUTH for name in names) and any(n is not None for n in numbers):
+            mixed = None in numbers and any(number is not None for number in numbers)
+            if mixed and any(name.lower() in _TRUTH for name in names):
                 raise ConfigError(f"{where}: labels are numbers and truth values: write all as numbers")
             if None in numbers:
                 classes = classes or tuple(sorted(names))
@@ -210,7 +213,7 @@ class Columns:
                 )
             if list(map(places.get, names)) != list(range(len(names))):
                 self._renumber(columns, np.array([places[name] for name in names], np.int32))
-        _require_unlike(classes, where)
+        _require_names(classes, where)
         counts = np.zeros(len(classes), np.int64)
         for start in range(0, self.number, CHUNK):
             stop = min(start + CHUNK, self.number)
@@ -236,11 +239,17 @@ class Columns:
         self.sizes["label"] = columns["label"].nbytes
 
 
-def _require_unlike(classes: Sequence[str], where: str) -> None:
-    """Raises ConfigError if two classes differ in white space, or in how Unicode composes letters, alone."""
+def _require_names(classes: Sequence[str], where: str) -> None:
+    """Raises ConfigError if two classes differ in white space, in how Unicode composes letters, or in the case of a
+    truth value alone, or if one is no line of text, which lists, reports and exports could not name.
+    """
     known: dict[str, str] = {}
     for name in classes:
-        other = known.setdefault(" ".join(unicodedata.normalize("NFC", name).split()), name)
+        if fault := _NO_LETTER.search(name):
+            kind = "bytes that are no UTF-8" if fault[0] >= "\ud800" else "a line break or a control character"
+            raise ConfigError(f"{where}: the class {name!a} holds {kind}: rename it, in UTF-8 and on one line")
+        text = " ".join(unicodedata.normalize("NFC", name).split())
+        other = known.setdefault(text.lower() if text.lower() in _TRUTH else text, name)
         if other != name:
             raise ConfigError(f"{where}: the classes {other!a} and {name!a} look alike: call both the same")
 
