@@ -26,7 +26,7 @@ from dstrain.disk import atomic, sealed
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError
 
-HEADER, WATCHED, VERSION = "index.json", "watched.json", 6
+HEADER, WATCHED, VERSION = "index.json", "watched.json", 7
 COLUMNS = {  # name: (type, default); of "ends" the place behind the last byte or entry
     "names": (None, None),
     "name_ends": (np.uint64, None),
