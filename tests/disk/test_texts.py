@@ -32,7 +32,7 @@ LABELS = {  # as they stand in JSON, or in quotation marks in tables -> the clas
     "truth": ([True, False, True], [1, 0, 1]),
     "names": (["cat", "10", "9"], [2, 0, 1]),
     "mixed": (["cat", 10, "9.0"], [2, 0, 1]),
-    "a name like a number": (["1e3", "nan", "1_0"], [1, 2, 0]),
+    "a name like a number": (["1e3", "inf", "1_0"], [1, 2, 0]),
     "other digits": (["\u0663", "\u0664", "\u0663"], [0, 1, 0]),
 }
 BREAKS = ("\n", "\r\n", "\r", "\n\n", "\n \r\n")
@@ -110,6 +110,8 @@ def test_one_rule_for_labels(tmp_path, form):
             read_form(path)
     with pytest.raises(ConfigError, match="the label -1 is no number from 0"):
         read_form(write_form(form, tmp_path / "below", [1, "-1"], ["a", "b"]))
+    with pytest.raises(ConfigError, match="the label nan is no class, .*data.labels=none"):
+        read_form(write_form(form, tmp_path / "missing", ["cat", "nan"], ["a", "b"]))
 
 
 @pytest.mark.parametrize("form", ["tar json", "csv", "tsv", "jsonl", "parquet"])
