@@ -3,11 +3,12 @@
 import functools
 import io
 import os
+import re
 import socket
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def start_group(timeout_minutes: float = 30) -> None:
     """
     phases().at("importing DeepSpeed")
     place = _place_rank()
+    _warn_of_shared_store()
     deepspeed = import_deepspeed()
     if torch.cuda.is_available():
         torch.cuda.set_device(group.device())
@@ -80,6 +82,19 @@ def _place_rank() -> Place:
         port = _find_free_port() if place.world == 1 else 20000 + number % 10000
         os.environ["MASTER_PORT"] = str(port)
     return place
+
+
+def _warn_of_shared_store() -> None:
+    """Says where a machine that joins torchrun's others later would wait for them at another port than theirs."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    with suppress(OSError):  # a system without /proc
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+        if re.search(r"--nnodes[ =]\d+:", " ".join(words)):
+            phases().say(
+                "note: a machine that joins later hangs (github.com/pytorch/pytorch/issues/135712): start torchrun "
+                "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines"
+            )
 
 
 @contextmanager

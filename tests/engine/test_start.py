@@ -227,6 +227,23 @@ def test_ranks_that_torchrun_has_restarted():
         )
 
 
+@pytest.mark.parametrize("nodes, shared, said", [("1:3", "True", 1), ("1:3", "False", 0), ("2", "True", 0)])
+def test_machines_that_join_later(nodes, shared, said):
+    """Oracle: torch's elastic agents, the parents of ranks, which share their store with these unless the variable says
+    otherwise, and then give a machine that joins another port: one line, where machines may join.
+    """
+    program = "from dstrain.engine.start import _warn_of_shared_store; _warn_of_shared_store()"
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -c "{program}"; exit $?', "--nnodes", nodes],
+        env=environment(TORCHELASTIC_USE_AGENT_STORE=shared),
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines\n") == said
+
+
 MEETS = """
 import os, sys, time
 from dstrain.commands.exits import run_main
