@@ -12,7 +12,7 @@ from dstrain.commands.options.shipped import find_ds_config
 from dstrain.disk import small
 from dstrain.distributed.progress import phases
 from dstrain.engine.settings import read_precision, read_stage, resolve_settings
-from dstrain.planning.advice import MAX_RANKS, Case, find_change, find_more_gpus, search_choices
+from dstrain.planning.advice import MAX_RANKS, Case, find_change, find_more_gpus, find_sharing, search_choices
 from dstrain.planning.counts import Layout
 from dstrain.planning.estimate import EFFICIENCY, LAUNCHES, Estimate, describe_memory, format_json, list_changes
 from dstrain.recipe import ConfigError, Run
@@ -82,7 +82,7 @@ def make_case(
 def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
     """Describes the costs of a run, and says whether it fits; where it does not, by which smallest change it does."""
     estimate = case.estimate()
-    change = None if estimate.fits else find_change(estimate, case) or find_more_gpus(case)
+    change = None if estimate.fits else find_change(estimate, case) or find_sharing(case) or find_more_gpus(case)
     if json:
         advised = None if change is None else change.figures() | {"changes": list_changes(estimate, change)}
         return format_json(estimate.figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
@@ -127,6 +127,7 @@ def _format_row(estimate: Estimate) -> str:
     return (
         f"{read_stage(estimate.settings):>5} {estimate.micro_batch:>6} {accumulation:>8} "
         f"{estimate.choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
+        + (f"  parallel.sequence={estimate.run.parallel.sequence}" if estimate.run.parallel.sequence > 1 else "")
         + ("" if estimate.fits else "  does not fit")
     )
 
@@ -139,9 +140,10 @@ def _name_machines(estimate: Estimate) -> str:
 
 
 def _describe_run(estimate: Estimate) -> list[str]:
-    run, settings = estimate.run, estimate.settings
+    run, settings, sequence = estimate.run, estimate.settings, estimate.run.parallel.sequence
+    each = "ranks" if sequence == 1 else f"groups of {sequence} ranks"
     sizes = (
-        f"batch {run.batch.global_:,} = {estimate.layout.world:,} ranks x {estimate.micro_batch} x "
+        f"batch {run.batch.global_:,} = {estimate.layout.world // sequence:,} {each} x {estimate.micro_batch} x "
         f"{settings['gradient_accumulation_steps']}"
     )
     host = [name for name, value in estimate.choices().items() if value == "cpu"]

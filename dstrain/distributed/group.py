@@ -168,9 +168,13 @@ def new_group() -> dist.ProcessGroup | None:
 @functools.cache
 def team(size: int) -> dist.ProcessGroup | None:
     """Returns the group of this rank and its neighbours, `size` in all, that share samples; None where a rank has its
-    own. The first call makes all such groups, on all ranks together.
+    own. The first call makes it, on its ranks together.
     """
-    return dist.new_subgroups(size)[0] if size > 1 else None
+    if size == 1:
+        return None
+    first = rank() // size * size
+    made = dist.new_group(list(range(first, first + size)), use_local_synchronization=True)
+    return made if isinstance(made, dist.ProcessGroup) else None
 
 
 @contextmanager

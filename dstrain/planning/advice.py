@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from dstrain import systems
 from dstrain.distributed.progress import phases
 from dstrain.engine.settings import read_offload as where
 from dstrain.engine.settings import read_stage as stage_of
@@ -62,6 +63,7 @@ class Case:
         micro: int | None = None,
         recompute: str | None = None,
         stage: int | None = None,
+        sequence: int | None = None,
         offload: tuple[str, ...] = (),
     ) -> "Case":
         """Returns the case with other choices; what is None or empty stays."""
@@ -70,6 +72,8 @@ class Case:
             run = run.model_copy(update={"batch": run.batch.model_copy(update={"micro": micro})})
         if recompute is not None:
             run = run.model_copy(update={"model": {**run.model, "recompute": recompute}})
+        if sequence is not None:
+            run = run.model_copy(update={"parallel": run.parallel.model_copy(update={"sequence": sequence})})
         zero = ds_config.setdefault("zero_optimization", {})
         zero |= {"stage": stage} if stage is not None else {}
         zero |= {name: dict(_TO_HOST) for name in offload}
@@ -83,7 +87,7 @@ def find_change(estimate: Estimate, case: Case) -> Estimate | None:
     """
     if case.chip.memory <= CONTEXT:
         return None
-    choices, share = estimate.choices(), case.run.batch.global_ // case.layout.world
+    choices, share = estimate.choices(), _count_share(case)
     now = RECOMPUTE.index(choices["model.recompute"]) if choices["model.recompute"] in RECOMPUTE else 0
     changes: dict[str, list[Any]] = {
         "recompute": [*RECOMPUTE[now + 1 :]] if "recompute" in case.run.model else [],
@@ -98,6 +102,16 @@ def find_change(estimate: Estimate, case: Case) -> Estimate | None:
         fitting = [tried for way in ways for tried in _find_fitting(case, way)]
         if fitting:
             return min(fitting, key=_rank_by_cost)
+    return None
+
+
+def find_sharing(case: Case) -> Estimate | None:
+    """Returns the run with the fewest ranks that share each sample with which it fits, with all that saves memory."""
+    recompute = RECOMPUTE[-1] if "recompute" in case.run.model else None
+    for ranks in _list_teams(case)[1:] if case.chip.memory > CONTEXT else ():
+        tried = _try_case(case.changed(stage=3, recompute=recompute, micro=1, sequence=ranks))
+        if tried and tried.fits:
+            return tried
     return None
 
 
@@ -146,26 +160,53 @@ def _find_first(try_: Callable[[dict[str, int]], Estimate | None], sizes: list[d
 
 
 def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
-    """Counts stage x micro-batch x recomputation, and returns what fits, the fastest first.
+    """Counts stage x micro-batch x recomputation, and returns what fits, the fastest first. Where one sample does not
+    fit, more ranks share it.
 
     Where the chip's rates are unknown, what computes and exchanges least comes first. `report` gets each as it is
     counted, those that do not fit as well.
     """
-    share, fitting = case.run.batch.global_ // case.layout.world, []
+    fitting: list[Estimate] = []
     if case.chip.memory <= CONTEXT:
         return fitting
     recompute = RECOMPUTE if "recompute" in case.run.model else (None,)
     for stage, choice in itertools.product((1, 2, 3), recompute):
-        full = False
-        for micro in reversed(_list_halves(share)):
-            if full and micro < share:  # more samples take more; a whole share sums no gradients
-                continue
-            tried = _try_case(case.changed(stage=stage, recompute=choice, micro=micro))
-            full = tried is not None and not tried.fits
-            if tried:
-                report(tried)
-                fitting += [tried] if tried.fits else []
+        for ranks in _list_teams(case):
+            shared = case.changed(stage=stage, recompute=choice, sequence=ranks)
+            if found := _search_sizes(shared, report):
+                fitting += found
+                break
     return sorted(fitting, key=_rank_by_cost)
+
+
+def _search_sizes(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
+    """Counts micro-batches, and returns what fits."""
+    share, full, fitting = _count_share(case), False, []
+    for micro in reversed(_list_halves(share)):
+        if full and micro < share:  # more samples take more; a whole share sums no gradients
+            continue
+        tried = _try_case(case.changed(micro=micro))
+        full = tried is not None and not tried.fits
+        if tried:
+            report(tried)
+            fitting += [tried] if tried.fits else []
+    return fitting
+
+
+def _count_share(case: Case) -> int:
+    """Counts the samples of a step for a rank, or for the ranks that share them."""
+    return case.run.batch.global_ * case.run.parallel.sequence // case.layout.world
+
+
+def _list_teams(case: Case) -> list[int]:
+    """Lists how many ranks may share a sample: what the recipe says, and doubles of it within a machine."""
+    ranks, layout = [case.run.parallel.sequence], case.layout
+    config = systems.config(case.run.system, case.run.model)
+    while 2 * ranks[-1] <= layout.gpus_per_node and layout.world % (2 * ranks[-1]) == 0:
+        if config.conflicts_among(2 * ranks[-1]):
+            break
+        ranks.append(2 * ranks[-1])
+    return ranks
 
 
 def _try_case(case: Case) -> Estimate | None:

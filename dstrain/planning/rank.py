@@ -1,5 +1,6 @@
 """Counts as rank 0 of any number of ranks, in the process that count.py starts."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -53,8 +54,9 @@ def measure_as_rank_0(
         fewer = {**settings, "gradient_accumulation_steps": _MICRO_BATCHES}
         measured, own = measure_as_rank_0(run, fewer, system, world, device)
         return _add_micro_batches(measured, accumulation - _MICRO_BATCHES), own
-    # At least two whole groups of ranks that share a second copy of the weights.
-    sharing = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    # At least two whole groups of ranks that share a second copy of the weights, and of those that share samples.
+    copies = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    sharing = math.lcm(copies, run.parallel.sequence)
     few = min(world, sharing * max(2, _MAX_FAKE_RANKS // sharing)) if read_stage(settings) == 3 else world
     with fake_world(few), Fused() if device == "cuda" else nullcontext():
         measured, engines, ema = measure_step(run, settings, system, FakeEngines)
@@ -101,7 +103,8 @@ def _scale_to_world(measured: Measured, kept: dict[str, int], few: int, world: i
     """Returns a step of `few` ranks as one of `world` ranks, which keep the shares `kept`.
 
     All other bytes are of whole weights or of samples, and stay; so do groups of fewer ranks, which share ZeRO++'s
-    second copy. The optimizer's step works on shares alone. Exchanged weights are padded to a multiple of the ranks.
+    second copy, or samples. The optimizer's step works on shares alone. Exchanged weights are padded to a multiple of
+    the ranks.
     """
     smaller = kept["masters"] / measured.kept["masters"]
     padded = smaller * world / few

@@ -30,6 +30,8 @@ _NAMES = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "alltoall_base": "all_to_all",
     "alltoall": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "all_gather_into_tensor": "all_gather",
 }
 
 
@@ -61,6 +63,8 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._count(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
+        elif func.namespace == "_c10d_functional":
+            self._count_named(func.name().rpartition("::")[2], args, out)
         elif self.kind == "working" and _computes_again():
             self.recomputed += count_operations(func, args, kwargs or {}, out)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
@@ -134,6 +138,13 @@ class Watch(TorchDispatchMode):
         operation = _NAMES.get(name, name)
         self._calls[operation, ranks] += 1
         self._bytes[operation, ranks] += max(sides)
+
+    def _count_named(self, name: str, args: tuple, out: Tensor) -> None:
+        """Counts an exchange of tokens, by which ranks share samples. Its last argument is the name of their group."""
+        if name != "wait_tensor":
+            key = _NAMES.get(name, name), dist.distributed_c10d._resolve_process_group(args[-1]).size()
+            self._calls[key] += 1
+            self._bytes[key] += max(args[0].nbytes, out.nbytes)
 
     def collectives(self) -> tuple[Collective, ...]:
         """Returns what was exchanged since the last call, and begins anew."""

@@ -1,10 +1,14 @@
 """Ranks that share the tokens of a sample, in whole runs: parallel.sequence, on other numbers of ranks and stages."""
 
+import json
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from dstrain.engine.checkpoint import read_weights
+from tests.engine import check_sequence
+from tests.engine.check_sequence import MODELS
 from tests.support.runs import finish, metrics, train
 
 STEPS = 20
@@ -20,6 +24,35 @@ MODERN = (
     "every.report=1",
     f"every.sample={STEPS}",
 )
+# Stage, model.recompute, and whether blocks are compiled.
+WAYS = ((1, "none", False), (2, "all", False), (3, "attention", False), (3, "none", True))
+ALL = [(name, *way) for name in MODELS for way in WAYS]
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(on_ranks, tmp_path_factory):
+    """name -> losses and norms of one rank at stage 1."""
+    out = tmp_path_factory.mktemp("one") / "figures.json"
+    on_ranks(1, check_sequence.work, [(name, 1, 1) for name in MODELS], out)
+    return dict(zip(MODELS, json.loads(out.read_text()), strict=True))
+
+
+@pytest.mark.parametrize(
+    "world, sequence, cases",
+    [
+        (2, 2, [("dit", 3, "none", False), ("phenaki.tokenizer", 2, "all", False), ("phenaki", 1, "none", False)]),
+        *(pytest.param(*ranks, ALL, marks=pytest.mark.faults) for ranks in ((2, 2), (4, 4), (4, 2))),
+    ],
+)
+def test_shared_systems_learn_the_same(of_one_rank, on_ranks, tmp_path, world, sequence, cases):
+    """Oracle: one rank at stage 1: 20 losses of every part to 1e-6, the norms of their gradients to 5e-6."""
+    words = [(name, stage, sequence, *more) for name, stage, *more in cases]
+    on_ranks(world, check_sequence.work, words, tmp_path / "figures.json")
+    for case, found in zip(cases, json.loads((tmp_path / "figures.json").read_text()), strict=True):
+        for name, bound in (("losses", 1e-6), ("norms", 5e-6)):
+            own, wanted = np.array(found[name]), np.array(of_one_rank[case[0]][name])
+            assert len(set(wanted[:, 0])) == check_sequence.STEPS
+            assert (np.abs(own - wanted) / wanted).max() < bound, (case, name)
 
 
 @pytest.fixture(scope="module")

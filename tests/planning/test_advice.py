@@ -8,6 +8,7 @@ import pytest
 
 from dstrain.commands import plan
 from dstrain.commands.job import load_recipe
+from dstrain.engine.settings import read_stage as stage_of
 from dstrain.planning import advice
 from dstrain.planning.estimate import list_changes
 from dstrain.recipe import ConfigError
@@ -100,6 +101,20 @@ def test_several_changes(case):
     assert change.fits and len(list_changes(tight.estimate(), change)) == 2 and takes(change) in pairs
 
 
+def test_sharing():
+    """Oracle: two ranks that share each sample, the most that two heads allow, counted anew: they keep less."""
+    case = tiny("zero2.json", f"batch.global={BATCH}", "model.recompute=attention", "model.patch_size=1")
+    least = {"stage": 3, "micro": 1, "recompute": "all"}
+    shared = case.changed(**least, sequence=2).estimate()
+    assert takes(shared) < takes(case.changed(**least).estimate())
+    tight = on(case, takes(shared))
+    found = advice.find_sharing(tight)
+    assert found.fits and list_changes(case.estimate(), found)["parallel.sequence"] == 2
+    assert advice.find_sharing(on(case, takes(shared) - 1)) is None
+    text = plan.describe_plan(replace(tight, run=found.run))[0]
+    assert f"batch {BATCH} = {WORLD // 2} groups of 2 ranks x 1 x 4" in text
+
+
 def test_no_change_fits():
     """Oracle: a run whose choices all take the least memory already."""
     least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=all"), 2**30)
@@ -148,9 +163,14 @@ def test_search(case):
     assert some and len(lines) == 2 + 18 + 1 and "no step is that short" in lines[-1]
     assert int(lines[2].split()[1]) == estimates[0].micro_batch
     sizes = sorted(map(takes, every))
-    assert sorted(map(takes, advice.search_choices(on(fast, sizes[9]), counted.append))) == [
-        size for size in sizes if size <= sizes[9]
-    ]
+    found = advice.search_choices(on(fast, sizes[9]), counted.append)
+    alone = [estimate for estimate in found if estimate.run.parallel.sequence == 1]
+    assert sorted(map(takes, alone)) == [size for size in sizes if size <= sizes[9]]
+    # Two ranks share a sample, the two heads of it, only where one rank has no room for one sample.
+    kinds = {(stage_of(estimate.settings), estimate.choices()["model.recompute"]) for estimate in alone}
+    shared = [estimate for estimate in found if estimate not in alone]
+    assert all(estimate.run.parallel.sequence == 2 and estimate.fits for estimate in shared)
+    assert kinds.isdisjoint((stage_of(each.settings), each.choices()["model.recompute"]) for each in shared)
     assert any(not estimate.fits for estimate in counted)
     assert not plan.describe_ways(on(fast, sizes[0] - 1))[1]
 
