@@ -89,17 +89,11 @@ class Estimate:
     def choices(self) -> dict[str, Any]:
         """Returns what may be changed so that a run fits, by the names that a user writes."""
         zero = {"stage": read_stage(self.settings)} | {name: read_offload(self.settings, name) for name in OPTIONAL}
-<<<<<<< HEAD
-        return {"batch.micro": self.micro_batch, "model.recompute": self.run.model.get("recompute", "none")} | {
-            f"zero_optimization.{name}": value for name, value in zero.items()
-        }
-=======
         return {
-            "batch.micro": self.micro,
+            "batch.micro": self.micro_batch,
             "model.recompute": self.run.model.get("recompute", "none"),
             "parallel.sequence": self.run.parallel.sequence,
         } | {f"zero_optimization.{name}": value for name, value in zero.items()}
->>>>>>> e668ec1c (dstrain plan counts and proposes ranks that share samples; a guide to long sequences; systems under sharing are tested)
 
     def figures(self) -> dict[str, Any]:
         """Returns all costs as plain values: seconds, bytes, operations, kilowatt-hours."""
