@@ -384,7 +384,7 @@ BUDGETS = {
     "engine": 2425,  # with a decision on every key of the JSON, and all changes of DeepSpeed named
     "metrics": 1205,
     "nn": 971,  # with tokens that ranks share
-    "planning": 683,
+    "planning": 719,  # with ranks that share samples
     "recipe": 756,
     "runs": 885,  # with universal folders of DeepSpeed
     "sampling": 431,

@@ -5,6 +5,7 @@ No choice changes what is learned: batch.global stays, and gradients are the sam
 
 import copy
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -172,8 +173,7 @@ def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estim
     recompute = RECOMPUTE if "recompute" in case.run.model else (None,)
     for stage, choice in itertools.product((1, 2, 3), recompute):
         for ranks in _list_teams(case):
-            shared = case.changed(stage=stage, recompute=choice, sequence=ranks)
-            if found := _search_sizes(shared, report):
+            if found := _search_sizes(case.changed(stage=stage, recompute=choice, sequence=ranks), report):
                 fitting += found
                 break
     return sorted(fitting, key=_rank_by_cost)
@@ -202,9 +202,8 @@ def _list_teams(case: Case) -> list[int]:
     """Lists how many ranks may share a sample: what the recipe says, and doubles of it within a machine."""
     ranks, layout = [case.run.parallel.sequence], case.layout
     config = systems.config(case.run.system, case.run.model)
-    while 2 * ranks[-1] <= layout.gpus_per_node and layout.world % (2 * ranks[-1]) == 0:
-        if config.conflicts_among(2 * ranks[-1]):
-            break
+    most = math.gcd(layout.world, layout.gpus_per_node)
+    while most % (2 * ranks[-1]) == 0 and not config.conflicts_among(2 * ranks[-1]):
         ranks.append(2 * ranks[-1])
     return ranks
 
