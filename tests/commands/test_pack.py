@@ -291,3 +291,15 @@ def test_captions_of_any_kind(tmp_path, kind):
     assert [source.captions(n) for n in range(len(texts))] == [
         tuple(text) if isinstance(text, list) else (text,) for text in texts
     ]
+
+
+def test_what_is_left_out_is_said(tmp_path, capsys):
+    """Oracle: counting by hand: pictures without a caption, and of other types, are in no shard."""
+    folder(tmp_path / "d", 3)
+    names = sorted(path for path in (tmp_path / "d").rglob("*") if path.suffix.lower() in SUFFIXES)
+    names[0].with_suffix(".TXT").write_text("a cat")
+    (tmp_path / "d" / "x.tif").write_bytes(b"x")
+    assert packed(tmp_path / "d", tmp_path / "out", captions=True)["number"] == 1
+    said = capsys.readouterr().out
+    assert f"1 images, 1 class of 1, captions; {len(names) - 1} without a caption are left out; files of" in said, said
+    assert ".tif 1" in said
