@@ -204,8 +204,14 @@ def test_texts_beside_clips_in_another_spelling(tmp_path):
 
 
 @case("10=t; 1 without a caption are left out")
-def wide_text_without_its_mark(d):
+def a_picture_without_a_text_in_a_tar(d):
     pack_tar(d / "x.tar", ("0.png", encode(10)), ("0.txt", b"t"), ("1.png", encode(20)))
+    return read(d / "x.tar", captions=True)
+
+
+@case(r"bad\(its caption is empty, or cannot be read\)")
+def a_wide_text_without_its_mark(d):
+    pack_tar(d / "x.tar", ("0.png", encode(10)), ("0.txt", "t".encode("utf-16-le")))
     return read(d / "x.tar", captions=True)
 
 
