@@ -90,7 +90,7 @@ class Stops:
 
     def requested(self) -> bool:
         """Returns whether this rank has a reason to stop; cheap enough for every step."""
-        if self.reason is None and self._file and self._file.exists():
+        if self.reason is None and self._file and _is_stop(self._file):
             self.reason = f"the file {self._file}"
         if self.reason is None and any(read_birth(pid) != born for pid, born in self._launchers):
             self.reason = "the launcher has gone"
@@ -98,10 +98,10 @@ class Stops:
 
     def settle(self) -> None:
         """Removes the stop file, so that the same command goes on next time."""
-        if self._file and self._file.exists():
+        if self._file and _is_stop(self._file):
             with suppress(OSError):  # the run is saved in any case; another run's file stays
                 check_claim(self._file)
-                self._file.rmdir() if self._file.is_dir() else self._file.unlink()
+                self._file.unlink()
 
     def leave(self) -> None:
         """Says why a process ends that has nothing unsaved, once the other ranks can know of it."""
@@ -172,6 +172,11 @@ class Stops:
 def open_stops() -> Stops:
     """Returns this process's own, which ends it at once until training defers that."""
     return Stops(at_once=True)
+
+
+def _is_stop(path: Path) -> bool:
+    """Returns whether something asks for a stop: a folder of this name does not, nor could it be removed."""
+    return path.exists() and not path.is_dir()
 
 
 def _find_launchers() -> list[tuple[int, str]]:

@@ -180,7 +180,8 @@ def _load_autoencoder(path: str) -> nn.Module:
     import diffusers  # slow to import, and only users of a first stage need it
 
     remedy = (
-        f"export one first with dstrain export RUN --out {path}, save one there with "
+        "where it lies elsewhere, give model.first_stage.path=FOLDER; "
+        f"else export one with dstrain export RUN --out {path}, save one there with "
         "AutoencoderKL.from_pretrained(NAME).save_pretrained(FOLDER), or give a name on the hub, as "
         "stabilityai/sd-vae-ft-mse"
     )

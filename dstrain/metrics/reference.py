@@ -167,6 +167,13 @@ def _read_pickle(path: Path) -> dict[str, Any]:
     }
 
 
+def is_written_here(path: Path) -> bool:
+    """Returns whether a file holds statistics as `write_reference` writes them."""
+    return zipfile.is_zipfile(path) and any(
+        name.endswith(".fingerprint.npy") for name in zipfile.ZipFile(path).namelist()
+    )
+
+
 def write_reference(path: Path, statistics: dict[str, Statistics]) -> None:
     """Writes statistics by name of their network. Raises ConfigError if the disk does not take it."""
     arrays = {}

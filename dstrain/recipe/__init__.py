@@ -1,7 +1,15 @@
 """What determines a run: its schema, its file, and what may be wrong in it or change when the run goes on."""
 
 from dstrain.recipe.changes import explain_refused, find_refused, list_differences, require_known_keys
-from dstrain.recipe.errors import ConfigError, NotRead, NotSaved, advise_writing, explain_write_errors, reword_errors
+from dstrain.recipe.errors import (
+    ConfigError,
+    NotRead,
+    NotSaved,
+    advise_writing,
+    explain_write_errors,
+    require_replaceable,
+    reword_errors,
+)
 from dstrain.recipe.files import check, dump, load
 from dstrain.recipe.problems import format_value, list_divisors, list_nearby, list_problems, suggest_key
 from dstrain.recipe.run import (
@@ -57,6 +65,7 @@ __all__ = [
     "list_problems",
     "load",
     "require_known_keys",
+    "require_replaceable",
     "reword_errors",
     "suggest_key",
 ]

@@ -1,8 +1,9 @@
 """Errors that are made for users."""
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class ConfigError(ValueError):
@@ -57,3 +58,17 @@ def advise_writing(error: OSError, remedy: str) -> str:
     """Returns the remedy for a full disk, or where nobody may write, for that: room would be of no help."""
     forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
     return remedy.replace("make room", "allow writing") if forbidden else remedy
+
+
+def require_replaceable(path: Path, named: str, is_own: Callable[[Path], bool]) -> None:
+    """Raises ConfigError if something is at `path` that is not empty and that `is_own` does not know as a file which
+    the command itself has written.
+    """
+    try:
+        if not path.exists() or (path.is_file() and (path.stat().st_size == 0 or is_own(path))):
+            return
+    except (OSError, ValueError):  # what cannot be read is not known
+        pass
+    raise ConfigError(
+        f"{named} {path} is there, and is no file that this command has written: name another file, or remove that one"
+    )

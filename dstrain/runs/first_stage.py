@@ -84,7 +84,9 @@ def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp
 
     Raises ConfigError if it cannot be loaded, or takes pictures of another size.
     """
-    with reword_errors(options={"first_stage.path:": f"--first-stage {path}:"}):
+    with reword_errors(
+        options={"model.first_stage.path=": "--first-stage ", "first_stage.path:": f"--first-stage {path}:"}
+    ):
         vae = autoencoder.Autoencoder(path).to(group.device())
     if image_size is not None and vae.image_size not in (None, image_size):
         raise ConfigError(f"--image-size {image_size}: {path} encodes pictures of {vae.image_size} pixels alone")

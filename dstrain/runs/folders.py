@@ -129,10 +129,14 @@ def require_no_links(folder: Path) -> None:
             continue
         target = path.resolve()
         if path.name != "checkpoints" or (target.parent != folder.resolve() and (target.parent / "run.yaml").exists()):
-            raise ConfigError(
-                f"{folder}: {path.name} is a link to {target}, and nothing is written through a link: put what it "
-                "names in its place, or remove it"
-            )
+            raise _explain_link(path)
+
+
+def _explain_link(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path.parent}: {path.name} is a link to {path.resolve()}, and nothing is written through a link: put what it "
+        "names in its place, or remove it"
+    )
 
 
 def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
@@ -330,6 +334,8 @@ def share_claim(folder: Path) -> None:
 def _take_lock(folder: Path) -> IO[str]:
     with report_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / ".lock").is_symlink():
+            raise _explain_link(folder / ".lock")
         # Without waiting for the reader of a pipe, and through no link.
         return open(
             folder / ".lock",

@@ -16,7 +16,7 @@ import numpy as np
 from dstrain.data.formats.labels import SYNSET
 from dstrain.data.formats.unconverted import VALIDATION_IMAGE, find_validation_labels
 from dstrain.disk import atomic, small
-from dstrain.recipe import ConfigError, explain_write_errors
+from dstrain.recipe import ConfigError, explain_write_errors, require_replaceable
 
 _MOST_BYTES = 1 << 24  # of a file of the kit
 
@@ -44,11 +44,18 @@ def write_table(path: Path, out: Path) -> int:
         if not 1 <= number <= len(synsets):
             raise ConfigError(f"{labels_file} has no label of {name}, only of {len(synsets)} images")
         rows.append((os.path.relpath(path / name, out.parent), synsets[number - 1]))
+    require_replaceable(out, "--out", _is_table)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("path", "label"), *rows])
     with explain_write_errors(f"--out {out}", "name a file that can be written"):
         atomic.write_file(out, text.getvalue())
     return len(rows)
+
+
+def _is_table(path: Path) -> bool:
+    with open(path, encoding="utf-8") as file:
+        head, first = file.readline(), file.readline()
+    return head == "path,label\n" and VALIDATION_IMAGE.fullmatch(os.path.basename(first.partition(",")[0])) is not None
 
 
 def _read_synsets(path: Path) -> list[str]:

@@ -1,10 +1,35 @@
 """Argument types of the command lines."""
 
 import argparse
+import importlib
+import pkgutil
 
 import pytest
 
+from dstrain.commands import options
 from dstrain.commands.options import arguments
+from dstrain.commands.options.command import Command, list_specs, parse_options
+from dstrain.recipe import ConfigError
+
+VERBS = {
+    value
+    for module in pkgutil.iter_modules(options.__path__)
+    for value in vars(importlib.import_module(f"{options.__name__}.{module.name}")).values()
+    if isinstance(value, type) and issubclass(value, Command) and value.usage
+}
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS, key=str), ids=lambda verb: verb.__name__)
+def test_a_variable_of_the_shell_that_is_not_set(verb):
+    """Oracle: every option and word of every verb: Path("") would be the current folder."""
+    assert len(VERBS) > 12
+    for field, spec in list_specs(verb):
+        name = spec.name or field.name.replace("_", "-")
+        if spec.positional == "--" or isinstance(field.default, bool):
+            continue
+        for word in ("", " "):
+            with pytest.raises(ConfigError, match="gives nothing, as where a variable of the shell is not set"):
+                parse_options(verb, [word] if spec.positional else [f"--{name}={word}"])
 
 
 def test_runs_that_guide(tmp_path):

@@ -138,6 +138,15 @@ def test_the_stop_file(stops, tmp_path):
     assert stops.requested()  # what was asked once is done
 
 
+def test_a_folder_named_stop_asks_for_nothing(stops, tmp_path):
+    """Oracle: a folder with a file in it: it could not be removed, so that every start would stop; it stays."""
+    (tmp_path / "stop").mkdir()
+    (tmp_path / "stop" / "mine").touch()
+    assert not stops.requested()
+    stops.settle()
+    assert (tmp_path / "stop" / "mine").exists()
+
+
 def test_a_stop_file_is_obeyed_once(stops, tmp_path):
     """Oracle: the same command again, which must go on; a second rank finds the file gone."""
     (tmp_path / "stop").touch()

@@ -141,6 +141,14 @@ def test_a_run_with_links_is_refused(begun, tmp_path, name):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+def test_a_lock_that_is_a_link_is_named(begun, tmp_path):
+    """Oracle: the words for every other link of a run; what it names is not made."""
+    (begun / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError, match=r"\.lock is a link to .*mine, and nothing is written through a link"):
+        folders.lock_folder(begun, patience=0)
+    assert not (tmp_path / "mine").exists()
+
+
 def test_checkpoints_may_lie_on_another_disk_and_not_in_another_run(begun, tmp_path):
     """Oracle: a folder without a recipe beside it is another disk; one beside run.yaml is another run's."""
     for place in ("disk", "victim"):

@@ -111,17 +111,30 @@ def parse_options(command: type[C], argv: Sequence[str]) -> C:
     return options
 
 
+def _refuse_nothing(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns a parser that refuses an empty word, of which Path would make the current folder."""
+
+    def parse(text: str) -> Any:
+        if not text.strip():
+            raise argparse.ArgumentTypeError(
+                "gives nothing, as where a variable of the shell is not set: write a value, or leave it out"
+            )
+        return kind(text)
+
+    return parse
+
+
 def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
     rivals: dict[str, Any] = {}
     for entry, spec in found:
         kinds: dict[str, Any] = {"default": None if entry.default is MISSING else entry.default}
         if spec.positional:
-            parser.add_argument(entry.name, nargs=spec.positional, type=spec.kind, **kinds)
+            parser.add_argument(entry.name, nargs=spec.positional, type=_refuse_nothing(spec.kind), **kinds)
             continue
         if isinstance(entry.default, bool):
             kinds["action"] = "store_false" if entry.default else "store_true"
         else:
-            kinds |= {"type": spec.kind, "choices": spec.choices or None}
+            kinds |= {"type": _refuse_nothing(spec.kind), "choices": spec.choices or None}
         if spec.again:
             kinds |= {"action": "append", "default": []}
         name = _name_option(entry, spec)

@@ -14,7 +14,7 @@ import numpy as np
 
 from dstrain import __version__
 from dstrain.disk import atomic
-from dstrain.recipe import ConfigError, explain_write_errors, format_value
+from dstrain.recipe import ConfigError, explain_write_errors, format_value, require_replaceable
 from dstrain.tracking.figures import format_duration
 from dstrain.tracking.report import metrics, pictures
 from dstrain.tracking.report.record import Record, read_record
@@ -36,6 +36,9 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     ConfigError: a folder is no run's, plotly is not installed, or `out` cannot be written.
     """
     _read_plotly()
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
+    require_replaceable(out, "--out", _is_report)
     folders = [folder.resolve() for folder in dict.fromkeys(folders)]
     names = [folder.name for folder in folders]
     if len(set(names)) < len(names):  # runs of one name are told apart by their folders
@@ -44,11 +47,14 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     make = out.parent.resolve() not in folders  # a run's folder that is taken away meanwhile stays so
     records = [read_record(folder, None if len(folders) == 1 else name) for folder, name in zip(folders, names)]
     text = render_page(records)
-    if out.is_dir():
-        raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
     with explain_write_errors(f"--out {out}", "name a file in a folder that can be written"):
         atomic.write_file(out, text.encode("utf-8", "replace"), make=make)  # a name may be no text
     return out
+
+
+def _is_report(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return b'<meta name="generator" content="dstrain ' in file.read(1000)
 
 
 def render_page(records: Sequence[Record]) -> str:
