@@ -386,7 +386,7 @@ BUDGETS = {
     "nn": 971,  # with tokens that ranks share
     "planning": 719,  # with ranks that share samples
     "recipe": 756,
-    "runs": 933,  # with universal folders of DeepSpeed, and a link in the place of the lock named
+    "runs": 933,  # with universal folders of DeepSpeed, a link in the place of the lock named, and hosts that answer
     "sampling": 431,
     "systems": 5971,  # with alignments and routing of DiTs, and flows of UNets
     "tracking": 1821,

@@ -19,6 +19,7 @@ from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import list_descendants
 from dstrain.recipe import ConfigError, Run, load
 from dstrain.runs import folders
+from dstrain.runs.hostfile import find_missing, leave_out, read_hosts
 
 FRUITLESS = 4  # starts in a row that save no step, after which it gives up
 _LONGEST = 300.0  # seconds between two starts
@@ -30,6 +31,8 @@ _SUBREAPER = 36  # prctl: orphans below this process become its children
 def run_verb(options: KeepOptions) -> None:
     """Keeps the training command running. Raises SystemExit with the exit code of its last start."""
     job = options.training
+    if options.min_hosts:
+        read_hosts(options.words)
     raise SystemExit(keep_running(options, load(find_recipe(job.recipe), job.overrides)))
 
 
@@ -57,7 +60,7 @@ class _Supervisor:
         fruitless, words = 0, list(self._options.words)
         for restart in range(self._options.max_restarts + 1):
             saved = folders.read_last_saved(self._folder)
-            code = self._start(words)
+            code = self._start(self._choose_hosts(words))
             self._append_to_log()
             now = folders.read_last_saved(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
@@ -84,6 +87,22 @@ class _Supervisor:
             if self._signal:
                 break
         return _exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
+
+    def _choose_hosts(self, words: list[str]) -> list[str]:
+        """Returns the command without the hosts that do not answer; waits while fewer than --min-hosts do."""
+        least, told = self._options.min_hosts, None
+        while least and not self._signal:
+            hosts = read_hosts(words)
+            missing = find_missing(hosts)
+            enough = len(hosts) - len(missing) >= least
+            if missing and missing != told:
+                what = "starting without them" if enough else f"waiting until {least} of {len(hosts)} hosts answer"
+                self._say(f"no answer from {', '.join(missing)}: {what}")
+            if enough:
+                return leave_out(words, hosts, missing)
+            told = missing
+            self._wait(min(self._options.backoff, _LONGEST))
+        return words
 
     def _start(self, words: list[str]) -> int:
         """Runs the command until none of its processes lives and the folder's lock is free; returns how it ended."""

@@ -57,7 +57,9 @@ def keep(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     started = []
 
-    def begin(plan: list[str], *words: str, options: tuple[str, ...] = ()):
+    def begin(
+        plan: list[str], *words: str, options: tuple[str, ...] = (), before: tuple[str, ...] = (sys.executable,), **env
+    ):
         (tmp_path / "plan").write_text("\n".join(plan))
         line = [
             sys.executable,
@@ -66,14 +68,14 @@ def keep(tmp_path):
             "0.1",
             *options,
             "--",
-            sys.executable,
+            *before,
             str(tmp_path / "train.py"),
             f"folder={tmp_path / 'run'}",
             "steps=30",
             *words,
         ]
         with open(tmp_path / "log", "w") as log:
-            started.append(start(line, log))
+            started.append(start(line, log, **env))
         return started[-1]
 
     yield begin
@@ -170,3 +172,49 @@ def test_wrong_input(words, message, monkeypatch, capsys):
     """Oracle: exit code 2 and one message, before anything is started."""
     code, _, errors = here("keep.py", words, monkeypatch, capsys)
     assert code == 2 and message in errors and "Traceback" not in errors
+
+
+# ssh as a machine answers it: no, while there is a file of its name; and a launcher that writes down its words.
+SSH = """#!/bin/sh
+for word; do host=$last; last=$word; done
+[ ! -e "{folder}/down-$host" ]
+"""
+LAUNCHER = """#!/bin/sh
+echo "$@" >> "{folder}/launched"
+rm -f "{folder}/down-b"
+while [ "${{1%train.py}}" = "$1" ]; do shift; done
+exec "{python}" "$@"
+"""
+
+
+def test_hosts_that_answer(keep, tmp_path):
+    """Oracle: the words that reach the launcher: a host that is down is left out, and taken again at the next
+    start; with fewer than --min-hosts nothing starts.
+    """
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in (("ssh", SSH), ("deepspeed", LAUNCHER)):
+        (tools / name).write_text(text.format(folder=tmp_path, python=sys.executable))
+        (tools / name).chmod(0o755)
+    (tmp_path / "hosts").write_text("# two\na slots=1\nb slots=1\n")
+    for name in ("a", "b"):
+        (tmp_path / f"down-{name}").touch()
+    path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
+    before = ("deepspeed", "--hostfile", str(tmp_path / "hosts"))
+    process = keep(["10 247", "30 0"], options=("--min-hosts", "1"), before=before, PATH=path)
+    end = time.monotonic() + 60
+    while "waiting until 1 of 2 hosts answer" not in (tmp_path / "log").read_text():
+        assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    assert not (tmp_path / "launched").exists()
+    (tmp_path / "down-a").unlink()
+    assert process.wait(60) == 0, (tmp_path / "log").read_text()
+    first, second = (tmp_path / "launched").read_text().splitlines()
+    assert first.startswith("--exclude=b --force_multi --hostfile ") and second.startswith("--hostfile ")
+    assert "no answer from b: starting without them" in (tmp_path / "log").read_text()
+    for command, message in (
+        ((sys.executable,), "names no hostfile"),
+        ((*before, "--exclude=b"), "leave --exclude out"),
+    ):
+        refused = keep(["30 0"], options=("--min-hosts", "1"), before=command, PATH=path)
+        assert refused.wait(60) == 2 and message in (tmp_path / "log").read_text()

@@ -30,6 +30,9 @@ class KeepOptions(Command):
     backoff: float = option(
         5.0, "seconds before a restart; doubled with each start that saved no step", parse_scale, metavar="S", shown="5"
     )
+    min_hosts: int = option(
+        0, "start with the hosts of --hostfile that answer ssh, at least N; 0: with all", parse_count, metavar="N"
+    )
     restart_on_stop: bool = option(False, "also after exit code 75: stopped and saved")
 
     @property

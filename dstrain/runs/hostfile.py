@@ -1,0 +1,55 @@
+"""The hosts of a `deepspeed --hostfile FILE ...` command that answer: a supervisor starts it without the others."""
+
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from dstrain.disk import small
+from dstrain.recipe import ConfigError
+
+_HOSTFILE = ("--hostfile", "-H")
+_CHOICES = ("--include", "--exclude", "-i", "-e", "--num_nodes")
+_ASK = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+_SECONDS = 20  # that a host has in all: one that hangs behind its ssh does not answer
+
+
+def read_hosts(command: Sequence[str]) -> list[str]:
+    """Returns the hosts in a command's hostfile. Raises ConfigError if it names none, or chooses among them itself."""
+    options = {word.partition("=")[0]: place for place, word in enumerate(command)}
+    if chosen := next((name for name in _CHOICES if name in options), None):
+        raise ConfigError(f"--min-hosts chooses among the hosts itself: leave {chosen} out of the command")
+    name = next((name for name in _HOSTFILE if name in options), None)
+    if name is None or options[name] + 1 >= len(command):
+        raise ConfigError("--min-hosts is for deepspeed --hostfile FILE ...: the command behind -- names no hostfile")
+    path = Path(command[options[name]].partition("=")[2] or command[options[name] + 1])
+    try:
+        lines = small.read_text(path, small.MEGABYTE).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hostfile {path} cannot be read: {error}") from None
+    return [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def find_missing(hosts: Sequence[str]) -> list[str]:
+    """Returns the hosts that ssh does not reach without a password, in their order. All are asked at once."""
+    with ThreadPoolExecutor(max(len(hosts), 1)) as threads:
+        return [host for host, answers in zip(hosts, threads.map(_answers, hosts)) if not answers]
+
+
+def _answers(host: str) -> bool:
+    try:
+        asked = subprocess.run([*_ASK, host, "true"], capture_output=True, stdin=subprocess.DEVNULL, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.returncode == 0
+
+
+def leave_out(command: Sequence[str], hosts: Sequence[str], missing: Sequence[str]) -> list[str]:
+    """Returns the command without the `missing` hosts. DeepSpeed would start a single host that is left on the machine
+    of the command, if it were not forced to go there.
+    """
+    place = next(place for place, word in enumerate(command) if word.partition("=")[0] in _HOSTFILE)
+    words = [f"--exclude={'@'.join(missing)}"] if missing else []
+    if len(hosts) - len(missing) == 1 and len(hosts) > 1:
+        words.append("--force_multi")
+    return [*command[:place], *words, *command[place:]]
