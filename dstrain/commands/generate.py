@@ -26,7 +26,7 @@ from dstrain.encoders.precision import choose_dtype, compute_in, require_precisi
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output
-from dstrain.runs.trained import load_guide
+from dstrain.runs.trained import load_guide, require_outside
 from dstrain.sampling.draw import count_class_columns, draw_all, draw_rounds
 from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, folder_for, require_unused
 from dstrain.sampling.requests import OPTIONS, choose_conditions, make_request
@@ -56,6 +56,8 @@ def run_verb(options: GenerateOptions) -> None:
 def generate_samples(options: GenerateOptions) -> Path:
     """Draws and writes the samples, on all ranks together; returns their folder. ConfigError: what cannot be drawn."""
     require_precision(options.precision)
+    if options.out is not None:
+        require_outside(options.out)
     first, *then = (_open_run(options.folder, options), *map(_open_run, options.then))
     _, run, system = first
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))

@@ -44,12 +44,12 @@ from dstrain.runs.resume import Resume
 from dstrain.systems import config_class
 
 # All that a run writes; --from-scratch moves this and nothing else.
-_OF_RUN = (
+OF_RUN = (
     *("run.yaml", "ds_config.json", "data.txt", "saved", "metrics.jsonl", "events.jsonl", owner.IDENTITY),
     *("checkpoints", "averages", "reconstructed", "samples", "evaluation", "log.txt", "bad_files.txt", "restarts.log"),
     *("report.html", "wandb", "wandb_id", "tensorboard", "profile", "stacks", "stop"),
 )
-_MARKS = _OF_RUN[:7]  # two of them, or one beside checkpoints, are a run's
+_MARKS = OF_RUN[:7]  # two of them, or one beside checkpoints, are a run's
 _BESIDE = re.compile(  # what may lie beside a run, and stays
     r"\..*|earlier_.*|index.*|generated(_\d+)?|metrics_data_.*\.npz"
 )
@@ -67,10 +67,10 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
     if not folder.exists():
         return
     strangers = sorted(
-        path.name for path in folder.iterdir() if not _BESIDE.fullmatch(path.name) and path.name not in _OF_RUN
+        path.name for path in folder.iterdir() if not _BESIDE.fullmatch(path.name) and path.name not in OF_RUN
     )
-    if not _is_run(folder) and (strangers or any((folder / name).exists() for name in _OF_RUN)):
-        names = strangers or sorted(path.name for path in folder.iterdir() if path.name in _OF_RUN)
+    if not _is_run(folder) and (strangers or any((folder / name).exists() for name in OF_RUN)):
+        names = strangers or sorted(path.name for path in folder.iterdir() if path.name in OF_RUN)
         raise ConfigError(
             f"folder={folder} is not a run's: it holds {', '.join(names[:3])}; name another folder, since nothing of "
             "this is moved"
@@ -85,7 +85,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
             f"folder= with init_from={folder}"
         )
     if not (folder / "run.yaml").exists():
-        if any(os.path.lexists(folder / name) for name in _OF_RUN if name != owner.IDENTITY):
+        if any(os.path.lexists(folder / name) for name in OF_RUN if name != owner.IDENTITY):
             raise ConfigError(
                 f"folder={folder} holds what is left of a run, and no run.yaml: put it back from a copy, or begin anew "
                 "with --from-scratch, which moves the rest aside"
@@ -124,7 +124,7 @@ def require_no_links(folder: Path) -> None:
 
     The folder of checkpoints may be one, to a larger disk, but not to another run's.
     """
-    for path in (folder / name for name in (*_OF_RUN, "index")):
+    for path in (folder / name for name in (*OF_RUN, "index")):
         if not path.is_symlink():
             continue
         target = path.resolve()
@@ -436,7 +436,7 @@ def set_aside(folder: Path) -> None:
 
     What else lies there stays.
     """
-    if old := [folder / name for name in _OF_RUN if os.path.lexists(folder / name)]:
+    if old := [folder / name for name in OF_RUN if os.path.lexists(folder / name)]:
         earlier = _make_earlier(folder)
         for path in old:
             if path.is_symlink():  # a relative one would name another place from there

@@ -136,3 +136,14 @@ def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -
         checkpoint = find_checkpoint(folder, step, ema)
         kinds = choose_kinds(other, checkpoint, run.samples.ema if ema is None else ema, raw)
         return load_networks(other, checkpoint, kinds, dtype)["denoiser"]
+
+
+def require_outside(out: Path) -> None:
+    """Raises ConfigError for a folder among those that a run writes itself, which --from-scratch moves aside."""
+    path = out.resolve()
+    for inner in (path, *path.parents):
+        if inner.name in folders.OF_RUN and (inner.parent / "run.yaml").is_file():
+            raise ConfigError(
+                f"--out {out} lies in {inner}, which belongs to the run: name another folder, such as "
+                f"{inner.parent / 'drawn'}"
+            )

@@ -1,6 +1,7 @@
 """What generate writes and reads: the .npz in pieces, pictures to begin from. Whole commands: tests/launch."""
 
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,6 +170,19 @@ def test_a_full_disk(tiny, tmp_path):
             generate_samples(GenerateOptions(tiny, num=2, out=tmp_path / "out"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@pytest.mark.parametrize("place", ["samples", "checkpoints/mine", "reconstructed"])
+def test_pictures_among_what_a_run_has_written(tiny, tmp_path, place):
+    """Oracle: docs/design.md: what a run writes is its own; the remedy, typed, draws."""
+    (tmp_path / "link").symlink_to(tiny)
+    with pytest.raises(
+        ConfigError, match=f"--out .* lies in .*/{place.split('/')[0]}, which belongs to the run"
+    ) as error:
+        generate_samples(GenerateOptions(tiny, num=1, out=tmp_path / "link" / place))
+    remedy = Path(str(error.value).rpartition("such as ")[2])
+    generate_samples(GenerateOptions(tiny, num=1, out=remedy))
+    assert len(drawn(remedy)) == 1
 
 
 def drawn(out):
