@@ -135,18 +135,22 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
         CLIPModel,
         CLIPTextModelWithProjection,
         PreTrainedTokenizerBase,
+        T5EncoderModel,
     )
 
-    kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection}
+    # T5's alone reads a folder without a decoder, as pipelines of diffusers hold, and leaves a decoder on the disk.
+    kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection, "t5": T5EncoderModel}
     with explain_loading("text encoder", "text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
         config = read_config(path)
         kind = kinds.get(config.model_type, AutoModel)
         model, tokenizer = read_network(kind, path, config), read_pretrained(AutoTokenizer, path)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError(f"tokenizer_config.json makes its tokenizer a {type(tokenizer).__name__}")
-        if kind is not AutoModel:
-            return model.text_model, model.text_projection, tokenizer
-        return model.get_encoder() if model.config.is_encoder_decoder else model, None, tokenizer
+        if kind is T5EncoderModel or (kind is AutoModel and model.config.is_encoder_decoder):
+            return model.get_encoder(), None, tokenizer
+        if kind is AutoModel:
+            return model, None, tokenizer
+        return model.text_model, model.text_projection, tokenizer
 
 
 def _set_padding(tokenizer: Any, path: str) -> None:

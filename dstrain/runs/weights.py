@@ -296,8 +296,9 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         ) from None
     if isinstance(content, dict):
         # An empty "ema" is no average. DALLE-pytorch's key is "weights"; DALLE2-pytorch's average is "ema_model".
-        # JiT's averages are model_ema1 and model_ema2, of which it publishes the figures of the first.
-        inner = (content.get(name) for name in ("ema_model", "ema", "model_ema1", "model", "weights"))
+        # JiT's averages are model_ema1 and model_ema2, of which it publishes the figures of the first. PixArt's keys
+        # are the last two.
+        inner = map(content.get, ("ema_model", "ema", "model_ema1", "model", "weights", "state_dict_ema", "state_dict"))
         content = next((state for state in inner if isinstance(state, dict) and state), content)
     return _strip_prefixes(content, path)
 

@@ -20,6 +20,8 @@ from transformers import (
     DINOv3ViTConfig,
     DINOv3ViTModel,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
 )
 
 WORDS = ("a", "red", "green", "blue", "cat", "dog", "house", "on", "the", "moon")
@@ -75,6 +77,15 @@ def sentences(folder: Path, seed: int = 0) -> BertModel:
     return model
 
 
+def t5(folder: Path, seed: int = 0) -> T5EncoderModel:
+    """A T5 of 12 dimensions, whose empty text is one token, that of the end."""
+    torch.manual_seed(seed)
+    model = T5EncoderModel(T5Config(vocab_size=20, d_model=12, d_kv=6, d_ff=24, num_layers=2, num_heads=2)).eval()
+    model.save_pretrained(folder)
+    _tokenizer("$A [EOS]").save_pretrained(folder)
+    return model
+
+
 def preprocessing(folder: Path) -> CLIPImageProcessor:
     """A preprocessor_config.json with another mean and deviation than CLIP's."""
     processor = CLIPImageProcessor(
@@ -87,14 +98,12 @@ def preprocessing(folder: Path) -> CLIPImageProcessor:
     return processor
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer(template: str = "[BOS] $A [EOS]") -> PreTrainedTokenizerFast:
     vocabulary = {word: number for number, word in enumerate(("[PAD]", "[BOS]", "[EOS]", "[UNK]", *WORDS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        "[BOS] $A [EOS]", special_tokens=[("[BOS]", 1), ("[EOS]", 2)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=[("[BOS]", 1), ("[EOS]", 2)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]", unk_token="[UNK]"
     )

@@ -33,8 +33,9 @@ class BlockChoices(Section):
     """Norm of each head's queries and keys: the cure for divergence in bf16 at a billion weights."""
     rope: bool = False
     """Whether queries and keys turn with their patch's row and column (RoPE)."""
-    modulation: Literal["own", "none"] = "own"
-    """By the condition through a layer of each block's own, or not at all: then give condition tokens."""
+    modulation: Literal["own", "shared", "none"] = "own"
+    """By the condition through a layer of each block's own; through one layer for all, to which each block adds a table
+    (PixArt); or not at all: then give condition tokens."""
 
 
 class Tokens(Section):

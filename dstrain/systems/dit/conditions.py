@@ -118,6 +118,7 @@ class TextTokens(nn.Module):
     """Texts -> tokens (B, M, D), and bool (B, M), which of them are read.
 
     encodings_dim             E, the width of a text encoder's states, which are normed and mapped; or
+    projection                linear, or mlp: they are mapped by two layers, and not normed (PixArt).
     num_words, max_text_len   rows of the table of hashed words, and number of their places.
     learns_null               whether a learned token stands before the text's, read where no token of the text is.
     """
@@ -129,9 +130,12 @@ class TextTokens(nn.Module):
         max_text_len: int = 0,
         encodings_dim: int | None = None,
         learns_null: bool = False,
+        projection: str = "linear",
     ) -> None:
         super().__init__()
-        if encodings_dim:
+        if encodings_dim and projection == "mlp":
+            self.fc1, self.fc2 = Linear(encodings_dim, dim, init="normal"), Linear(dim, dim, init="normal")
+        elif encodings_dim:
             self.norm = RMSNorm(encodings_dim)
             self.proj = Linear(encodings_dim, dim, init="normal")
         else:
@@ -144,12 +148,18 @@ class TextTokens(nn.Module):
         if text.ndim == 2:
             tokens = self.words(text) + self.places(torch.arange(text.shape[1], device=text.device))
         else:
-            tokens = self.proj(self.norm(text.to(self.proj.weight.dtype)))
+            tokens = self.project(text)
         read = torch.ones_like(tokens[..., 0], dtype=torch.bool) if mask is None else mask.bool()
         if self.null is None:
             return tokens, read
         null = self.null(torch.zeros_like(read[:, :1], dtype=torch.int64))  # (B, 1, D)
         return torch.cat((null, tokens), dim=1), torch.cat((~read.any(1, keepdim=True), read), dim=1)
+
+    def project(self, states: Tensor) -> Tensor:
+        """Maps a text encoder's states to the width: (..., E) -> (..., D)."""
+        if hasattr(self, "fc1"):
+            return self.fc2(F.gelu(self.fc1(states.to(self.fc1.weight.dtype)), approximate="tanh"))
+        return self.proj(self.norm(states.to(self.proj.weight.dtype)))
 
 
 class Condition:

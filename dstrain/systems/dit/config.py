@@ -54,6 +54,8 @@ class Config(SystemConfig, ReadsTexts):
     cross_attention: bool = False
     """Whether blocks read a text by cross-attention behind their own (PixArt); else its tokens are condition tokens,
     beside those of the image."""
+    text_projection: Literal["linear", "mlp"] = "linear"
+    """How states of a text encoder become tokens: by one layer behind a norm, or by two layers (PixArt)."""
     num_classes: int = Field(1000, ge=1)
     """Number of labels; 1 for an unconditional model, whose data need none. Not read with condition=text."""
     class_dropout_prob: float = Field(0.1, ge=0, le=1)
@@ -183,6 +185,11 @@ class Config(SystemConfig, ReadsTexts):
                 )
             return
         self.require_width()
+        if self.text_projection == "mlp" and self.text_encodings_dim is None:
+            raise ConfigError(
+                "text_projection: mlp maps states of a text encoder, and hashed words have a table instead; set "
+                "text_encodings_dim to their width (4096 for PixArt's T5), or text_projection=linear"
+            )
         if self.tokens.label:
             raise ConfigError("tokens.label: with condition=text there is no label; leave it at 0")
         if self.codes is not None:
@@ -421,7 +428,7 @@ class Config(SystemConfig, ReadsTexts):
             "wide",
             "cross_attention",
         }
-        reads_labels = not self.reads_texts and (self.block.modulation == "own" or self.tokens.label)
+        reads_labels = not self.reads_texts and (self.block.modulation != "none" or self.tokens.label)
         return {
             "input_size": self.input_size,
             **self.network_shape(),
@@ -430,7 +437,7 @@ class Config(SystemConfig, ReadsTexts):
             "rope": self.block.rope,
             "tokens": self.tokens.model_dump(),
             **({} if reads_labels else {"num_classes": 0}),  # none would be read
-            "text": self.text_arguments() if self.reads_texts else None,
+            "text": self.text_arguments() | {"projection": self.text_projection} if self.reads_texts else None,
             "base_depth": self.internal.depth if self.internal else 0,
             "align": self.align.network_arguments() if self.align else None,
             "routed": self.routed(),

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from dstrain.nn.layers import timestep_frequencies
-from dstrain.nn.positions import rotations
+from dstrain.nn.positions import rotations, sincos_positions
 from dstrain.recipe import ConfigError
 
 _TIME = "t_embedder.mlp.0"
 _HEADS = ("final_layer.linear", "base_layer.linear")
 _TABLES = r"(\w*rope)\.freqs_(cos|sin)$"
 TOLERANCE = 1e-5  # of tables that are computed in another precision
+_OF_SIZES = "it is told the size of pictures, which is not read here; take the weights of 256 or 512 pixels"
+_NORMS = "queries and keys are normed as in PixArt-sigma's training code, which is not read here; take weights without"
 
 
 class Layout(NamedTuple):
@@ -37,11 +39,22 @@ class Layout(NamedTuple):
     """Whether its time is 0 at the noise."""
     predicts_x: bool = False
     """Whether it predicts data, whose sign stays."""
+    diffuses: bool = False
+    """Whether it was trained by diffusion, to predict noise, and not as a flow."""
+    left: tuple[tuple[str, str], ...] = ()
+    """Patterns of weights that are left out, each with the reason."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Patterns of weights whose files are refused, each with the reason and the remedy."""
+    computes_sines: bool = False
+    """Whether its network computes the sines of positions, so that its files may leave them out."""
 
     def require_fields(self, name: str, config: Any) -> None:
-        """Raises ConfigError if the flow of a model's section is not that of this layout's networks."""
+        """Raises ConfigError if what a model's section learns is not what this layout's networks were trained for."""
         prediction = "x" if self.predicts_x else "velocity"
-        for field, needed in (("objective", "flow"), ("flow.time_scale", 1.0), ("flow.prediction", prediction)):
+        fields = ("objective", "flow"), ("flow.time_scale", 1.0), ("flow.prediction", prediction)
+        if self.diffuses:
+            fields = ("objective", "diffusion"), ("diffusion.num_steps", 1000), ("diffusion.prediction", "eps")
+        for field, needed in fields:
             if (found := attrgetter(field)(config)) != needed:
                 raise ConfigError(
                     f"model.{field}={found}: weights of {name} were trained with {needed}; write model.{field}={needed}"
@@ -76,6 +89,50 @@ LAYOUTS = {
         ),
         predicts_x=True,
     ),
+    "pixart": Layout(  # diffusers' PixArtTransformer2DModel
+        marks=("adaln_single.linear.weight",),
+        renamed=(
+            (r"pos_embed\.proj\.(\w+)", r"x_embedder.proj.\1"),
+            (r"adaln_single\.emb\.timestep_embedder\.linear_1\.(\w+)", r"t_embedder.mlp.0.\1"),
+            (r"adaln_single\.emb\.timestep_embedder\.linear_2\.(\w+)", r"t_embedder.mlp.2.\1"),
+            (r"adaln_single\.linear\.(\w+)", r"t_block.1.\1"),
+            (r"caption_projection\.linear_([12])\.(\w+)", r"text_tokens.fc\1.\2"),
+            (r"transformer_(blocks\.\d+)\.scale_shift_table", r"\1.adaLN_modulation.table"),
+            (r"transformer_(blocks\.\d+)\.attn1\.to_out\.0\.(\w+)", r"\1.attn.proj.\2"),
+            (r"transformer_(blocks\.\d+)\.attn2\.to_q\.(\w+)", r"\1.cross.q.\2"),
+            (r"transformer_(blocks\.\d+)\.attn2\.to_out\.0\.(\w+)", r"\1.cross.proj.\2"),
+            (r"transformer_(blocks\.\d+)\.ff\.net\.0\.proj\.(\w+)", r"\1.mlp.fc1.\2"),
+            (r"transformer_(blocks\.\d+)\.ff\.net\.2\.(\w+)", r"\1.mlp.fc2.\2"),
+            (r"scale_shift_table", r"final_layer.adaLN_modulation.table"),
+            (r"proj_out\.(\w+)", r"final_layer.linear.\1"),
+        ),
+        joined=(
+            (r"transformer_(.*)\.attn1\.to_q\.(\w+)", ("to_q", "to_k", "to_v"), r"\1.attn.qkv.\2"),
+            (r"transformer_(.*)\.attn2\.to_k\.(\w+)", ("to_k", "to_v"), r"\1.cross.kv.\2"),
+        ),
+        refused=(
+            (r"adaln_single\.emb\.(resolution|aspect_ratio)_embedder\..*", _OF_SIZES),
+            (r"transformer_blocks\.\d+\.attn[12]\.norm_[qk]\..*", _NORMS),
+        ),
+        diffuses=True,
+        computes_sines=True,
+    ),
+    "pixart_alpha": Layout(  # the names of its authors
+        marks=("y_embedder.y_proj.fc1.weight",),
+        renamed=(
+            (r"y_embedder\.y_proj\.fc([12])\.(\w+)", r"text_tokens.fc\1.\2"),
+            (r"(blocks\.\d+|final_layer)\.scale_shift_table", r"\1.adaLN_modulation.table"),
+            (r"(blocks\.\d+)\.cross_attn\.(q|kv)_linear\.(\w+)", r"\1.cross.\2.\3"),
+            (r"(blocks\.\d+)\.cross_attn\.proj\.(\w+)", r"\1.cross.proj.\2"),
+        ),
+        left=((r"y_embedder\.y_embedding", "states of an empty text, which the text encoder computes"),),
+        refused=(
+            (r"(csize|ar)_embedder\..*", _OF_SIZES),
+            (r"blocks\.\d+\.attn\.[qk]_norm\..*", _NORMS),
+        ),
+        diffuses=True,
+        computes_sines=True,
+    ),
     "rae": Layout(
         marks=("s_embedder.proj.weight",),
         renamed=(
@@ -108,25 +165,36 @@ def translate(
     grid        patches along a side, whose tables of positions the file's are compared with.
     head_dims   values of a head, of the trunk and of a wide head; none where nothing is rotated.
 
-    Raises ConfigError if a table of rotations is another one.
+    Raises ConfigError if a table of rotations is another one, or for weights that have no place here.
     """
     layout, notes = LAYOUTS[name], []
     unread = {key.removeprefix(layout.prefix).removeprefix("module."): value for key, value in state.items()}
     translated: dict[str, Tensor] = {}
     for pattern, letters, ours in layout.joined:
         for key in [key for key in unread if re.fullmatch(pattern, key)]:
-            parts = [unread.pop(key.replace(f".{letters[0]}.", f".{letter}.")) for letter in letters]
+            names = [key.replace(f".{letters[0]}.", f".{letter}.") for letter in letters]
+            if missing := [part for part in names if part not in unread]:
+                raise ConfigError(f"weights: {missing[0]} is missing beside {key}; fetch the file again")
+            parts = [unread.pop(part) for part in names]
             translated[re.sub(pattern, ours, key)] = torch.cat(parts)
     for key, value in unread.items():
         if match := re.fullmatch(_TABLES, key):
             _require_table(key, value, match[2], grid, head_dims)
             notes.append(f"{key}: computed here, and equal to the file's")
             continue
+        if reason := _find_reason(key, layout.refused):
+            raise ConfigError(f"weights: {key}: {reason}")
+        if reason := _find_reason(key, layout.left):
+            notes.append(f"{key}: left out: {reason}")
+            continue
         translated[_our_name(key, layout, depth)] = value
     if "x_embedder.wide.weight" in translated:
         translated["x_embedder.wide.weight"] = translated["x_embedder.wide.weight"].flatten(1)
     if translated.get("y_tokens.tokens", torch.empty(0)).ndim == 3:
         translated["y_tokens.tokens"] = translated["y_tokens.tokens"][0]
+    if layout.computes_sines and "pos_embed" not in translated and "x_embedder.proj.weight" in translated:
+        translated["pos_embed"] = sincos_positions(len(translated["x_embedder.proj.weight"]), grid, grid)[None]
+        notes.append(f"pos_embed: not in the file, and computed for {grid} x {grid} patches")
     if layout.from_noise:
         reverse_time(translated, negate=not layout.predicts_x)
         notes.append("time: reversed, by the weights of t_embedder" + ("" if layout.predicts_x else " and of the head"))
@@ -148,6 +216,11 @@ def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
     for name in (f"{head}.{kind}" for head in _HEADS for kind in ("weight", "bias")):
         if negate and name in state:
             state[name] = -state[name]
+
+
+def _find_reason(key: str, reasons: Sequence[tuple[str, str]]) -> str | None:
+    """Returns the reason of the first pattern that the name of a weight matches."""
+    return next((reason for pattern, reason in reasons if re.fullmatch(pattern, key)), None)
 
 
 def _our_name(key: str, layout: Layout, depth: int) -> str:

@@ -102,6 +102,8 @@ class DiT(nn.Module):
             self.text_tokens = TextTokens(hidden_size, **text)
         if cross_attention:
             block["text"] = "plain"
+        if block.get("modulation") == "shared":
+            self.t_block = nn.Sequential(nn.SiLU(), Linear(hidden_size, 6 * hidden_size, init="normal"))
         self.blocks = Trunk(
             (Block(hidden_size, num_heads, mlp_ratio, **block) for _ in range(depth)), tokens.get("joins", 0), routed
         )
@@ -173,6 +175,8 @@ class DiT(nn.Module):
             c = F.silu(c)  # as published: a second time before every modulation
         patches, count = x.shape[1], 0 if tokens is None else tokens.shape[1]
         seen = Seen(c)
+        if hasattr(self, "t_block"):
+            seen = seen._replace(shared=self.t_block(c).unflatten(-1, (6, -1)))
         if self.rope:
             rotation = self.rotation(high, wide, self.head_dim, count, x.device)
             seen = seen._replace(rotation=own_both(rotation, patches, 2))
@@ -188,14 +192,14 @@ class DiT(nn.Module):
             rotation = self.rotation(high, wide, self.final_layer.head_dim, 0, x.device) if self.rope else None
             out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
         else:
-            out = self.final_layer(x, c)
+            out = self.final_layer(x, c, c[:, None])
         out = self.unpatchify(whole(out, 1), high, wide)
         if not extras:
             return out
         found: dict[str, Any] = {"out": out}
         if self.base_depth:
             x = tapped[self.base_depth]
-            base = self.base_layer(x, F.silu(time[:, None] + x) if self.wide else c)
+            base = self.base_layer(x, F.silu(time[:, None] + x) if self.wide else c, c[:, None])
             found["base"] = self.unpatchify(whole(base, 1), high, wide)
         if hasattr(self, "projectors"):
             found["projected"] = [whole(projector(tapped[self.align_depth]), 1) for projector in self.projectors]

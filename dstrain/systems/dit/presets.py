@@ -1,7 +1,7 @@
 """Published sizes of DiT and of its kin: name -> fields of the model's section, which an entry of one's own overrules.
 
 Sources: Peebles & Xie 2022, table 1 (DiT; SiT, Ma et al. 2024, and REPA, Yu et al. 2024, have its networks); Yao et al.
-2025 (LightningDiT); Li & He 2025 (JiT); Zheng et al. 2025 (RAE); nanovisionx/RAEv2.
+2025 (LightningDiT); Li & He 2025 (JiT); Zheng et al. 2025 (RAE); nanovisionx/RAEv2; Chen et al. 2023 (PixArt-alpha).
 """
 
 from typing import Any
@@ -53,6 +53,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         }
         for letter, (width, depth, heads, bottleneck, joins) in _JIT.items()
         for patch in (16, 32)
+    },
+    "PixArt-XL/2": {
+        "patch_size": 2,
+        "hidden_size": 1152,
+        "depth": 28,
+        "num_heads": 16,
+        "block": {"modulation": "shared"},
+        "cross_attention": True,
+        "text_projection": "mlp",
     },
     "RAE-DiTDH-XL": {
         "patch_size": 1,

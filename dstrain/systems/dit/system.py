@@ -308,8 +308,21 @@ class DiTSystem(System):
         return None
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Fits weights whose positions and class table may differ, see weights.py."""
-        return weights.adapt_weights(state, self.on_meta(part))
+        """Fits weights whose positions and class table may differ, see weights.py. A null text that a file lacks is
+        what the network makes of the encoder's state of an empty text, where that is one token, as T5's is (PixArt).
+        """
+        values, notes = weights.adapt_weights(state, self.on_meta(part))
+        lacks_null = weights.NULL_TEXT in values and weights.NULL_TEXT not in state
+        if lacks_null and self.config.text_projection == "mlp" and self.config.text_encoder:
+            inputs = self.texts.of_texts([""])
+            states = inputs["text_encodings"][inputs["text_mask"]]  # (tokens of the empty text, E)
+            if len(states) == 1:
+                values[weights.NULL_TEXT] = weights.project_states(states, values)
+                notes = [note for note in notes if not note.startswith(weights.NULL_TEXT)]
+                notes.append(
+                    f"{weights.NULL_TEXT}: the empty text of {self.config.text_encoder}, from which it learns on"
+                )
+        return values, notes
 
     def rename_published(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Gives weights of a published layout our names, time and direction, see layouts.py.
@@ -328,6 +341,8 @@ class DiTSystem(System):
         return state, [f"layout: {layout}", *notes]
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
+        if diffusers_config.get("norm_type") == "ada_norm_single":
+            return weights.rename_from_pixart(state, diffusers_config, self.config)
         return weights.rename_from_diffusers(state, diffusers_config, self.config)
 
     def require_expressible(self) -> None:
@@ -335,8 +350,8 @@ class DiTSystem(System):
         self.process.scheduler_arguments()
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns what System says, but no learned token decays, nor the places of words."""
-        tokens = ("_tokens.tokens", "_tokens.places.weight", "_tokens.null.weight")
+        """Returns what System says, but no learned token decays, nor the places of words, nor a table of shifts."""
+        tokens = ("_tokens.tokens", "_tokens.places.weight", "_tokens.null.weight", "adaLN_modulation.table")
         return super().decays(name, weight) and not name.endswith(tokens)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:

@@ -4,7 +4,7 @@ Published files have the names of network.py. diffusers' DiTTransformer2DModel s
 copy of the timestep's and the label's embedders, calls the last layer proj_out, and computes positions itself.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,15 @@ from dstrain.nn.positions import sincos_positions
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.align import match_projectors
 from dstrain.systems.dit.config import Config
+from dstrain.systems.dit.layouts import LAYOUTS, translate
 
 _CLASSES = "y_embedder.embedding_table.weight"
 _POSITIONS = "pos_embed"
+NULL_TEXT = "text_tokens.null.weight"
 _ADDED = ("s_embedder", "e_embedder")  # conditions that published files do not have
-CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")  # the second in older files of diffusers
+# The second in older files of diffusers.
+CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")
+PIXART_CLASSES = ("PixArtTransformer2DModel", "Transformer2DModel")
 
 # Layers: our name -> diffusers'; that of an embedder lies in each block.
 _ENDS = {
@@ -44,6 +48,8 @@ _FIELDS = {
     "attention_head_dim": "hidden_size / num_heads",
     "in_channels": "in_channels",
     "out_channels": "in_channels, twice with learn_sigma",
+    "caption_channels": "text_encodings_dim",
+    "cross_attention_dim": "hidden_size",
 }
 
 # What decides a weight's shape or presence: pattern of its name -> the recipe's fields.
@@ -51,7 +57,9 @@ _REMEDIES = (
     (r"^x_embedder", "in_channels, patch_size, patch_bottleneck and hidden_size (or size)"),
     (r"^final_layer\.linear", "learn_sigma, in_channels, patch_size and hidden_size (or size)"),
     (r"^(t|y)_tokens", "tokens"),
+    (r"^text_tokens\.(fc|norm|proj)", "text_projection and text_encodings_dim"),
     (r"^text_tokens", "condition, num_words and max_text_len, or text_encodings_dim"),
+    (r"^t_block|adaLN_modulation\.table$", "block.modulation"),
     (r"^blocks\.\d+\.cross", "cross_attention"),
     (r"^t_embedder\.W", "time_freq"),
     (r"^final_layer\.(x_embedder|projector|blocks|final_layer)", "wide"),
@@ -77,7 +85,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
     Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
     rows is replaced by new rows, normal(0.02); its last row, "no label", is the file's. An embedder of sizes or of
     image embeddings that the file lacks is a new one, whose last layer is zero: the network computes what it did.
-    Projectors of an alignment are left, or begin anew.
+    Projectors of an alignment are left, or begin anew, and so does a null text that the file lacks, normal(0.02).
     Raises ConfigError for the first difference beyond these, with both shapes and the remedy.
     """
     shapes = fitting.shapes_of(network)
@@ -92,6 +100,10 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
         state[_POSITIONS] = _interpolate_positions(positions, shapes[_POSITIONS][1], notes)
     notes += fitting.refill_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
     notes += match_projectors(state, shapes)
+    if NULL_TEXT in shapes and NULL_TEXT not in state and any(name.startswith("text_tokens.") for name in state):
+        fresh = torch.randn(shapes[NULL_TEXT], generator=torch.Generator().manual_seed(0))  # the same on every rank
+        state[NULL_TEXT] = 0.02 * fresh
+        notes.append(f"{NULL_TEXT}: not in the file; the null text begins anew")
     for added in _ADDED:
         fresh = [name for name in shapes if name.startswith(added)]
         if fresh and not any(name in state for name in fresh):
@@ -139,7 +151,7 @@ def rename_from_diffusers(
     Raises ConfigError for another class, a field that differs from the recipe's, missing weights, or blocks whose
     embedders differ, since this network has one embedder for all blocks.
     """
-    _require_same(diffusers_config, config)
+    _require_same(diffusers_config, CLASSES, make_arguments(config))
     depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
     for name, diffusers_names in _pair_names(depth):
         missing = [other for other in diffusers_names if other not in unused]
@@ -157,6 +169,43 @@ def rename_from_diffusers(
             "trained, or dstrain has exported, need model.time_freq=diffusers"
         )
     return renamed, notes
+
+
+def rename_from_pixart(
+    state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config
+) -> fitting.Fitted:
+    """Returns a PixArtTransformer2DModel's weights under our names, for `adapt_weights`, and notes. diffusers_config:
+    its config.json.
+
+    Raises ConfigError for a field that differs from the recipe's, and for networks that are told sizes.
+    """
+    LAYOUTS["pixart"].require_fields("pixart", config)
+    size = diffusers_config.get("sample_size")
+    _require_same(diffusers_config, PIXART_CLASSES, _pixart_arguments(config))
+    if diffusers_config.get("interpolation_scale") not in (None, 1) or size // 64 > 1:
+        raise ConfigError(
+            "weights: interpolation_scale in config.json, or its sample_size above 64, spreads positions otherwise "
+            "than this network; take the weights of 256 or 512 pixels"
+        )
+    depth, grid = diffusers_config["num_layers"], size // diffusers_config["patch_size"]
+    return translate(state, "pixart", depth, grid)
+
+
+def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """Returns what text_projection=mlp with these weights makes of a text encoder's states, (N, E) -> (N, D)."""
+    first, last = (
+        [values[f"text_tokens.{layer}.{kind}"].float() for kind in ("weight", "bias")] for layer in ("fc1", "fc2")
+    )
+    return F.linear(F.gelu(F.linear(states, *first), approximate="tanh"), *last)
+
+
+def _pixart_arguments(config: Config) -> dict[str, Any]:
+    """Returns what `make_arguments` does, for a PixArtTransformer2DModel."""
+    return make_arguments(config) | {
+        "norm_type": "ada_norm_single",
+        "caption_channels": config.text_encodings_dim,
+        "cross_attention_dim": config.network_shape()["hidden_size"],
+    }
 
 
 def _pair_names(depth: int) -> Iterator[tuple[str, list[str]]]:
@@ -201,13 +250,13 @@ def _cut_padding(table: Tensor, config: Config, notes: list[str]) -> Tensor:
     return table[:count]
 
 
-def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    expected, size = make_arguments(config), diffusers_config.get("sample_size")
+def _require_same(diffusers_config: Mapping[str, Any], classes: Sequence[str], expected: dict[str, Any]) -> None:
+    expected, size = dict(expected), diffusers_config.get("sample_size")
     del expected["norm_eps"]  # 1e-5 in folders that were converted from weights trained with 1e-6
     del expected["sample_size"]  # `adapt_weights` interpolates positions to another resolution
     if diffusers_config.get("out_channels", 0) is None:
         diffusers_config = {**diffusers_config, "out_channels": diffusers_config.get("in_channels")}
-    fitting.require_config(diffusers_config, CLASSES, "dit", expected, _FIELDS)
+    fitting.require_config(diffusers_config, classes, "dit", expected, _FIELDS)
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"weights: sample_size is {size} in config.json, and no side of a picture; fetch it again")
 

@@ -73,6 +73,15 @@ CASES += [
         "routing": {"ratio": 0.5, "start": 1, "end": 1},
     },
     TEXT | {"cross_attention": True, "class_dropout_prob": 0.5},
+    TEXT
+    | {
+        "text_encodings_dim": 6,
+        "max_text_len": 4,
+        "text_projection": "mlp",
+        "block": {"modulation": "shared"},
+        "cross_attention": True,
+        "class_dropout_prob": 0.5,
+    },
 ]
 
 

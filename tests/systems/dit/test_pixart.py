@@ -1,0 +1,185 @@
+"""PixArt as choices of the one network: its published files in two layouts, its null text, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import PixArtTransformer2DModel
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dstrain.recipe import ConfigError
+from dstrain.runs.weights import fit_weights
+from dstrain.systems.base import Request
+from dstrain.systems.dit.config import Config
+from dstrain.systems.dit.network import DiT
+from dstrain.systems.dit.presets import PRESETS
+from dstrain.systems.dit.system import DiTSystem
+from tests.support import towers
+from tests.systems.dit.test_published import read
+
+MODEL: dict[str, Any] = {
+    "condition": "text",
+    "text_encodings_dim": 12,
+    "max_text_len": 5,
+    "text_projection": "mlp",
+    "cross_attention": True,
+    "block": {"modulation": "shared"},
+    "class_dropout_prob": 0.0,
+    "image_size": 8,
+    "patch_size": 2,
+    "hidden_size": 16,
+    "depth": 2,
+    "num_heads": 2,
+}
+# The authors' names of PixArt-alpha -> diffusers', as the conversion script of diffusers pairs them; {} is a block.
+AUTHORS = {
+    "x_embedder.proj": "pos_embed.proj",
+    "t_embedder.mlp.0": "adaln_single.emb.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "adaln_single.emb.timestep_embedder.linear_2",
+    "t_block.1": "adaln_single.linear",
+    "y_embedder.y_proj.fc1": "caption_projection.linear_1",
+    "y_embedder.y_proj.fc2": "caption_projection.linear_2",
+    "final_layer.scale_shift_table": "scale_shift_table",
+    "final_layer.linear": "proj_out",
+    "blocks.{}.scale_shift_table": "transformer_blocks.{}.scale_shift_table",
+    "blocks.{}.attn.qkv": "transformer_blocks.{}.attn1.to_q, to_k, to_v",
+    "blocks.{}.attn.proj": "transformer_blocks.{}.attn1.to_out.0",
+    "blocks.{}.cross_attn.q_linear": "transformer_blocks.{}.attn2.to_q",
+    "blocks.{}.cross_attn.kv_linear": "transformer_blocks.{}.attn2.to_k, to_v",
+    "blocks.{}.cross_attn.proj": "transformer_blocks.{}.attn2.to_out.0",
+    "blocks.{}.mlp.fc1": "transformer_blocks.{}.ff.net.0.proj",
+    "blocks.{}.mlp.fc2": "transformer_blocks.{}.ff.net.2",
+}
+
+
+def build(**changes: Any) -> DiTSystem:
+    return DiTSystem(Config(**(MODEL | changes)))
+
+
+def rename_as_authors(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of diffusers under the authors' names, with the states of an empty text that their files hold."""
+    named, left = {"y_embedder.y_embedding": torch.ones(5, 12)}, set(state)
+    for block in ("0", "1"):
+        for authors, others in AUTHORS.items():
+            first, *letters = others.format(block).split(", ")
+            names = [first, *(f"{first.rpartition('.')[0]}.{letter}" for letter in letters)]
+            for kind in ("", ".weight", ".bias"):
+                if names[0] + kind in state:
+                    named[authors.format(block) + kind] = torch.cat([state[name + kind] for name in names])
+                    left -= {name + kind for name in names}
+    assert not left
+    return named
+
+
+def write(folder: Path, form: str, **fields: Any) -> Path:
+    """Writes the golden weights as a folder of diffusers, as its file alone, or as the authors' file."""
+    state, _, config = read("pixart")
+    folder.mkdir(exist_ok=True)
+    if form == "authors":
+        torch.save({"state_dict": rename_as_authors(state), "epoch": 3}, folder / "PixArt.pth")
+        return folder / "PixArt.pth"
+    if form == "file":
+        save_file(state, folder / "weights.safetensors")
+        return folder / "weights.safetensors"
+    save_file(state, folder / "diffusion_pytorch_model.safetensors")
+    config = {"_class_name": "PixArtTransformer2DModel"} | config | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("form", ["folder", "older", "file", "authors"])
+def test_golden_network(tmp_path: Path, form: str) -> None:
+    """Oracle: diffusers' PixArtTransformer2DModel, with a mask and without, 2e-5 (its sinusoids are in float32). Every
+    name of the file is read, or in a note, and none of ours is without a value.
+    """
+    _, tensors, _ = read("pixart")
+    older = {"_class_name": "Transformer2DModel"} if form == "older" else {}
+    system = build()
+    values, notes = fit_weights(write(tmp_path, form, **older), system)["denoiser"]
+    network = system.networks()["denoiser"]
+    network.load_state_dict(values, strict=True)
+    for mask, expected in ((tensors["in/mask"], "out/masked"), (None, "out/unmasked")):
+        out = network(tensors["in/x"], tensors["in/t"], text=tensors["in/text"], mask=mask)
+        assert torch.allclose(out, tensors[expected], atol=2e-5)
+    assert any(note.startswith("y_embedder.y_embedding: left out") for note in notes) == (form == "authors")
+    assert any(note.startswith("pos_embed: not in the file") for note in notes)
+
+
+def test_null_text_is_the_encoders_empty_text(tmp_path: Path) -> None:
+    """Oracle: the network told of the encoder's states of "", as diffusers' pipeline does, 1e-6. Without an encoder the
+    null text begins anew, and is said to.
+    """
+    _, tensors, _ = read("pixart")
+    x, t = tensors["in/x"], tensors["in/t"]
+    encoder, path = towers.t5(tmp_path / "t5"), write(tmp_path / "weights", "folder")
+    system = build(class_dropout_prob=0.1, text_encoder=str(tmp_path / "t5"))
+    values, notes = fit_weights(path, system)["denoiser"]
+    assert any("the empty text of" in note for note in notes) and not any("anew" in note for note in notes)
+    network = system.networks()["denoiser"]
+    network.load_state_dict(values, strict=True)
+    states = encoder(torch.tensor([[2]])).last_hidden_state.detach()
+    expected = network(x, t, text=states.expand(3, 1, 12))
+    told = system.told[0].choose(Request(torch.arange(3), system.conditions_from_texts([""] * 3)))
+    assert torch.allclose(network(x, t, **told), expected, atol=1e-6)
+    assert not torch.allclose(network(x, t, text=tensors["in/text"]), expected, atol=1e-3)
+    _, notes = fit_weights(path, build(class_dropout_prob=0.1))["denoiser"]
+    assert any("the null text begins anew" in note for note in notes)
+
+
+def test_published_size() -> None:
+    """Oracle: the number of weights of diffusers' network of the published size."""
+    with torch.device("meta"):
+        theirs = PixArtTransformer2DModel(sample_size=32, caption_channels=4096)
+        ours = DiT(**Config(size="PixArt-XL/2", condition="text", text_encodings_dim=4096).network_arguments())
+    null = PRESETS["PixArt-XL/2"]["hidden_size"]
+    counts = [sum(weight.numel() for weight in network.parameters()) for network in (theirs, ours)]
+    assert counts[0] == counts[1] - null
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "named"),
+    [
+        ({"caption_channels": 10}, {}, "caption_channels is 10 in config.json, and 12 by model.text_encodings_dim"),
+        ({"num_layers": 3}, {}, "num_layers is 3 in config.json, and 2 by model.depth"),
+        ({"sample_size": 128}, {}, "interpolation_scale"),
+        ({"interpolation_scale": 0.5}, {}, "interpolation_scale"),
+        ({}, {"objective": "flow"}, "model.objective=flow"),
+        ({}, {"block": {}}, "block.modulation"),
+        ({}, {"text_projection": "linear"}, "text_projection"),
+        ({}, {"cross_attention": False}, "cross_attention"),
+    ],
+)
+def test_weights_that_do_not_fit(tmp_path: Path, fields: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    """Oracle: the message names the entry."""
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        fit_weights(write(tmp_path, "folder", **fields), build(**changes))
+
+
+@pytest.mark.parametrize(
+    ("added", "named"),
+    [
+        ("adaln_single.emb.resolution_embedder.linear_1.weight", "told the size of pictures"),
+        ("transformer_blocks.0.attn1.norm_q.weight", "queries and keys are normed"),
+        ("other.weight", "other.weight is"),
+        ("-transformer_blocks.1.attn2.to_v.bias", "transformer_blocks.1.attn2.to_v.bias is missing"),
+    ],
+)
+def test_names_without_a_place(added: str, named: str) -> None:
+    """Oracle: the message names the weight of the file."""
+    state, system = read("pixart")[0], build()
+    if added.startswith("-"):
+        del state[added[1:]]
+    else:
+        state[added] = torch.ones(2)
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        system.adapt("denoiser", system.rename_published("denoiser", state)[0])
+
+
+def test_hashed_words_have_no_projection() -> None:
+    """Oracle: the message names the entry and the remedy."""
+    with pytest.raises(ValueError, match="text_projection: .*text_encodings_dim"):
+        build(text_encodings_dim=None)
