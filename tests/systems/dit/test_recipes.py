@@ -13,6 +13,7 @@ from dstrain.recipe import ConfigError
 from tests.data.cached.test_latents import write
 from tests.support import first_stage, towers
 from tests.support.launch import ROOT
+from tests.systems.dit.test_pixart import write as write_pixart
 
 
 def dry_run(name: str, *words: str) -> list[str]:
@@ -92,6 +93,38 @@ def test_texts_and_latents_are_cached(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             dry_run("t2i", *words, *more)
+
+
+def test_pixart_begins_from_published_weights(tmp_path: Path) -> None:
+    """Oracle: --dry-run on what the recipe's first command writes, by a tiny autoencoder and T5, from weights of
+    diffusers at another size of pictures: all is in order, and the null text is the encoder's; without weights, or with
+    those of another width of text, the entry is named.
+    """
+    stage = first_stage.save(tmp_path / "stage", channels=3, depth=4, latent_channels=4, scaling_factor=0.18215)
+    towers.t5(tmp_path / "text")
+    (tmp_path / "images").mkdir()
+    for number in range(2):
+        Image.new("RGB", (256, 256), (60 * number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
+        (tmp_path / "images" / f"{number}.txt").write_text("a red cat on the moon")
+    names = {"first_stage": str(stage), "text_encoder": str(tmp_path / "text"), "data": str(tmp_path / "images")}
+    encode(EncodeOptions(**names, image_size=256, flip=False, out=tmp_path / "cache", batch=4, max_text_len=120))
+    words = (f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={stage}", f"folder={tmp_path / 'run'}")
+    words += (f"model.text_encoder={tmp_path / 'text'}", "model.text_encodings_dim=12", "batch.global=8")
+    assert "init_from=weights/PixArt" in find_error("pixart-xl2-finetune", *words)
+    weights = write_pixart(tmp_path / "weights", "folder", caption_channels=12)
+    words += (f"init_from={weights}",)
+    assert "num_attention_heads is 2 in config.json" in find_error("pixart-xl2-finetune", *words)
+    words += ("model.size=null", "model.patch_size=2", "model.hidden_size=16", "model.depth=2", "model.num_heads=2")
+    words += ("model.block.modulation=shared", "model.cross_attention=true", "model.text_projection=mlp")
+    remarks = dry_run("pixart-xl2-finetune", *words)
+    assert any("interpolated from 4 x 4 to 16 x 16" in remark for remark in remarks)
+    assert any("the empty text of" in remark for remark in remarks)
+
+
+def find_error(name: str, *words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        dry_run(name, *words)
+    return str(error.value)
 
 
 def test_published_settings() -> None:
