@@ -9,6 +9,7 @@ import pytest
 from dstrain.commands import options
 from dstrain.commands.options import arguments
 from dstrain.commands.options.command import Command, list_specs, parse_options
+from dstrain.commands.options.index import IndexOptions
 from dstrain.recipe import ConfigError
 
 VERBS = {
@@ -30,6 +31,14 @@ def test_a_variable_of_the_shell_that_is_not_set(verb):
         for word in ("", " "):
             with pytest.raises(ConfigError, match="gives nothing, as where a variable of the shell is not set"):
                 parse_options(verb, [word] if spec.positional else [f"--{name}={word}"])
+
+
+@pytest.mark.parametrize("word", ["data.path=other", "steps=5", "model.depth=1"])
+def test_entries_that_an_index_does_not_read(word):
+    """Oracle: docs/guides/data.md: DATA is what is listed, and a section of data says how."""
+    with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} changes nothing: DATA says what is listed"):
+        parse_options(IndexOptions, ["pictures", word])
+    parse_options(IndexOptions, ["pictures", "data.num_frames=5"])
 
 
 def test_runs_that_guide(tmp_path):

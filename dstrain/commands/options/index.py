@@ -45,6 +45,11 @@ class IndexOptions(Command):
     def check(self) -> None:
         if self.path.startswith("data.") and "=" in self.path:
             raise ConfigError("name the data: dstrain index DATA; --help shows how")
+        for key in (word.partition("=")[0] for word in self.overrides):
+            if key == "data.path" or not key.startswith("data."):
+                raise ConfigError(
+                    f"{key} changes nothing: DATA says what is listed, and data.key=value how; leave it out"
+                )
 
     def data(self) -> Data:
         """Returns the section of a recipe that these options name. Raises ConfigError if an entry is wrong."""
