@@ -238,6 +238,14 @@ NOT_RUN = {
     "encode --image-encoder": AN_OPTION,
     "evaluate --metrics": AN_OPTION,
     "export --format safetensors": AN_OPTION,
+    "keep --min-hosts N": AN_OPTION,
+    "keep --min-hosts 2": "tests/commands/test_keep.py",
+    "report --out": AN_OPTION,
+    (
+        "plan --recipe phenaki --ds_config ds_configs/zero3.json --world 8 --gpu h100 batch.global=8 batch.micro=1 "
+        "model.token_shape=[17,64,64] model.tokenizer=null model.text_encoder=null model.critic=null "
+        "model.critic_depth=null samples.sampler=null samples.prompts=null model.recompute=none parallel.sequence=8"
+    ): "a minute; tests/planning/test_sharing.py",
     "generate runs/prior-laion --prompts texts.txt --then runs/decoder --then runs/upsampler": "two of them run",
     "import FILE": "tests/systems/prior reads lucidrains' files",
     "plan --recipe prior-1b model.text_encoder=null --world 64 --search": "a minute; tests/launch/test_plan.py",
