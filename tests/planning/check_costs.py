@@ -158,7 +158,7 @@ def many(folder: Path) -> None:
     figures = {}
     for stage in (1, 2, 3):
         run, settings = prepared(folder, "dit summed", stage, 2, "model.depth=1")  # what repeats is the micro-batch
-        settings, figures[stage] = rank._set_accumulation(settings, 5), []
+        settings, figures[stage] = {**settings, "gradient_accumulation_steps": 5}, []
         for rank._MICRO_BATCHES in (5, 3):
             system = systems.build(run.system, run.model)
             figures[stage].append(asdict(rank.measure_as_rank_0(run, settings, system, 2, "cpu")[0]))
