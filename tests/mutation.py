@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PHENAKI = "dstrain/systems/phenaki"
 PUBLISHED, ALIGN = "tests/systems/dit/test_published.py", "tests/systems/dit/test_align.py"
-TEXTS = "tests/systems/dit/test_texts.py"
+TEXTS, PIXART = "tests/systems/dit/test_texts.py", "tests/systems/dit/test_pixart.py"
 # What a group mutates, and the tests of each file; of several entries that fit a path, the longest counts.
 GROUPS = {
     "diffusion": ["dstrain/diffusion/"],
@@ -292,6 +292,27 @@ MISTAKES = [
         "if not inputs:",
         "if inputs or not inputs:",
         f"{TEXTS}::test_guidance_leads_away_from_a_negative_prompt",
+    ),
+    (
+        "the head's table without the time",
+        "dstrain/systems/dit/network.py",
+        "self.final_layer(x, c, c[:, None])",
+        "self.final_layer(x, c, 0 * c[:, None])",
+        f"{PIXART}::test_golden_network[folder]",
+    ),
+    (
+        "keys and values of texts swapped",
+        "dstrain/systems/dit/layouts.py",
+        r'attn2\.to_k\.(\w+)", ("to_k", "to_v")',
+        r'attn2\.to_v\.(\w+)", ("to_v", "to_k")',
+        f"{PIXART}::test_golden_network[file]",
+    ),
+    (
+        "the null text from its unmapped state",
+        "dstrain/systems/dit/system.py",
+        "weights.project_states(states, values)",
+        "weights.project_states(0 * states, values)",
+        f"{PIXART}::test_null_text_is_the_encoders_empty_text",
     ),
     (
         "routing at evaluation",

@@ -43,7 +43,13 @@ CASES = {
         "tokens": {"joins": 1},
         "class_dropout_prob": 0.5,
     },
-    "cross": {"condition": "text", "num_words": 40, "max_text_len": 5, "cross_attention": True},
+    "cross": {
+        "condition": "text",
+        "num_words": 40,
+        "max_text_len": 5,
+        "cross_attention": True,
+        "block": MODERN["block"] | {"modulation": "shared"},
+    },
 }
 STAGES = {1: (0,), 2: (0, 1, 2, 3), 4: (2,)}  # by the number of ranks
 

@@ -53,7 +53,8 @@ class Layout(NamedTuple):
         prediction = "x" if self.predicts_x else "velocity"
         fields = ("objective", "flow"), ("flow.time_scale", 1.0), ("flow.prediction", prediction)
         if self.diffuses:
-            fields = ("objective", "diffusion"), ("diffusion.num_steps", 1000), ("diffusion.prediction", "eps")
+            chain = ("diffusion.num_steps", 1000), ("diffusion.schedule", "linear"), ("diffusion.prediction", "eps")
+            fields = ("objective", "diffusion"), *chain
         for field, needed in fields:
             if (found := attrgetter(field)(config)) != needed:
                 raise ConfigError(

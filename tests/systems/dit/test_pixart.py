@@ -76,7 +76,7 @@ def rename_as_authors(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(folder: Path, form: str, **fields: Any) -> Path:
-    """Writes the golden weights as a folder of diffusers, as its file alone, or as the authors' file."""
+    """Writes the golden weights as a folder of diffusers, in a pipeline, as its file alone, or as the authors' file."""
     state, _, config = read("pixart")
     folder.mkdir(exist_ok=True)
     if form == "authors":
@@ -85,13 +85,18 @@ def write(folder: Path, form: str, **fields: Any) -> Path:
     if form == "file":
         save_file(state, folder / "weights.safetensors")
         return folder / "weights.safetensors"
-    save_file(state, folder / "diffusion_pytorch_model.safetensors")
+    inner = folder
+    if form == "pipeline":
+        (folder / "model_index.json").write_text(json.dumps({"_class_name": "PixArtAlphaPipeline"}))
+        inner = folder / "transformer"
+        inner.mkdir()
+    save_file(state, inner / "diffusion_pytorch_model.safetensors")
     config = {"_class_name": "PixArtTransformer2DModel"} | config | fields
-    (folder / "config.json").write_text(json.dumps(config))
+    (inner / "config.json").write_text(json.dumps(config))
     return folder
 
 
-@pytest.mark.parametrize("form", ["folder", "older", "file", "authors"])
+@pytest.mark.parametrize("form", ["folder", "older", "pipeline", "file", "authors"])
 def test_golden_network(tmp_path: Path, form: str) -> None:
     """Oracle: diffusers' PixArtTransformer2DModel, with a mask and without, 2e-5 (its sinusoids are in float32). Every
     name of the file is read, or in a note, and none of ours is without a value.
@@ -148,6 +153,8 @@ def test_published_size() -> None:
         ({"sample_size": 128}, {}, "interpolation_scale"),
         ({"interpolation_scale": 0.5}, {}, "interpolation_scale"),
         ({}, {"objective": "flow"}, "model.objective=flow"),
+        ({}, {"diffusion": {"schedule": "cosine"}}, "model.diffusion.schedule=cosine"),
+        ({}, {"diffusion": {"prediction": "v"}}, "model.diffusion.prediction=v"),
         ({}, {"block": {}}, "block.modulation"),
         ({}, {"text_projection": "linear"}, "text_projection"),
         ({}, {"cross_attention": False}, "cross_attention"),
