@@ -28,7 +28,7 @@ from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.sampling.draw import draw_own
-from dstrain.sampling.requests import make_request, request_all_classes
+from dstrain.sampling.requests import list_built_in_texts, make_request, request_all_classes
 from dstrain.systems.base import Nets, Request, System
 
 _BATCH = 100  # pictures of the data that are described at once
@@ -192,7 +192,7 @@ def check_quality(run: Run, system: System, train: Source, unseen: Source | None
     elif run.every.metrics and metrics is None:
         draws = system.generates and not system.starts_from_data and not system.cannot_draw()
         name = find_origin(run.data)
-        asked = system.takes_texts or (name == FASHION_PATH and "label" in system.conditions(1))
+        asked = list_built_in_texts(run.data, system) or (name == FASHION_PATH and "label" in system.conditions(1))
         metrics = ()
         if draws and name in (FASHION_PATH, MOVING):
             metrics = ("fd", "accuracy") if asked else ("fd",)

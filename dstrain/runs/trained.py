@@ -142,7 +142,7 @@ def require_outside(out: Path) -> None:
     """Raises ConfigError for a folder among those that a run writes itself, which --from-scratch moves aside."""
     path = out.resolve()
     for inner in (path, *path.parents):
-        if inner.name in folders.OF_RUN and (inner.parent / "run.yaml").is_file():
+        if inner.name in folders.OF_RUN and (inner.parent / "run.yaml").is_file() and not inner.is_file():
             raise ConfigError(
                 f"--out {out} lies in {inner}, which belongs to the run: name another folder, such as "
                 f"{inner.parent / 'drawn'}"

@@ -99,11 +99,20 @@ def require_rows(system: System, conditions: dict[str, Tensor], num: int) -> Non
             )
 
 
+def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
+    """Returns every caption of the built-in data that a system reads; none of other data."""
+    name = find_origin(data)
+    if system.takes_texts and name == MOVING:
+        return tuple(built_in_captions())
+    if system.takes_texts and name == FASHION_PATH and (data.captioned or data.codes is not None):
+        return tuple(list_captions())
+    return ()
+
+
 def request_all_classes(samples: Samples, data: Data, system: System) -> Samples:
     """Returns the section for a set that metrics compare with the data: every class in turn, whatever labels the grids
     show, and every caption of the built-in data; of other texts the recipe's prompts. Pictures are squares, as the
     data's.
     """
-    captions = {MOVING: built_in_captions, FASHION_PATH: list_captions}.get(find_origin(data))
-    prompts = tuple(captions()) if system.takes_texts and captions else samples.prompts
+    prompts = list_built_in_texts(data, system) or samples.prompts
     return samples.model_copy(update={"labels": None, "prompts": prompts, "size": None})

@@ -175,7 +175,7 @@ WRONG = {
     "auto in a section": (["--ds_config", "auto.json"], "write true or false"),
     "clip twice": (["--ds_config", "clip.json", "optimizer.clip=0.5"], "optimizer.clip in the recipe is 0.5"),
     "batch twice": (["--ds_config", "batch.json"], "batch.global in the recipe is 64"),
-    "rate twice": (["--ds_config", "lr.json", "optimizer.name=adamw"], "optimizer.lr in the recipe is 0.003"),
+    "rate twice": (["--ds_config", "lr.json", "optimizer.name=adamw"], "optimizer.lr in the recipe is 0.008"),
     "scheduler": (["--ds_config", "sched.json"], "optimizer.warmup"),
     "fp16 on CPU": (["--ds_config", "fp16.json"], "zero2_fp32.json"),
     "two precisions": (["--ds_config", "both.json"], "keep one"),
