@@ -205,8 +205,8 @@ MISTAKES = [
     (
         "online weights of a file for its average",
         "dstrain/runs/weights.py",
-        '("ema_model", "ema", "model_ema1", "model", "weights")',
-        '("model", "ema_model", "ema", "model_ema1", "weights")',
+        '("ema_model", "ema", "model_ema1", "model", "weights", ',
+        '("model", "ema_model", "ema", "model_ema1", "weights", ',
         "tests/runs/test_weights.py::test_a_file_of_dits_train_py",
     ),
     (
