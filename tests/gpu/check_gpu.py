@@ -10,7 +10,7 @@ import torch
 
 from dstrain.checkpoint.fragments import Fragment
 from dstrain.checkpoint.saver import HostCopies
-from dstrain.engine import updates
+from dstrain.engine import patches
 from kit import correct, jobs, report
 
 KNOWN_WAITS = {
@@ -52,7 +52,7 @@ def left_registered() -> tuple[int, int]:
 
 def followed() -> bool:
     """Whether the current stream waits for ZeRO-3's reductions where DeepSpeed would have the host wait."""
-    stream, waited, wait = updates._Followed(), [], torch.cuda.Stream.wait_stream
+    stream, waited, wait = patches._Followed(), [], torch.cuda.Stream.wait_stream
     torch.cuda.Stream.wait_stream = lambda waiting, other: waited.append((waiting, other))
     try:
         stream.synchronize()
