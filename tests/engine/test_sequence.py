@@ -9,18 +9,14 @@ from PIL import Image
 from dstrain.engine.checkpoint import read_weights
 from tests.engine import check_sequence
 from tests.engine.check_sequence import MODELS
+from tests.engine.check_systems import CASES
 from tests.support.runs import finish, metrics, train
 
 STEPS = 20
 # What a DiT of today has of tokens: condition tokens that join late, rotations, a second head.
 MODERN = (
     "model.num_heads=4",
-    "model.objective=flow",
-    "model.learn_sigma=false",
-    "samples.sampler=euler",
-    "model.block={norm: rms, mlp: swiglu, qk_norm: rms, rope: true}",
-    "model.tokens={label: 2, joins: 1}",
-    "model.internal={depth: 1}",
+    *CASES["modern"][1],
     "every.report=1",
     f"every.sample={STEPS}",
 )

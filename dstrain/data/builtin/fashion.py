@@ -19,8 +19,6 @@ FASHION_PATH = "builtin:fashion"
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SHADES = ("dark", "light")
 SPLITS = ("train", "held_out", "all")
-
-
 _BACKGROUND, _LIGHT = 25, 150  # levels of 255: up to which a pixel is none of the item's; from which an item is light
 
 
