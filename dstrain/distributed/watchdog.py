@@ -2,7 +2,7 @@
 
     main thread     says at each step and phase where it stands, and at each piece of work that it goes on (progress.py)
     watch           a thread that looks every second how long that is ago; after too long it asks who is at fault
-    talk            a thread that tells the other ranks where this one stands, over the store of the process group
+    publisher       a thread that tells the other ranks where this one stands, over the store of the process group
 
 A step takes too long at `factor` times the median of the steps so far, at least `least` seconds. All else, the start
 and the first steps included, takes too long when no piece of it has ended for `most` seconds, however long the whole
@@ -85,7 +85,7 @@ class Watchdog(AbstractContextManager):
     def begin_to_publish(self) -> None:
         """Lets the ranks hear of each other from here on; the process group stands."""
         if store := group.open_store():
-            threading.Thread(target=self._publish_place, args=(store,), name="talk", daemon=True).start()
+            threading.Thread(target=self._publish_place, args=(store,), name="publisher", daemon=True).start()
 
     def at(self, step: int, phase: str = STEP) -> None:
         """Says that the main thread is now at this step, in this phase of it."""
