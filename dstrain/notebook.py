@@ -62,7 +62,7 @@ class TrainedRun:
         `num`. images, uint8 (N, C, H, W), are what a super-resolution run begins from; of a run of videos (N, K, C, H,
         W), the frames to go on from; of a decoder image embeddings (N, D). None takes the choice of the recipe's
         `samples` section, where the other choices are explained, too. batch: samples in one call of the networks.
-        ConfigError: the system does not take what is chosen.
+        Raises ConfigError if the system does not support a choice.
         """
         if images is None and self.system.starts_from_data and self.system.generates:
             kind = "image embeddings" if self.system.takes_embeddings else "smaller pictures"
@@ -87,9 +87,10 @@ class TrainedRun:
         return draw_all(self.system, self.networks, request, min(batch, num), self.device)
 
     def evaluate(self, num: int | None = None, batch: int = 16) -> dict[str, float]:
-        """Means of the system's evaluation terms, such as loss, over the first `num` (None: all) held-out samples.
+        """Returns means of the system's evaluation terms, such as loss, over the first `num` (None: all) held-out
+        samples.
 
-        ConfigError: the data are not there, or none of them are held out.
+        Raises ConfigError if the data are missing, or none of them are held out.
         """
         source = open_sources(self.recipe.data, run=self.folder)[1]
         if source is None:
@@ -109,12 +110,12 @@ def load(
     dtype: torch.dtype = torch.float32,
     trust_system: str | None = None,
 ) -> TrainedRun:
-    """Loads a run's folder, or what `dstrain export --format safetensors` has made of one.
+    """Loads a run's folder, or a folder that `dstrain export --format safetensors` has written.
 
-    ema: decay or width of the average to take, None for the recipe's choice. raw: the training weights instead. step:
-    of the checkpoint, None for the newest whole one. device: None for the GPU where there is one. dtype: of the
-    weights. trust_system: a package from outside that the folder may name as its system, and that is then imported.
-    ConfigError: it is no such folder, or holds no such weights.
+    ema: decay or width of the average to take, None for the recipe's choice. raw: takes the training weights instead.
+    step: of the checkpoint, None for the newest complete one. device: None for the GPU if there is one. dtype: of the
+    weights. trust_system: an outside package that the folder may name as its system, and that is then imported. Raises
+    ConfigError if it is no such folder, or holds no such weights.
     """
     if trust_system is not None:
         trust.trust_system(trust_system)
@@ -123,7 +124,7 @@ def load(
     folder = Path(folder)
     device = torch.device(device) if device is not None else group.device()
     exported = (folder / _EXPORTED).exists() and not (folder / "run.yaml").exists()
-    run = recipe.load(folder / _EXPORTED) if exported else trained.read_recipe(folder)
+    run = recipe.load_recipe(folder / _EXPORTED) if exported else trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
     if exported:
         if raw or ema is not None or step is not None:

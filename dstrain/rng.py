@@ -23,13 +23,13 @@ _MASK = (1 << 64) - 1
 
 
 def keys(seed: int, step: int, positions: Tensor) -> Tensor:
-    """Keys of the samples at `positions` (B,) int64 of the global batch of `step`: int64 (B,)."""
-    return _mix(positions * _GOLDEN + _signed(_mix_int(_mix_int(seed) + step)))
+    """Derives the int64 keys (B,) of the samples at `positions`, int64 (B,), of the global batch of `step`."""
+    return _mix_bits(positions * _GOLDEN + _wrap_to_int64(_mix_integer(_mix_integer(seed) + step)))
 
 
 def keys_of_seeds(seeds: Tensor) -> Tensor:
-    """Keys of generated samples, one for each seed: int64 (B,) -> int64 (B,)."""
-    return _mix(_mix(seeds) ^ _SECOND)  # not a key that `keys` makes
+    """Derives the int64 keys (B,) of generated samples from their seeds, int64 (B,)."""
+    return _mix_bits(_mix_bits(seeds) ^ _SECOND)  # not a key that `keys` makes
 
 
 def seed_torch(seed: int, step: int, micro: int) -> None:
@@ -38,57 +38,63 @@ def seed_torch(seed: int, step: int, micro: int) -> None:
     A dropout mask is thus a function of (seed, step, micro-batch): the same after a resume, and at another world size
     as long as the micro-batch keeps its size. Keyed draws for each sample would cost more than the layer itself.
     """
-    torch.manual_seed(_mix_int(_mix_int(_mix_int(seed) + step) ^ _mix_int(micro + 1)))
+    torch.manual_seed(_mix_integer(_mix_integer(_mix_integer(seed) + step) ^ _mix_integer(micro + 1)))
 
 
 def uniform(key: Tensor, name: str, shape: tuple[int, ...] = ()) -> Tensor:
-    """Uniform float32 in [0, 1), a stream for each key: (B,) -> (B, *shape)."""
-    return _unit(_hash(key, name, math.prod(shape))).reshape(len(key), *shape)
+    """Draws uniform float32 in [0, 1) from the stream `name` of each key: (B,) -> (B, *shape)."""
+    return _convert_to_uniform(_hash_bits(key, name, math.prod(shape))).reshape(len(key), *shape)
 
 
 def normal(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal float32, a stream for each key: (B,) -> (B, *shape). Box-Muller, both branches used."""
+    """Draws standard normal float32 from the stream `name` of each key: (B,) -> (B, *shape). Box-Muller,
+    both branches.
+    """
     numel = math.prod(shape)
     half = (numel + 1) // 2
-    bits = _hash(key, name, half)
-    radius = (-2.0 * torch.log1p(-_unit(bits))).sqrt()  # 1 - u lies in (0, 1]
-    angle = (bits & 0xFFFFFF).float() * (2 * math.pi / (1 << 24))  # the low 24 bits; _unit takes the high ones
+    bits = _hash_bits(key, name, half)
+    radius = (-2.0 * torch.log1p(-_convert_to_uniform(bits))).sqrt()  # 1 - u lies in (0, 1]
+    angle = (bits & 0xFFFFFF).float() * (
+        2 * math.pi / (1 << 24)
+    )  # the low 24 bits; _convert_to_uniform takes the high ones
     out = torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)), dim=1)
     return out[:, :numel].reshape(len(key), *shape)
 
 
 def integers(key: Tensor, name: str, high: int, shape: tuple[int, ...] = ()) -> Tensor:
-    """Uniform int64 in [0, high), a stream for each key: (B,) -> (B, *shape). `high` is at most 2^31."""
-    bits = _hash(key, name, math.prod(shape))
+    """Draws uniform int64 in [0, high) from the stream `name` of each key: (B,) -> (B, *shape). `high` is
+    at most 2^31.
+    """
+    bits = _hash_bits(key, name, math.prod(shape))
     return (((bits >> 32) & 0xFFFFFFFF) * high >> 32).reshape(len(key), *shape)
 
 
-def _hash(key: Tensor, name: str, count: int) -> Tensor:
-    """64 random bits for each key and index: (B,) -> int64 (B, count)."""
-    stream = _mix(key ^ _signed(_mix_int(zlib.crc32(name.encode()))))  # (B,)
-    index = _mix(torch.arange(1, count + 1, device=key.device) * _GOLDEN)  # (count,)
-    return _mix(stream[:, None] + index[None, :])  # (B, count)
+def _hash_bits(key: Tensor, name: str, count: int) -> Tensor:
+    """Hashes each key, the name and each index to 64 random bits: (B,) -> int64 (B, count)."""
+    stream = _mix_bits(key ^ _wrap_to_int64(_mix_integer(zlib.crc32(name.encode()))))  # (B,)
+    index = _mix_bits(torch.arange(1, count + 1, device=key.device) * _GOLDEN)  # (count,)
+    return _mix_bits(stream[:, None] + index[None, :])  # (B, count)
 
 
-def _unit(bits: Tensor) -> Tensor:
-    """The high 24 bits as float32 in [0, 1)."""
+def _convert_to_uniform(bits: Tensor) -> Tensor:
+    """Converts the high 24 bits of int64 to float32 in [0, 1)."""
     return ((bits >> 40) & 0xFFFFFF).float() * (1.0 / (1 << 24))
 
 
-def _mix(z: Tensor) -> Tensor:
-    """The splitmix64 finalizer on int64; `>>` is arithmetic in torch, so the sign bits are masked off."""
+def _mix_bits(z: Tensor) -> Tensor:
+    """Applies the splitmix64 finalizer to int64. `>>` is arithmetic in torch, so the sign bits are masked off."""
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _FIRST
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _SECOND
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
-def _mix_int(z: int) -> int:
-    """`_mix` for one Python integer, as an unsigned 64-bit integer."""
+def _mix_integer(z: int) -> int:
+    """Applies the splitmix64 finalizer to one Python integer, as unsigned 64 bits."""
     z &= _MASK
     z = (z ^ (z >> 30)) * (_FIRST & _MASK) & _MASK
     z = (z ^ (z >> 27)) * (_SECOND & _MASK) & _MASK
     return z ^ (z >> 31)
 
 
-def _signed(z: int) -> int:
+def _wrap_to_int64(z: int) -> int:
     return z - (1 << 64) if z >> 63 else z

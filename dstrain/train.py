@@ -28,7 +28,7 @@ from dstrain.engine.settings import list_remarks, read_precision
 from dstrain.engine.start import start_group
 from dstrain.metrics.in_training import Quality, open_quality
 from dstrain.nn.sequence import sharing
-from dstrain.recipe import NotSaved, Run, dump
+from dstrain.recipe import NotSaved, Run, dump_run
 from dstrain.runs import folders, hosts
 from dstrain.runs.resume import Resume
 from dstrain.runs.weights import fit_weights, write_parts
@@ -337,7 +337,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         steps=run.steps,
         parts=tuple(engines),
         config=run.model_dump(mode="json", by_alias=True),
-        recipe=dump(run),
+        recipe=dump_run(run),
         report_page=run.every.report_page,
         patience=15 * run.faults.timeout_minutes,
         resumed_step=first,

@@ -47,7 +47,7 @@ from dstrain.data.source import (
     stack_texts,
 )
 from dstrain.disk import atomic
-from dstrain.disk.owner import name_target
+from dstrain.disk.owner import find_final_name
 from dstrain.disk.sealed import render_sealed
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar, phases
@@ -153,7 +153,7 @@ def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[st
         return problem
     own = {shards.shard_name(number) for number in numbers}
     for leftover in out.glob("*.tmp"):
-        if options.part is None or (name_target(leftover) or leftover.name.lstrip(".").removesuffix(".tmp")) in own:
+        if options.part is None or (find_final_name(leftover) or leftover.name.lstrip(".").removesuffix(".tmp")) in own:
             leftover.unlink()
     needed = count_samples(numbers, encoding["shard_size"], encoding["number"]) * _count_row_bytes(encoding)
     needed -= sum(shard.stat().st_size for shard in out.glob("shard_*.safetensors") if shard.name in own)

@@ -141,8 +141,8 @@ def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float
 
 
 def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> Exported:
-    (out / "recipe.yaml").write_text(recipe.dump(run), encoding="utf-8")
-    assert recipe.load(out / "recipe.yaml") == run
+    (out / "recipe.yaml").write_text(recipe.dump_run(run), encoding="utf-8")
+    assert recipe.load_recipe(out / "recipe.yaml") == run
     errors = {}
     for part, kind in kinds.items():
         path, weights = out / f"{part}.safetensors", read_weights(checkpoint, part, kind)

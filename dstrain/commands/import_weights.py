@@ -60,7 +60,7 @@ def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
         size = sum(4 * value.numel() for state in values.values() for value in state.values())
         if not store.save(0, lambda path: _write(path, system, values), {"imported": weights.name}, size):
             raise ConfigError(f"--out {out} was not written: {store.error}")
-        (folder / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
+        (folder / "run.yaml").write_text(recipe.dump_run(run), encoding="utf-8")
     return [note for _, notes in loaded.values() for note in notes]
 
 

@@ -17,7 +17,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Data, Run, advise_writing, format_value
-from dstrain.recipe.trust import is_of_run_or_export, trust_system
+from dstrain.recipe.trust import lies_in_run_or_export, trust_system
 from dstrain.runs import folders
 from dstrain.systems.base import System
 from dstrain.tracking.machine import describe_free
@@ -86,8 +86,10 @@ def load_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None
 def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
     """Returns the Run of a recipe, whose system may then be imported, unless only a run's folder names it."""
     found = find_recipe(path)
-    run = recipe.load(found, overrides)
-    if not is_of_run_or_export(found) or any(override.partition("=")[0].strip() == "system" for override in overrides):
+    run = recipe.load_recipe(found, overrides)
+    if not lies_in_run_or_export(found) or any(
+        override.partition("=")[0].strip() == "system" for override in overrides
+    ):
         trust_system(run.system)
     return run
 
@@ -106,7 +108,7 @@ def check_recipe(run: Run) -> tuple[Run, list[str]]:
                 f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
                 "system=phenaki.tokenizer"
             )
-        run = recipe.check(run, schema)
+        run = recipe.check_model(run, schema)
         config = systems.config(run.system, run.model)
         captioned = config.reads_texts and find_contents(run.data) == "images"
         run = run.model_copy(update={"data": run.data.model_copy(update={"captioned": captioned})})

@@ -17,7 +17,7 @@ from dstrain.commands.options.shipped import find_recipe
 from dstrain.disk.lines import append_lines
 from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import list_descendants
-from dstrain.recipe import ConfigError, Run, load
+from dstrain.recipe import ConfigError, Run, load_recipe
 from dstrain.runs import folders
 from dstrain.runs.hostfile import find_missing, leave_out, read_hosts
 
@@ -33,7 +33,7 @@ def run_verb(options: KeepOptions) -> None:
     job = options.training
     if options.min_hosts:
         read_hosts(options.words)
-    raise SystemExit(keep_running(options, load(find_recipe(job.recipe), job.overrides)))
+    raise SystemExit(keep_running(options, load_recipe(find_recipe(job.recipe), job.overrides)))
 
 
 def keep_running(options: KeepOptions, run: Run) -> int:

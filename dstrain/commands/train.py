@@ -11,7 +11,7 @@ from dstrain.distributed.progress import phases
 from dstrain.distributed.stops import open_stops
 from dstrain.engine import settings
 from dstrain.engine.start import open_store
-from dstrain.recipe import dump
+from dstrain.recipe import dump_run
 
 
 def run_verb(options: TrainOptions) -> None:
@@ -36,7 +36,7 @@ def run_verb(options: TrainOptions) -> None:
 
 def describe_job(job: Job) -> str:
     """Returns the whole recipe and the DeepSpeed settings, each in its own language."""
-    return f"# recipe\n{dump(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"
+    return f"# recipe\n{dump_run(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"
 
 
 def summarize_job(job: Job) -> str:

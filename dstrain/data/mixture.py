@@ -240,7 +240,7 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
     paths = [source.path for source in data.mixture]
     short = [os.path.basename(os.path.normpath(path)) for path in paths]
     names = short if len({*short}) == len(short) else paths
-    sources, unseen = zip(*map(opened, data.parts()))
+    sources, unseen = zip(*map(opened, data.list_sources()))
     classes = join_classes(sources, names, data.mixture_classes)
     weights = None if data.mixture[0].weight is None else [source.weight for source in data.mixture]
     held = [(source, name) for source, name in zip(unseen, names) if source is not None]

@@ -119,10 +119,10 @@ class MixedData(Kind):
         return bool(data.mixture)
 
     def contents(self) -> str:
-        return find_contents(self.data.parts()[0])
+        return find_contents(self.data.list_sources()[0])
 
     def complete(self) -> Data:
-        data, parts = self.data, [complete_data(part) for part in self.data.parts()]
+        data, parts = self.data, [complete_data(part) for part in self.data.list_sources()]
         contents = [find_contents(part) for part in parts]
         for part, own in zip(parts, contents):
             if own != contents[0] or own == "pairs":

@@ -17,7 +17,7 @@ def find_overlaps(data: Data) -> list[str]:
 
     Raises ConfigError for data whose files cannot be told.
     """
-    parts = data.parts() or (data,)
+    parts = data.list_sources() or (data,)
     problems = []
     for part, other in itertools.product(parts, parts):
         if other.held_out_path and _share_files(part, other.held_out_path):

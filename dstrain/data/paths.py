@@ -9,7 +9,7 @@ from dstrain.recipe import Data
 
 def find_path_problems(data: Data) -> list[str]:
     """Returns what is wrong with the paths of the data, of all sources of a mixture."""
-    parts = data.parts() or (data,)
+    parts = data.list_sources() or (data,)
     sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]
     problems = []
     for section, part in zip(sections, parts):

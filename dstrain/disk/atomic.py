@@ -16,17 +16,17 @@ from dstrain.disk import owner
 
 @contextmanager
 def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
-    """Yields a temporary path to write to; afterwards it is on the disk as `path`, or after an error it is gone.
+    """Yields a temporary path to write to, then renames it to `path` in one step; after an error it removes it.
 
-    `make`: its folder, too. A link at `path` gives way. Of several processes that write it the last has it, whole.
-    Raises TakenAway if the folder is no longer this process's own.
+    `make`: creates the folder of `path`, too. A link at `path` is replaced. Of several processes that write it the last
+    one wins, with the whole file. Raises TakenAway if this process has lost its claim on the folder.
     """
     path = Path(path)
     owner.check_claim(path)
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
-    owner.sweep_abandoned(path.parent)
-    temporary = owner.name_beside(path)
+    owner.remove_abandoned(path.parent)
+    temporary = owner.make_hidden_path(path)
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
         yield temporary
@@ -40,22 +40,24 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
 
 
 def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
-    """Writes a whole file; text as UTF-8. `make`: its folder, too."""
+    """Writes a file in one step, text as UTF-8: readers see the old content or the new one. `make`: creates its folder,
+    too.
+    """
     with replace_file(path, make) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary folder to fill; afterwards it is on the disk as `folder`, or after an error it is gone.
+    """Yields a temporary folder to fill, then renames it to `folder` in one step; after an error it removes it.
 
-    What dead processes have left of the same name goes first.
+    First removes temporary folders of the same name whose processes have died.
     """
     folder = Path(os.path.abspath(folder))
     owner.check_claim(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    owner.sweep_abandoned(folder.parent, folder.name)
-    temporary = owner.name_beside(folder)
+    owner.remove_abandoned(folder.parent, folder.name)
+    temporary = owner.make_hidden_path(folder)
     try:
         temporary.mkdir()
         yield temporary
@@ -65,7 +67,7 @@ def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
 
 
 def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> None:
-    """Renames a folder that is filled, when everything in it is on the disk; an empty `folder` gives way."""
+    """Flushes a filled temporary folder to the disk and renames it to `folder`, which must be absent or empty."""
     for place, _, names in os.walk(os.fspath(temporary)):
         for name in names:
             descriptor = os.open(os.path.join(place, name), os.O_RDONLY)
@@ -80,9 +82,9 @@ def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> N
 
 
 def fsync_folder(path: str | os.PathLike) -> None:
-    """Forces a folder's entries to the disk: without it a rename may be lost with the power.
+    """Flushes a folder's entries to the disk: without it a rename may be lost when the power fails.
 
-    Some file systems, mostly of a network, cannot do so for folders: there is nothing more to be done then.
+    Some file systems, mostly of a network, cannot flush folders: their error is ignored.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

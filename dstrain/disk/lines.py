@@ -10,10 +10,10 @@ _OPEN = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
 def append_lines(path: str | os.PathLike, text: str) -> None:
-    """Adds whole lines, after a line break where the last line has none. Raises OSError if nothing was added.
+    """Appends whole lines to a file, after a line break if its last line has none. Raises OSError if nothing was added.
 
-    Lines of several processes do not mix where one write takes them whole, as it does on a local disk. No link is
-    followed, and nothing is written into a pipe or a device, nor into a folder that is no longer this process's own.
+    Lines of several processes do not mix where one write takes them whole, as it does on a local disk. It follows no
+    link, and writes into no pipe or device, nor into a folder that this process has lost its claim on.
     """
     owner.check_claim(path)
     descriptor = _open_regular(path, _OPEN | os.O_CREAT)
@@ -32,7 +32,9 @@ def append_lines(path: str | os.PathLike, text: str) -> None:
 
 
 def cut_torn_line(path: str | os.PathLike) -> int:
-    """Cuts off what follows the last line break, as a crash may leave it; returns how many bytes that were."""
+    """Truncates a file after its last line break, since a crash may leave half a line; returns how many
+    bytes it cut.
+    """
     try:
         descriptor = _open_regular(path, _OPEN)
     except FileNotFoundError:
@@ -53,7 +55,7 @@ def cut_torn_line(path: str | os.PathLike) -> int:
 
 
 def make_printable(text: str, keep: str = "") -> str:
-    """Returns a name or an error of others as part of a line: other characters than printable ones, or `keep`, are ?.
+    """Replaces each character of a text that is neither printable nor in `keep` by ?, so that it is safe within a line.
 
     A terminal would obey an escape code, and a line break would begin a line that nobody wrote.
     """

@@ -8,8 +8,8 @@ from dstrain.disk.owner import make_mark
 
 
 def apply_umask(path: str | os.PathLike) -> None:
-    """Gives a file, or a folder and everything in it, the modes of what is freshly made there: 0666 & ~umask for
-    files, 0777 & ~umask for folders. Links stay.
+    """Sets the modes of a file, or of a folder and everything in it, to those of new files (0666 & ~umask) and new
+    folders (0777 & ~umask). Links stay as they are.
     """
     path = Path(path)
     file, folder = _probe_modes(path if path.is_dir() else path.parent)
@@ -27,8 +27,8 @@ def apply_umask(path: str | os.PathLike) -> None:
 
 
 def _probe_modes(folder: Path) -> tuple[int, int]:
-    """Returns the modes of a new file and a new folder in `folder`. Asking for the umask would change it for all
-    threads.
+    """Returns the modes of a new file and a new folder in `folder`, by making both. Reading the umask would change it
+    for all threads.
     """
     name = folder / f".{make_mark()}.mode"
     descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)

@@ -64,37 +64,41 @@ class Claim:
 
 
 def make_mark() -> str:
-    """Returns a new name of this process that no other process can have."""
+    """Returns a new mark of this process, a name that no other process can have."""
     pid = os.getpid()
-    return f"{_describe_machine()}-{pid}-{_read_start(pid)}-{secrets.token_hex(4)}"
+    return f"{_hash_machine()}-{pid}-{_read_start_time(pid)}-{secrets.token_hex(4)}"
 
 
-def name_beside(path: Path, kind: str = "tmp") -> Path:
-    """Returns a hidden path beside `path` that carries its name and a new mark."""
+def make_hidden_path(path: Path, kind: str = "tmp") -> Path:
+    """Returns a hidden path in the folder of `path`, made of its name, a new mark of this process and `kind`."""
     return path.with_name(f".{path.name[:180]}.{make_mark()}.{kind}")
 
 
-def name_target(path: Path) -> str | None:
-    """Returns the name that a temporary file or folder is to get; None: it is none."""
+def find_final_name(path: Path) -> str | None:
+    """Returns the name that a temporary file or folder gets when it is complete, or None if `path` is not a temporary
+    one.
+    """
     match = _NAMED.fullmatch(path.name)
     return match["name"] if match and match["kind"] == "tmp" else None
 
 
-def sweep_abandoned(folder: Path, name: str | None = None) -> None:
-    """Removes temporary files and folders whose processes have died: those of `name`, or once a process all."""
+def remove_abandoned(folder: Path, name: str | None = None) -> None:
+    """Removes temporary files and folders of processes that have died: those of `name`, or all, once in a process's
+    life.
+    """
     if name is None:
         if (key := os.path.abspath(folder)) in _swept:
             return
         _swept.add(key)
     with suppress(OSError):
         for path in list(folder.iterdir()):
-            target = name_target(path)
+            target = find_final_name(path)
             if target is not None and name in (None, target) and _is_dead(path, _STALE_SECONDS):
                 remove_path(path)
 
 
 def remove_path(path: Path) -> None:
-    """Removes a file or a folder; of a link the link alone."""
+    """Removes a file, a folder with its content, or a link without its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
@@ -108,10 +112,10 @@ class Hold:
     """
 
     def __init__(self, path: Path) -> None:
-        self._mark: Path | None = name_beside(path, "hold")
+        self._mark: Path | None = make_hidden_path(path, "hold")
         try:
-            _create(self._mark, "")
-            _keep_touched(self._mark)
+            _create_file(self._mark, "")
+            _start_touching(self._mark)
             if not _holds:
                 atexit.register(release_holds)
             _holds.append(self)
@@ -119,20 +123,20 @@ class Hold:
             self._mark = None
 
     def release(self) -> None:
-        """Lets others remove it."""
+        """Removes the mark of this hold, so that others may remove the path."""
         if self._mark is not None:
             _remove_mark(self._mark)
             self._mark = None
 
 
 def release_holds() -> None:
-    """Lets others remove all that this process has held."""
+    """Releases all holds of this process."""
     while _holds:
         _holds.pop().release()
 
 
 def is_held(path: Path) -> bool:
-    """Returns whether a living process reads `path`; removes the marks of dead ones."""
+    """Returns whether a living process reads `path`; removes the marks of dead processes."""
     held = False
     with suppress(OSError):
         for mark in list(path.parent.iterdir()):
@@ -146,7 +150,7 @@ def is_held(path: Path) -> bool:
 
 
 def claim_folder(folder: Path, verb: str) -> Claim:
-    """Makes this process the only one that writes into `folder`, which is there; see `release_folder`.
+    """Makes this process the only one that may write into the existing `folder`, until `release_folder`.
 
     Raises Held if a living process has claimed it, OSError if nothing can be written there.
     """
@@ -159,7 +163,7 @@ def claim_folder(folder: Path, verb: str) -> Claim:
         number, mark = max(earlier, default=0) + 1, make_mark()
         path = folder / f".lease-{number}"
         try:
-            _create(path, f"{mark}\n{socket.gethostname()}\n{verb}\n{_describe_place(folder)}")
+            _create_file(path, f"{mark}\n{socket.gethostname()}\n{verb}\n{_describe_place(folder)}")
         except FileExistsError:  # another command was quicker
             time.sleep(0.05)
             continue
@@ -168,45 +172,50 @@ def claim_folder(folder: Path, verb: str) -> Claim:
             raise Held(_describe_lease(folder / f".lease-{max(later)}"))
         for dead in earlier.values():
             remove_path(dead)
-        _keep_touched(path)
+        _start_touching(path)
         adopt_claim(folder, claim := Claim(mark, number))
         return claim
 
 
 def identify_folder(folder: Path, run: Path | None = None) -> Claim:
-    """Reads the identity of the run in a claimed folder, or gives it one; it is compared from now on.
+    """Reads the run's identity in a claimed folder, or writes a new one, and adds it to the claim, which writes then
+    check.
 
-    A copy of another run becomes one of its own. `run`: the claimed folder of the run whose files `folder` is to hold.
+    A copy of another run gets an identity of its own. `run`: the claimed folder of the run whose files `folder` will
+    hold.
     """
-    identity = None if find_other(folder, folder) else read_identity(folder)
+    identity = None if find_other_run(folder, folder) else read_identity(folder)
     known = _claims[os.path.abspath(run)].record if run else f"{identity or secrets.token_hex(16)}\n"
     record = known + _describe_place(folder)
-    os.replace(_create(name_beside(folder / IDENTITY), record), folder / IDENTITY)
+    os.replace(_create_file(make_hidden_path(folder / IDENTITY), record), folder / IDENTITY)
     adopt_claim(folder, claim := replace(_claims[os.path.abspath(folder)], identity=known[:32], record=record))
     return claim
 
 
-def find_other(folder: Path, run: Path) -> str | None:
-    """Returns the folder of another run than that in `run`, by the record in `folder`; None: there is none any more.
+def find_other_run(folder: Path, run: Path) -> str | None:
+    """Returns the path of the run that `folder` belongs to, if that is another one than `run` and still exists; else
+    None.
 
-    A run that was moved has kept its inode, or lies on another disk while nothing is left in its place.
+    A run that was moved has kept its inode, or lies on another disk while nothing is left at its former path.
     """
     identity, place, path, own, own_path = _read_lines(folder / IDENTITY)
-    if _is_place(run, place, path, IDENTITY, identity) or not _is_place(folder, own, own_path, IDENTITY, identity):
+    if _matches_place(run, place, path, IDENTITY, identity) or not _matches_place(
+        folder, own, own_path, IDENTITY, identity
+    ):
         return None
     left = os.path.exists(path) or not place.startswith(f"{os.stat(run).st_dev}:")
     return None if left and read_identity(Path(path)) != identity else path
 
 
 def _describe_place(folder: Path) -> str:
-    """Returns two lines by which a folder can be told from its copies."""
+    """Returns the two lines that tell a folder from its copies: device and inode, and its real path."""
     return f"{os.stat(folder).st_dev}:{os.stat(folder).st_ino}\n{os.path.realpath(folder)}\n"
 
 
-def _is_place(folder: Path, place: str, path: str, name: str, mark: str) -> bool:
-    """Returns whether a folder is the described one: by its path if it was restored, by its inode if it was moved.
+def _matches_place(folder: Path, place: str, path: str, name: str, mark: str) -> bool:
+    """Returns whether a folder is the one of a record: by its path if it was restored, by its inode if it was moved.
 
-    Other disks have the same inodes, so it was not moved where its file `name` still lies at `path`, with that mark.
+    Other disks have the same inodes, so it was not moved if its file `name` still lies at `path` with that mark.
     """
     if path in ("", os.path.realpath(folder)):
         return True
@@ -219,24 +228,26 @@ def _is_place(folder: Path, place: str, path: str, name: str, mark: str) -> bool
 
 
 def read_identity(folder: Path) -> str | None:
-    """Returns the identity of the run in a folder; None: it has none, as runs of earlier versions."""
+    """Returns the identity of the run in a folder, or None if it has none, as runs of earlier versions."""
     text = _read_lines(folder / IDENTITY)[0]
     return text if re.fullmatch(r"[0-9a-f]{32}", text) else None
 
 
 def find_claim(folder: Path) -> Claim | None:
-    """Returns this process's claim on a folder."""
+    """Returns this process's claim on a folder, or None if it has none."""
     return _claims.get(os.path.abspath(folder))
 
 
 def adopt_claim(folder: Path, claim: Claim | None) -> None:
-    """Compares a claim before each write into a folder; on ranks beside the one that has made it, too."""
+    """Registers a claim on a folder, which each later write into it checks; also on ranks other than the one that made
+    it.
+    """
     if claim is not None:
         _claims[os.path.abspath(folder)] = claim
 
 
 def release_folder(folder: Path) -> None:
-    """Gives a folder back that this process or a rank beside it has claimed."""
+    """Gives up this process's claim on a folder, and removes its lease if this process made it."""
     folder = Path(os.path.abspath(folder))
     claim = _claims.pop(str(folder), None)
     if claim is None:
@@ -249,14 +260,14 @@ def release_folder(folder: Path) -> None:
 
 
 def check_claim(path: str | os.PathLike) -> None:
-    """Raises TakenAway if `path` lies below a folder that this process has claimed, and that is no longer its own."""
+    """Raises TakenAway if `path` lies in a folder that this process has claimed and has lost since."""
     place = os.path.abspath(path)
     for folder, claim in list(_claims.items()):
         if place == folder or place.startswith(folder + os.sep):
-            _compare(Path(folder), claim)
+            _check_one_claim(Path(folder), claim)
 
 
-def _compare(folder: Path, claim: Claim) -> None:
+def _check_one_claim(folder: Path, claim: Claim) -> None:
     gone = TakenAway(errno.ESTALE, "it was removed or moved since this command writes there", str(folder))
     own, later = (folder / f".lease-{number}" for number in (claim.number, claim.number + 1))
     if not folder.is_dir() or (claim.identity is None and not own.exists()):
@@ -269,7 +280,7 @@ def _compare(folder: Path, claim: Claim) -> None:
     except FileNotFoundError:  # other errors are the storage's, and may pass
         if not own.exists():
             raise gone from None
-        os.replace(_create(name_beside(folder / IDENTITY), claim.record), folder / IDENTITY)
+        os.replace(_create_file(make_hidden_path(folder / IDENTITY), claim.record), folder / IDENTITY)
         identity = claim.identity
     if identity != claim.identity:
         raise TakenAway(errno.ESTALE, "another run lies there now", str(folder))
@@ -285,14 +296,14 @@ def _list_leases(folder: Path) -> dict[int, Path]:
 
 
 def _describe_lease(path: Path) -> str:
-    """Names the process that a lease is of, and the file."""
+    """Returns the holder of a lease for messages: its verb, process and host, and the lease's file."""
     mark, host, verb, *_ = _read_lines(path)
     match = re.fullmatch(_MARK, mark)
     return f"{verb or 'a command'} (process {match['pid']} on {host}), by {path}" if match else f"somebody, by {path}"
 
 
-def _create(path: Path, text: str) -> Path:
-    """Makes a small file that is not there yet, through no link."""
+def _create_file(path: Path, text: str) -> Path:
+    """Creates a small file with `text`. Raises OSError if something is there, even a link."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.write(descriptor, text.encode("utf-8", "surrogateescape"))
@@ -317,46 +328,46 @@ def _read_mark(path: Path) -> str:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Returns the five lines that a lease or a record has at most; "" for each that is not there."""
+    """Returns the first five lines of a lease or a record; "" for each that is missing."""
     with suppress(OSError):
         return (_read_text(path).split("\n") + [""] * 5)[:5]
     return [""] * 5
 
 
 def _is_dead(path: Path, patience: float) -> bool:
-    """Returns whether the owner of a mark has ended, or writes into the folder that this one is a copy of.
+    """Returns whether the process that made a mark has ended, or the mark was copied here with its folder.
 
-    Without its name, patience alone decides.
+    If the mark does not name a process of this machine, it is dead when untouched for longer than `patience` seconds.
     """
     try:
         named = _NAMED.fullmatch(path.name)
         mark, _, _, place, where = [named["mark"], *[""] * 4] if named else _read_lines(path)
         match = re.fullmatch(_MARK, mark)
-        if match and match["start"] and match["machine"] == _describe_machine():
-            return _read_start(int(match["pid"])) != match["start"] or not _is_place(
+        if match and match["start"] and match["machine"] == _hash_machine():
+            return _read_start_time(int(match["pid"])) != match["start"] or not _matches_place(
                 path.parent, place, where, path.name, mark
             )
         age = _measure_age(path)
-        return age > patience or (age < -patience and _stands_still(path))
+        return age > patience or (age < -patience and _is_untouched(path))
     except OSError:  # it has just gone
         return False
 
 
-def _stands_still(path: Path) -> bool:
-    """Returns whether nobody touches a mark whose time lies in the future."""
+def _is_untouched(path: Path) -> bool:
+    """Returns whether nobody touches a mark within SILENT_SECONDS; for marks whose time lies in the future."""
     before = os.lstat(path).st_mtime_ns
     time.sleep(SILENT_SECONDS)
     return os.lstat(path).st_mtime_ns == before
 
 
 def _measure_age(path: Path) -> float:
-    """Returns the seconds since anything in `path` was written, by the clock of its file system."""
+    """Returns the seconds since the last write in `path`, by the clock of its file system."""
     newest = os.lstat(path).st_mtime
     for place, _, names in os.walk(path):
         newest = max([newest, *(os.lstat(os.path.join(place, name)).st_mtime for name in names)])
     probe = path.parent / f".{make_mark()}.clock"
     try:
-        _create(probe, "")
+        _create_file(probe, "")
         now = os.lstat(probe).st_mtime
         probe.unlink()
     except OSError:  # not to be written
@@ -364,16 +375,16 @@ def _measure_age(path: Path) -> float:
     return now - newest
 
 
-def _keep_touched(path: Path) -> None:
-    """Touches a mark every few seconds, from a thread of its own."""
+def _start_touching(path: Path) -> None:
+    """Starts a thread that touches a mark every BEAT_SECONDS."""
     _touched[str(path)] = ended = threading.Event()
 
-    def touch() -> None:
+    def touch_until_ended() -> None:
         while not ended.wait(BEAT_SECONDS):
             with suppress(OSError):
                 os.utime(path, follow_symlinks=False)
 
-    threading.Thread(target=touch, name=f"touch {path.name}", daemon=True).start()
+    threading.Thread(target=touch_until_ended, name=f"touch {path.name}", daemon=True).start()
 
 
 def _stop_touching(path: Path) -> None:
@@ -388,8 +399,8 @@ def _remove_mark(path: Path) -> None:
 
 
 @cache
-def _describe_machine() -> str:
-    """Returns a hash of what makes pids unique: host, boot and container."""
+def _hash_machine() -> str:
+    """Returns a hash of host, boot and container, within which a pid is unique."""
     words = [socket.gethostname()]
     with suppress(OSError):
         words.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -397,8 +408,8 @@ def _describe_machine() -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
 
 
-def _read_start(pid: int) -> str:
-    """Returns when a process began, in ticks; "" where it is gone, or the system does not say."""
+def _read_start_time(pid: int) -> str:
+    """Returns when a process began, in clock ticks since boot; "" if it has ended or /proc does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def render_sealed(body: dict[str, Any]) -> bytes:
-    """Returns the file's bytes, a function of the body's content alone."""
+    """Returns the bytes of a sealed file: the body as JSON and its hash, the same bytes for equal bodies."""
     body = json.loads(json.dumps(body))  # keys become text, then are sorted
     text = json.dumps(body, sort_keys=True, indent=1)
     digest = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
@@ -14,7 +14,7 @@ def render_sealed(body: dict[str, Any]) -> bytes:
 
 
 def parse_sealed(content: bytes) -> dict[str, Any] | None:
-    """Returns the body, None where any byte is missing or altered."""
+    """Returns the body of a sealed file after checking its hash, or None if any byte is missing or altered."""
     try:
         body = json.loads(content)["body"]
         return body if content == render_sealed(body) else None  # all bytes: not even a blank may differ

@@ -19,10 +19,10 @@ class RepeatedKey(ValueError):
 def read_bytes(path: str | os.PathLike, most: int) -> bytes:
     """Reads a regular file of at most `most` bytes.
 
-    Raises OSError if it is not there, not readable, larger, or no regular file: a pipe without a writer would be waited
-    for, and a device has no end.
+    Raises OSError if it is missing, not readable, larger, or not a regular file: reading a pipe without a writer would
+    block, and a device has no end.
     """
-    require_file(path)
+    require_regular_file(path)
     with open(path, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -31,19 +31,21 @@ def read_bytes(path: str | os.PathLike, most: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike, most: int = 16 * MEGABYTE, errors: str = "strict") -> str:
-    """Reads the text (UTF-8) of a regular file. Raises OSError as `read_bytes`, UnicodeDecodeError if it is no text."""
+    """Reads the text (UTF-8) of a regular file. Raises OSError as `read_bytes`, UnicodeDecodeError if it
+    is not text.
+    """
     return read_bytes(path, most).decode("utf-8", errors)
 
 
 def read_json(path: str | os.PathLike, most: int = 16 * MEGABYTE, **hooks: Any) -> Any:
-    """Reads what a small JSON file holds. Raises OSError as `read_text`, ValueError if it is no JSON, or nested too
-    deep.
+    """Reads and parses a small JSON file. Raises OSError as `read_text`, ValueError if it is not JSON or is nested too
+    deeply.
     """
     return parse_json(read_text(path, most), **hooks)
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """Returns what a JSON text holds. Raises ValueError if it is no JSON, or nested too deep to work with."""
+    """Parses a JSON text. Raises ValueError if it is not JSON or is nested too deeply."""
     too_deep = ValueError(f"lists or sections are nested deeper than {_MAX_DEPTH}")
     try:
         value = json.loads(text, **hooks)
@@ -61,14 +63,16 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     return value
 
 
-def parse_distinct(text: str | bytes) -> Any:
-    """Returns what a JSON text of people's data holds. Raises ValueError as `parse_json` and `require_distinct`."""
-    return parse_json(text, object_pairs_hook=require_distinct)
+def parse_json_of_distinct_keys(text: str | bytes) -> Any:
+    """Parses a JSON text of a user's data. Raises ValueError as `parse_json`, RepeatedKey if an object
+    repeats a key.
+    """
+    return parse_json(text, object_pairs_hook=require_distinct_keys)
 
 
-def require_distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object of (key, value), as json's object_pairs_hook. Raises RepeatedKey if a key has two values:
-    json itself would take the last one.
+def require_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Builds an object from its (key, value) pairs, as json's object_pairs_hook. Raises RepeatedKey if a key has two
+    values, of which json itself would take the last one.
     """
     section = dict(pairs)
     if len(section) < len(pairs):
@@ -78,10 +82,11 @@ def require_distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return section
 
 
-def describe_kind(path: str | os.PathLike) -> str | None:
-    """Names what stands at `path`, None for a regular file: opening others may wait for ever, or reading may not end.
+def describe_special_file(path: str | os.PathLike) -> str | None:
+    """Returns what stands at `path` if it is not a regular file ("a folder", "a pipe", ...), else None: opening a pipe
+    may block, and reading a device may not end.
 
-    Raises OSError if it is not there.
+    Raises OSError if nothing is there.
     """
     try:
         mode = os.stat(path).st_mode
@@ -92,14 +97,14 @@ def describe_kind(path: str | os.PathLike) -> str | None:
     return next((name for test, name in _KINDS if test(mode)), "a device")
 
 
-def require_file(path: str | os.PathLike) -> None:
-    """Raises OSError if `path` is no regular file."""
-    if kind := describe_kind(path):
+def require_regular_file(path: str | os.PathLike) -> None:
+    """Raises OSError if `path` is not a regular file."""
+    if kind := describe_special_file(path):
         raise OSError(errno.EISDIR if kind == "a folder" else errno.EINVAL, f"it is {kind}, and no file", str(path))
 
 
 def read_line(path: Path, most: int = 4096) -> str | None:
-    """Returns the line that a small file holds, without blanks around it; None where there is none that can be read."""
+    """Returns the first line of a small file, stripped, or None if it is missing or cannot be read."""
     try:
         return read_text(path, most).strip()
     except (OSError, ValueError):

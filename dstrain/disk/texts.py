@@ -27,7 +27,7 @@ _LIST = re.compile(r"\[[-+0-9., ]*\]")  # of numbers, such as a box
 
 
 def decode_text(content: bytes) -> str:
-    """Returns the text in the bytes of a file. Raises UnicodeDecodeError, a ValueError, if there is none.
+    """Decodes the bytes of a text file. Raises UnicodeDecodeError, a ValueError, if they are not text.
 
     A NUL is in no text: numbers in binary have it, and UTF-16 without its byte order mark.
     """
@@ -40,7 +40,7 @@ def decode_text(content: bytes) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Returns a text without the white space and the byte order marks around it."""
+    """Strips white space and byte order marks from both ends of a text."""
     return text.strip().strip("\ufeff").strip()
 
 
@@ -50,7 +50,7 @@ def split_lines(text: str) -> tuple[str, ...]:
 
 
 def list_captions(value: Any) -> tuple[str, ...]:
-    """Returns the captions in a value of a table or of JSON: a text, or a list of texts; () where there is none.
+    """Lists the captions in a value of a table or of JSON, a text or a list of texts; () if there are none.
 
     Raises ValueError if it is neither.
     """
@@ -64,7 +64,7 @@ def list_captions(value: Any) -> tuple[str, ...]:
 
 
 def find_captions(content: Any) -> tuple[str, ...]:
-    """Returns the captions in a JSON object that stands beside a sample; () where it has none."""
+    """Returns the captions in the JSON object beside a sample; () if it has none."""
     if isinstance(content, dict):
         value = next((content[name] for name in TEXT_NAMES if name in content), None)
         texts = value if isinstance(value, list) else [value]
@@ -73,15 +73,15 @@ def find_captions(content: Any) -> tuple[str, ...]:
 
 
 def parse_sidecar(name: str, content: bytes) -> tuple[str, ...]:
-    """Returns the captions in the bytes of X.txt, one a line, or of X.json. Raises ValueError if these are damaged."""
+    """Parses the captions in the bytes of X.txt (one a line) or X.json. Raises ValueError if these are damaged."""
     text = decode_text(content)
     if not name.lower().endswith(".json"):
         return split_lines(text)
-    return find_captions(small.parse_distinct(text))
+    return find_captions(small.parse_json_of_distinct_keys(text))
 
 
 def read_label(value: Any, names: Container[str] = ()) -> str | None:
-    """Returns a label as text, a whole number without a fraction; None if there is none.
+    """Returns a label as text, a whole number without a fraction, or None if there is no label.
 
     names: known classes, which may look like anything. Raises ValueError if it is neither a whole number nor a name.
     """
@@ -103,10 +103,10 @@ def read_label(value: Any, names: Container[str] = ()) -> str | None:
 
 
 def parse_whole_number(text: str) -> int | None:
-    """Returns the whole number that a text is, None if it is none."""
+    """Returns the whole number that a text spells, or None if it spells none."""
     return int(text.partition(".")[0]) if _NUMBER.fullmatch(text) else None
 
 
 def read_text(path: Path) -> str:
-    """Reads the text of a file, its caption. Raises OSError, or ValueError if it is no text."""
+    """Reads a text file as a caption. Raises OSError, or ValueError if it is not text."""
     return clean_text(decode_text(small.read_bytes(path, LONGEST_TEXT)))

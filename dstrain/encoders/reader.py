@@ -17,7 +17,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.distributed.group import to_device
 from dstrain.encoders.text import TextEncoder, describe_cut, encode_distinct, load_text_encoder, unpack_captions
-from dstrain.recipe import ConfigError, Section, filled_in
+from dstrain.recipe import ConfigError, Section, mark_filled_in
 
 NAMES = ("words", "text_encodings", "text_mask")
 _WORD = re.compile(r"\w+")
@@ -33,11 +33,11 @@ class ReadsTexts(Section):
     null_field: ClassVar[str] = "cond_drop_prob"  # the share of dropped texts, above 0 where there is a null text
     no_captions: ClassVar[str]  # the remedy where the data have none
 
-    text_encoder: Annotated[str | None, filled_in()] = None
+    text_encoder: Annotated[str | None, mark_filled_in()] = None
     """Folder or hub name of the encoder of captions (T5, CLIP, MiniLM); None hashes words into a learned table."""
     text_encodings_dim: int | None = Field(None, ge=1)
     """Width of the encodings of text_encoder (768 for t5-v1_1-base) or of the data; None where words are hashed."""
-    text_encoder_fingerprint: Annotated[str | None, filled_in()] = None
+    text_encoder_fingerprint: Annotated[str | None, mark_filled_in()] = None
     """The only text encoder that is accepted; filled in from the cache; None accepts any."""
     max_text_len: int = Field(64, ge=1)
     """Words, or tokens of the encoder, that are read of a text; filled in from cached encodings."""

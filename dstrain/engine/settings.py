@@ -17,7 +17,7 @@ from typing import Any
 
 from dstrain.disk import small
 from dstrain.engine.schema import list_idle, list_refusals, list_unsupported, list_untried
-from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, list_divisors, list_nearby
+from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, list_divisors, suggest_files
 
 # Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
 _EMULATING = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -179,7 +179,7 @@ def _read_json(path: Path) -> Settings:
             path, object_pairs_hook=_reject_duplicates, parse_constant=_parse_finite, parse_float=_parse_finite
         )
     except FileNotFoundError:
-        raise ConfigError(f"--ds_config {path}: there is no such file{list_nearby(path, '*.json')}") from None
+        raise ConfigError(f"--ds_config {path}: there is no such file{suggest_files(path, '*.json')}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path}:{error.lineno}: {error.msg} at column {error.colno}; correct the JSON (no comments, "

@@ -1,6 +1,6 @@
 """What determines a run: its schema, its file, and what may be wrong in it or change when the run goes on."""
 
-from dstrain.recipe.changes import explain_refused, find_refused, list_differences, require_known_keys
+from dstrain.recipe.changes import describe_refused_changes, list_differences, list_refused_changes, require_known_keys
 from dstrain.recipe.errors import (
     ConfigError,
     NotRead,
@@ -10,8 +10,8 @@ from dstrain.recipe.errors import (
     require_replaceable,
     reword_errors,
 )
-from dstrain.recipe.files import check, dump, load
-from dstrain.recipe.problems import format_value, list_divisors, list_nearby, list_problems, suggest_key
+from dstrain.recipe.files import check_model, dump_run, load_recipe
+from dstrain.recipe.problems import format_value, list_divisors, list_problems, suggest_files, suggest_key
 from dstrain.recipe.run import (
     WIDEST,
     BatchSize,
@@ -27,7 +27,7 @@ from dstrain.recipe.run import (
     Save,
     Track,
 )
-from dstrain.recipe.section import FIXED, MAY_CHANGE, Recompute, Section, filled_in, fixed
+from dstrain.recipe.section import FIXED, MAY_CHANGE, Recompute, Section, mark_filled_in, mark_fixed
 
 __all__ = [
     "FIXED",
@@ -51,21 +51,21 @@ __all__ = [
     "Section",
     "Track",
     "advise_writing",
-    "check",
-    "dump",
-    "explain_refused",
+    "check_model",
+    "describe_refused_changes",
+    "dump_run",
     "explain_write_errors",
-    "filled_in",
-    "find_refused",
-    "fixed",
     "format_value",
     "list_differences",
     "list_divisors",
-    "list_nearby",
     "list_problems",
-    "load",
+    "list_refused_changes",
+    "load_recipe",
+    "mark_filled_in",
+    "mark_fixed",
     "require_known_keys",
     "require_replaceable",
     "reword_errors",
+    "suggest_files",
     "suggest_key",
 ]

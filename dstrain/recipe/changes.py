@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dstrain.recipe.errors import ConfigError
-from dstrain.recipe.files import make_plain
+from dstrain.recipe.files import convert_to_plain_values
 from dstrain.recipe.problems import OTHER_VERSION, format_value
 from dstrain.recipe.run import Run
 from dstrain.recipe.section import find_resume_rule, knows_key
@@ -16,21 +16,23 @@ Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
 
 def list_differences(old: Run, new: Run) -> list[Change]:
-    """Lists every key whose value differs; None where one side does not have it."""
+    """Lists (key, old value, new value) of each dotted key whose value differs; None where one side does not have the
+    key.
+    """
     before, after = _flatten_run(old), _flatten_run(new)
     keys = [*before, *(key for key in after if key not in before)]
     return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
 
 
-def find_refused(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
-    """Lists the differences that would make a resumed run another one; `system` is the schema of the model section."""
+def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
+    """Lists the changes that a resumed run may not have. `system` is the Config class of the section model."""
 
-    def acceptable(key: str, before: Any) -> bool:
+    def is_allowed(key: str, before: Any) -> bool:
         rule = find_resume_rule(key, Run, system)
         return rule.may_change or (rule.may_be_filled_in and before is None)
 
-    before, after = (run.model_copy(update={"model": _complete_model(run.model, system)}) for run in (old, new))
-    changes = [change for change in list_differences(before, after) if not acceptable(*change[:2])]
+    before, after = (run.model_copy(update={"model": _fill_in_defaults(run.model, system)}) for run in (old, new))
+    changes = [change for change in list_differences(before, after) if not is_allowed(*change[:2])]
     if "constant" not in (old.optimizer.schedule, new.optimizer.schedule):
         # An open horizon follows `steps`: a longer run would bend the learning rate of the part already trained.
         horizon, other = (run.optimizer.decay_steps or run.steps for run in (old, new))
@@ -39,8 +41,8 @@ def find_refused(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
     return changes
 
 
-def _complete_model(model: dict[str, Any], system: type[BaseModel]) -> dict[str, Any]:
-    """Returns the section with the defaults of keys that an older version did not know: it did as they say."""
+def _fill_in_defaults(model: dict[str, Any], system: type[BaseModel]) -> dict[str, Any]:
+    """Returns the section model with defaults for the keys that an older version of dstrain did not write."""
     defaults = system.model_construct().model_dump(mode="json", warnings=False)
 
     def fill_in(values: dict[str, Any], missing: dict[str, Any]) -> dict[str, Any]:
@@ -54,8 +56,8 @@ def _complete_model(model: dict[str, Any], system: type[BaseModel]) -> dict[str,
     return fill_in(model, defaults)
 
 
-def explain_refused(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
-    """Returns the error that names what a resumed run may not change, and what to do."""
+def describe_refused_changes(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
+    """Returns the error for changes that a resumed run may not have: each key, its values and the remedy."""
     lines = []
     for key, old, new in changes:
         remedy = find_resume_rule(key, Run, system).remedy or f"write {key}={format_value(old)} to keep it"
@@ -69,23 +71,23 @@ def explain_refused(changes: Iterable[Change], folder: Path, system: type[BaseMo
 
 
 def require_known_keys(run: Run, system: type[BaseModel]) -> None:
-    """Raises ConfigError if a recipe that a run wrote down has keys in `model` that its system does not have."""
+    """Raises ConfigError if the saved recipe of a run has keys that its system does not have."""
     unknown = [key for key in _flatten_run(run) if not knows_key(key, Run, system)]
     if unknown:
         raise ConfigError(*(f"{key}: there is no such key; {OTHER_VERSION}" for key in unknown))
 
 
 def _flatten_run(run: Run) -> dict[str, Any]:
-    """Returns every value of a Run by dotted key."""
+    """Returns every value of a Run by its dotted key."""
 
-    def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    def list_values(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
             if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
+                yield from list_values(value, f"{prefix}{name}.")
             elif isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
                 for number, part in enumerate(value):
-                    yield from walk(part, f"{prefix}{name}[{number}].")
+                    yield from list_values(part, f"{prefix}{name}[{number}].")
             else:
                 yield f"{prefix}{name}", value
 
-    return dict(walk(make_plain(run), ""))
+    return dict(list_values(convert_to_plain_values(run), ""))

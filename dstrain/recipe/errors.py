@@ -27,7 +27,9 @@ class NotRead(OSError):
 
 @contextmanager
 def reword_errors(prefix: str = "", options: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Rewords a ConfigError raised inside: `prefix` before each line, and a command's options in the place of keys."""
+    """Rewords a ConfigError raised within: puts `prefix` before each line, and options of a command in
+    place of keys.
+    """
     try:
         yield
     except ConfigError as error:
@@ -39,7 +41,9 @@ def reword_errors(prefix: str = "", options: Mapping[str, str] | None = None) ->
 
 @contextmanager
 def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
-    """Turns an OSError raised inside into a ConfigError: `path` cannot be written, why, and the remedy."""
+    """Turns an OSError raised within into a ConfigError that says that `path` cannot be written, why, and
+    the remedy.
+    """
     try:
         yield
     except NotRead:  # of what is read meanwhile, with a remedy of its own
@@ -55,14 +59,14 @@ def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
 
 
 def advise_writing(error: OSError, remedy: str) -> str:
-    """Returns the remedy for a full disk, or where nobody may write, for that: room would be of no help."""
+    """Returns the remedy; where permission is missing it says to allow writing instead of to make room."""
     forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
     return remedy.replace("make room", "allow writing") if forbidden else remedy
 
 
 def require_replaceable(path: Path, named: str, is_own: Callable[[Path], bool]) -> None:
-    """Raises ConfigError if something is at `path` that is not empty and that `is_own` does not know as a file which
-    the command itself has written.
+    """Raises ConfigError if `path` holds something that may not be overwritten: neither empty, nor, by `is_own`, a file
+    that the command itself has written.
     """
     try:
         if not path.exists() or (path.is_file() and (path.stat().st_size == 0 or is_own(path))):

@@ -1,7 +1,8 @@
 """Recipes as files: YAML and `key=value` overrides to a checked Run, and back.
 
 All problems are collected and raised together as one ConfigError. Overrides are YAML values under dotted keys
-(`optimizer.betas=[0.9,0.95]`). The model section is any mapping here; `check` gives it to the system's own Config.
+(`optimizer.betas=[0.9,0.95]`). The model section is any mapping here; `check_model` gives it to the system's
+Config.
 """
 
 import math
@@ -15,18 +16,20 @@ from pydantic import BaseModel, ValidationError
 
 from dstrain.disk import small
 from dstrain.recipe.errors import ConfigError
-from dstrain.recipe.problems import format_value, list_nearby, list_problems
+from dstrain.recipe.problems import format_value, list_problems, suggest_files
 from dstrain.recipe.run import Run
 from dstrain.recipe.section import find_section
-from dstrain.recipe.trust import is_of_run_or_export
+from dstrain.recipe.trust import lies_in_run_or_export
 
 _LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
 
 
-def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
-    """Reads a recipe file (None: the schema's defaults), applies `key=value` overrides, and returns the Run."""
+def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
+    """Reads a recipe file, or the schema's defaults if it is None, applies `key=value` overrides, and
+    returns the Run.
+    """
     values = _read_recipe(recipe) if recipe is not None else {}
-    if recipe is not None and is_of_run_or_export(recipe) and isinstance(values.get("data"), dict):
+    if recipe is not None and lies_in_run_or_export(recipe) and isinstance(values.get("data"), dict):
         values["data"].setdefault("upright", False)  # earlier versions did not write it down
     overridden, problems = _apply_overrides(values, overrides)
     problems += _move_init_from(values, overridden)
@@ -47,28 +50,30 @@ def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     return run
 
 
-def check(run: Run, config_class: Any) -> Run:
-    """Returns the Run with its model section completed and checked by the system's Config, all defaults in it."""
+def check_model(run: Run, config_class: Any) -> Run:
+    """Returns the Run with its section model checked by the system's Config and completed with its defaults."""
     try:
         model = config_class.model_validate(config_class.completed(run.model, run))
     except ValidationError as error:
         raise ConfigError(*list_problems(error, config_class, prefix="model")) from None
-    return run.model_copy(update={"model": make_plain(model)})
+    return run.model_copy(update={"model": convert_to_plain_values(model)})
 
 
-def dump(run: Run) -> str:
-    """Returns YAML that `load` reads back to an equal Run."""
-    return yaml.dump(make_plain(run), Dumper=_Dumper, sort_keys=False, width=100)
+def dump_run(run: Run) -> str:
+    """Returns a Run as YAML, which `load_recipe` reads back to an equal Run."""
+    return yaml.dump(convert_to_plain_values(run), Dumper=_Dumper, sort_keys=False, width=100)
 
 
-def make_plain(value: Any) -> Any:
-    """Returns a model as what YAML can say; pydantic's own JSON mode would turn inf to null."""
+def convert_to_plain_values(value: Any) -> Any:
+    """Converts a model to dicts, lists and scalars that YAML can write. Pydantic's own JSON mode would turn inf to
+    null.
+    """
     if isinstance(value, BaseModel):
         value = value.model_dump(by_alias=True)
     if isinstance(value, dict):
-        return {key: make_plain(inner) for key, inner in value.items()}
+        return {key: convert_to_plain_values(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [make_plain(inner) for inner in value]
+        return [convert_to_plain_values(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -76,7 +81,7 @@ def _read_recipe(recipe: Path) -> dict[str, Any]:
     try:
         values = _parse_yaml(small.read_text(recipe, small.MEGABYTE))
     except FileNotFoundError:
-        raise ConfigError(f"--recipe {recipe}: there is no such file{list_nearby(recipe, '*.yaml')}") from None
+        raise ConfigError(f"--recipe {recipe}: there is no such file{suggest_files(recipe, '*.yaml')}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--recipe {recipe} cannot be read as a text file: {reason}") from None
@@ -94,7 +99,7 @@ def _read_recipe(recipe: Path) -> dict[str, Any]:
 
 
 def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str], list[str]]:
-    """Puts the overrides into `values`; the keys that they set, and what is wrong with them."""
+    """Puts the overrides into `values`; returns the keys that they set, and the problems found."""
     overridden: set[str] = set()
     problems: list[str] = []
     for override in overrides:
@@ -130,7 +135,7 @@ def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[
 
 
 def _set_key(values: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a dotted key in nested sections."""
+    """Sets the value of a dotted key in nested sections."""
     *sections, leaf = key.split(".")
     for depth, name in enumerate(sections):
         inner = values.get(name)
@@ -144,7 +149,7 @@ def _set_key(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
-    """Moves the synonym model.init_from to init_from."""
+    """Moves the key model.init_from, a synonym, to init_from."""
     model = values.get("model")
     if not isinstance(model, dict) or "init_from" not in model:
         return []
@@ -158,7 +163,7 @@ def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Returns the value of a YAML text. Raises YAMLError."""
+    """Parses a YAML text. Raises YAMLError."""
     try:
         return yaml.load(text, _Loader)
     except ValueError as error:  # a number of thousands of digits
@@ -166,11 +171,12 @@ def _parse_yaml(text: str) -> Any:
 
 
 class _Unspaced(yaml.constructor.ConstructorError):
-    """{label:name}, which YAML takes for a key without a value."""
+    """Reports {label:name}, which YAML takes for a key without a value."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain scalars (3e-4 is a number, off is a string, no dates), no key twice, no tags, and a bound.
+    """Reads YAML 1.2's plain scalars (3e-4 is a number, off is a string, no dates); refuses repeated keys, tags, large
+    texts.
 
     An alias counts as often as it is used: a few lines of aliases of aliases would unfold to more than memory holds.
     """
@@ -233,7 +239,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what _Loader would read as something else than text."""
+    """Quotes the texts that _Loader would read as something other than text."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dstrain.recipe.section import FIXED, Fraction, Section, check_path, fixed
+from dstrain.recipe.section import FIXED, Fraction, Section, check_path, mark_fixed
 
 _Weight = Annotated[float, Field(gt=0, le=1e9)]
 
@@ -15,14 +15,14 @@ class MixtureSource(Section):
 
     path: str  # as data.path
     # Share of the samples; None: the number of samples.
-    weight: Annotated[_Weight | None, fixed("write the weights as they were")] = None
-    held_out: Annotated[Fraction | None, fixed("write the shares as they were")] = None  # None: data.held_out
+    weight: Annotated[_Weight | None, mark_fixed("write the weights as they were")] = None
+    held_out: Annotated[Fraction | None, mark_fixed("write the shares as they were")] = None  # None: data.held_out
     held_out_path: str | None = None  # a folder for evaluation instead of a share
     captions: str | None = None  # of clips: its captions file
 
     @field_validator("path", "held_out_path", "captions")
     @classmethod
-    def _expand(cls, path: str | None) -> str | None:
+    def _expand_home(cls, path: str | None) -> str | None:
         return path and check_path(os.path.expanduser(path))
 
 
@@ -41,7 +41,7 @@ class Mixture(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _first_path(cls, values: Any) -> Any:
+    def _fill_in_path(cls, values: Any) -> Any:
         # What asks for the kind of the data looks at data.path: all sources are of the kind of the first.
         mixture = values.get("mixture") if isinstance(values, dict) else None
         if isinstance(mixture, list) and mixture and isinstance(mixture[0], dict) and "path" in mixture[0]:

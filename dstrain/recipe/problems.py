@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from dstrain.recipe.section import list_fields
-from dstrain.recipe.trust import is_of_run_or_export
+from dstrain.recipe.section import iterate_fields
+from dstrain.recipe.trust import lies_in_run_or_export
 
 # What other trainers call our keys; names that are close in spelling are found without this table.
 _SYNONYMS = {
@@ -53,22 +53,22 @@ def list_problems(
     overridden: Iterable[str] = (),
     recipe: Path | None = None,
 ) -> list[str]:
-    """Returns pydantic's errors as lines that name key, value, expectation and origin.
+    """Converts pydantic's errors to lines that name key, value, expectation and origin.
 
-    `overridden`: the keys that the command line gives; all others come from the file `recipe`.
+    `overridden`: the keys that the command line sets; all others come from the file `recipe`.
     """
-    known = [key for key, _ in list_fields(schema, prefix)]
+    known = [key for key, _ in iterate_fields(schema, prefix)]
     lines: list[str] = []
     for item in error.errors():
         key = _join_location(item["loc"], prefix)
-        typed = any(_is_within(key, name) or _is_within(name, key) for name in overridden)
+        typed = any(_is_key_or_entry(key, name) or _is_key_or_entry(name, key) for name in overridden)
         origin = "command line" if typed else recipe
-        if item["type"] == "extra_forbidden" and recipe and not typed and is_of_run_or_export(recipe):
+        if item["type"] == "extra_forbidden" and recipe and not typed and lies_in_run_or_export(recipe):
             lines.append(f"{key}: there is no such key [{recipe}]; {OTHER_VERSION}")
             continue
         lines += [
             f"{line} [{origin}]" if origin and not line.startswith(_NAMES_ITS_KEY) else line
-            for line in _explain_item(item, key, prefix, known)
+            for line in _describe_problem(item, key, prefix, known)
         ]
     return [line.removeprefix(_NAMES_ITS_KEY) for line in lines]
 
@@ -80,8 +80,8 @@ _NAMES_ITS_KEY = "\0"  # before a message that a validator of the Run has writte
 OTHER_VERSION = "another version of dstrain or of the system has written it: take that one, see events.jsonl beside it"
 
 
-def _is_within(key: str, section: str) -> bool:
-    """Tells whether a dotted key is a section, or of its entries."""
+def _is_key_or_entry(key: str, section: str) -> bool:
+    """Returns whether a dotted key is `section` or one of its entries."""
     return key == section or key.startswith((f"{section}.", f"{section}["))
 
 
@@ -92,8 +92,8 @@ def _join_location(location: Iterable[Any], prefix: str) -> str:
     return key.removeprefix(".")
 
 
-def _explain_item(item: Any, key: str, prefix: str, known: list[str]) -> list[str]:
-    """Puts one of pydantic's errors into our words."""
+def _describe_problem(item: Any, key: str, prefix: str, known: list[str]) -> list[str]:
+    """Returns one of pydantic's errors in dstrain's words."""
     value = format_value(item["input"])
     match item["type"]:
         case "extra_forbidden":
@@ -123,17 +123,19 @@ def _explain_item(item: Any, key: str, prefix: str, known: list[str]) -> list[st
 
 
 def suggest_key(key: str, known: Iterable[str]) -> str:
-    """Returns ' (did you mean ...?)' for a key that is unknown among `known` dotted keys, or nothing.
+    """Returns ' (did you mean ...?)' for an unknown dotted key if a `known` one is similar, else "".
 
-    The last word alone is compared: a long section's name would make all of its entries look alike.
+    Only the last word is compared: a long section's name would make all of its entries look alike.
     """
     known = list(known)
     section, _, leaf = key.lower().replace("-", "_").rpartition(".")
     leaves = {name: name.rpartition(".")[2].lower() for name in known}
     siblings = [name for name in known if name.rpartition(".")[0].lower() == section]
-    same = [name for name in known if _squeeze(leaves[name]) == _squeeze(leaf)]
+    same = [name for name in known if _normalize_word(leaves[name]) == _normalize_word(leaf)]
     meant = [name for name in same if name in siblings]
-    meant = meant or [name for word, name in _SYNONYMS.items() if _squeeze(word) == _squeeze(leaf) and name in known]
+    meant = meant or [
+        name for word, name in _SYNONYMS.items() if _normalize_word(word) == _normalize_word(leaf) and name in known
+    ]
     if not meant:
         close = difflib.get_close_matches(leaf, [leaves[name] for name in siblings], 1, 0.85)
         meant = [name for name in siblings if leaves[name] in close or _shares_words(leaf, leaves[name])] + same
@@ -143,17 +145,19 @@ def suggest_key(key: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(meant[:3])}?)" if meant else ""
 
 
-def _squeeze(word: str) -> str:
+def _normalize_word(word: str) -> str:
     return word.replace("_", "")
 
 
 def _shares_words(one: str, other: str) -> bool:
-    """Tells whether all words of `one` are words of the other, as of patch and patch_size, or it begins with those."""
+    """Returns whether all words of `one` are words of the other, as of patch and patch_size, or it begins
+    with those.
+    """
     return set(one.split("_")) <= set(other.split("_")) or one.startswith(f"{other}_")
 
 
-def list_nearby(path: Path, pattern: str) -> str:
-    """Says what a missing file may have been: the files of its folder, the closest one first."""
+def suggest_files(path: Path, pattern: str) -> str:
+    """Returns a line of files that a missing path may have meant: those of its folder, the most similar one first."""
     names = sorted(file.name for file in path.parent.glob(pattern)) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, 1)
     meant = f" (did you mean {path.parent / close[0]}?)" if close else ""
@@ -162,14 +166,14 @@ def list_nearby(path: Path, pattern: str) -> str:
 
 
 def list_divisors(number: int) -> str:
-    """Lists the divisors of a number as text, for messages: the batch sizes that would work."""
+    """Lists the divisors of a number as text, for messages about batch sizes that would work."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     all_of_them = sorted({*small, *(number // d for d in small)})
     return ", ".join(map(str, all_of_them if len(all_of_them) <= 16 else [*all_of_them[:8], "...", *all_of_them[-7:]]))
 
 
 def format_value(value: Any) -> str:
-    """Returns a value as it would be written in an override."""
+    """Formats a value as it would be written in an override."""
     if isinstance(value, str):
         value = value.replace("\0", "\\0")
     named = {None: "null", "": "''", True: "true", False: "false"}

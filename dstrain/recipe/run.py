@@ -22,8 +22,8 @@ from dstrain.recipe.shapes import Shape, Shaping
 WIDEST = 0.288  # relative width of an average by a power of time: all steps count alike at 1 / sqrt(12)
 
 
-def _raise_faults(*checks: tuple[Any, str]) -> None:
-    """Raises one ValueError with the messages of all checks whose first entry is true, one a line."""
+def _raise_if_any(*checks: tuple[Any, str]) -> None:
+    """Raises one ValueError with the messages of all (is wrong, message) checks that are wrong, one a line."""
     if messages := [message for wrong, message in checks if wrong]:
         raise ValueError("\n".join(messages))
 
@@ -81,12 +81,12 @@ class Data(Mixture, Shaping):
 
     @field_validator("path", "held_out_path", "captions", "images", "class_list", "index", "embeddings")
     @classmethod
-    def _expand(cls, path: str | None) -> str | None:
+    def _expand_home(cls, path: str | None) -> str | None:
         # A shell does not expand the ~ of data.path=~/images.
         return path and check_path(os.path.expanduser(path))
 
     @model_validator(mode="after")
-    def _agree(self) -> "Data":
+    def _check_agreement(self) -> "Data":
         clips = {
             "height": self.height,
             "captions": self.captions,
@@ -94,8 +94,8 @@ class Data(Mixture, Shaping):
             "frame_stride": self.frame_stride != 1 or None,
         }
         keys = [f"data.{name}" for name, value in clips.items() if value is not None]
-        _raise_faults(
-            *self.mixture_problems(),
+        _raise_if_any(
+            *self.list_mixture_checks(),
             (
                 keys and self.num_frames is None,
                 f"{', '.join(keys)}: of clips, not of images: leave it out, or write data.num_frames=17, say",
@@ -109,7 +109,7 @@ class Data(Mixture, Shaping):
                 f"data.image_share={self.image_share:g} lies between 0 and "
                 "1: leave data.images out for no images; for images alone write their folder as data.path",
             ),
-            *self.clip_problems(self.num_frames),
+            *self.list_clip_checks(self.num_frames),
             (
                 self.draft and (self.crop != "center" or self.size_conditions),
                 "data.draft=true goes with data.crop=center and without data.size_conditions: write data.draft=false",
@@ -124,7 +124,7 @@ class Data(Mixture, Shaping):
         )
         return self
 
-    def parts(self) -> tuple[Self, ...]:
+    def list_sources(self) -> tuple[Self, ...]:
         """Returns the section of each source by itself; () without a mixture."""
         return tuple(
             self.model_copy(
@@ -145,8 +145,8 @@ class Data(Mixture, Shaping):
             for source in self.mixture or ()
         )
 
-    def mixture_problems(self) -> list[tuple[Any, str]]:
-        """Checks of the sources, and of entries that belong into them: (whether it is wrong, message)."""
+    def list_mixture_checks(self) -> list[tuple[Any, str]]:
+        """Lists checks of data.mixture as (is wrong, message)."""
         if self.mixture is None:
             return []
         if not self.mixture:
@@ -185,8 +185,8 @@ class BatchSize(Section):
     micro: PositiveInt | None = None  # samples for each rank and forward pass; None: global / world size
 
     @model_validator(mode="after")
-    def _agree(self) -> "BatchSize":
-        _raise_faults(
+    def _check_agreement(self) -> "BatchSize":
+        _raise_if_any(
             (
                 self.micro and self.global_ % self.micro,
                 f"batch.global={self.global_} is no multiple of batch.micro="
@@ -216,8 +216,8 @@ class Optimizer(Section):
     decay_steps: Annotated[PositiveInt | None, MAY_CHANGE] = None  # step at which final_lr is reached; None: the last
 
     @model_validator(mode="after")
-    def _agree(self) -> "Optimizer":
-        _raise_faults(
+    def _check_agreement(self) -> "Optimizer":
+        _raise_if_any(
             (max(self.betas) >= 1, f"optimizer.betas={list(self.betas)} must lie below 1, for example [0.9, 0.999]"),
             (self.momentum == 1, "optimizer.momentum=1 must lie below 1, for example 0.95"),
             (
@@ -234,7 +234,7 @@ class Optimizer(Section):
         return self
 
     def lr_at(self, step: int, steps: int) -> float:
-        """Returns the learning rate of the update that follows `step` updates, in a run of `steps`."""
+        """Returns the learning rate of the update after `step` updates, in a run of `steps`."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.schedule == "constant":
@@ -256,16 +256,16 @@ class Ema(Section):
 
     @property
     def names(self) -> tuple[float, ...]:
-        """Returns what --ema calls the averages: a decay or, up to WIDEST, a width."""
+        """Returns the names of the averages for --ema: a decay or, up to WIDEST, a relative width."""
         return (*self.decays, *self.profiles)
 
     @model_validator(mode="after")
-    def _agree(self) -> "Ema":
+    def _check_agreement(self) -> "Ema":
         repeated = {
             name: sorted({value for value in values if values.count(value) > 1})
             for name, values in (("decay", self.decays), ("profile", self.profiles))
         }
-        _raise_faults(
+        _raise_if_any(
             *(
                 (values, f"ema.{name}s={list(getattr(self, f'{name}s'))} holds {values} twice: name each {name} once")
                 for name, values in repeated.items()
@@ -284,7 +284,7 @@ class Ema(Section):
         return self
 
     def decay_at(self, decay: float, step: int) -> float:
-        """Returns the effective decay of the update that follows `step` earlier ones."""
+        """Returns the effective decay of the update after `step` updates."""
         return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
 
 
@@ -301,7 +301,7 @@ class Every(Section):
 
     @field_validator("report", "sample", "evaluate", "metrics", "save", "report_page", mode="before")
     @classmethod
-    def _number(cls, value: Any) -> Any:
+    def _check_number(cls, value: Any) -> Any:
         if value is None:
             raise PydanticCustomError("never", "it should be a number of steps; 0 is never")
         return value
@@ -347,8 +347,8 @@ class Samples(Section):
     reference: str | None = None  # instead of these: statistics (.npz, .pkl), images (.npz), or a path as data.path
 
     @model_validator(mode="after")
-    def _agree(self) -> "Samples":
-        _raise_faults(
+    def _check_agreement(self) -> "Samples":
+        _raise_if_any(
             (self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"),
             (
                 self.prompts is not None and not all(text.strip() for text in self.prompts or ("",)),
@@ -391,8 +391,8 @@ class Faults(Section):
     hang_seconds: NonNegative = 300  # and no step hangs before
 
     @model_validator(mode="after")
-    def _agree(self) -> "Faults":
-        _raise_faults(
+    def _check_agreement(self) -> "Faults":
+        _raise_if_any(
             (
                 0 < self.hang_factor < 1,
                 f"faults.hang_factor={self.hang_factor:g}: a step that takes less than "
@@ -426,18 +426,18 @@ class Run(Section):
 
     @property
     def directory(self) -> Path:
-        """Returns where the run keeps its checkpoints, samples and logs."""
+        """Returns the folder of the run's checkpoints, samples and logs."""
         return self.folder or Path("runs") / self.name
 
     @field_validator("folder", "init_from")
     @classmethod
-    def _expand(cls, path: Path | None) -> Path | None:
+    def _expand_home(cls, path: Path | None) -> Path | None:
         return path and Path(check_path(os.path.expanduser(path)))
 
     @model_validator(mode="after")
-    def _agree(self) -> "Run":
+    def _check_agreement(self) -> "Run":
         ema, profiles = self.samples.ema, list(self.ema.profiles)
-        _raise_faults(
+        _raise_if_any(
             (
                 ema is not None and ema not in self.ema.names,
                 f"samples.ema={ema} is none of ema.decays="

@@ -24,14 +24,14 @@ Count = Annotated[int, Field(ge=0)]
 
 
 def check_path(path: str) -> str:
-    """Returns a path that Linux takes. Raises PydanticCustomError if it is too long."""
+    """Returns `path` if Linux accepts it. Raises PydanticCustomError if it is too long."""
     if len(os.fsencode(path)) > 4000 or max(map(len, os.fsencode(path).split(b"/"))) > 255:
         raise PydanticCustomError("long_path", "it is too long for a path, whose names have 255 bytes at most")
     return path
 
 
 def _check_recompute(value: Any) -> Any:
-    """Returns a choice of Recompute; true and false are what all and none were called."""
+    """Returns a valid value of Recompute; converts true and false, its former values, to all and none."""
     value = {True: "all", False: "none"}[value] if isinstance(value, bool) else value
     if value in ("none", "attention", "all") or (isinstance(value, int) and value > 0):
         return value
@@ -50,17 +50,17 @@ class Resume:
     remedy: str = ""  # what to do where it has changed; "": write the earlier value
 
 
-def fixed(remedy: str = "") -> Resume:
-    """Marks a field that may not change; the remedy says what to do where it has."""
+def mark_fixed(remedy: str = "") -> Resume:
+    """Returns the mark of a field that may not change when a run resumes. `remedy`: what to do if it has."""
     return Resume(may_change=False, remedy=remedy)
 
 
-def filled_in(remedy: str = "") -> Resume:
-    """Marks a field that may not change, but for null, which may become a value."""
+def mark_filled_in(remedy: str = "") -> Resume:
+    """Returns the mark of a field that may not change when a run resumes, except from null to a value."""
     return Resume(may_change=False, may_be_filled_in=True, remedy=remedy)
 
 
-MAY_CHANGE, FIXED = Resume(may_change=True), fixed()
+MAY_CHANGE, FIXED = Resume(may_change=True), mark_fixed()
 
 
 class Section(BaseModel):
@@ -77,7 +77,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_plain_value(cls, value: Any, info: ValidationInfo) -> Any:
         for part in value if isinstance(value, (list, tuple)) else (value,):
             # Python's True is an int: without this `steps: true` would be one step.
             if isinstance(part, bool) and bool not in list_types(cls.model_fields[str(info.field_name)].annotation):
@@ -98,35 +98,37 @@ def list_types(annotation: Any) -> list[Any]:
 
 
 def find_section(field: FieldInfo) -> type[BaseModel] | None:
-    """Returns the section that a field holds, None where it holds a value."""
+    """Returns the Section class of a field, or None if the field holds a value."""
     kinds = list_types(field.annotation)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
-def list_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields (dotted key, field) of all entries of a schema, those of its sections behind them."""
+def iterate_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yields (dotted key, field) of all entries of a schema, including those of its sections."""
     for name, field in schema.model_fields.items():
         key = f"{prefix}.{field.alias or name}" if prefix else field.alias or name
         yield key, field
         if (inner := find_section(field)) is not None:
-            yield from list_fields(inner, key)
+            yield from iterate_fields(inner, key)
 
 
 def knows_key(key: str, schema: type[BaseModel], system: type[BaseModel]) -> bool:
-    """Tells whether a dotted key is in the schemas of a Run and of its `model`, or below a value of theirs."""
-    return all(field is not None for field in _follow_key(key, schema, system))
+    """Returns whether a dotted key is an entry of a Run or of its section model, or lies below one of their values."""
+    return all(field is not None for field in _resolve_key(key, schema, system))
 
 
 def find_resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel]) -> Resume:
-    """Returns the rule on the field of a dotted key, or on the section around it; `system`: the schema of `model`."""
+    """Returns the Resume mark of a dotted key's field, or of the section around it. `system`: the Config class of
+    `model`.
+    """
     rule = MAY_CHANGE
-    for field in _follow_key(key, schema, system):
+    for field in _resolve_key(key, schema, system):
         rule = next((mark for mark in field.metadata if isinstance(mark, Resume)), rule) if field else rule
     return rule
 
 
-def _follow_key(key: str, schema: type[BaseModel] | None, system: type[BaseModel]) -> Iterator[FieldInfo | None]:
-    """Yields the fields of a dotted key from the first section down; None at last, where the schema lacks a word."""
+def _resolve_key(key: str, schema: type[BaseModel] | None, system: type[BaseModel]) -> Iterator[FieldInfo | None]:
+    """Yields the fields along a dotted key, the outermost section first; None at the end if the schema lacks a word."""
     for depth, name in enumerate(key.split(".")):
         if schema is None:  # below a value
             return

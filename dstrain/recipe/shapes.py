@@ -16,7 +16,7 @@ Aspect = Annotated[float, Field(gt=0, le=1000)]
 
 
 def require_multiples(sizes: tuple[Shape, ...] | None, unit: int, words: str) -> None:
-    """Raises ConfigError if a side of model.sizes is no multiple of `unit`, which `words` explain."""
+    """Raises ConfigError if a side of model.sizes is not a multiple of `unit`; `words` explain the unit."""
     if unfit := [f"{wide} x {high}" for wide, high in sizes or () if wide % unit or high % unit]:
         raise ConfigError(
             f"sizes: the sides of {', '.join(unfit[:5])} in data.buckets are no multiples of {unit}, "
@@ -32,7 +32,7 @@ class BucketRule(Section):
     ratio: Annotated[float, Field(ge=1, le=16)] = 2.0  # of the longer side to the shorter one, at most
 
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Lists for each short side the longest long one that `pixels` and `ratio` allow, the widest first."""
+        """Lists for each short side the longest long side that `pixels` and `ratio` allow, the widest shape first."""
         square = int(self.pixels**0.5) // self.step * self.step
         shapes = set()
         for short in range(self.step, square + 1, self.step):
@@ -42,7 +42,7 @@ class BucketRule(Section):
         return tuple(sorted(shapes, key=lambda shape: (-shape[0] / shape[1], shape)))
 
 
-def _make_buckets(value: Any) -> Any:
+def _parse_buckets(value: Any) -> Any:
     if isinstance(value, list):
         return [[entry] if isinstance(entry, int) else entry for entry in value]
     if not isinstance(value, dict):
@@ -68,7 +68,7 @@ class Shaping(Section):
     # Shapes as [[256, 256], [320, 192]], width and height, or a rule that makes them, {pixels: 65536, step: 16, ratio:
     # 2}: a batch has one shape, and an image the nearest one. None: squares of image_size. Of clips numbers of frames,
     # [5, 9, 17]: a clip has the longest that it fills. None: num_frames.
-    buckets: Annotated[tuple[Bucket, ...] | None, BeforeValidator(_make_buckets), FIXED] = None
+    buckets: Annotated[tuple[Bucket, ...] | None, BeforeValidator(_parse_buckets), FIXED] = None
     # Images that their bucket would enlarge more often are left out; None: they stay, and are counted.
     max_upscale: Annotated[float | None, Field(ge=1), FIXED] = None
     # How an image is cut to its shape, see docs/guides/buckets.md.
@@ -84,8 +84,10 @@ class Shaping(Section):
         """Returns the numbers of frames of the buckets of clips."""
         return tuple(bucket[0] for bucket in self.buckets or () if len(bucket) == 1)
 
-    def clip_problems(self, num_frames: int | None) -> tuple[tuple[Any, str], ...]:
-        """Messages, each behind whether it is true: what is of images given with clips, or the other way round."""
+    def list_clip_checks(self, num_frames: int | None) -> tuple[tuple[Any, str], ...]:
+        """Lists checks as (is wrong, message): entries for images that are given with clips, and the other way
+        round.
+        """
         durations, of_clips = list(self.durations), num_frames is not None
         longest = max(durations, default=0)
         return (
@@ -111,7 +113,7 @@ class Shaping(Section):
         )
 
     @model_validator(mode="after")
-    def _agree_on_shapes(self) -> "Shaping":
+    def _check_shapes(self) -> "Shaping":
         pairs = (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio))
         checks = (
             (self.buckets == (), "data.buckets=[] gives no shape: give some, or null for squares"),

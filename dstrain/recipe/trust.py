@@ -16,17 +16,17 @@ def trust_system(name: str) -> None:
 
 
 def list_trusted() -> list[str]:
-    """Lists the packages that the user has named, for another process of his."""
+    """Lists the packages that the user trusts as systems, to pass them on to another process."""
     return sorted(_trusted)
 
 
 def is_trusted(name: str) -> bool:
-    """Returns whether the user has named this package."""
+    """Returns whether the user trusts this package as a system."""
     return name in _trusted
 
 
-def is_of_run_or_export(recipe: Path) -> bool:
-    """Returns whether a recipe lies in a run's folder or in an export, so that its words are not the user's own."""
+def lies_in_run_or_export(recipe: Path) -> bool:
+    """Returns whether a recipe lies in a run's folder or in an export, which others may have written."""
     if recipe.name == "run.yaml":
         return True
     beside = ("consolidated.json", "*.safetensors", "*/*.safetensors")

@@ -19,7 +19,7 @@ import numpy as np
 
 from dstrain import __version__
 from dstrain.checkpoint.manifest import read_manifest
-from dstrain.recipe import Run, Samples, dump
+from dstrain.recipe import Run, Samples, dump_run
 from dstrain.systems.base import System
 
 GRID = "samples.png"
@@ -130,7 +130,7 @@ def write_card(
         "",
     ]
     lines += [f"Note: {note}.", ""] if note else []
-    recipe = [line for line in dump(run).splitlines() if line not in ("folder: null", "init_from: null")]
+    recipe = [line for line in dump_run(run).splitlines() if line not in ("folder: null", "init_from: null")]
     lines += [
         "## Recipe",
         "",

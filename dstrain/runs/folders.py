@@ -32,11 +32,11 @@ from dstrain.distributed.progress import phases
 from dstrain.recipe import (
     ConfigError,
     Run,
-    dump,
-    explain_refused,
+    describe_refused_changes,
+    dump_run,
     explain_write_errors,
-    find_refused,
-    load,
+    list_refused_changes,
+    load_recipe,
     require_known_keys,
     reword_errors,
 )
@@ -97,8 +97,8 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
         )
     if resume.allow_change or not read_last_saved(folder):  # without a saved step, no run would be changed
         return
-    if changes := find_refused(read_recipe(folder), run, system := config_class(run.system)):
-        raise explain_refused(changes, folder / "run.yaml", system)
+    if changes := list_refused_changes(read_recipe(folder), run, system := config_class(run.system)):
+        raise describe_refused_changes(changes, folder / "run.yaml", system)
     if not (earlier := small.read_line(folder / "data.txt")):
         raise ConfigError(
             f"{folder / 'data.txt'} is gone or damaged, and it says on which data the run was trained: "
@@ -162,7 +162,7 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
 def _require_own_checkpoints(folder: Path) -> None:
     """Raises ConfigError if the folder of checkpoints is a link, as `cp -r` copies it, to those of another run."""
     checkpoints = folder / "checkpoints"
-    if checkpoints.is_symlink() and (other := owner.find_other(checkpoints, folder)):
+    if checkpoints.is_symlink() and (other := owner.find_other_run(checkpoints, folder)):
         target = checkpoints.resolve()
         raise ConfigError(
             f"{folder}: checkpoints is a link to {target}, which are also the checkpoints of {other}: copy them, and "
@@ -214,7 +214,7 @@ def read_recipe(folder: Path) -> Run:
     if small.read_line(folder / "run.yaml", small.MEGABYTE) == "":
         raise ConfigError(f"{folder / 'run.yaml'} is empty: put it back from a copy, or train anew with --from-scratch")
     with reword_errors(options={"--recipe ": ""}):
-        run = load(folder / "run.yaml")
+        run = load_recipe(folder / "run.yaml")
     with reword_errors(f"{folder}: "):
         system = config_class(run.system)
         run = run.model_copy(update={"folder": folder, "model": system.recorded(run.model)})
@@ -364,7 +364,7 @@ def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
         if _read_saved_file(folder) is None:
             note_saved(folder, read_last_saved(folder))
         for name, text in (
-            ("run.yaml", dump(run)),
+            ("run.yaml", dump_run(run)),
             ("data.txt", fingerprint + "\n"),
             ("ds_config.json", json.dumps(settings, indent=2) + "\n"),
         ):

@@ -64,7 +64,7 @@ class Codec(Frozen):
         folder = Path(path)
         _require_export(folder, key)
         try:
-            run = recipe.load(folder / "recipe.yaml")
+            run = recipe.load_recipe(folder / "recipe.yaml")
             system = systems.build(run.system, run.model)
         except ConfigError as error:
             raise ConfigError(

@@ -36,10 +36,10 @@ def system_of(name: str) -> systems.System:
     """The system of a recipe: a name in launch/recipes/, or a file."""
     path = Path(__file__).resolve().parents[1] / "recipes" / f"{name}.yaml"
     if not path.exists() and not Path(name).exists():
-        raise recipe.ConfigError(f"RECIPE {name}: there is no such name or file{recipe.list_nearby(path, '*.yaml')}")
+        raise recipe.ConfigError(f"RECIPE {name}: there is no such name or file{recipe.suggest_files(path, '*.yaml')}")
     with recipe.reword_errors(options={"--recipe ": "RECIPE "}):
-        run = recipe.load(path if path.exists() else Path(name), LARGE.get(name, []))
-        run = recipe.check(run, systems.config_class(run.system))
+        run = recipe.load_recipe(path if path.exists() else Path(name), LARGE.get(name, []))
+        run = recipe.check_model(run, systems.config_class(run.system))
         return systems.build(run.system, run.model)
 
 

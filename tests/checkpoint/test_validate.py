@@ -23,7 +23,7 @@ FINE = {"net": {"updates": 3, "skipped": 1, "stage": 2, "scaler": {"cur_scale": 
 @pytest.fixture
 def folder(tmp_path):
     """Checkpoints of steps 7 and 9 that are in order."""
-    checkpoints.write(tmp_path, recipe.load(None), {"net": Tiny()})
+    checkpoints.write(tmp_path, recipe.load_recipe(None), {"net": Tiny()})
     shutil.copytree(tmp_path / "checkpoints" / "step_00000007", tmp_path / "checkpoints" / "step_00000009")
     for step in (7, 9):
         seal(tmp_path / "checkpoints" / f"step_{step:08d}", step=step, extra={"score": None})

@@ -39,12 +39,16 @@ def written(folder: Path, run: Run) -> Path:
 
 @pytest.fixture(scope="module")
 def prior(tmp_path_factory):
-    return written(tmp_path_factory.mktemp("prior"), recipe.load(RECIPES / "prior-small.yaml", ["samples.num_steps=3"]))
+    return written(
+        tmp_path_factory.mktemp("prior"), recipe.load_recipe(RECIPES / "prior-small.yaml", ["samples.num_steps=3"])
+    )
 
 
 def decoder_of(folder: Path, *changes: str) -> Path:
     overrides = [f"model.{name}={value}" for name, value in TINY.items()]
-    return written(folder, recipe.load(RECIPES / "decoder-small.yaml", [*overrides, "samples.num_steps=3", *changes]))
+    return written(
+        folder, recipe.load_recipe(RECIPES / "decoder-small.yaml", [*overrides, "samples.num_steps=3", *changes])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +94,7 @@ def test_chains_that_do_not_fit(prior, decoder, tmp_path):
     wide = decoder_of(tmp_path / "wide", "model.embedding_dim=12")
     pictures = written(
         tmp_path / "plain",
-        recipe.load(
+        recipe.load_recipe(
             RECIPES / "dit-small.yaml",
             [*(f"model.{name}={value}" for name, value in TINY.items()), "samples.num_steps=3"],
         ),

@@ -53,8 +53,8 @@ def trained(tmp_path):
     torch.manual_seed(0)
     folder_of_pictures(tmp_path / "data", 2, 25)
     words = [f"data.path={tmp_path / 'data'}", "model.kl.norm_num_groups=2"]
-    run = recipe.load(ROOT / "tests/launch/tiny-vae.yaml", words)
-    run = recipe.check(run, systems.config_class("vae"))
+    run = recipe.load_recipe(ROOT / "tests/launch/tiny-vae.yaml", words)
+    run = recipe.check_model(run, systems.config_class("vae"))
     system = systems.build("vae", run.model)
     return run, system, system.networks()
 
@@ -150,8 +150,8 @@ DIT = ["model.time_freq=diffusers", "model.diffusion.num_steps=100", "samples.em
 def begun(tmp_path, name, *words):
     """(folder, networks) of a run of tests/launch/NAME.yaml, whose weights are all random, with grids of two steps."""
     torch.manual_seed(0)
-    run = recipe.load(ROOT / f"tests/launch/{name}.yaml", list(words))
-    run = recipe.check(run, systems.config_class(run.system))
+    run = recipe.load_recipe(ROOT / f"tests/launch/{name}.yaml", list(words))
+    run = recipe.check_model(run, systems.config_class(run.system))
     nets = systems.build(run.system, run.model).networks()
     with torch.no_grad():
         for network in nets.values():
@@ -199,7 +199,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
     out = tmp_path / "exported"
     done = export(ExportOptions(folder, out))
     assert done.name == kind and max(done.errors.values()) < 1e-3
-    card, run = (out / "README.md").read_text(), recipe.load(folder / "run.yaml")
+    card, run = (out / "README.md").read_text(), recipe.load_recipe(folder / "run.yaml")
     facts = dict(line.strip("| ").split(" | ", 1) for line in card.splitlines() if line[:2] == "| " and line != "| | |")
     assert facts["Step"] == f"7 of {run.steps:,}" and facts["Seed"] == "0" and facts["System"].endswith(kind)
     assert facts["Data"] == f"{Path(run.data.path).name} (n=2000 crc=12345678)" and "decay 0.9" in facts["Weights"]
@@ -207,7 +207,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
     assert all(f"{error:.1e} ({of})" in facts["Difference"] for of, error in done.errors.items())
     (tmp_path / "again.yaml").write_text(card.split("```yaml\n")[1].split("```")[0])
     named = run.data.model_copy(update={"path": Path(run.data.path).name})
-    assert recipe.load(tmp_path / "again.yaml") == run.model_copy(update={"folder": None, "data": named})
+    assert recipe.load_recipe(tmp_path / "again.yaml") == run.model_copy(update={"folder": None, "data": named})
     assert str(tmp_path) not in card and "init_from" not in card, "a path of this machine"
     assert (out / "samples.png").read_bytes() == (folder / "samples" / "step_00000120.png").read_bytes()
     code = card.split("```python\n")[1].split("```")[0]
@@ -240,7 +240,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
 @pytest.mark.parametrize("path", sorted((ROOT / "launch" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_that_diffusers_cannot_express(path):
     """Oracle: the recipe's own header: `Export    Not to diffusers` where an export is refused, and nowhere else."""
-    run, _ = check_recipe(recipe.load(path))
+    run, _ = check_recipe(recipe.load_recipe(path))
     of_data = {"dit": {"first_stage": None}, "phenaki": {"token_shape": [5, 4, 4], "codebook_size": 64}}
     system = systems.build(run.system, run.model | of_data.get(run.system, {}))
     with pytest.raises(ConfigError) if "# Export    Not to diffusers" in path.read_text() else nullcontext():
@@ -299,7 +299,7 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
     discriminator = "model.kl.discriminator={base_channels: 8, n_layers: 1, start: 0}"
     folder, nets = begun(tmp_path, "tiny-vae", discriminator)
     export(ExportOptions(folder, tmp_path / "out", "safetensors"))
-    run = recipe.load(folder / "run.yaml")
+    run = recipe.load_recipe(folder / "run.yaml")
     found = fit_weights(tmp_path / "out", systems.build("vae", run.model))
     assert found.keys() == nets.keys() == {"autoencoder", "discriminator"}
     for part, (values, notes) in found.items():
@@ -340,7 +340,10 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
     """
     folder, nets = begun(tmp_path, "tiny-vae", DISCRIMINATOR)
     in_deepspeeds_files(folder, "autoencoder")
-    system, state = systems.build("vae", recipe.load(folder / "run.yaml").model), nets["autoencoder"].state_dict()
+    system, state = (
+        systems.build("vae", recipe.load_recipe(folder / "run.yaml").model),
+        nets["autoencoder"].state_dict(),
+    )
     assert export(ExportOptions(folder, tmp_path / "out")).name == "AutoencoderKL"
     ((values, notes),) = fit_weights(folder, system).values()
     assert all(torch.equal(values[name], state[name]) for name in state)
@@ -360,7 +363,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
 def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     """Oracle: the fingerprint of the run's own networks, from one part alone and from both; a flipped bit is named."""
     folder, nets = begun(tmp_path, "tiny-vae", DISCRIMINATOR)
-    wanted = hash_network(*systems.build("vae", recipe.load(folder / "run.yaml").model).identity(nets))
+    wanted = hash_network(*systems.build("vae", recipe.load_recipe(folder / "run.yaml").model).identity(nets))
     for name, part in (("both", None), ("one", "autoencoder")):
         consolidate_weights(Consolidation(folder, tmp_path / name, part=part))
         assert first_stage.open_run(tmp_path / name).fingerprint == wanted
@@ -368,7 +371,7 @@ def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
         first_stage.open_run(tmp_path / "both")
-    system = systems.build("vae", recipe.load(folder / "run.yaml").model)
+    system = systems.build("vae", recipe.load_recipe(folder / "run.yaml").model)
     for given in (tmp_path / "both", path.parent, path):  # the folder, one part's of it, one file
         with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
             fit_weights(given, system)

@@ -133,7 +133,7 @@ def test_runs_that_cannot_draw(tmp_path, system, model, words, message):
     """Oracle: one line that names the word or the key, and the remedy where it is an option's."""
     fields = {} if system == "dit" else {"tokenizer": {"path": "there"}} | PHENAKI | model
     run = Run.model_validate({"name": "x", "system": system, "model": fields, "samples": {"sampler": "confidence"}})
-    (tmp_path / "run.yaml").write_text(recipe.dump(run))
+    (tmp_path / "run.yaml").write_text(recipe.dump_run(run))
     with pytest.raises(ConfigError, match=message.replace("RUN", str(tmp_path))) as found:
         generate_samples(GenerateOptions(tmp_path, **words))
     assert len(found.value.problems) == 1 and "\n" not in str(found.value)
@@ -142,8 +142,8 @@ def test_runs_that_cannot_draw(tmp_path, system, model, words, message):
 @pytest.fixture
 def tiny(tmp_path):
     """The folder of a run of random weights."""
-    run = recipe.load(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=1"])
-    run = recipe.check(run, systems.config_class("dit"))
+    run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=1"])
+    run = recipe.check_model(run, systems.config_class("dit"))
     networks = systems.build("dit", run.model).networks()
     torch.manual_seed(0)
     for weight in networks["denoiser"].parameters():
@@ -215,10 +215,12 @@ def test_guide(tiny, tmp_path):
         GenerateOptions(tiny, guidance_scale=3.0, guide=(tiny, 0.9, None), out=tmp_path / "guided", **words)
     )
     assert np.abs(drawn(plain) - drawn(guided)).max() <= 1
-    run = recipe.load(tiny / "run.yaml")
+    run = recipe.load_recipe(tiny / "run.yaml")
     other = tmp_path / "other"
     other.mkdir()
-    (other / "run.yaml").write_text(recipe.dump(run.model_copy(update={"model": run.model | {"objective": "flow"}})))
+    (other / "run.yaml").write_text(
+        recipe.dump_run(run.model_copy(update={"model": run.model | {"objective": "flow"}}))
+    )
     with pytest.raises(ConfigError, match="--guide .*other: model.diffusion differs"):
         generate_samples(GenerateOptions(tiny, guide=(other, None, None), **words))
     with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):

@@ -196,7 +196,7 @@ def test_what_others_make_of_it(tmp_path, monkeypatch, capsys):
         back = read_weights(trained.find_checkpoint(again[-1]), "denoiser")
         assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state), name
     with pytest.raises(ConfigError, match="holds imported weights.*init_from="):
-        check_start(recipe.load(run / "run.yaml"), "data", Resume(allow_change=True))
+        check_start(recipe.load_recipe(run / "run.yaml"), "data", Resume(allow_change=True))
 
 
 def test_a_part_that_the_file_has_not(tmp_path, monkeypatch, capsys):

@@ -208,8 +208,8 @@ from pathlib import Path
 from dstrain import recipe, systems
 from dstrain.commands.probe import probe
 from dstrain.data.open import open_sources
-run = recipe.load(Path("launch/recipes/dit-small.yaml"))
-run = recipe.check(run, systems.config_class(run.system))
+run = recipe.load_recipe(Path("launch/recipes/dit-small.yaml"))
+run = recipe.check_model(run, systems.config_class(run.system))
 system, (source, _) = systems.build(run.system, run.model), open_sources(run.data)
 before = "torch._dynamo" in sys.modules
 print(probe(run, system, source), before, "torch._dynamo" in sys.modules)

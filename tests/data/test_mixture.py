@@ -13,7 +13,7 @@ from dstrain.data.batches import Batches, held_out
 from dstrain.data.cached.shards import read_index
 from dstrain.data.mixture import Mixture, MixtureOrder, join_classes, to_whole_numbers
 from dstrain.data.open import complete_data, describe_data, open_sources
-from dstrain.recipe import ConfigError, Data, explain_refused, find_refused, load
+from dstrain.recipe import ConfigError, Data, describe_refused_changes, list_refused_changes, load_recipe
 from dstrain.systems import config_class
 from tests.data.cached.test_latents import write as write_codes
 from tests.support.clips import moving, write_pictures
@@ -222,7 +222,7 @@ def test_a_broken_sample_is_replaced_within_its_source():
 
 
 def opened(*words):
-    data = complete_data(load(None, words).data)
+    data = complete_data(load_recipe(None, words).data)
     return data, *open_sources(data)
 
 
@@ -269,7 +269,7 @@ def test_clips_are_mixed(tmp_path):
     data, train, _ = opened(f"data.mixture=[{paths[0]}, {paths[1]}]", *words)
     index, chance = torch.tensor([4, 0, 2]), torch.tensor([0.9, 0.1, 0.5])
     batch, bad = train.read_batch(index, None, chance)
-    alone = [open_sources(part)[0] for part in data.parts()]
+    alone = [open_sources(part)[0] for part in data.list_sources()]
     for row, (source, place) in enumerate(((1, 1), (0, 0), (0, 2))):
         item = alone[source].read(place, chance[row].item())
         assert item.keys() == set(batch) and not bad and train.chance_name == "clip"
@@ -363,15 +363,15 @@ def test_weights_that_change_are_refused_by_name(tmp_path):
     """Oracle: the contract: weights and shares may not change when a run goes on, paths may."""
 
     def run(*sources):
-        return load(None, [f"data.mixture=[{', '.join(sources)}]"])
+        return load_recipe(None, [f"data.mixture=[{', '.join(sources)}]"])
 
     before, system = run("{path: a, weight: 3}", "{path: b, weight: 1}"), config_class("dit")
-    assert not find_refused(before, run("{path: c, weight: 3}", "{path: b, weight: 1}"), system)
+    assert not list_refused_changes(before, run("{path: c, weight: 3}", "{path: b, weight: 1}"), system)
     for other, key in (
         (run("{path: a, weight: 3}", "{path: b, weight: 2}"), "data.mixture[1].weight"),
         (run("{path: a, weight: 3}"), "data.mixture[1].weight"),
         (run("{path: a, weight: 3, held_out: 0.1}", "{path: b, weight: 1}"), "data.mixture[0].held_out"),
     ):
-        changes = find_refused(before, other, system)
+        changes = list_refused_changes(before, other, system)
         assert [name for name, _, _ in changes] == [key]
-        assert f"{key} was " in str(explain_refused(changes, tmp_path, system))
+        assert f"{key} was " in str(describe_refused_changes(changes, tmp_path, system))

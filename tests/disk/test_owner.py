@@ -206,13 +206,13 @@ import os, signal, sys
 from pathlib import Path
 from dstrain.disk import owner
 path = Path(sys.argv[1])
-owner.name_beside(path / "a").write_text("half")
-owner.name_beside(path / "out").mkdir()
+owner.make_hidden_path(path / "a").write_text("half")
+owner.make_hidden_path(path / "out").mkdir()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     process = begin(program, tmp_path)
     assert process.wait(60) == -signal.SIGKILL
-    stays = [owner.name_beside(tmp_path / "a"), *(tmp_path / f".a.{OTHER.format('0' * 7 + n)}.tmp" for n in "12")]
+    stays = [owner.make_hidden_path(tmp_path / "a"), *(tmp_path / f".a.{OTHER.format('0' * 7 + n)}.tmp" for n in "12")]
     stays += [tmp_path / name for name in (".a.tmp", "a.tmp", ".notes.0-0-0-0.tmp")]
     for path in stays:
         path.write_text("half")
@@ -289,7 +289,7 @@ def test_a_copy_with_the_same_inode_is_no_move(claimed):
     shutil.copytree(claimed, copy)
     for name in (".run", ".lease-1"):
         pretend_inode(copy, name)
-    assert owner.find_other(copy, copy) == str(claimed)
+    assert owner.find_other_run(copy, copy) == str(claimed)
     assert claim(copy).identity not in (None, before)
 
 

@@ -15,7 +15,7 @@ from dstrain import systems
 from dstrain.commands.main import VERBS, options_of
 from dstrain.commands.options.command import format_help
 from dstrain.recipe import Run
-from dstrain.recipe.section import list_fields
+from dstrain.recipe.section import iterate_fields
 from tests.support.launch import ROOT
 
 PAGES = [
@@ -101,10 +101,10 @@ def test_modules(page):
 @cache
 def find_keys() -> dict[str, set[str]]:
     """Returns the dotted keys of a recipe, "", and of each system's section model."""
-    found = {"": {key for key, _ in list_fields(Run)}}
+    found = {"": {key for key, _ in iterate_fields(Run)}}
     for name in systems.names():
         if systems.config_class(name).__module__.startswith("dstrain."):
-            found[name] = {key for key, _ in list_fields(systems.config_class(name), "model")}
+            found[name] = {key for key, _ in iterate_fields(systems.config_class(name), "model")}
     return found
 
 

@@ -72,7 +72,7 @@ def test_a_first_stage_encodes_as_the_recipe_says(tmp_path, monkeypatch):
     assert torch.equal(stages["bf16"].decode(exact), stages["fp32"].decode(exact))
     section = model | {"first_stage": {"path": path, "factor": 4, "precision": "tf32"}}
     assert systems.build("dit", section).first_stage.precision == "tf32"  # it may be needed to decode alone
-    run = recipe.load(None, ["data.image_size=32", "data.channels=1", "samples.guidance_scale=1"])
+    run = recipe.load_recipe(None, ["data.image_size=32", "data.channels=1", "samples.guidance_scale=1"])
     assert any(
         "model.first_stage.precision: tf32 needs a GPU" in line
         for line in systems.config("dit", section).conflicts(run)

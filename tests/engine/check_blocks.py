@@ -32,7 +32,9 @@ PLAIN_COMPILE = torch.compile
 def build(folder: Path, name: str, index: int, recompute: object, entries: list[str]) -> tuple[recipe.Run, System]:
     completed = getattr(modules()[name], "completed", lambda config, folder: config)
     model = completed(CASES[name][index], folder) | {"recompute": recompute}
-    run = recipe.load(ROOT / "tests/launch/tiny.yaml", [f"batch.micro={BATCH}", f"batch.global={BATCH}", *entries])
+    run = recipe.load_recipe(
+        ROOT / "tests/launch/tiny.yaml", [f"batch.micro={BATCH}", f"batch.global={BATCH}", *entries]
+    )
     run = run.model_copy(update={"system": name, "model": model})
     system = systems.build(name, model)
     return run, system

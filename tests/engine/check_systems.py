@@ -311,7 +311,7 @@ def native(folder: Path) -> None:
         }
         if group.rank() == 0:
             torch.save(wanted, folder / case / name / "truth.pt")
-            (folder / case / name / "run.yaml").write_text(recipe.dump(again.run), encoding="utf-8")
+            (folder / case / name / "run.yaml").write_text(recipe.dump_run(again.run), encoding="utf-8")
     write(folder, figures, "native")
 
 

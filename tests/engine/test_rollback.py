@@ -17,7 +17,7 @@ from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.checkpoint.store import Store
 from dstrain.disk import sealed
 from dstrain.engine.settings import resolve_settings
-from dstrain.recipe import ConfigError, load
+from dstrain.recipe import ConfigError, load_recipe
 from tests.support import brittle
 from tests.support.launch import ROOT, launch, wait_for
 from tests.support.runs import assert_equal_runs, files, finish, metrics, train
@@ -76,7 +76,7 @@ def test_bad_data_are_passed_over(undisturbed):
 
 def list_cpu_configs() -> list[str]:
     """The files of ds_configs/ that train on a CPU."""
-    run, names = load(None), []
+    run, names = load_recipe(None), []
     for path in sorted((ROOT / "ds_configs").glob("*.json")):
         with contextlib.suppress(ConfigError):
             resolve_settings(path, 2, "cpu", batch=run.batch, optimizer=run.optimizer, faults=run.faults)

@@ -31,7 +31,7 @@ NAMED = {
 
 def faults(ds_config, *overrides, world=1, device="cpu"):
     with pytest.raises(ConfigError) as caught:
-        resolve(ds_config, recipe.load(None, overrides), world, device)
+        resolve(ds_config, recipe.load_recipe(None, overrides), world, device)
     return str(caught.value)
 
 
@@ -41,7 +41,7 @@ def test_a_shipped_file_is_what_its_name_says(path):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     given_ = json.loads(path.read_text())
-    run = recipe.load(None, ["batch.global=48", "optimizer.clip=0.5"])
+    run = recipe.load_recipe(None, ["batch.global=48", "optimizer.clip=0.5"])
     resolved = resolve(given_, run, 1, "cuda")
     found = settings.read_stage(resolved), settings.read_precision(resolved), settings.offloads_optimizer(resolved)
     assert found == NAMED[path.stem]
@@ -98,7 +98,7 @@ def test_batch_arithmetic(total, world, micro, sequence):
 
 def test_ranks_that_share_samples():
     """Oracle: by hand: 8 samples over 2 groups of 2 ranks; 6 ranks make no groups of 4; DeepSpeed's own keys for it."""
-    run = recipe.load(None, ["batch.global=8", "batch.micro=2", "parallel.sequence=2"])
+    run = recipe.load_recipe(None, ["batch.global=8", "batch.micro=2", "parallel.sequence=2"])
     found = resolve({}, run, 4, "cpu")
     assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (2, 2)
     assert found["train_batch_size"] == 8 and resolve(found, run, 4, "cpu") == found
@@ -115,7 +115,9 @@ def test_clip_is_always_written():
 
 def test_what_agrees_is_accepted():
     """Oracle: the recipe's own values, written in both places."""
-    run = recipe.load(None, ["batch.global=12", "batch.micro=2", "optimizer.clip=1", "optimizer.betas=[0.9,0.95]"])
+    run = recipe.load_recipe(
+        None, ["batch.global=12", "batch.micro=2", "optimizer.clip=1", "optimizer.betas=[0.9,0.95]"]
+    )
     both = {
         "train_batch_size": 12,
         "train_micro_batch_size_per_gpu": 2,
@@ -315,7 +317,7 @@ def test_sums_of_gradients(precision):
 
     def resolved(stage, *words, **own):
         config = {precision: {"enabled": True}, "zero_optimization": {"stage": stage}, **own}
-        return resolve(config, recipe.load(None, ["batch.global=8", *words]), 1, "cuda")
+        return resolve(config, recipe.load_recipe(None, ["batch.global=8", *words]), 1, "cuda")
 
     several, own = "batch.micro=2", {"data_types": {"grad_accum_dtype": precision}}
     for stage in (1, 2, 3):
@@ -338,7 +340,7 @@ def test_sums_of_gradients(precision):
 
 def test_fp32_sums_are_nothing_to_decide():
     """Oracle: by hand: networks in fp32 sum in fp32, and in nothing else."""
-    assert "data_types" not in resolve({}, recipe.load(None, ["batch.micro=2"]), 1, "cpu")
+    assert "data_types" not in resolve({}, recipe.load_recipe(None, ["batch.micro=2"]), 1, "cpu")
     assert 'compute in fp32: write "fp32", or' in faults({"data_types": {"grad_accum_dtype": "bf16"}})
 
 
@@ -348,11 +350,11 @@ def test_fp16_and_its_scale():
     """
     assert '"stage": 1' in faults({"fp16": {"enabled": True}}, device="cuda")
     fp16 = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 2}}
-    assert resolve(fp16, recipe.load(None, ["faults.max_skipped=20"]), 1, "cuda")
+    assert resolve(fp16, recipe.load_recipe(None, ["faults.max_skipped=20"]), 1, "cuda")
     text = faults(fp16, "faults.max_skipped=19", device="cuda")
     assert "initial_scale_power" in text and "faults.max_skipped=20" in text
     fp16["fp16"]["loss_scale"] = 128
-    assert resolve(fp16, recipe.load(None, ["faults.max_skipped=1"]), 1, "cuda")
+    assert resolve(fp16, recipe.load_recipe(None, ["faults.max_skipped=1"]), 1, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def test_fp16_and_its_scale():
 def test_bounds_of_sizes(key, least, most):
     """Oracle: the bounds by hand: what lies on them is taken, what lies beyond is refused with the key."""
     for value in (least, most):
-        zero = resolve({"zero_optimization": {"stage": 3, key: value}}, recipe.load(None), 1, "cuda")
+        zero = resolve({"zero_optimization": {"stage": 3, key: value}}, recipe.load_recipe(None), 1, "cuda")
         assert zero["zero_optimization"][key] == value
     for value in (least - 1, most + 1):
         assert f'"zero_optimization.{key}" is {value}' in faults({"zero_optimization": {"stage": 3, key: value}})

@@ -16,7 +16,7 @@ from tests.support.engines import resolve
 
 
 def resolved(config, *overrides, world=1, device="cpu"):
-    return resolve(config, recipe.load(None, overrides), world, device)
+    return resolve(config, recipe.load_recipe(None, overrides), world, device)
 
 
 def zero(stage: int, **more) -> dict:
@@ -65,7 +65,7 @@ def test_batches_that_would_fit(total, world, fits):
     """Oracle: the multiples of the world size next to the batch, none of them zero; the JSON is not at fault."""
     text = faults({}, f"batch.global={total}", world=world)
     assert f"write batch.global={fits}, or start" in text and "ds_config" not in text
-    micro, accumulation = settings.split_batch(recipe.load(None, ["batch.global=12", "batch.micro=2"]).batch, 3)
+    micro, accumulation = settings.split_batch(recipe.load_recipe(None, ["batch.global=12", "batch.micro=2"]).batch, 3)
     assert (micro, accumulation) == (2, 2) and type(accumulation) is int
 
 

@@ -163,9 +163,9 @@ def folders(tmp_path_factory):
     for name in ("bert", "clip", "vae", "dino"):
         plant(root / name, "pickles")
         (root / name / "modules.json").unlink()
-    yaml = recipe.load(ROOT / "tests/launch/tiny.yaml", ["model.time_freq=diffusers", "model.learn_sigma=false"])
-    yaml = recipe.check(yaml, systems.config_class("dit"))
-    (root / "recipe.yaml").write_text(recipe.dump(yaml))
+    yaml = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["model.time_freq=diffusers", "model.learn_sigma=false"])
+    yaml = recipe.check_model(yaml, systems.config_class("dit"))
+    (root / "recipe.yaml").write_text(recipe.dump_run(yaml))
     system = systems.build("dit", yaml.model)
     to_diffusers.save_export(system, system.networks(), root / "export")
     plant_code(root / "export")

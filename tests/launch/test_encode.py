@@ -18,7 +18,7 @@ from dstrain.data.cached.latents import Latents
 from dstrain.data.cached.shards import read_index
 from dstrain.data.sources.images import open_images
 from dstrain.engine.checkpoint import read_weights
-from dstrain.recipe import ConfigError, load
+from dstrain.recipe import ConfigError, load_recipe
 from dstrain.runs import trained
 from dstrain.runs.weights import fit_weights
 from dstrain.sampling.draw import draw_all
@@ -129,7 +129,7 @@ def same_parts(run, out, kind):
     recipe = trained.read_recipe(run)
     system = systems.build(recipe.system, recipe.model)
     assert {entry.name for entry in out.iterdir()} == {"recipe.yaml", *(f"{part}.safetensors" for part in system.parts)}
-    assert load(out / "recipe.yaml") == recipe
+    assert load_recipe(out / "recipe.yaml") == recipe
     first = next(iter(system.parts))
     expected = read_weights(trained.find_checkpoint(run), first, kind)
     weights, remarks = fit_weights(out / f"{first}.safetensors", system)[first]

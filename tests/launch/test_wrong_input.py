@@ -225,7 +225,7 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
 
     job = prepare_job(parse_options(TrainOptions, ["folder=run"]))
     (folder / "run").mkdir()
-    (folder / "run" / "run.yaml").write_text(recipe.dump(job.run))
+    (folder / "run" / "run.yaml").write_text(recipe.dump_run(job.run))
     (folder / "run" / "saved").write_text("300")
     (folder / "run" / "checkpoints" / "step_00000300").mkdir(parents=True)
     code, _, err = launch(["folder=run", "seed=7", "model.depth=7", "steps=2000"], monkeypatch, capsys)
@@ -360,7 +360,7 @@ def test_dry_run_and_print_config_of_a_real_process(folder):
     )
     first, second = done.stdout.split("# DeepSpeed settings\n")
     (folder / "printed.yaml").write_text(first)
-    assert recipe.load(folder / "printed.yaml").steps == 7 and json.loads(second)["train_batch_size"] == 64
+    assert recipe.load_recipe(folder / "printed.yaml").steps == 7 and json.loads(second)["train_batch_size"] == 64
     done, _ = run([sys.executable, str(SCRIPT), "--dry-run"], folder)
     assert done.returncode == 0 and "in order" in done.stdout and not (folder / "runs").exists()
 

@@ -65,9 +65,9 @@ def words(folder, stage):
 
 def first_loss(folder):
     """The first training loss in plain torch: the constructor's weights, one process, no engine."""
-    run = recipe.load(folder / "recipe.yaml")
+    run = recipe.load_recipe(folder / "recipe.yaml")
     run = run.model_copy(update={"data": complete_data(run.data)})
-    system = systems.build(run.system, recipe.check(run, systems.config_class(run.system)).model)
+    system = systems.build(run.system, recipe.check_model(run, systems.config_class(run.system)).model)
     torch.manual_seed(run.seed)
     nets = system.networks()
     with Batches(
@@ -139,7 +139,7 @@ def test_every_command(tmp_path, monkeypatch, capsys, request, entry_point, name
         "export.py", [run, "--format", "safetensors", "--out", tmp_path / "out", *named], monkeypatch, capsys
     )
     assert code == 0, stdout + stderr
-    system = systems.build(name, recipe.load(run / "run.yaml").model)
+    system = systems.build(name, recipe.load_recipe(run / "run.yaml").model)
     part, network = next(iter(system.networks().items()))
     with safe_open(tmp_path / "out" / f"{part}.safetensors", "pt") as file:
         assert set(file.keys()) == set(network.state_dict())

@@ -89,7 +89,7 @@ def prepared(folder: Path, case: str, stage: int, world: int, *more: str) -> tup
     words += more
     words += [f"model.tokenizer.path={folder / 'tokens'}"] * (name == "tiny-phenaki")
     words += [f"batch.global={2 * world}"] * (case in ("dit summed", "vae"))  # two micro-batches, or two samples
-    run, problems = check_recipe(recipe.load(ROOT / "tests" / "launch" / f"{name}.yaml", words))
+    run, problems = check_recipe(recipe.load_recipe(ROOT / "tests" / "launch" / f"{name}.yaml", words))
     assert not problems
     zero = {
         "stage": stage,

@@ -19,7 +19,7 @@ NOTHING = Counts({"denoiser": WEIGHTS, "frozen/first_stage": 10**12}, {}, {}, {}
 
 def seconds(counts, stage, world=8, per_node=8, efficiency=0.45, **zero):
     """The rule's answer for an H200 in bf16."""
-    run = recipe.load(Path(ROOT / "tests/launch/tiny.yaml"), [f"batch.global={world}", "batch.micro=1"])
+    run = recipe.load_recipe(Path(ROOT / "tests/launch/tiny.yaml"), [f"batch.global={world}", "batch.micro=1"])
     settings = resolve({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **zero}}, run, world, "cuda")
     return Estimate(run, settings, Layout(world, per_node), H200, counts, efficiency).time
 

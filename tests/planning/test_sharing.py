@@ -34,8 +34,8 @@ CASES = {
 
 def keep(name: str) -> list[int]:
     """Bytes by numbers of ranks, of one sample in bfloat16."""
-    run = recipe.load(ROOT / "launch" / "recipes" / f"{name}.yaml", CASES[name])
-    system = systems.build(run.system, recipe.check(run, systems.config_class(run.system)).model)
+    run = recipe.load_recipe(ROOT / "launch" / "recipes" / f"{name}.yaml", CASES[name])
+    system = systems.build(run.system, recipe.check_model(run, systems.config_class(run.system)).model)
     with torch.device("meta"):
         networks = system.networks()
     part, network = next(iter(networks.items()))

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, NotRead, Run, files, problems
-from dstrain.recipe.section import MAY_CHANGE, Resume, Section, filled_in, find_section, fixed, list_fields
+from dstrain.recipe.section import MAY_CHANGE, Resume, Section, find_section, iterate_fields, mark_filled_in, mark_fixed
 from dstrain.systems.base import SystemConfig
 
 # Overrides that pass, and the nearest that do not; % stands between several. Bounds of numbers:
@@ -46,7 +46,7 @@ def test_edges(passes, fails):
     """Oracle: by hand: the last value that means something, the first that does not, which the error names."""
 
     def load(words: str) -> Run:
-        return recipe.check(recipe.load(None, words.split("%")), Even)
+        return recipe.check_model(recipe.load_recipe(None, words.split("%")), Even)
 
     load(passes)
     with pytest.raises(ConfigError) as caught:
@@ -57,11 +57,11 @@ def test_edges(passes, fails):
 
 def test_keys_of_the_schema():
     """Oracle: a section and its entries by hand: aliases, order, and what may change within a section that is fixed."""
-    keys = dict(list_fields(Run))
+    keys = dict(iterate_fields(Run))
     assert list(keys)[:3] == ["name", "system", "folder"] and {"batch", "batch.global", "batch.micro"} <= set(keys)
     assert "batch.global_" not in keys and list(keys).index("batch") + 1 == list(keys).index("batch.global")
     assert find_section(keys["batch"]).__name__ == "BatchSize" and find_section(keys["steps"]) is None
-    assert list(dict(list_fields(find_section(keys["ema"]), "a.b")))[:2] == ["a.b.decays", "a.b.warmup"]
+    assert list(dict(iterate_fields(find_section(keys["ema"]), "a.b")))[:2] == ["a.b.decays", "a.b.warmup"]
     assert [mark for mark in keys["optimizer.decay_steps"].metadata if isinstance(mark, Resume)] == [MAY_CHANGE]
 
     def rule(key):
@@ -99,15 +99,15 @@ def test_divisors_at_the_edge():
 
 def test_what_lies_nearby(tmp_path):
     """Oracle: by hand: the closest name, then the first twelve in order; a folder without any says so."""
-    assert recipe.list_nearby(tmp_path / "a.yaml", "*.yaml") == f"; {tmp_path}/ has no *.yaml"
+    assert recipe.suggest_files(tmp_path / "a.yaml", "*.yaml") == f"; {tmp_path}/ has no *.yaml"
     for number in range(13):
         (tmp_path / f"file{number:02d}.yaml").touch()
     (tmp_path / "other.txt").touch()
     listed = ", ".join(f"file{number:02d}.yaml" for number in range(12))
-    assert recipe.list_nearby(tmp_path / "qqqq", "*.yaml") == f"; {tmp_path}/ holds {listed}"
-    found = recipe.list_nearby(tmp_path / "file7.yaml", "*.yaml")
+    assert recipe.suggest_files(tmp_path / "qqqq", "*.yaml") == f"; {tmp_path}/ holds {listed}"
+    found = recipe.suggest_files(tmp_path / "file7.yaml", "*.yaml")
     assert found.startswith(f" (did you mean {tmp_path / 'file07.yaml'}?); ")
-    assert recipe.list_nearby(tmp_path / "none" / "a.yaml", "*.yaml").endswith("/none/ has no *.yaml")
+    assert recipe.suggest_files(tmp_path / "none" / "a.yaml", "*.yaml").endswith("/none/ has no *.yaml")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_recipes_that_are_none(tmp_path, text, words):
     path = tmp_path / "r.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:
-        recipe.load(path)
+        recipe.load_recipe(path)
     assert str(path) in str(caught.value) and len(caught.value.problems) == 1
 
 
@@ -158,7 +158,7 @@ def test_recipes_that_cannot_be_read(tmp_path):
         ("none", ": there is no such file"),
     ):
         with pytest.raises(ConfigError) as caught:
-            recipe.load(tmp_path / f"{name}.yaml")
+            recipe.load_recipe(tmp_path / f"{name}.yaml")
         assert str(caught.value).startswith(f"--recipe {tmp_path}/{name}.yaml") and reason in str(caught.value)
 
 
@@ -166,7 +166,7 @@ def test_recipes_that_cannot_be_read(tmp_path):
 def test_values_that_are_none(text):
     """Oracle: by hand: what holds itself has no end, tags are not ours, and CPython reads 4,300 digits at most."""
     with pytest.raises(ConfigError, match="^model.a=.* cannot be read as a value: quote it, for example model.a="):
-        recipe.load(None, [f"model.a={text}"])
+        recipe.load_recipe(None, [f"model.a={text}"])
 
 
 def test_how_deep_a_recipe_may_be():
@@ -188,14 +188,14 @@ def test_where_a_problem_comes_from(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("steps: 0\nevery: {save: -1}\nema: {decays: [0.5, 2]}\n")
     with pytest.raises(ConfigError) as caught:
-        recipe.load(path, ["every.report=-1", "steps=0.5", "optimizer.betas=[1, 2]"])
+        recipe.load_recipe(path, ["every.report=-1", "steps=0.5", "optimizer.betas=[1, 2]"])
     lines = {line.partition("=")[0].partition(":")[0]: line for line in caught.value.problems}
     assert set(lines) == {"steps", "every.save", "every.report", "ema.decays[1]", "optimizer.betas[1]"}
     for key, line in lines.items():
         origin = path if key in ("every.save", "ema.decays[1]") else "command line"
         assert line.endswith(f" [{origin}]"), line
     with pytest.raises(ConfigError, match=r"^batch.global=64 is no multiple of batch.micro=3") as caught:
-        recipe.load(None, ["batch.micro=3"])
+        recipe.load_recipe(None, ["batch.micro=3"])
     assert "[" not in str(caught.value)
 
 
@@ -205,29 +205,29 @@ def test_overrides_of_what_is_no_section():
         with pytest.raises(
             ConfigError, match=f"^{key}: model.a.b is the value 3 and has no entries; write model.a.b=..."
         ):
-            recipe.load(None, ["model.a.b=3", f"{key}=4"])
-    assert recipe.load(None, ["model.a.b=3", "model.a.c=4"]).model == {"a": {"b": 3, "c": 4}}
+            recipe.load_recipe(None, ["model.a.b=3", f"{key}=4"])
+    assert recipe.load_recipe(None, ["model.a.b=3", "model.a.c=4"]).model == {"a": {"b": 3, "c": 4}}
     for words in ("steps", "=5", " =5"):
         with pytest.raises(ConfigError, match="is no override: write key=value"):
-            recipe.load(None, [words])
+            recipe.load_recipe(None, [words])
     for words in ("folder=", "data.path= "):
         with pytest.raises(
             ConfigError, match="gives nothing, as where a variable of the shell is not set: write a value"
         ):
-            recipe.load(None, [words])
-    assert recipe.load(None, ["folder=null"]).folder is None
+            recipe.load_recipe(None, [words])
+    assert recipe.load_recipe(None, ["folder=null"]).folder is None
     with pytest.raises(ConfigError, match=r"^steps=\[ cannot be read as a value: quote it, for example steps="):
-        recipe.load(None, ["steps=["])
+        recipe.load_recipe(None, ["steps=["])
 
 
 def test_home_is_expanded_in_every_path():
     """Oracle: Path.expanduser; other paths stay as they are."""
     home = str(Path("~").expanduser())
-    run = recipe.load(None, ["data.path=~/a", "data.held_out_path=~/b", "folder=~/c", "init_from=~/d"])
+    run = recipe.load_recipe(None, ["data.path=~/a", "data.held_out_path=~/b", "folder=~/c", "init_from=~/d"])
     assert (run.data.path, run.data.held_out_path) == (f"{home}/a", f"{home}/b")
     assert (run.folder, run.init_from) == (Path(home, "c"), Path(home, "d")) and run.directory == Path(home, "c")
-    assert recipe.load(None, ["data.path=a/~b", "name=n"]).data.path == "a/~b"
-    assert recipe.load(None, ["name=n"]).directory == Path("runs/n")
+    assert recipe.load_recipe(None, ["data.path=a/~b", "name=n"]).data.path == "a/~b"
+    assert recipe.load_recipe(None, ["name=n"]).directory == Path("runs/n")
 
 
 class Own(Section):
@@ -291,14 +291,14 @@ class Even(SystemConfig):
 def test_what_is_wrong_in_a_model(model, message):
     """Oracle: by hand: one line with the dotted key, the value, and what may stand there."""
     with pytest.raises(ConfigError) as caught:
-        recipe.check(Run(model=model), Even)
+        recipe.check_model(Run(model=model), Even)
     assert caught.value.problems == [message]
 
 
 def test_a_model_that_is_right():
     """Oracle: the section with every default written out; the rest of the run as it was."""
     run = Run(model={"width": 4}, steps=7)
-    checked = recipe.check(run, Even)
+    checked = recipe.check_model(run, Even)
     assert checked.model == {"recompute": "none", "width": 4, "name": "a", "inner": {"wide": 1.0, "title": "a"}}
     assert checked.model_copy(update={"model": {}}) == run.model_copy(update={"model": {}})
 
@@ -329,7 +329,7 @@ def test_a_model_that_is_right():
 def test_what_is_wrong_in_a_recipe(words, message):
     """Oracle: by hand."""
     with pytest.raises(ConfigError) as caught:
-        recipe.load(None, [words])
+        recipe.load_recipe(None, [words])
     assert caught.value.problems == [message]
 
 
@@ -353,8 +353,8 @@ def test_errors_in_other_words(tmp_path):
 
 
 class Marked(Own):
-    once: Annotated[int | None, filled_in("give the old one")] = None
-    never: Annotated[int, fixed("begin anew")] = 0
+    once: Annotated[int | None, mark_filled_in("give the old one")] = None
+    never: Annotated[int, mark_fixed("begin anew")] = 0
     free: Annotated[int, MAY_CHANGE] = 0
     plain: int = 0
 
@@ -363,12 +363,12 @@ def test_what_may_change_by_its_mark():
     """Oracle: by hand: what is filled in may come but not go or change; the remedy of the mark stands in the error."""
 
     def keys(old: dict, new: dict) -> list[str]:
-        return [key for key, _, _ in recipe.find_refused(Run(model=old), Run(model=new), Marked)]
+        return [key for key, _, _ in recipe.list_refused_changes(Run(model=old), Run(model=new), Marked)]
 
     assert keys({"once": None}, {"once": 1}) == [] and keys({}, {"once": 1}) == [] and keys({}, {"free": 1}) == []
     assert keys({"once": 1}, {"once": 2}) == keys({"once": 1}, {"once": None}) == ["model.once"]
     assert keys({"never": None}, {"never": 1}) == ["model.never"]
     assert keys({"plain": 0}, {"plain": 1}) == ["model.plain"]
     for name, remedy in (("once", "give the old one"), ("never", "begin anew"), ("plain", "write model.plain=1")):
-        error = recipe.explain_refused([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
+        error = recipe.describe_refused_changes([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
         assert f"model.{name} was 1 in runs/x and is now 2: {remedy}" in str(error)

@@ -278,15 +278,15 @@ REFUSALS = [
 def test_what_does_not_fit(overrides, message, mended):
     """Oracle: by hand: what a user reads, whole; and what it tells him to do is taken."""
     with pytest.raises(ConfigError) as caught:
-        recipe.load(None, overrides.split("%"))
+        recipe.load_recipe(None, overrides.split("%"))
     assert caught.value.problems == [message]
-    recipe.load(None, [entry for entry in mended.split("%") if entry])
+    recipe.load_recipe(None, [entry for entry in mended.split("%") if entry])
 
 
 def test_several_at_once():
     """Oracle: by hand: a line for each, in the order of the sections."""
     with pytest.raises(ConfigError) as caught:
-        recipe.load(
+        recipe.load_recipe(
             None,
             [
                 "data.held_out=1",
@@ -311,7 +311,7 @@ def test_several_at_once():
         "samples.prompts",
     ]
     with pytest.raises(ConfigError) as caught:
-        recipe.load(None, ["samples.ema=0.1", "save.format=deepspeed", "optimizer.name=lion"])
+        recipe.load_recipe(None, ["samples.ema=0.1", "save.format=deepspeed", "optimizer.name=lion"])
     assert [line.split("=")[0] for line in caught.value.problems] == ["samples.ema", "save.format"]
 
 
@@ -329,7 +329,7 @@ def test_several_at_once():
 def test_shapes_of_a_rule(rule, shapes):
     """Oracle: by hand, from the widest to the highest."""
     entry = ", ".join(f"{name}: {value}" for name, value in rule.items())
-    assert list(recipe.load(None, [f"data.buckets={{{entry}}}"]).data.buckets) == shapes
+    assert list(recipe.load_recipe(None, [f"data.buckets={{{entry}}}"]).data.buckets) == shapes
 
 
 @pytest.mark.parametrize(
@@ -349,10 +349,10 @@ def test_shapes_of_a_rule(rule, shapes):
 def test_rules_that_are_none(rule, problem):
     """Oracle: by hand: the entry of the rule, and what it should be; the last values that are taken are tried, too."""
     with pytest.raises(ConfigError) as caught:
-        recipe.load(None, [f"data.buckets={rule}"])
+        recipe.load_recipe(None, [f"data.buckets={rule}"])
     assert len(caught.value.problems) == 1 and f"{problem} [command line]" in str(caught.value)
     for taken in ("{pixels: 4294967296, step: 4096, ratio: 1}", "{pixels: 65536, ratio: 16}", "{pixels: 1, step: 1}"):
-        assert recipe.load(None, [f"data.buckets={taken}"]).data.buckets
+        assert recipe.load_recipe(None, [f"data.buckets={taken}"]).data.buckets
 
 
 def test_sides_that_are_no_multiples():
@@ -375,7 +375,7 @@ def test_parts_of_a_mixture():
     """Oracle: by hand: a source's own entries, then those of the section; a share is held out of a folder that names no
     other, and never of what is built in; the kind of the data is that of the first; ~ is the home folder.
     """
-    data = recipe.load(
+    data = recipe.load_recipe(
         None,
         [
             "data.mixture=[{path: ~/a, captions: ~/c}, {path: b, held_out: 0.5}, {path: d, "
@@ -385,9 +385,9 @@ def test_parts_of_a_mixture():
         ],
     ).data
     home = str(Path.home())
-    parts = data.parts()
+    parts = data.list_sources()
     assert [part.path for part in parts] == [f"{home}/a", "b", "d", "builtin:fashion", "f"] and data.path == f"{home}/a"
     assert [part.held_out for part in parts] == [0.1, 0.5, 0.0, 0.0, 0.0] and not any(part.flip for part in parts)
     assert [part.held_out_path for part in parts] == [None, None, f"{home}/e", None, None]
     assert [part.captions for part in parts] == [f"{home}/c"] + [None] * 4
-    assert all(part.mixture is None for part in parts) and recipe.load(None, []).data.parts() == ()
+    assert all(part.mixture is None for part in parts) and recipe.load_recipe(None, []).data.list_sources() == ()

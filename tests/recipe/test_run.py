@@ -97,9 +97,9 @@ def runs(draw) -> Run:
 def test_a_dumped_run_is_read_back_equal(tmp_path_factory, run):
     """Oracle: the run itself."""
     path = tmp_path_factory.getbasetemp() / "round.yaml"
-    path.write_text(recipe.dump(run), encoding="utf-8")
-    assert recipe.load(path) == run
-    assert not recipe.list_differences(run, recipe.load(path))
+    path.write_text(recipe.dump_run(run), encoding="utf-8")
+    assert recipe.load_recipe(path) == run
+    assert not recipe.list_differences(run, recipe.load_recipe(path))
 
 
 @settings(max_examples=200, deadline=None)
@@ -109,7 +109,7 @@ def test_an_override_is_yaml(key, value):
     if not key or set(key) & set("=.") or key.strip() != key or key == "init_from":
         return
     text = yaml.dump({"x": value}, Dumper=files._Dumper, default_flow_style=True, width=10**6)[4:-2]
-    assert recipe.load(None, [f"model.{key}={text}"]).model == {key: value}
+    assert recipe.load_recipe(None, [f"model.{key}={text}"]).model == {key: value}
 
 
 def test_a_space_that_is_missing():
@@ -123,8 +123,8 @@ def test_a_space_that_is_missing():
 def stand_in(run):
     """Saves a narrow tokenizer where a recipe expects one, with the geometry of the recipe that trains it."""
     made_by = run.name.replace("phenaki", "phenaki-tokenizer")
-    run_of_tokenizer = recipe.load(next(path for path in RECIPES if path.stem == made_by))
-    config = recipe.check(run_of_tokenizer, config_class(run_of_tokenizer.system)).model
+    run_of_tokenizer = recipe.load_recipe(next(path for path in RECIPES if path.stem == made_by))
+    config = recipe.check_model(run_of_tokenizer, config_class(run_of_tokenizer.system)).model
     tokenizers.save(
         Path(run.model["tokenizer"]["path"]),
         **{
@@ -139,19 +139,19 @@ def test_a_shipped_recipe_is_complete(path, tmp_path, monkeypatch):
     """Oracle: the schema, the system's own class, and the three entries that every header has."""
     monkeypatch.chdir(tmp_path)
     text = path.read_text(encoding="ascii")
-    run = recipe.load(path)
+    run = recipe.load_recipe(path)
     if "tokenizer" in run.model:
         stand_in(run)
-    checked = recipe.check(run, config_class(run.system))
+    checked = recipe.check_model(run, config_class(run.system))
     assert run.name == path.stem
-    assert set(run.model) < set(checked.model) and recipe.check(checked, config_class(run.system)) == checked
+    assert set(run.model) < set(checked.model) and recipe.check_model(checked, config_class(run.system)) == checked
     assert all(f"# {word}" in text for word in ("Source ", "Launch ", "Expected "))
 
 
 def test_published_settings_are_the_papers():
     """Oracle: Peebles & Xie 2022, sections 4 and 5, and the constants of the official train.py."""
     for name, steps, size in (("dit-xl2-imagenet256", 7_000_000, 256), ("dit-xl2-imagenet512", 3_000_000, 512)):
-        run = recipe.load(ROOT / "launch" / "recipes" / f"{name}.yaml")
+        run = recipe.load_recipe(ROOT / "launch" / "recipes" / f"{name}.yaml")
         assert (run.batch.global_, run.optimizer.lr, run.optimizer.weight_decay, run.ema.decays) == (
             256,
             1e-4,
@@ -183,7 +183,7 @@ def test_published_settings_are_the_papers():
 )
 def test_values_that_yaml_libraries_misread(text, key, expected):
     """Oracle: YAML 1.2's core schema for plain scalars, and what a user means."""
-    value = recipe.load(None, [f"{key}={text}"]).model_dump(by_alias=True)
+    value = recipe.load_recipe(None, [f"{key}={text}"]).model_dump(by_alias=True)
     for part in key.split("."):
         value = value[part]
     assert value == expected and type(value) is type(expected)
@@ -191,29 +191,34 @@ def test_values_that_yaml_libraries_misread(text, key, expected):
 
 def test_init_from_has_a_synonym(tmp_path):
     """Oracle: the same run under both spellings; either on the command line wins over either in the recipe."""
-    assert recipe.load(None, ["model.init_from=/a"]) == recipe.load(None, ["init_from=/a"])
-    assert recipe.load(None, ["model.init_from=/a"]).model == {}
+    assert recipe.load_recipe(None, ["model.init_from=/a"]) == recipe.load_recipe(None, ["init_from=/a"])
+    assert recipe.load_recipe(None, ["model.init_from=/a"]).model == {}
     with pytest.raises(ConfigError, match="differ"):
-        recipe.load(None, ["model.init_from=/a", "init_from=/b"])
+        recipe.load_recipe(None, ["model.init_from=/a", "init_from=/b"])
     for overrides in (["init_from=/b"], ["model.init_from=/b"]):
         for text in ("init_from: /a\n", "model: {init_from: /a}\n"):
             path = tmp_path / "r.yaml"
             path.write_text(text)
-            assert str(recipe.load(path, overrides).init_from) == "/b" and recipe.load(path, overrides).model == {}
+            assert (
+                str(recipe.load_recipe(path, overrides).init_from) == "/b"
+                and recipe.load_recipe(path, overrides).model == {}
+            )
 
 
 def test_an_override_wins_over_the_recipe(tmp_path):
     """Oracle: the order of the command line, the last one wins, the rest of a section stays."""
     path = tmp_path / "r.yaml"
     path.write_text("init_from: /file\noptimizer:\n  lr: 1\n  eps: 0.5\nema:\n")
-    run = recipe.load(path, ["optimizer.lr=2", "optimizer.lr=3", "model.init_from=/typed"])
+    run = recipe.load_recipe(path, ["optimizer.lr=2", "optimizer.lr=3", "model.init_from=/typed"])
     assert (run.optimizer.lr, run.optimizer.eps, str(run.init_from)) == (3, 0.5, "/typed")
 
 
 def test_all_faults_are_named_at_once():
     """Oracle: the list of faults put in."""
     with pytest.raises(ConfigError) as caught:
-        recipe.load(None, ["lr=1", "stesp=2", "optimizer.betas=[0.9]", "steps=many", "ema.decays=[0.9,0.9]", "seed"])
+        recipe.load_recipe(
+            None, ["lr=1", "stesp=2", "optimizer.betas=[0.9]", "steps=many", "ema.decays=[0.9,0.9]", "seed"]
+        )
     text = str(caught.value)
     assert len(caught.value.problems) == 6
     for part in ("optimizer.lr?", "steps?", "optimizer.betas[1]", "steps=many", "ema.decays", "'seed' is no override"):
@@ -246,13 +251,13 @@ def test_all_faults_are_named_at_once():
 def test_did_you_mean(typed, meant):
     """Oracle: the key that a reader would have meant."""
     with pytest.raises(ConfigError, match=rf"\(did you mean {re.escape(meant)}\?\)"):
-        recipe.load(None, [f"{typed}=1"])
+        recipe.load_recipe(None, [f"{typed}=1"])
 
 
 def test_a_section_that_is_misspelt_is_of_the_command_line():
     """Oracle: where the words were typed, though the section alone is unknown."""
     with pytest.raises(ConfigError, match=r"bach: .*did you mean batch.*\[command line\]"):
-        recipe.load(ROOT / "tests/launch/tiny.yaml", ["bach.global=4"])
+        recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["bach.global=4"])
 
 
 @pytest.mark.parametrize(
@@ -260,9 +265,9 @@ def test_a_section_that_is_misspelt_is_of_the_command_line():
 )
 def test_did_you_mean_of_a_model(model, meant):
     """Oracle: the key that a reader would have meant: its words before its letters."""
-    run = recipe.load(None, [f"model.{model}"])
+    run = recipe.load_recipe(None, [f"model.{model}"])
     with pytest.raises(ConfigError, match="there is no such key") as caught:
-        recipe.check(run, config_class("dit"))
+        recipe.check_model(run, config_class("dit"))
     assert f"(did you mean model.{meant}" in str(caught.value)
 
 
@@ -270,9 +275,9 @@ def test_a_recipe_of_another_version(tmp_path):
     """Oracle: each key that this version does not know, with the remedy, wherever it stands; a user's own recipe with
     the same key is advised another one; values below a key, such as columns, are no keys.
     """
-    run = recipe.load(ROOT / "tests/launch/tiny.yaml", ["data.columns={image: a}"])
-    run = recipe.check(run, config_class(run.system))
-    text = recipe.dump(run)
+    run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["data.columns={image: a}"])
+    run = recipe.check_model(run, config_class(run.system))
+    text = recipe.dump_run(run)
     newer = text.replace("optimizer:\n", "optimizer:\n  newer: 3\n") + "novelty: 1\n"
     (tmp_path / "run.yaml").write_text(newer)
     with pytest.raises(ConfigError) as caught:
@@ -286,17 +291,17 @@ def test_a_recipe_of_another_version(tmp_path):
     assert folders.read_recipe(tmp_path).model == run.model
     (tmp_path / "mine.yaml").write_text(newer)
     with pytest.raises(ConfigError, match="novelty: there is no such key; known here"):
-        recipe.load(tmp_path / "mine.yaml")
+        recipe.load_recipe(tmp_path / "mine.yaml")
 
 
 def test_differences_and_what_a_resumed_run_may_change():
     """Oracle: the list in design section 2: entries that determine the numbers are fixed, others are free."""
-    old = recipe.load(None, ["model.depth=2"])
+    old = recipe.load_recipe(None, ["model.depth=2"])
 
     def keys(*overrides):
-        new = recipe.load(None, ["model.depth=2", *overrides])
+        new = recipe.load_recipe(None, ["model.depth=2", *overrides])
         return [key for key, _, _ in recipe.list_differences(old, new)], [
-            key for key, _, _ in recipe.find_refused(old, new, DIT)
+            key for key, _, _ in recipe.list_refused_changes(old, new, DIT)
         ]
 
     assert keys() == ([], [])
@@ -337,7 +342,9 @@ def test_differences_and_what_a_resumed_run_may_change():
     for key, value in fixed.items():
         assert keys(f"{key}={value}") == ([key], [key])
     text = str(
-        recipe.explain_refused(recipe.find_refused(old, recipe.load(None, ["seed=1"]), DIT), Path("runs/x"), DIT)
+        recipe.describe_refused_changes(
+            recipe.list_refused_changes(old, recipe.load_recipe(None, ["seed=1"]), DIT), Path("runs/x"), DIT
+        )
     )
     assert "seed was 0" in text and "seed=0" in text and "--allow-change" in text and "model.depth" in text
 
@@ -347,7 +354,7 @@ def test_an_open_horizon_may_not_move(schedule):
     """Oracle: Optimizer.lr_at: a change is refused if it changes the learning rate of a past step."""
 
     def run(*overrides):
-        return recipe.load(None, [f"optimizer.schedule={schedule}", *overrides])
+        return recipe.load_recipe(None, [f"optimizer.schedule={schedule}", *overrides])
 
     def changes_the_past(old, new):
         return any(old.optimizer.lr_at(step, old.steps) != new.optimizer.lr_at(step, new.steps) for step in range(500))
@@ -358,9 +365,11 @@ def test_an_open_horizon_may_not_move(schedule):
         (run("steps=500", "optimizer.decay_steps=400"), run("steps=900", "optimizer.decay_steps=400")),
         (run("steps=500", "optimizer.decay_steps=500"), run("steps=500")),
     ):
-        assert bool(recipe.find_refused(old, new, DIT)) == changes_the_past(old, new)
+        assert bool(recipe.list_refused_changes(old, new, DIT)) == changes_the_past(old, new)
     text = str(
-        recipe.explain_refused(recipe.find_refused(run("steps=500"), run("steps=900"), DIT), Path("runs/x"), DIT)
+        recipe.describe_refused_changes(
+            recipe.list_refused_changes(run("steps=500"), run("steps=900"), DIT), Path("runs/x"), DIT
+        )
     )
     assert "optimizer.decay_steps=500" in text and "--allow-change" in text
 

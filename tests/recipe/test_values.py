@@ -9,7 +9,7 @@ import pytest
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, Run
-from dstrain.recipe.section import find_section, list_fields, list_types
+from dstrain.recipe.section import find_section, iterate_fields, list_types
 
 # A changed default would change every recipe that leaves the key out, without a word.
 DEFAULTS = {
@@ -210,7 +210,7 @@ def test_defaults():
     """Oracle: the values written down above, of every entry of the schema, which the recipes of users count on."""
     run = Run().model_dump(by_alias=True)
     given: dict[str, Any] = {}
-    for key, field in list_fields(Run):
+    for key, field in iterate_fields(Run):
         value: Any = run
         for part in key.split("."):
             value = None if value is None else value[part]
@@ -232,7 +232,7 @@ def test_bounds(template, least, greatest):
     """
 
     def load(number: float) -> Run:
-        return recipe.load(None, template.format(repr(number)).split("%"))
+        return recipe.load_recipe(None, template.format(repr(number)).split("%"))
 
     load(least), load(greatest)
     key = template.split("%")[-1].partition("=")[0]
@@ -258,7 +258,7 @@ def bounded(annotation: Any, metadata: Any = ()) -> bool:
 def test_every_bound_is_tried():
     """Oracle: the schema: each number that has a bound stands in the table above."""
     tried = {entry.partition("=")[0] for template, _, _ in BOUNDS for entry in template.split("%")}
-    missing = {key for key, field in list_fields(Run) if bounded(field.annotation, field.metadata)} - tried
+    missing = {key for key, field in iterate_fields(Run) if bounded(field.annotation, field.metadata)} - tried
     assert missing == {"data.mixture.weight", "data.mixture.held_out", "data.codes.shape", "data.codes.text"}  # within
 
 
@@ -266,11 +266,11 @@ def test_every_bound_is_tried():
     "key",
     [
         key
-        for key, field in list_fields(Run)
+        for key, field in iterate_fields(Run)
         if int in list_types(field.annotation) and bool not in list_types(field.annotation)
     ],
 )
 def test_true_is_no_number(key):
     """Oracle: every key that takes a whole number, from the schema: `true` is refused, never taken for 1."""
     with pytest.raises(ConfigError, match=rf"(?m)^{key} is true, which has no meaning here"):
-        recipe.load(None, [f"{key}=true"])
+        recipe.load_recipe(None, [f"{key}=true"])

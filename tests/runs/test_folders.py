@@ -20,7 +20,7 @@ MARK = "images: 60"
 
 
 def run(folder: Path, *overrides: str) -> Run:
-    return recipe.load(None, [f"folder={folder}", "model.depth=2", *overrides])
+    return recipe.load_recipe(None, [f"folder={folder}", "model.depth=2", *overrides])
 
 
 def check(wanted: Run, mark: str = MARK, *, from_scratch: bool = False, allow_change: bool = False) -> None:
@@ -65,7 +65,7 @@ def test_a_fresh_folder(tmp_path):
         assert list(tmp_path.iterdir()) == [] or there
         wanted.directory.mkdir(parents=True, exist_ok=True)
     prepare(wanted)
-    assert recipe.load(wanted.directory / "run.yaml") == wanted
+    assert recipe.load_recipe(wanted.directory / "run.yaml") == wanted
     assert json.loads((wanted.directory / "ds_config.json").read_text()) == {"train_batch_size": 64}
     assert set(contents(wanted.directory)) == {"run.yaml", "ds_config.json", "data.txt", "saved"}
     check(wanted)
@@ -517,7 +517,7 @@ def test_going_on_keeps_what_is_there(begun):
     before = contents(begun)
     prepare(run(begun, "steps=77"))
     after = contents(begun)
-    assert before.keys() == after.keys() and recipe.load(begun / "run.yaml").steps == 77
+    assert before.keys() == after.keys() and recipe.load_recipe(begun / "run.yaml").steps == 77
     assert {name for name in after if after[name] != before[name]} == {"run.yaml"}
 
 
@@ -650,7 +650,7 @@ def test_a_new_folder_reaches_the_disk(tmp_path, events):
 def test_a_run_of_an_older_dstrain_keeps_its_ways(tmp_path, critic, labels):
     """Oracle: what Phenaki did before it had these entries, which a run.yaml of that time lacks."""
     (tmp_path / "run.yaml").write_text(
-        recipe.dump(Run(system="phenaki", model={"critic": critic, "decoding": {"sample_temperature": 0.9}}))
+        recipe.dump_run(Run(system="phenaki", model={"critic": critic, "decoding": {"sample_temperature": 0.9}}))
     )
     model = folders.read_recipe(tmp_path).model
     assert model["critic_labels"] == labels

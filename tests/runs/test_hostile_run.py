@@ -33,8 +33,8 @@ VERBS = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The folder of a run of random weights."""
-    run = recipe.load(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=1", "data.workers=0"])
-    run = recipe.check(run, systems.config_class("dit"))
+    run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=1", "data.workers=0"])
+    run = recipe.check_model(run, systems.config_class("dit"))
     torch.manual_seed(0)
     return checkpoints.write(tmp_path_factory.mktemp("made") / "run", run, systems.build("dit", run.model).networks())
 
@@ -79,10 +79,10 @@ def recipe_says(**changes):
     """Names places of the user in run.yaml."""
 
     def plant(run, outside):
-        text = recipe.load(
+        text = recipe.load_recipe(
             run / "run.yaml", [f"{key}={value.format(outside=outside)}" for key, value in changes.items()]
         )
-        (run / "run.yaml").write_text(recipe.dump(text))
+        (run / "run.yaml").write_text(recipe.dump_run(text))
 
     return plant
 

@@ -358,7 +358,7 @@ def test_init_from_a_run(runs):
         assert same(read_weights(checkpoint(folder, 1), "denoiser", kind), expected)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1] and (folder / "saved").read_text() == "1\n"
-    assert recipe.load(folder / "run.yaml").init_from == trained
+    assert recipe.load_recipe(folder / "run.yaml").init_from == trained
 
 
 # --------------------------------------------------------------------------------------------- launch/generate.py

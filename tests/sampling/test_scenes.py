@@ -278,7 +278,7 @@ def upsampler(folder: Path) -> Path:
     folder.mkdir()
     model = {"image_size": 8, "small_size": 4, "channel_mult": [1], "attention_resolutions": []}
     run = Run(system="iddpm", model=model, data={"image_size": 8})
-    (folder / "run.yaml").write_text(recipe.dump(run))
+    (folder / "run.yaml").write_text(recipe.dump_run(run))
     return folder
 
 

@@ -20,7 +20,7 @@ def write(folder: Path, run: Run, nets: Mapping[str, nn.Module], step: int = 7, 
     """Fills `folder` like a run on one rank; master weights and the EMA of decay 0.9 are the networks' weights."""
     step_folder = folder / "checkpoints" / f"step_{step:08d}"
     step_folder.mkdir(parents=True)
-    (folder / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
+    (folder / "run.yaml").write_text(recipe.dump_run(run), encoding="utf-8")
     (folder / "data.txt").write_text(data + "\n", encoding="utf-8")
     common = {"system/history": torch.zeros(2)}
     for part, network in nets.items():

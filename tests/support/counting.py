@@ -112,7 +112,7 @@ def folder(path: Path, samples: dict | None = None, **model) -> Path:
         },
         samples=samples or {},
     )
-    (path / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
+    (path / "run.yaml").write_text(recipe.dump_run(run), encoding="utf-8")
     return path
 
 

@@ -30,6 +30,6 @@ def save(folder: Path, seed: int = 0, **changes) -> Path:
         for weight in network.parameters():  # large enough that other tokens are other pictures
             weight.add_(0.2 * torch.randn(weight.shape))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.yaml").write_text(recipe.dump(run), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(recipe.dump_run(run), encoding="utf-8")
     save_file(network.state_dict(), folder / "tokenizer.safetensors")
     return folder

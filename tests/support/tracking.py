@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dstrain.recipe import Run, dump
+from dstrain.recipe import Run, dump_run
 from dstrain.tracking.throughput import Throughput
 from dstrain.tracking.tracker import Tracker
 
@@ -18,7 +18,7 @@ def track_run(run: Run, folder: Path, parts: tuple[str, ...] = ("denoiser",), **
         steps=run.steps,
         parts=parts,
         config=run.model_dump(mode="json", by_alias=True),
-        recipe=dump(run),
+        recipe=dump_run(run),
         report_page=run.every.report_page,
         patience=15 * run.faults.timeout_minutes,
         **more,

@@ -57,7 +57,7 @@ def test_parts_and_micro_batches():
     """Oracle: torch's FlopCounterMode around a real turn of an autoencoder; twice the samples are twice the operations;
     and a step takes more once the adversary has joined.
     """
-    run = recipe.load(ROOT / "tests/launch/tiny-vae.yaml", [])
+    run = recipe.load_recipe(ROOT / "tests/launch/tiny-vae.yaml", [])
     shape = {"image_size": 16, "channels": 1}
     system = systems.build(run.system, {**run.model, **shape})
     example = system.encode(system.synthetic(4) | {"position": torch.arange(4), "step": torch.zeros(4).long()})
@@ -107,7 +107,7 @@ def test_rates_of_chips():
 
 def test_reports(monkeypatch):
     """Oracle: the count of a step times 10 steps, over 4 s and the rate of an H200; a CPU reports none of it."""
-    run = recipe.load(Path(ROOT / "tests/launch/tiny.yaml"), ["batch.global=8", "model.image_size=8"])
+    run = recipe.load_recipe(Path(ROOT / "tests/launch/tiny.yaml"), ["batch.global=8", "model.image_size=8"])
     system = systems.build("dit", {**run.model, "in_channels": 1})
     assert Utilization(system, 8, "bf16").figures(0, 10, 4.0) == {}
     monkeypatch.setattr(group, "device", lambda: torch.device("cuda"))

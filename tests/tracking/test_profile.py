@@ -19,7 +19,7 @@ def steps(tmp_path):
     """
 
     def take(window, first=0, count=6, end=True):
-        run, lines = recipe.load(None, [f"folder={tmp_path}"]), []
+        run, lines = recipe.load_recipe(None, [f"folder={tmp_path}"]), []
         made = time_run(run, first, window=window, note=lines.append)
         for done in range(first + 1, first + count + 1):
             torch.ones(done, 3) @ torch.ones(3, 3)

@@ -30,7 +30,7 @@ def hands(monkeypatch):
 
 
 def throughput(hands: Time, first: int = 0) -> Throughput:
-    run = recipe.load(None, ["batch.global=64", "optimizer.lr=0.5", "optimizer.warmup=10"])
+    run = recipe.load_recipe(None, ["batch.global=64", "optimizer.lr=0.5", "optimizer.warmup=10"])
     return time_run(run, first, lambda: hands.waited)
 
 
@@ -90,7 +90,7 @@ def test_the_time_left(hands):
 def test_the_first_step_is_told(hands):
     """Oracle: one line, of the first step of this command, with the mean of its micro-batches by hand."""
     lines: list[str] = []
-    made = time_run(recipe.load(None, []), 7, note=lines.append)
+    made = time_run(recipe.load_recipe(None, []), 7, note=lines.append)
     hands.now += 2
     for done in (8, 9):
         made.at(done, {"a": [torch.tensor(1.0), torch.tensor(2.0)], "b": [torch.tensor(3.0)]})
@@ -105,7 +105,7 @@ def test_the_end_of_compiling_is_told():
         return graph.forward
 
     lines: list[str] = []
-    made = time_run(recipe.load(None, []), 7, note=lines.append)
+    made = time_run(recipe.load_recipe(None, []), 7, note=lines.append)
     began = time.perf_counter()
     assert torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1)) == 2
     took = time.perf_counter() - began

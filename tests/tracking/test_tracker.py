@@ -247,6 +247,6 @@ def test_tensorboard_holds_the_curves(tmp_path):
         for name in ("recipe", "machine")
     }
     (tmp_path / "recipe.yaml").write_text(texts["recipe"].strip("`\n"))
-    assert recipe.load(tmp_path / "recipe.yaml").steps == 20 and '"world": 1' in texts["machine"]
+    assert recipe.load_recipe(tmp_path / "recipe.yaml").steps == 20 and '"world": 1' in texts["machine"]
     assert [(e.step, e.value) for e in events.Scalars("train/lr")] == [(10, 0.5)]
     assert events.Images("samples")[0].step == 10

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dstrain.commands.options.command import Command, argument, option, words
-from dstrain.recipe import ConfigError, Data, load
+from dstrain.recipe import ConfigError, Data, load_recipe
 
 
 @dataclass(frozen=True)
@@ -56,4 +56,4 @@ class IndexOptions(Command):
         changes = {"path": os.path.expanduser(self.path)}
         if self.index is not None:
             changes["index"] = os.path.expanduser(self.index)
-        return load(None, self.overrides).data.model_copy(update=changes)
+        return load_recipe(None, self.overrides).data.model_copy(update=changes)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_binary_size, parse_share
 from dstrain.commands.options.command import Command, argument, option, words
-from dstrain.recipe import ConfigError, Data, load
+from dstrain.recipe import ConfigError, Data, load_recipe
 
 
 @dataclass(frozen=True)
@@ -61,4 +61,4 @@ class PackOptions(Command):
 
     def data(self) -> Data:
         """Returns the section of a recipe that these options name. Raises ConfigError if an entry is wrong."""
-        return load(None, [*self.overrides, f"data.path={os.path.expanduser(self.path)}"]).data
+        return load_recipe(None, [*self.overrides, f"data.path={os.path.expanduser(self.path)}"]).data

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from dstrain.recipe import ConfigError, format_value, list_nearby
+from dstrain.recipe import ConfigError, format_value, suggest_files
 
 RECIPE, DS_CONFIG = "dit-small.yaml", "zero2.json"  # what is taken where none is named
 _PACKAGE = Path(__file__).parents[2]
@@ -44,4 +44,4 @@ def find_shipped(path: Path, suffix: str, option: str) -> Path:
         return (files or found)[0]
     # A mistyped name is looked for among those that are shipped, unless its own folder has some.
     beside = path if list(path.parent.glob(f"*{suffix}")) else folder / path.name
-    raise ConfigError(f"{option} {format_value(str(path))}: there is no such file{list_nearby(beside, f'*{suffix}')}")
+    raise ConfigError(f"{option} {format_value(str(path))}: there is no such file{suggest_files(beside, f'*{suffix}')}")

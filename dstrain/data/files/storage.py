@@ -76,5 +76,5 @@ def _is_transient(error: Exception) -> bool:
 
 def require_regular(path: str | os.PathLike) -> None:
     """Raises ConfigError if it is no file, whose opening may wait for ever; OSError if it is not there."""
-    if kind := small.describe_kind(path):
+    if kind := small.describe_special_file(path):
         raise ConfigError(f"it is {kind}, and no file")

@@ -18,7 +18,7 @@ from dstrain.data.formats.sidecars import Beside
 from dstrain.data.formats.tars import Tars
 from dstrain.data.formats.unconverted import refuse_unconverted
 from dstrain.data.formats.zips import Zips
-from dstrain.disk.small import describe_kind
+from dstrain.disk.small import describe_special_file
 from dstrain.recipe import ConfigError
 
 LAYOUTS: tuple[type[Layout], ...] = (
@@ -59,7 +59,7 @@ def open_data_files(path: str, request: Request) -> Files:
             describe_address(request.key, path)
             or f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion"
         )
-    if os.path.exists(path) and (kind := describe_kind(path)) not in (None, "a folder"):
+    if os.path.exists(path) and (kind := describe_special_file(path)) not in (None, "a folder"):
         raise ConfigError(f"{request.key}={path} is {kind}: give a folder of {request.noun}, or a list of them")
     return open_files(path, request.cache)
 

@@ -144,7 +144,7 @@ def read_labels(root: Path, key: str) -> dict[str, int] | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = small.read_json(path, MAX_LABELS_BYTES, object_pairs_hook=small.require_distinct)
+        content = small.read_json(path, MAX_LABELS_BYTES, object_pairs_hook=small.require_distinct_keys)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "

@@ -220,7 +220,7 @@ class Tars(Layout):
                 if sample["cls"] is None:
                     sample["damaged"] = member.name
             else:
-                section = small.parse_distinct(text)
+                section = small.parse_json_of_distinct_keys(text)
                 sample["captions"] = find_captions(section) if wants_captions else ()
                 label = section.get("label") if wants_labels and isinstance(section, dict) else None
                 sample["label"] = label if isinstance(label, str | int | float) else None  # not boxes, say

@@ -12,7 +12,7 @@ from dstrain.encoders import autoencoder
 from dstrain.encoders.frozen import is_here
 from dstrain.encoders.precision import find_problem
 from dstrain.encoders.reader import Reader, ReadsTexts, complete_texts, replace_encoder
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run, filled_in, fixed
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, mark_filled_in, mark_fixed
 from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig, list_indivisible
 from dstrain.systems.dit.align import Align, Routing
@@ -98,12 +98,12 @@ class Config(SystemConfig, ReadsTexts):
     """Leading channels that are guided; None means all; 3 is what the published samples did."""
     first_stage: FirstStage | None = None
     """Autoencoder whose latents are modelled; None models what the data hold."""
-    sizes: Annotated[tuple[Shape, ...] | None, fixed("give the earlier data.buckets")] = None
+    sizes: Annotated[tuple[Shape, ...] | None, mark_fixed("give the earlier data.buckets")] = None
     """Widths and heights of the images that it learns from, filled in from data.buckets; None: image_size squared.
     Positions of any size run over the range of image_size: leave that as it was where init_from is given."""
-    size_conditions: Annotated[bool, filled_in()] = False
+    size_conditions: Annotated[bool, mark_filled_in()] = False
     """Whether the original size of an image and its crop are conditions, filled in from data.size_conditions."""
-    codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
+    codes: Annotated[Codes | None, mark_fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
 
     @model_validator(mode="before")

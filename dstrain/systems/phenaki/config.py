@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from dstrain.encoders.frozen import is_here
 from dstrain.encoders.reader import ReadsTexts, complete_texts, replace_encoder
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in, mark_fixed
 from dstrain.systems.base import SystemConfig, list_indivisible
 from dstrain.systems.phenaki import codec
 
@@ -14,9 +14,9 @@ SAMPLERS = ("confidence", "critic")
 
 
 class Tokenizer(Section):
-    path: Annotated[str, filled_in()]
+    path: Annotated[str, mark_filled_in()]
     """Folder of a trained tokenizer: dstrain export RUN --format safetensors --out FOLDER."""
-    fingerprint: Annotated[str | None, filled_in("put the earlier tokenizer back at model.tokenizer.path")] = None
+    fingerprint: Annotated[str | None, mark_filled_in("put the earlier tokenizer back at model.tokenizer.path")] = None
     """The only tokenizer that is accepted; None accepts any, and writes down that of the folder."""
 
 
@@ -29,7 +29,7 @@ class Codes(Section):
     """Fingerprint of the tokenizer that made them."""
     text: tuple[int, int] | None
     """Tokens and width of the text encodings beside them; None: there are none."""
-    text_encoder: Annotated[str | None, filled_in("give the data.path of the earlier latents")] = None
+    text_encoder: Annotated[str | None, mark_filled_in("give the data.path of the earlier latents")] = None
     """Fingerprint of the encoder that made these."""
 
 
@@ -73,7 +73,7 @@ class Config(SystemConfig, ReadsTexts):
     """Frames of each latent frame after the first, which is one frame; filled in as above."""
     tokenizer: Tokenizer | None = None
     """Encodes videos and decodes samples; None: the model learns from cached tokens and draws nothing."""
-    codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
+    codes: Annotated[Codes | None, mark_fixed("give the data.path of the earlier latents")] = None
     """What the index of data.path says of cached tokens, filled in; None: the data hold none."""
 
     dim: int = Field(512, ge=1)

@@ -95,7 +95,7 @@ def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any
     """Returns the lines as dictionaries with a number of steps, None for others; of the last `tail` bytes alone."""
     if not path.exists():
         return
-    small.require_file(path)
+    small.require_regular_file(path)
     with open(path, "rb") as file:
         if tail is not None and path.stat().st_size > tail:
             file.seek(-tail, 2)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dstrain.disk import small
-from dstrain.recipe import ConfigError, Run, dump, load
-from dstrain.recipe.files import make_plain
+from dstrain.recipe import ConfigError, Run, dump_run, load_recipe
+from dstrain.recipe.files import convert_to_plain_values
 from dstrain.tracking.figures import format_table
 from dstrain.tracking.report import metrics, pictures
 from dstrain.tracking.report.state import State, read_state
@@ -45,7 +45,7 @@ class Record:
 
     def flat(self) -> dict[str, Any]:
         """Returns every entry of the recipe, and of the DeepSpeed settings below `deepspeed`, by dotted key."""
-        return dict(flatten_entries(make_plain(self.run) if self.run else {})) | dict(
+        return dict(flatten_entries(convert_to_plain_values(self.run) if self.run else {})) | dict(
             flatten_entries({"deepspeed": self.settings})
         )
 
@@ -70,13 +70,13 @@ def read_record(folder: Path, label: str | None = None) -> Record:
             remarks.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
             return otherwise
 
-    run = attempt("run.yaml", load, None)
+    run = attempt("run.yaml", load_recipe, None)
     columns = attempt("metrics.jsonl", metrics.read_columns, metrics.Metrics(np.empty(0, np.int64), np.empty(0), {}))
     record = Record(
         folder, label or (run.name if run else folder.name), read_state(folder), columns, run, remarks=remarks
     )
     if run is not None:
-        record.differing, record.recipe = _list_changed(run, remarks), dump(run)
+        record.differing, record.recipe = _list_changed(run, remarks), dump_run(run)
     settings = attempt("ds_config.json", small.read_json, {})
     record.settings = settings if isinstance(settings, dict) else {}
     events = attempt("events.jsonl", _read_events, [])
@@ -126,8 +126,10 @@ def _list_changed(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
         }
     except Exception as error:  # a system from outside may raise anything
         remarks.append(f"the system {run.system} is not here, so that the defaults of its model are unknown: {error}")
-    values = dict(flatten_entries(make_plain(run)))
-    defaults = dict(flatten_entries(make_plain(Run()) | {"system": None, "model": make_plain(model)}))
+    values = dict(flatten_entries(convert_to_plain_values(run)))
+    defaults = dict(
+        flatten_entries(convert_to_plain_values(Run()) | {"system": None, "model": convert_to_plain_values(model)})
+    )
     return [
         (key, value, defaults.get(key))
         for key, value in values.items()
@@ -165,7 +167,7 @@ def _read_evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, 
 
 def _read_lines(path: Path) -> list[str]:
     """Returns the lines of a text file, the last 16 MB of it. OSError: no regular file, or not to be read."""
-    small.require_file(path)
+    small.require_regular_file(path)
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 16 * small.MEGABYTE))
         return file.read(16 * small.MEGABYTE).decode("utf-8", "replace").splitlines()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.disk import lines, small
-from dstrain.recipe import ConfigError, load
+from dstrain.recipe import ConfigError, load_recipe
 from dstrain.tracking.figures import format_duration
 from dstrain.tracking.report import metrics
 
@@ -60,7 +60,7 @@ def _find_within(folder: Path, depth: int) -> Iterator[Path]:
 def read_state(folder: Path) -> State:
     """Reads where the run in a folder stands. A file that cannot be read leaves its entries None."""
     try:
-        run = load(folder / "run.yaml")
+        run = load_recipe(folder / "run.yaml")
     except ConfigError:
         run = None
     try:
@@ -138,7 +138,7 @@ def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
     cannot be read.
     """
     try:
-        small.require_file(path)
+        small.require_regular_file(path)
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - tail))
             last = file.read(tail).decode("utf-8", "replace").splitlines()

@@ -34,8 +34,8 @@ METRICS = ("fid", "kid", "pr", "dc")
 def run(tmp_path_factory) -> Path:
     """The folder of a run of random weights on the built-in images."""
     folder = tmp_path_factory.mktemp("quality")
-    run = recipe.load(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=2"])
-    run = recipe.check(run, systems.config_class("dit"))
+    run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=2"])
+    run = recipe.check_model(run, systems.config_class("dit"))
     networks = systems.build("dit", run.model).networks()
     torch.manual_seed(0)
     for weight in networks["denoiser"].parameters():
@@ -95,9 +95,9 @@ def test_images_in_buckets(words, tmp_path):
             f"data.path={pictures}",
             f"data.buckets={buckets}",
         ]
-        begun = recipe.load(ROOT / "tests/launch/tiny.yaml", entries)
+        begun = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", entries)
         (folder := tmp_path / str(len(written))).mkdir()
-        (folder / "run.yaml").write_text(recipe.dump(begun), encoding="utf-8")
+        (folder / "run.yaml").write_text(recipe.dump_run(begun), encoding="utf-8")
         written.append(tmp_path / f"{len(written)}.npz")
         write_reference(
             EvaluateOptions(metrics=("fid",), features=(words,), folder=folder, batch=4, write_reference=written[-1])
@@ -107,10 +107,10 @@ def test_images_in_buckets(words, tmp_path):
 
 def test_super_resolution(words, tmp_path, monkeypatch):
     """Oracle: the same metrics of what generate makes of the held-out images with their labels; two ranks; slices."""
-    run = recipe.load(
+    run = recipe.load_recipe(
         ROOT / "tests/launch/tiny-iddpm.yaml", ["model.small_size=8", "samples.ema=0.9", "ema.decays=[0.9]"]
     )
-    run = recipe.check(run, systems.config_class("iddpm"))
+    run = recipe.check_model(run, systems.config_class("iddpm"))
     folder = checkpoints.write(tmp_path / "run", run, systems.build("iddpm", run.model).networks())
     unseen = Spread(open_sources(run.data)[1], NUM)
     images, _ = unseen.read_batch(torch.arange(NUM))

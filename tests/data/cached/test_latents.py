@@ -298,8 +298,8 @@ def test_the_index_fills_in_the_recipe(stage):
     index = Latents(folder / "x").index
     assert run.model["in_channels"] == 3 and run.model["first_stage"]["factor"] == 4
     assert run.model["codes"]["scaling_factor"] == index["statistics"]["scaling_factor"]
-    (folder / "run.yaml").write_text(recipe.dump(run))
-    system = systems.build("dit", recipe.load(folder / "run.yaml").model)
+    (folder / "run.yaml").write_text(recipe.dump_run(run))
+    system = systems.build("dit", recipe.load_recipe(folder / "run.yaml").model)
     batch = next(Batches(open_sources(run.data)[0], global_batch=4, micro_batch=4, seed=0).at(0))
     example = system.encode(batch)
     noise = rng.normal(batch["key"], "latent", (3, 4, 4))
@@ -395,28 +395,30 @@ def test_another_export_to_the_same_path(stage):
         "model.num_classes=10",
     ]
     online, cached = prepared(images).run, prepared(words).run
-    (folder / "run.yaml").write_text(recipe.dump(online))
-    old, fixed = recipe.load(folder / "run.yaml"), online.model["first_stage"]
-    assert (fixed["scaling_factor"], fixed["shift"]) == (0.5, 0.0) and recipe.find_refused(
+    (folder / "run.yaml").write_text(recipe.dump_run(online))
+    old, fixed = recipe.load_recipe(folder / "run.yaml"), online.model["first_stage"]
+    assert (fixed["scaling_factor"], fixed["shift"]) == (0.5, 0.0) and recipe.list_refused_changes(
         old, prepared(images).run, DIT
     ) == []
     assert fixed["fingerprint"] == cached.model["first_stage"]["fingerprint"] == cached.model["codes"]["first_stage"]
 
     first_stage.save(path, scaling_factor=0.75, shift_factor=0.25)
     for before, given in ((old, images), (cached, words)):
-        text = str(recipe.explain_refused(recipe.find_refused(before, prepared(given).run, DIT), folder, DIT))
+        text = str(
+            recipe.describe_refused_changes(recipe.list_refused_changes(before, prepared(given).run, DIT), folder, DIT)
+        )
         assert "first_stage.scaling_factor was 0.5" in text and "is now 0.75: write model.first_stage.scaling_f" in text
         assert "first_stage.shift was 0.0" in text and "is now 0.25" in text and "fingerprint" not in text
         keep = ["model.first_stage.scaling_factor=0.5", "model.first_stage.shift=0.0"]
-        assert recipe.find_refused(before, prepared([*given, *keep]).run, DIT) == []
+        assert recipe.list_refused_changes(before, prepared([*given, *keep]).run, DIT) == []
         built = systems.build("dit", before.model).first_stage
         assert (built.scaling_factor, built.shift) == (0.5, 0.0)
 
     first_stage.save(path, seed=1)
-    (change,) = recipe.find_refused(old, prepared(images).run, DIT)
+    (change,) = recipe.list_refused_changes(old, prepared(images).run, DIT)
     assert change[0] == "model.first_stage.fingerprint" and change[1] == fixed["fingerprint"] != change[2]
     assert "put the earlier autoencoder back at model.first_stage.path" in str(
-        recipe.explain_refused([change], folder, DIT)
+        recipe.describe_refused_changes([change], folder, DIT)
     )
     with pytest.raises(ValueError, match=f"is the autoencoder {change[2]}, .* trained with {change[1]}"):
         systems.build("dit", old.model)
@@ -427,8 +429,8 @@ def test_other_latents_when_a_run_goes_on(stage):
     folder, path, words = stage
     write(folder / "y", seed=1, stage=Latents(folder / "x").encoding["first_stage"])
     words = [*words, f"model.first_stage.path={path}"]
-    changes = recipe.find_refused(prepared(words).run, prepared([*words, f"data.path={folder / 'y'}"]).run, DIT)
-    text = str(recipe.explain_refused(changes, folder, DIT))
+    changes = recipe.list_refused_changes(prepared(words).run, prepared([*words, f"data.path={folder / 'y'}"]).run, DIT)
+    text = str(recipe.describe_refused_changes(changes, folder, DIT))
     assert [key for key, _, _ in changes] == ["model.codes.scaling_factor"]
     assert "give the data.path of the earlier latents" in text and "write model.codes" not in text
 

@@ -178,16 +178,16 @@ def test_older_runs_keep_theirs(tmp_path):
     (tmp_path / "recipe.yaml").write_text(f"folder: {tmp_path / 'run'}\ndata: {{path: builtin:fashion}}\n")
 
     def upright(path) -> bool:
-        return recipe.load(path).data.upright
+        return recipe.load_recipe(path).data.upright
 
     assert Run().data.upright and upright(tmp_path / "recipe.yaml") and make_request(Data()).upright
-    run = recipe.load(tmp_path / "recipe.yaml")
+    run = recipe.load_recipe(tmp_path / "recipe.yaml")
     assert check_recipe(run)[0].data.upright
-    assert yaml.safe_load(recipe.dump(run))["data"]["upright"] is True
+    assert yaml.safe_load(recipe.dump_run(run))["data"]["upright"] is True
     (tmp_path / "run").mkdir()
     for text, expected in (("{}", False), ("{upright: true}", True), ("{upright: false}", False)):
         (tmp_path / "run" / "run.yaml").write_text(f"data: {text}\n")
         assert upright(tmp_path / "run" / "run.yaml") is expected
         assert check_recipe(run)[0].data.upright is expected
-    own = recipe.load(tmp_path / "recipe.yaml", ["data.upright=true"])
+    own = recipe.load_recipe(tmp_path / "recipe.yaml", ["data.upright=true"])
     assert check_recipe(own)[0].data.upright is True

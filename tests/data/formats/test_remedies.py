@@ -13,7 +13,7 @@ from dstrain.commands.index import index_data, report
 from dstrain.commands.job import check_recipe
 from dstrain.data.cached.latents import Latents
 from dstrain.data.open import open_sources
-from dstrain.recipe import ConfigError, Data, load
+from dstrain.recipe import ConfigError, Data, load_recipe
 from tests.commands.converting.test_latents import LABELS, edm2, edm2_zip, fast_dit, lightning
 from tests.data.formats.test_labels import lines
 from tests.support import first_stage
@@ -131,7 +131,7 @@ def test_another_number_of_classes(tmp_path, recipe):
     """Oracle: the folders: the entry of the message is taken, also with weights of ten classes, whose table is drawn
     anew as the message says.
     """
-    run, _ = check_recipe(load(ROOT / "launch" / "recipes" / f"{recipe}.yaml"))
+    run, _ = check_recipe(load_recipe(ROOT / "launch" / "recipes" / f"{recipe}.yaml"))
     system = systems.build(run.system, run.model)
     (part,) = system.parts
     save_file(

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dstrain.data.formats.clips import _have_texts_beside
-from dstrain.recipe import ConfigError, advise_writing, load
+from dstrain.recipe import ConfigError, advise_writing, load_recipe
 from tests.data.formats import test_silence
 from tests.data.formats.test_more_silence import put_form
 from tests.data.formats.test_silence import encode, make_table, pack_tar, pack_zip, put, put_tables, read
@@ -293,7 +293,7 @@ def test_the_remedy_for_what_cannot_be_written(number, remedy):
 def test_a_path_that_is_no_text(tmp_path):
     """Oracle: by hand: no quotation mark helps a path whose bytes are no UTF-8."""
     with pytest.raises(ConfigError, match="it holds bytes that are no UTF-8: rename the file or folder, or name a lin"):
-        load(None, [f"data.path={tmp_path}/caf\udce9"])
+        load_recipe(None, [f"data.path={tmp_path}/caf\udce9"])
 
 
 @pytest.mark.parametrize("name", CASES)

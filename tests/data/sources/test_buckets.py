@@ -14,7 +14,7 @@ from dstrain.data.batches import Batches, held_out
 from dstrain.data.decode.pixels import crop_center, to_tensor
 from dstrain.data.open import describe_data, open_sources
 from dstrain.data.views import Spread
-from dstrain.recipe import ConfigError, Data, load
+from dstrain.recipe import ConfigError, Data, load_recipe
 from tests.support.launch import ROOT
 
 RECIPES = ROOT / "launch" / "recipes"
@@ -193,18 +193,18 @@ def test_sizes_and_crops_of_a_batch(folder):
 def test_where_sizes_are_refused(recipe, entries, words):
     """Oracle: a line that names the entry and the remedy, before anything is read."""
     with pytest.raises(ConfigError, match=words):
-        run, problems = check_recipe(load(RECIPES / f"{recipe}.yaml", entries))
+        run, problems = check_recipe(load_recipe(RECIPES / f"{recipe}.yaml", entries))
         if problems:
             raise ConfigError(*problems)
         systems.build(run.system, run.model).check_sampling(run.samples)
 
 
 def test_the_model_knows_its_buckets(folder):
-    """Oracle: the entries of `data`; a rule is written out as shapes, which `load` reads back; built-in images have one
-    size."""
+    """Oracle: the entries of `data`; a rule is written out as shapes, which `load_recipe` reads back; built-in images
+    have one size."""
     rule = "data.buckets={pixels: 1024, step: 8}"
     run, problems = check_recipe(
-        load(
+        load_recipe(
             RECIPES / "dit-small.yaml",
             [f"data.path={folder}", "data.size_conditions=true", rule, "data.channels=3", "model.num_classes=2"],
         )

@@ -12,7 +12,7 @@ from dstrain.commands.job import check_recipe
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.open import describe_data, open_sources
 from dstrain.data.views import Spread
-from dstrain.recipe import ConfigError, Data, load
+from dstrain.recipe import ConfigError, Data, load_recipe
 from tests.support.clips import LOSSLESS, LOSSY, moving, write, write_pictures
 from tests.support.launch import ROOT
 from tests.support.pictures import folder as folder_of_images
@@ -181,7 +181,7 @@ def test_images_are_a_bucket_of_their_own(folder, tmp_path):
 def test_where_durations_are_refused(recipe, entries, words):
     """Oracle: a line that names the entry and the remedy, before anything is read."""
     with pytest.raises(ConfigError, match=words):
-        _run, problems = check_recipe(load(ROOT / "launch" / "recipes" / f"{recipe}.yaml", entries))
+        _run, problems = check_recipe(load_recipe(ROOT / "launch" / "recipes" / f"{recipe}.yaml", entries))
         raise ConfigError(*problems)
 
 

@@ -57,7 +57,7 @@ class Trial:
         self.times = dict.fromkeys(PARTS, 0)
         if group.rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "run.yaml").write_text(recipe.dump(run))
+            (folder / "run.yaml").write_text(recipe.dump_run(run))
 
     def steps(self, first: int, last: int, save: int = 0) -> None:
         for step in range(first, last):

@@ -131,7 +131,7 @@ def test_published_settings() -> None:
     """Oracle: the originals' configs and the shapes in their files: REPA's projectors, block and weight; the number of
     LightningDiT's weights with its positions, its cosine term, times and rates.
     """
-    run = recipe.load(ROOT / "launch/recipes/repa-xl2-imagenet256.yaml")
+    run = recipe.load_recipe(ROOT / "launch/recipes/repa-xl2-imagenet256.yaml")
     system = systems.build("dit", {**run.model, "first_stage": None, "image_size": 32})
     network = system.on_meta("denoiser")
     projectors = [
@@ -145,7 +145,7 @@ def test_published_settings() -> None:
         256,
         (0.9, 0.999),
     )
-    run = recipe.load(ROOT / "launch/recipes/lightningdit-xl1-vavae.yaml")
+    run = recipe.load_recipe(ROOT / "launch/recipes/lightningdit-xl1-vavae.yaml")
     system = systems.build("dit", {**run.model, "image_size": 16, "in_channels": 32})
     state = system.on_meta("denoiser").state_dict()
     assert sum(weight.numel() for weight in state.values()) == 675_256_736
