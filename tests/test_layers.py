@@ -32,6 +32,7 @@ RULES = {
     "encoders.emoji": ("data",),
     "systems": ("systems.base", "recipe"),
     "systems.types": (),
+    "systems.source": (),
     "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
     "systems.codec": (*GROUND, "encoders", "systems", "systems.base"),
@@ -75,7 +76,7 @@ RULES = {
         "train",
     ),  # counts its step
 }
-A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base", "systems.codec")
+A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base", "systems.codec", "systems.source")
 A_VERB = (*(room for room in RULES if room != "commands"), "train", "__version__")
 OF_COMMANDS = ("commands.options", "commands.job")  # beside its own
 VERBS = (
@@ -146,6 +147,7 @@ OWNERS = {
         "dstrain.systems.*.to_diffusers",
         "dstrain.systems.vae.kl",
         "dstrain.systems.*.pipeline",
+        "dstrain.systems.*.transformer",
         "kit.rivals",
         "kit.precisions",
     ),
@@ -388,7 +390,7 @@ BUDGETS = {
     "recipe": 756,
     "runs": 933,  # with universal folders of DeepSpeed, a link in the place of the lock named, and hosts that answer
     "sampling": 431,
-    "systems": 5971,  # with alignments and routing of DiTs, and flows of UNets
+    "systems": 6330,  # with texts, PixArt, and DiTs that are exported with their code
     "tracking": 1821,
 }
 

@@ -183,6 +183,17 @@ def begun(tmp_path, name, *words):
             'from_config(pipeline.scheduler.config, timestep_spacing="trailing")`, which comes from diffusers',
         ),
         (
+            "tiny",
+            [
+                *DIT[1:],
+                "model.block={norm: rms, mlp: swiglu, qk_norm: rms, rope: true}",
+                "samples.num_steps=5",
+                "samples.sampler=ddim",
+            ],
+            "ClassTransformer",
+            "5 steps of ddim",
+        ),
+        (
             "tiny-iddpm",
             ["samples.ema=0.9", "samples.num_steps=7", "samples.sampler=unipc", "samples.spacing=karras"],
             "UNet2DModel",
@@ -249,11 +260,14 @@ def test_recipes_that_diffusers_cannot_express(path):
 
 def test_a_dry_run_says_what_cannot_be_exported(tmp_path):
     """Oracle: the system's own refusal, among the remarks of a dry run alone."""
-    words = (f"folder={tmp_path / 'run'}",)
+    flow = "model.objective=flow", "model.flow.time_scale=0.5", "samples.sampler=heun"
+    words = (f"folder={tmp_path / 'run'}", *flow)
     job = JobOptions(ROOT / "tests/launch/tiny.yaml", ROOT / "ds_configs/zero2_fp32.json", words, dry_run=True)
     said = [remark for remark in prepare_job(job, 1, "cpu").remarks if "`dstrain export`" in remark]
-    assert len(said) == 1 and said[0].startswith("`dstrain export` will not write this run for diffusers: time_freq: ")
-    for other in (replace(job, dry_run=False), replace(job, overrides=(*words, "model.time_freq=diffusers"))):
+    assert len(said) == 1 and said[0].startswith(
+        "`dstrain export` will not write this run for diffusers: flow.time_scale: "
+    )
+    for other in (replace(job, dry_run=False), replace(job, overrides=words[:1])):
         assert not [remark for remark in prepare_job(other, 1, "cpu").remarks if "`dstrain export`" in remark]
 
 
@@ -287,9 +301,9 @@ def test_an_export_that_does_not_agree(tmp_path, monkeypatch, spoil, name):
 
 
 def test_a_refused_export_leaves_nothing(tmp_path):
-    """Oracle: the recipe's default, which diffusers cannot express, and the remedy."""
-    folder, _ = begun(tmp_path, "tiny", "samples.ema=0.9")
-    with pytest.raises(ValueError, match="time_freq: .*model.time_freq=diffusers"):
+    """Oracle: a condition that no pipeline takes, and the remedy."""
+    folder, _ = begun(tmp_path, "tiny", "samples.ema=0.9", "model.embedding_dim=4")
+    with pytest.raises(ValueError, match="embedding_dim: .*--format safetensors"):
         export(ExportOptions(folder, tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 

@@ -43,6 +43,8 @@ class ClassPipeline(DiffusionPipeline):
     def to_json_string(self):
         """Returns the index with the class by its file, as from_pretrained asks for."""
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
+        library, name = index["transformer"]
+        index["transformer"] = [library.rpartition(".")[2], name]  # where it was read from, else: its module here
         return json.dumps(index, indent=2) + "\n"
 
     @torch.no_grad()

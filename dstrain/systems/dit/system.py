@@ -341,6 +341,8 @@ class DiTSystem(System):
         return state, [f"layout: {layout}", *notes]
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
+        if diffusers_config.get("_class_name") == "ClassTransformer":  # an export of ours, see to_diffusers.py
+            return state, []
         if diffusers_config.get("norm_type") == "ada_norm_single":
             return weights.rename_from_pixart(state, diffusers_config, self.config)
         return weights.rename_from_diffusers(state, diffusers_config, self.config)

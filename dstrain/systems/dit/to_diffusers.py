@@ -1,6 +1,7 @@
 """A trained DiT as a folder for diffusers: a pipeline that draws. See dstrain/commands/export.py.
 
-    transformer/   DiTTransformer2DModel; a DiTPipeline takes row 1000 of its label table for "no label"
+    transformer/   DiTTransformer2DModel; a DiTPipeline takes row 1000 of its label table for "no label". A network that
+                   this class cannot hold is a ClassTransformer, with its source in one file
     scheduler/     DDIMScheduler, or FlowMatchEulerDiscreteScheduler
     vae/           the first stage, with the scale that the run was trained with
     pipeline.py    ClassPipeline, beside this file: where DiTPipeline cannot draw from the run
@@ -9,6 +10,9 @@
 DiTPipeline needs a vae, adds no shift to latents, has room for 1,000 labels, and knows no scheduler of flow matching.
 """
 
+import hashlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +31,11 @@ from dstrain.nn.positions import sincos_positions
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.dit import weights
+from dstrain.systems.dit.align import guide_internally
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
+from dstrain.systems.source import gather_source
 
 # Relative. diffusers computes the sinusoids of timesteps by exp in float32, dstrain in float64: 2e-5 of a prediction,
 # on CPUs with a poor exp 1e-4. Rounding errors grow along a chain: two of a picture's 255 levels.
@@ -47,7 +53,19 @@ _OWN = """\
 import torch
 from diffusers import DiffusionPipeline
 
-pipeline = DiffusionPipeline.from_pretrained("OUT", trust_remote_code=True)    # runs pipeline.py of this folder
+pipeline = DiffusionPipeline.from_pretrained("OUT", trust_remote_code=True)    # runs {code} of this folder
+"""
+_ALONE = """\
+# One process holds all tokens of a sample.
+def is_sharing():
+    return False
+
+
+def own(x, *_):
+    return x
+
+
+own_both = order_both = whole = to_heads = to_tokens = own
 """
 _DRAW = """\
 noise = torch.Generator().manual_seed(0)
@@ -75,19 +93,24 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
         notes.append("trained without dropped labels: sample with guidance_scale=1")
     if config.align is not None and config.align.kind == "repa":
         notes.append("the projectors of the alignment are left out: training alone reads them")
+    if reason := weights.find_inexpressible(config):
+        notes.append(
+            f"the network's code is in transformer/: diffusers' DiTTransformer2DModel cannot hold it ({reason})"
+        )
     latents = config.codes is not None and system.first_stage is None
     if latents:
         notes.append(
             f"images are latents {_describe_scale(config)}, of the autoencoder "
             f"{config.codes.first_stage}, which decodes them"
         )
-    code = (_STOCK if _is_stock(system) else _OWN) + _DRAW.format(
+    of_folder = "pipeline.py" if reason is None else "pipeline.py and transformer/*.py"
+    code = (_STOCK if _is_stock(system) else _OWN.format(code=of_folder)) + _DRAW.format(
         labels=_choose_labels(system),
         scale=_choose_scale(system),
         steps=system.process.card_steps,
         more=', output_type="latent"' * latents,
     )
-    kind = "DiTPipeline" if _is_stock(system) else "DiTTransformer2DModel"
+    kind = "ClassTransformer" if reason else "DiTPipeline" if _is_stock(system) else "DiTTransformer2DModel"
     return kind, "; ".join(notes), code if latents else code + _SAVE
 
 
@@ -102,20 +125,18 @@ def save_export(
 
     Raises ConfigError for a field of the model that diffusers' classes cannot express.
     """
-    from diffusers import DiTPipeline, DiTTransformer2DModel
+    from diffusers import DiTPipeline
 
     from dstrain.systems.dit.pipeline import ClassPipeline
 
     config, network = system.config, nets["denoiser"]
-    _require_expressible(system, network)
-    rows = _NULL if _is_stock(system) else config.num_classes
-    state = {name: value.float().cpu() for name, value in network.state_dict().items()}
-    state = weights.rename_to_diffusers(state, len(network.blocks), rows, bool(config.class_dropout_prob))
-    with torch.device("meta"):
-        transformer = DiTTransformer2DModel(**weights.make_arguments(config), num_embeds_ada_norm=rows)
-    transformer.load_state_dict(state, assign=True)
+    system.require_expressible()
     scheduler, vae = _build_scheduler(system), _load_first_stage(config)
     folder.mkdir(parents=True, exist_ok=True)
+    if weights.find_inexpressible(config) is None:
+        transformer = _build_stock(system, network)
+    else:
+        transformer = _build_own(config, network, folder / "transformer")
     if _is_stock(system):
         DiTPipeline(transformer, vae, scheduler).save_pretrained(folder)
     else:
@@ -135,13 +156,16 @@ def measure_errors(
 
     config, key = system.config, example["key"][:_COUNT]
     device = key.device
-    exported = DiTTransformer2DModel.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
+    own = list((folder / "transformer").glob("network_*.py"))
+    kind = _import_class(own[0]) if own else DiTTransformer2DModel
+    exported = kind.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
     null = exported.config.num_embeds_ada_norm  # in the trained network it is num_classes
     t = system.process.spread_times(len(key), device)
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
-    results = {"with label": relative_error(exported(x, t, y).sample, nets["denoiser"](x, t, y))}
+    network = _predict(system, nets)
+    results = {"with label": relative_error(exported(x, t, y).sample, network(x, t, y=y))}
     if config.class_dropout_prob:
-        truth = nets["denoiser"](x, t, torch.full_like(y, config.num_classes))
+        truth = network(x, t, y=torch.full_like(y, config.num_classes))
         results["without label"] = relative_error(exported(x, t, torch.full_like(y, null)).sample, truth)
     return results
 
@@ -153,11 +177,17 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     noise = torch.randn(len(y), *system.shape, generator=torch.Generator().manual_seed(0)).to(y.device)
     channels = None if _is_stock(system) else config.guidance_channels
     null = {"y": torch.full_like(y, config.num_classes)}
-    network = samplers.guide_network(nets["denoiser"], {"y": y}, null, _choose_scale(system), channels)
+    network = samplers.guide_network(_predict(system, nets), {"y": y}, null, _choose_scale(system), channels)
     x = system.process.draw_plain(network, noise)
     if system.cannot_draw():  # latents that no autoencoder decodes
         return x
     return to_uint8(system.first_stage.decode(x) if system.first_stage else x)
+
+
+def _predict(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
+    """Returns the trained network, guided by its second head where it has one."""
+    internal = system.config.internal
+    return guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"]
 
 
 def _choose_labels(system: DiTSystem) -> list[int]:
@@ -181,7 +211,8 @@ def _is_stock(system: DiTSystem) -> bool:
     """Returns whether diffusers' own DiTPipeline draws from it."""
     config = system.config
     return (
-        system.process.scheduler == "DDIMScheduler"
+        weights.find_inexpressible(config) is None
+        and system.process.scheduler == "DDIMScheduler"
         and config.first_stage is not None
         and config.num_classes <= _NULL
         and config.latents.normalize == "scale"
@@ -189,9 +220,11 @@ def _is_stock(system: DiTSystem) -> bool:
     )
 
 
-def _require_expressible(system: DiTSystem, network: DiT) -> None:
-    system.require_expressible()
-    dim = network.pos_embed.shape[-1]
+def _build_stock(system: DiTSystem, network: DiT) -> nn.Module:
+    """Returns the network as diffusers' own class. Raises ConfigError for positions that it does not compute."""
+    from diffusers import DiTTransformer2DModel
+
+    config, dim = system.config, network.pos_embed.shape[-1]
     if not torch.allclose(
         network.pos_embed.float().cpu(), sincos_positions(dim, network.grid, network.grid)[None], rtol=0, atol=1e-6
     ):
@@ -199,6 +232,50 @@ def _require_expressible(system: DiTSystem, network: DiT) -> None:
             "pos_embed: these positions were interpolated from another resolution, and diffusers' "
             "DiTTransformer2DModel computes its own; take --format safetensors"
         )
+    rows = _NULL if _is_stock(system) else config.num_classes
+    state = weights.rename_to_diffusers(
+        _read_floats(network), len(network.blocks), rows, bool(config.class_dropout_prob)
+    )
+    with torch.device("meta"):
+        transformer = DiTTransformer2DModel(**weights.make_arguments(config), num_embeds_ada_norm=rows)
+    transformer.load_state_dict(state, assign=True)
+    return transformer
+
+
+def _build_own(config: Config, network: DiT, folder: Path) -> nn.Module:
+    """Returns the network as the class whose source it writes into the folder. The file's name is that of its content,
+    since Python imports a name once, and networks of several releases may be read by one process.
+    """
+    from dstrain.systems.dit.transformer import ClassTransformer
+
+    source = gather_source(ClassTransformer, {"dstrain.nn.sequence": _ALONE})
+    path = folder / f"network_{hashlib.sha256(source.encode()).hexdigest()[:8]}.py"
+    folder.mkdir(parents=True)
+    path.write_text(source, encoding="utf-8")
+    arguments = config.network_arguments() | {"align": None, "routed": (0, 0)}  # which training alone reads
+    transformer = _import_class(path)(
+        arguments,
+        num_embeds_ada_norm=config.num_classes,
+        in_channels=config.in_channels,
+        sample_size=config.input_size,
+        internal_scale=config.internal.scale if config.internal else 1.0,
+    )
+    state = {name: value for name, value in _read_floats(network).items() if not name.startswith("projectors.")}
+    transformer.load_state_dict(state)
+    return transformer
+
+
+def _read_floats(network: DiT) -> dict[str, Tensor]:
+    return {name: value.float().cpu() for name, value in network.state_dict().items()}
+
+
+def _import_class(path: Path) -> type[Any]:
+    """Imports the class of a file that this module has written."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where the class looks for its file
+    spec.loader.exec_module(module)
+    return module.ClassTransformer
 
 
 def _build_scheduler(system: DiTSystem) -> Any:

@@ -261,32 +261,24 @@ def _require_same(diffusers_config: Mapping[str, Any], classes: Sequence[str], e
         raise ConfigError(f"weights: sample_size is {size} in config.json, and no side of a picture; fetch it again")
 
 
-def require_expressible(config: Config) -> None:
-    """Raises ConfigError for a field that diffusers' DiTTransformer2DModel cannot express."""
-    for name in ("condition", "block", "sines", "tokens", "patch_bottleneck", "wide", "internal"):
+def find_inexpressible(config: Config) -> str | None:
+    """Returns what diffusers' DiTTransformer2DModel cannot express of the network, with the field's name; else None."""
+    for name in ("block", "sines", "tokens", "patch_bottleneck", "wide", "internal"):
         if getattr(config, name) != type(config).model_fields[name].default:
-            raise ConfigError(
-                f"{name}: diffusers' DiTTransformer2DModel has the blocks and labels of DiT alone; take --format "
-                "safetensors"
-            )
-    if config.embedding_dim:
-        raise ConfigError(
-            "embedding_dim: diffusers' DiTTransformer2DModel takes no image embeddings; take --format safetensors"
-        )
+            return f"{name}: it has the blocks and labels of DiT alone"
     if config.time_freq != "diffusers":
-        raise ConfigError(
-            "time_freq: diffusers' DiTTransformer2DModel spaces the frequencies of its timesteps wider "
-            "than the official network and has no setting for it; train on for a while with "
-            "model.time_freq=diffusers and init_from= this run, or take --format safetensors"
-        )
-    if config.size_conditions:
-        raise ConfigError("size_conditions: diffusers' DiTTransformer2DModel takes none; take --format safetensors")
+        return "time_freq: it spaces the frequencies of its timesteps wider than the official network"
     dim = config.network_shape()["hidden_size"]
     if int(dim * config.mlp_ratio) != 4 * dim:
-        raise ConfigError(
-            f"mlp_ratio: it is 4 in diffusers' DiTTransformer2DModel and {config.mlp_ratio:g} here; take "
-            "--format safetensors"
-        )
+        return f"mlp_ratio: it is 4 there and {config.mlp_ratio:g} here"
+    return None
+
+
+def require_expressible(config: Config) -> None:
+    """Raises ConfigError for a condition that the exports' pipelines do not take."""
+    for name in ("condition", "embedding_dim", "size_conditions"):
+        if getattr(config, name) != type(config).model_fields[name].default:
+            raise ConfigError(f"{name}: the pipeline of an export takes labels alone; take --format safetensors")
 
 
 def make_arguments(config: Config) -> dict[str, Any]:

@@ -396,10 +396,3 @@ def test_guides_of_the_same_noise() -> None:
         other = DiTSystem(Config(**(SMALL | {"num_heads": 3, "depth": 1, "flow": changes})))
         with nullcontext() if allowed else pytest.raises(ConfigError, match="model.flow differs"):
             system.require_guide(other)
-
-
-def test_an_export_refuses_choices() -> None:
-    """Oracle: diffusers' DiT has none of them; the message names the first."""
-    config = Config(**(SMALL | {"num_heads": 3, "block": MODERN, "time_freq": "diffusers"}))
-    with pytest.raises(ConfigError, match="block: .*safetensors"):
-        DiTSystem(config).require_expressible()

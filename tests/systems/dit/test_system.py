@@ -332,5 +332,5 @@ def test_image_embeddings():
         system.sample({"denoiser": network}, Request(torch.arange(2), {"image_embed": torch.ones(2, 4)}, 2))
     with pytest.raises(ValueError, match="image_embed: this model draws from image embeddings"):
         system.encode({"image": torch.zeros(1, 1, 8, 8, dtype=torch.uint8), "key": example["key"][:1]})
-    with pytest.raises(ValueError, match="takes no image embeddings; take --format safetensors"):
+    with pytest.raises(ValueError, match="embedding_dim: .* takes labels alone; take --format safetensors"):
         build(embedding_dim=5, time_freq="diffusers").require_expressible()

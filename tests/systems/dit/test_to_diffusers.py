@@ -3,6 +3,7 @@ express, and what is no DiT.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -139,6 +140,24 @@ OURS = {
         True,
     ),
 }
+MODERN = {"norm": "rms", "mlp": "swiglu", "qk_norm": "rms", "rope": True}
+WIDE = {"wide": {"hidden_size": 24, "depth": 2, "num_heads": 2}}
+TOKENS = {"tokens": {"time": 2, "label": 3, "joins": 1}, "block": MODERN | {"modulation": "none"}}
+OF_OUR_CLASS = {
+    "official frequencies": (PIXELS | {"time_freq": "official"}, False),
+    "narrow MLPs": (PIXELS | {"mlp_ratio": 2.0}, False),
+    "modern blocks, latents": ({"block": MODERN, "time_freq": "fourier", "sines": False}, True),
+    "condition tokens": (PIXELS | V | TOKENS, False),
+    "shared modulation": (PIXELS | {"block": {"modulation": "shared"}, "patch_bottleneck": 3}, False),
+    "wide head": (PIXELS | WIDE, False),
+    "aligned and routed": (
+        PIXELS
+        | {"align": {"kind": "layersync", "depth": 1, "target": 3}, "routing": {"start": 2, "end": 2}}
+        | {"block": MODERN},
+        False,
+    ),
+}
+OURS |= OF_OUR_CLASS
 
 
 @pytest.mark.parametrize("case", OURS)
@@ -148,7 +167,8 @@ def test_our_pipeline_draws_the_same(tmp_path, case):
     out, latents = tmp_path / "out", OURS[case][1]
     to_diffusers.save_export(system, nets, out, classes=lambda: [f"kind {number}" for number in range(7)])
     assert (out / "pipeline.py").is_file() and (out / "vae").is_dir() == latents
-    assert to_diffusers.describe_export(system)[0] == "DiTTransformer2DModel"
+    name = "ClassTransformer" if case in OF_OUR_CLASS else "DiTTransformer2DModel"
+    assert to_diffusers.describe_export(system)[0] == name
     assert cards.difference(to_diffusers, system, nets, out) <= 1.01 / 255
     pipeline = loaded(out)
     assert isinstance(pipeline.scheduler, DDIMScheduler) and pipeline.config.id2label["6"] == "kind 6"
@@ -201,10 +221,14 @@ def test_learned_variances(tmp_path, monkeypatch, changes):
     assert len(drawn) == 19 and (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
 
 
-@pytest.mark.parametrize("latents", [True, False])
-def test_flow_matching(tmp_path, latents):
+@pytest.mark.parametrize("case", ["latents", "pixels", "two heads"])
+def test_flow_matching(tmp_path, case):
     """Oracle: `sample` of the trained network by Euler's steps from the same noise, to one level."""
-    changes = {"objective": "flow", "flow": {"shift": 3.0}} | ({} if latents else PIXELS)
+    latents, changes = case == "latents", {"objective": "flow", "flow": {"shift": 3.0}}
+    if not latents:
+        changes |= PIXELS
+    if case == "two heads":
+        changes |= WIDE | {"internal": {"depth": 2, "scale": 1.7}, "learn_sigma": False}
     system, nets = made(tmp_path, changes, latents)
     to_diffusers.save_export(system, nets, tmp_path / "out")
     assert to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))["with label"] < 1e-5
@@ -272,8 +296,11 @@ def test_the_frequencies_do_matter(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"time_freq": "official"}, "time_freq: .*model.time_freq=diffusers and init_from="),
-        ({"mlp_ratio": 2.0}, "mlp_ratio: it is 4 .* and 2 here"),
+        (
+            {"embedding_dim": 5},
+            "embedding_dim: .* takes labels alone; take --format safetensors",
+        ),
+        ({"size_conditions": True}, "size_conditions: the pipeline of an export takes labels alone"),
         ({"objective": "flow", "flow": {"time_scale": 0.5}}, "flow.time_scale: 0.5 is no whole number"),
     ],
 )
@@ -311,6 +338,26 @@ def test_there_and_back(tmp_path, changes, latents):
         assert same(values, state)
         counts = f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from "
         assert notes == [f"{counts}{tmp_path / 'out' / 'transformer'} (DiTTransformer2DModel)"]
+
+
+@pytest.mark.parametrize("case", ["modern blocks, latents", "condition tokens"])
+def test_our_class_there_and_back(tmp_path, case):
+    """Oracle: the weights themselves, bit for bit; and the predictions and files of a folder that diffusers has read
+    and written again, which holds all of its code.
+    """
+    system, nets = made(tmp_path, *OF_OUR_CLASS[case])
+    to_diffusers.save_export(system, nets, tmp_path / "out", classes=lambda: ["kind"] * 7)
+    ((values, notes),) = fit_weights(tmp_path / "out", system).values()
+    assert same(values, nets["denoiser"].state_dict()) and notes[0].endswith("(ClassTransformer)") and len(notes) == 1
+    loaded(tmp_path / "out").save_pretrained(tmp_path / "again")
+    assert names_in(tmp_path / "again") == names_in(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    assert max(to_diffusers.measure_errors(system, nets, tmp_path / "again", probe(system)).values()) < 1e-5
+    assert cards.difference(to_diffusers, system, nets, tmp_path / "again") <= 1.01 / 255
+
+
+def names_in(folder):
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if "__pycache__" not in path.parts)
 
 
 def theirs(tmp_path, classes=7, **changes):

@@ -1,0 +1,85 @@
+"""One file with the source of a class and of all that it uses here, for exports that run without this package."""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Mapping
+
+_PACKAGE = "dstrain."
+
+
+def gather_source(root: type, replaced: Mapping[str, str]) -> str:
+    """Returns the source of a class, and before it that of the classes, functions and constants that it needs.
+
+    replaced: by the name of a module, the definitions that stand for all of it.
+    """
+    gathered = _Gathered(replaced)
+    gathered.add(root.__module__, root.__name__)
+    return "\n\n".join(("\n".join(sorted(gathered.imports)), *gathered.definitions)) + "\n"
+
+
+class _Gathered:
+    """imports: lines. definitions: sources, each behind those that it names."""
+
+    def __init__(self, replaced: Mapping[str, str]) -> None:
+        self.replaced = replaced
+        self.imports: set[str] = set()
+        self.definitions: list[str] = []
+        self._owners: dict[str, str] = {}  # the modules of what was added, by its name
+        self._modules: dict[str, tuple[str, dict[str, ast.stmt]]] = {}
+
+    def add(self, module: str, name: str) -> None:
+        """Adds what a module calls by this name, and all that it needs; nothing for a name of Python or of a local."""
+        source, statements = self._read(module)
+        statement = statements.get(name)
+        if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith(_PACKAGE):
+            self._add_own(str(statement.module), name)
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            entry = next(entry for entry in statement.names if name in (entry.asname, entry.name))
+            alone = ast.Import([entry]) if isinstance(statement, ast.Import) else None
+            self.imports.add(ast.unparse(alone or ast.ImportFrom(statement.module, [entry], 0)))
+        elif statement is not None and self._is_new(module, name):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and node.id != name:
+                    self.add(module, node.id)
+            self.definitions.append(_cut_source(source, statement))
+
+    def _add_own(self, module: str, name: str) -> None:
+        if module not in self.replaced:
+            self.add(module, name)
+        elif self._is_new(module, module):
+            self.definitions.append(self.replaced[module])
+
+    def _is_new(self, module: str, name: str) -> bool:
+        """Returns whether it is added now, and notes it."""
+        if name not in self._owners:
+            self._owners[name] = module
+            return True
+        assert self._owners[name] == module, f"{name} stands in {self._owners[name]} and in {module}: rename one"
+        return False
+
+    def _read(self, module: str) -> tuple[str, dict[str, ast.stmt]]:
+        """Returns a module's source, and by each name the statement at its top that binds it."""
+        if module not in self._modules:
+            source = inspect.getsource(importlib.import_module(module))
+            bound = {name: found for found in ast.parse(source).body for name in _list_names(found)}
+            self._modules[module] = source, bound
+        return self._modules[module]
+
+
+def _list_names(statement: ast.stmt) -> list[str]:
+    """Returns the names that a statement binds."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return [entry.asname or entry.name for entry in statement.names]
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef):
+        return [statement.name]
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+    return []
+
+
+def _cut_source(source: str, statement: ast.stmt) -> str:
+    """Returns the lines of a statement, its decorators included."""
+    first = min([statement.lineno, *(line.lineno for line in getattr(statement, "decorator_list", []))])
+    return "\n".join(source.splitlines()[first - 1 : statement.end_lineno])
