@@ -191,7 +191,7 @@ def begun(tmp_path, name, *words):
                 "samples.sampler=ddim",
             ],
             "ClassTransformer",
-            "5 steps of ddim",
+            "5 steps of ddim, guidance_scale=2",
         ),
         (
             "tiny-iddpm",
