@@ -140,8 +140,11 @@ class ChainProcess(_Process):
         chain = self.respaced if num_calls is None else self.diffusion
         return bound.measured_bits(chain, network, x_start, key, num_calls, progress)
 
-    def scheduler_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of diffusers' scheduler. Raises ConfigError for what it cannot express."""
+    def scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
+        """Returns the keyword arguments of diffusers' scheduler. Raises ConfigError for what it cannot express.
+
+        velocities: the exported network gives velocities, whatever the trained one predicts; of flows alone.
+        """
         return scheduler_arguments(self.diffusion, self.schedule, self.clip)
 
 
@@ -174,11 +177,11 @@ class FlowProcess(FlowMatching, _Process):
     def check_spacing(self, spacing: str | None) -> None:
         flow.check_spacing(spacing)
 
-    def scheduler_arguments(self) -> dict[str, Any]:
+    def scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
         path = self.interpolant
         for name, found, known in (
-            ("path", path.path, "linear"),
-            ("prediction", path.prediction, "velocity"),
+            ("path", "linear" if velocities else path.path, "linear"),
+            ("prediction", "velocity" if velocities else path.prediction, "velocity"),
             ("noise_scale", self.noise_scale, 1.0),
             ("t_last", self.t_last, 0.0),
         ):

@@ -349,7 +349,7 @@ class DiTSystem(System):
 
     def require_expressible(self) -> None:
         weights.require_expressible(self.config)
-        self.process.scheduler_arguments()
+        self.process.scheduler_arguments(velocities=True)
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Returns what System says, but no learned token decays, nor the places of words, nor a table of shifts."""

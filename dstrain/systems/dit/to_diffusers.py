@@ -136,7 +136,7 @@ def save_export(
     if weights.find_inexpressible(config) is None:
         transformer = _build_stock(system, network)
     else:
-        transformer = _build_own(config, network, folder / "transformer")
+        transformer = _build_own(system, network, folder / "transformer")
     if _is_stock(system):
         DiTPipeline(transformer, vae, scheduler).save_pretrained(folder)
     else:
@@ -162,7 +162,7 @@ def measure_errors(
     null = exported.config.num_embeds_ada_norm  # in the trained network it is num_classes
     t = system.process.spread_times(len(key), device)
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
-    network = _predict(system, nets)
+    network = _predict_as_exported(system, nets)
     results = {"with label": relative_error(exported(x, t, y).sample, network(x, t, y=y))}
     if config.class_dropout_prob:
         truth = network(x, t, y=torch.full_like(y, config.num_classes))
@@ -188,6 +188,20 @@ def _predict(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., 
     """Returns the trained network, guided by its second head where it has one."""
     internal = system.config.internal
     return guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"]
+
+
+def _predict_as_exported(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
+    """Returns what `_predict` does, with the velocities of a flow's predictions."""
+    network, process = _predict(system, nets), system.process
+    if system.config.objective != "flow":
+        return network
+
+    def predicted(x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        out, channels = network(x, t, **conditions), x.shape[1]
+        velocity = process.interpolant.convert(out[:, :channels], x, t / process.time_scale, "velocity")
+        return torch.cat((velocity, out[:, channels:]), dim=1)
+
+    return predicted
 
 
 def _choose_labels(system: DiTSystem) -> list[int]:
@@ -242,7 +256,7 @@ def _build_stock(system: DiTSystem, network: DiT) -> nn.Module:
     return transformer
 
 
-def _build_own(config: Config, network: DiT, folder: Path) -> nn.Module:
+def _build_own(system: DiTSystem, network: DiT, folder: Path) -> nn.Module:
     """Returns the network as the class whose source it writes into the folder. The file's name is that of its content,
     since Python imports a name once, and networks of several releases may be read by one process.
     """
@@ -252,13 +266,17 @@ def _build_own(config: Config, network: DiT, folder: Path) -> nn.Module:
     path = folder / f"network_{hashlib.sha256(source.encode()).hexdigest()[:8]}.py"
     folder.mkdir(parents=True)
     path.write_text(source, encoding="utf-8")
+    config, flow = system.config, None
     arguments = config.network_arguments() | {"align": None, "routed": (0, 0)}  # which training alone reads
+    if config.objective == "flow":
+        flow = config.flow.model_dump(include={"path", "prediction", "t_min", "time_scale"})
     transformer = _import_class(path)(
         arguments,
         num_embeds_ada_norm=config.num_classes,
         in_channels=config.in_channels,
         sample_size=config.input_size,
         internal_scale=config.internal.scale if config.internal else 1.0,
+        flow=flow,
     )
     state = {name: value for name, value in _read_floats(network).items() if not name.startswith("projectors.")}
     transformer.load_state_dict(state)
@@ -281,7 +299,7 @@ def _import_class(path: Path) -> type[Any]:
 def _build_scheduler(system: DiTSystem) -> Any:
     import diffusers
 
-    return getattr(diffusers, system.process.scheduler)(**system.process.scheduler_arguments())
+    return getattr(diffusers, system.process.scheduler)(**system.process.scheduler_arguments(velocities=True))
 
 
 def _load_first_stage(config: Config) -> nn.Module | None:

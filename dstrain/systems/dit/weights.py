@@ -266,6 +266,8 @@ def find_inexpressible(config: Config) -> str | None:
     for name in ("block", "sines", "tokens", "patch_bottleneck", "wide", "internal"):
         if getattr(config, name) != type(config).model_fields[name].default:
             return f"{name}: it has the blocks and labels of DiT alone"
+    if config.objective == "flow" and (config.flow.path, config.flow.prediction) != ("linear", "velocity"):
+        return "flow: its schedulers take velocities of straight paths, into which the code turns the predictions"
     if config.time_freq != "diffusers":
         return "time_freq: it spaces the frequencies of its timesteps wider than the official network"
     dim = config.network_shape()["hidden_size"]

@@ -221,14 +221,21 @@ def test_learned_variances(tmp_path, monkeypatch, changes):
     assert len(drawn) == 19 and (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
 
 
-@pytest.mark.parametrize("case", ["latents", "pixels", "two heads"])
+FLOWS = {
+    "latents": {},
+    "pixels": PIXELS,
+    "two heads": PIXELS | WIDE | {"internal": {"depth": 2, "scale": 1.7}, "learn_sigma": False},
+    "x, as JiT": PIXELS | {"flow": {"prediction": "x", "loss": "velocity", "t_min": 0.05, "time_scale": 1.0}},
+    "noise, curved": PIXELS | {"flow": {"path": "gvp", "prediction": "eps", "t_min": 0.01}},
+    "x, two heads": PIXELS
+    | {"internal": {"depth": 2, "scale": 1.3}, "flow": {"prediction": "x", "t_min": 0.2}},
+}
+
+
+@pytest.mark.parametrize("case", FLOWS)
 def test_flow_matching(tmp_path, case):
     """Oracle: `sample` of the trained network by Euler's steps from the same noise, to one level."""
-    latents, changes = case == "latents", {"objective": "flow", "flow": {"shift": 3.0}}
-    if not latents:
-        changes |= PIXELS
-    if case == "two heads":
-        changes |= WIDE | {"internal": {"depth": 2, "scale": 1.7}, "learn_sigma": False}
+    latents, changes = case == "latents", {"objective": "flow", "flow": {"shift": 3.0}} | FLOWS[case]
     system, nets = made(tmp_path, changes, latents)
     to_diffusers.save_export(system, nets, tmp_path / "out")
     assert to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))["with label"] < 1e-5
@@ -245,7 +252,8 @@ def test_flow_matching(tmp_path, case):
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "out" / "scheduler")
     scheduler.set_timesteps(sigmas=[1 - step / 8 for step in range(8)])
     torch.testing.assert_close(scheduler.sigmas, system.process.grid(8, torch.zeros(1)))
-    torch.testing.assert_close(scheduler.timesteps, 1000 * system.process.grid(8, torch.zeros(1))[:-1])
+    scale = system.process.time_scale
+    torch.testing.assert_close(scheduler.timesteps, scale * system.process.grid(8, torch.zeros(1))[:-1])
 
 
 def test_latents_that_nothing_decodes(tmp_path):
