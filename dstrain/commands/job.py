@@ -39,7 +39,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     Raises ConfigError with every problem that can be seen here. Data and folder are looked at last, and on rank 0.
     """
     world, device_type = world or group.read_place().world, device_type or group.device().type
-    run, problems = check_recipe(_read_recipe(options.recipe, options.overrides))
+    run, problems = check_recipe(_read_recipe(options.recipe, options.overrides), options.overrides)
     problems += _list_path_problems(run)
     resolved: dict[str, Any] = {}
     remarks: list[str] = []
@@ -77,7 +77,7 @@ def load_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None
         run, left_out = systems.config_class(run.system).without_files(run)
         if left_out:
             note(left_out)
-    run, problems = check_recipe(run)
+    run, problems = check_recipe(run, overrides)
     if problems:
         raise ConfigError(*problems)
     return run
@@ -94,13 +94,14 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
     return run
 
 
-def check_recipe(run: Run) -> tuple[Run, list[str]]:
-    """Returns the Run with its data and model sections completed, and what is wrong with it."""
+def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str]]:
+    """Returns the Run with its data and model sections completed, and what is wrong with it and its overrides."""
     from dstrain.data.open import complete_data, find_contents, require_contents
 
     problems: list[str] = []
     with _collect_problems(problems):
         schema = systems.config_class(run.system)
+        given = run.data.model_dump(include={"codes", "captioned"})
         run = run.model_copy(update={"data": complete_data(_keep_upright(run))})
         require_contents(run.data, run.system, schema.learns_from, systems.learners)
         if run.data.durations and not schema.learns_durations:
@@ -108,10 +109,11 @@ def check_recipe(run: Run) -> tuple[Run, list[str]]:
                 f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
                 "system=phenaki.tokenizer"
             )
-        run = recipe.check_model(run, schema)
+        run = recipe.check_model(run, schema, overrides)
         config = systems.config(run.system, run.model)
         captioned = config.reads_texts and find_contents(run.data) == "images"
         run = run.model_copy(update={"data": run.data.model_copy(update={"captioned": captioned})})
+        problems += recipe.list_replaced("data", given, run.data.model_dump(include={*given}), overrides)
         fields = {"size_conditions": "size_conditions", "embeddings": "embedding_dim"}
         if not run.data.durations:
             fields["buckets"] = "sizes"

@@ -47,18 +47,23 @@ _TOWERS = {
 }
 
 
+def require_kind(words: str) -> None:
+    """Raises ConfigError if KIND:PATH names no known kind; nothing is opened."""
+    if words not in BUILT_IN and words.partition(":")[0] not in SOURCES:
+        known = (*BUILT_IN, *(f"{name}:PATH" for name in SOURCES))
+        raise ConfigError(f"--features {words}: known are {', '.join(known)}")
+
+
 def open_features(words: str, device: torch.device | None = None) -> Features:
     """Opens the network that KIND:PATH names, on a device (None: the rank's).
 
     Raises ConfigError if it is unknown or absent, or the file holds another one.
     """
+    require_kind(words)
     kind, _, path = words.partition(":")
     device = device or group.device()
     if words in BUILT_IN:
         return BUILT_IN[words](device)
-    if kind not in SOURCES:
-        known = (*BUILT_IN, *(f"{name}:PATH" for name in SOURCES))
-        raise ConfigError(f"--features {words}: known are {', '.join(known)}")
     path, folder = Path(path).expanduser(), SOURCES[kind].startswith("a folder")
     if not (path.is_dir() if folder else path.is_file()):
         raise ConfigError(

@@ -185,8 +185,13 @@ def _place_statistics(statistics: Statistics) -> Statistics:
 
 
 def check_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns what every.metrics measures; None: nothing. Raises ConfigError as Quality."""
+    """Returns what every.metrics measures; None: nothing. Raises ConfigError as Quality.
+
+    Names are checked where nothing is measured, too: a run may go on with every.metrics.
+    """
     metrics = run.samples.metrics
+    with reword_errors(options=_OPTIONS):
+        table.require_known(metrics or (), run.samples.features)
     if run.every.metrics and metrics is None and run.samples.reference is not None:
         metrics = ("fid",) if system.num_frames is None else ("fvd",)
     elif run.every.metrics and metrics is None:

@@ -8,7 +8,7 @@ from typing import Any
 from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.metrics import distances
-from dstrain.metrics.features import BUILT_IN, SOURCES, open_features
+from dstrain.metrics.features import BUILT_IN, SOURCES, open_features, require_kind
 from dstrain.metrics.images import Batch, Begun, Images
 from dstrain.metrics.network import Features
 from dstrain.metrics.reference import INCEPTIONS
@@ -89,16 +89,24 @@ METRICS = {
 LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("accuracy", "clip_score", "retrieval")
 
 
-def choose_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
-    """Opens the network of each metric, once each: the first of `paths` (KIND:PATH) that serves, else the built-in.
-
-    Raises ConfigError if a metric is unknown or has no network, if no metric takes a network, or as `open_features`.
-    """
+def require_known(metrics: Sequence[str], paths: Sequence[str]) -> None:
+    """Raises ConfigError if a metric, or the kind of a network among `paths` (KIND:PATH), is unknown."""
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
         raise ConfigError(
             f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; dstrain evaluate takes scenes, too, alone"
         )
+    for words in paths:
+        require_kind(words)
+
+
+def choose_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
+    """Opens the network of each metric, once each: the first of `paths` (KIND:PATH) that serves, else the built-in.
+
+    Raises ConfigError if a metric has no network, if no metric takes a network, or as `require_known` and
+    `open_features`.
+    """
+    require_known(metrics, paths)
     chosen = {}
     for name in metrics:
         kinds = METRICS[name].kinds

@@ -10,7 +10,7 @@ from dstrain.recipe.errors import (
     require_replaceable,
     reword_errors,
 )
-from dstrain.recipe.files import check_model, dump_run, load_recipe
+from dstrain.recipe.files import check_model, dump_run, list_replaced, load_recipe
 from dstrain.recipe.problems import format_value, list_divisors, list_problems, suggest_files, suggest_key
 from dstrain.recipe.run import (
     WIDEST,
@@ -60,6 +60,7 @@ __all__ = [
     "list_divisors",
     "list_problems",
     "list_refused_changes",
+    "list_replaced",
     "load_recipe",
     "mark_filled_in",
     "mark_fixed",

@@ -50,13 +50,44 @@ def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     return run
 
 
-def check_model(run: Run, config_class: Any) -> Run:
-    """Returns the Run with its section model checked by the system's Config and completed with its defaults."""
+def check_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
+    """Returns the Run with its model section completed and checked by the system's Config, all defaults in it.
+
+    typed: overrides of the command line. Raises ConfigError for those that are replaced, too.
+    """
+    completed = config_class.completed(run.model, run)
+    if replaced := list_replaced("model", run.model, completed, typed):
+        raise ConfigError(*replaced)
     try:
-        model = config_class.model_validate(config_class.completed(run.model, run))
+        model = config_class.model_validate(completed)
     except ValidationError as error:
         raise ConfigError(*list_problems(error, config_class, prefix="model")) from None
     return run.model_copy(update={"model": convert_to_plain_values(model)})
+
+
+def list_replaced(section: str, given: dict[str, Any], completed: dict[str, Any], typed: Iterable[str]) -> list[str]:
+    """Lists the entries of a section that overrides give and that are filled in all the same, a line each.
+
+    Those of a file are replaced in silence: a run has written them down, maybe of other data.
+    """
+    keys = [override.partition("=")[0].strip().split(".") for override in typed]
+    names = {key[1] for key in keys if key[0] == section and len(key) > 1}
+    problems = []
+    for name in sorted(names & given.keys()):
+        value, filled = convert_to_plain_values((given[name], completed.get(name)))
+        if value is not None and not _is_kept(value, filled):
+            problems.append(
+                f"{section}.{name}={format_value(value)}: it is filled in from the data, here with "
+                f"{format_value(filled)}: leave it out"
+            )
+    return problems
+
+
+def _is_kept(given: Any, completed: Any) -> bool:
+    """Returns whether a value is still there; entries may have been added to a section, or filled in for null."""
+    if isinstance(given, dict) and isinstance(completed, dict):
+        return all(value is None or _is_kept(value, completed.get(name)) for name, value in given.items())
+    return bool(given == completed)
 
 
 def dump_run(run: Run) -> str:

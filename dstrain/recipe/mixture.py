@@ -1,11 +1,10 @@
 """The entries of the section data that name several sources instead of one: dstrain/data/mixture.py mixes them."""
 
-import os
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dstrain.recipe.section import FIXED, Fraction, Section, check_path, mark_fixed
+from dstrain.recipe.section import FIXED, Fraction, Section, expand_path, mark_fixed
 
 _Weight = Annotated[float, Field(gt=0, le=1e9)]
 
@@ -23,7 +22,7 @@ class MixtureSource(Section):
     @field_validator("path", "held_out_path", "captions")
     @classmethod
     def _expand_home(cls, path: str | None) -> str | None:
-        return path and check_path(os.path.expanduser(path))
+        return path if path is None else expand_path(path)
 
 
 class Mixture(Section):

@@ -59,7 +59,7 @@ def list_problems(
     """
     known = [key for key, _ in iterate_fields(schema, prefix)]
     lines: list[str] = []
-    for item in error.errors():
+    for item in _merge_choices(error.errors()):
         key = _join_location(item["loc"], prefix)
         typed = any(_is_key_or_entry(key, name) or _is_key_or_entry(name, key) for name in overridden)
         origin = "command line" if typed else recipe
@@ -78,6 +78,25 @@ _NAMES_ITS_KEY = "\0"  # before a message that a validator of the Run has writte
 
 
 OTHER_VERSION = "another version of dstrain or of the system has written it: take that one, see events.jsonl beside it"
+
+
+# What pydantic puts behind a key where no entry stands: the one of several types that it has tried, or a wrong name.
+_TRIED = re.compile(r"bool|int|float|str|\[key\]|(constrained|function|lax|literal|list|tuple|dict|nullable)\W.*")
+
+
+def _merge_choices(items: Iterable[Any]) -> list[Any]:
+    """Returns pydantic's errors, those of a value that may have several types as one."""
+    merged: list[Any] = []
+    for item in items:
+        location = item["loc"]
+        while location and isinstance(location[-1], str) and _TRIED.fullmatch(location[-1]):
+            location = location[:-1]
+        if location != item["loc"] and merged and merged[-1]["loc"] == location:
+            wanted = item["msg"].removeprefix("Input should be ")
+            merged[-1]["msg"] = f"{merged[-1]['msg'].partition(', unable')[0]}, or {wanted}"
+        else:
+            merged.append({**item, "loc": location})
+    return merged
 
 
 def _is_key_or_entry(key: str, section: str) -> bool:
@@ -117,6 +136,13 @@ def _describe_problem(item: Any, key: str, prefix: str, known: list[str]) -> lis
             entry = next((name for name in known if name.startswith(key + ".")), None)
             example = f"; set single entries, for example {entry}=..." if entry else ""
             return [f"{key}={value} is a value where a section is expected{example}"]
+        case "tuple_type" | "list_type":
+            example = "" if item["input"] in (None, "") else f", such as {key}=[{value}]"
+            return [f"{key}={value}: it should be a list{example}"]
+        case "too_long" if "max_length" in item["ctx"]:
+            return [f"{key}={value}: it should have {item['ctx']['max_length']} entries at most"]
+        case "too_short":
+            return [f"{key}={value}: it should have {item['ctx']['min_length']} entries or more"]
         case _:
             text = item["msg"].removeprefix("Value error, ").replace("Input should", "it should")
             return [f"{key}={value}: {text}"]
@@ -177,5 +203,12 @@ def format_value(value: Any) -> str:
     if isinstance(value, str):
         value = value.replace("\0", "\\0")
     named = {None: "null", "": "''", True: "true", False: "false"}
-    text = named[value] if value is None or (isinstance(value, (bool, str)) and value in named) else str(value)
+    if isinstance(value, (list, tuple)):
+        text = f"[{', '.join(map(format_value, value))}]"
+    elif isinstance(value, dict):
+        text = "{" + ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items()) + "}"
+    elif value is None or (isinstance(value, (bool, str)) and value in named):
+        text = named[value]
+    else:
+        text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from dstrain.recipe.mixture import Mixture
 from dstrain.recipe.problems import list_divisors
-from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, check_path
+from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, expand_path
 from dstrain.recipe.shapes import Shape, Shaping
 
 WIDEST = 0.288  # relative width of an average by a power of time: all steps count alike at 1 / sqrt(12)
@@ -48,6 +48,11 @@ class Cache(Section):
 
     folder: str | None = None  # None: dstrain/data in the user's cache folder
     gb: Annotated[float, Field(ge=0.01, le=1e9)] = 20.0  # 10^9 bytes, at most; data below 0.8 of it stay there
+
+    @field_validator("folder")
+    @classmethod
+    def _expand_home(cls, folder: str | None) -> str | None:
+        return folder if folder is None else expand_path(folder)
 
 
 class Data(Mixture, Shaping):
@@ -82,8 +87,7 @@ class Data(Mixture, Shaping):
     @field_validator("path", "held_out_path", "captions", "images", "class_list", "index", "embeddings")
     @classmethod
     def _expand_home(cls, path: str | None) -> str | None:
-        # A shell does not expand the ~ of data.path=~/images.
-        return path and check_path(os.path.expanduser(path))
+        return path if path is None else expand_path(path)
 
     @model_validator(mode="after")
     def _check_agreement(self) -> "Data":
@@ -346,6 +350,11 @@ class Samples(Section):
     metrics_split: Literal["train", "held_out"] = "train"  # the data that they are compared with
     reference: str | None = None  # instead of these: statistics (.npz, .pkl), images (.npz), or a path as data.path
 
+    @field_validator("reference")
+    @classmethod
+    def _expand_home(cls, path: str | None) -> str | None:
+        return path if path is None else expand_path(path)
+
     @model_validator(mode="after")
     def _check_agreement(self) -> "Samples":
         _raise_if_any(
@@ -429,10 +438,10 @@ class Run(Section):
         """Returns the folder of the run's checkpoints, samples and logs."""
         return self.folder or Path("runs") / self.name
 
-    @field_validator("folder", "init_from")
+    @field_validator("folder", "init_from", mode="before")
     @classmethod
-    def _expand_home(cls, path: Path | None) -> Path | None:
-        return path and Path(check_path(os.path.expanduser(path)))
+    def _expand_home(cls, path: Any) -> Any:
+        return expand_path(str(path)) if isinstance(path, (str, Path)) else path
 
     @model_validator(mode="after")
     def _check_agreement(self) -> "Run":

@@ -23,8 +23,13 @@ NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # prod
 Count = Annotated[int, Field(ge=0)]
 
 
-def check_path(path: str) -> str:
-    """Returns `path` if Linux accepts it. Raises PydanticCustomError if it is too long."""
+def expand_path(path: str) -> str:
+    """Returns a path that Linux takes, with the home folder for ~. Raises PydanticCustomError if it is empty or too
+    long.
+    """
+    if not path:  # pathlib takes it for the present folder
+        raise PydanticCustomError("no_path", "it is empty: name a path, or leave it out")
+    path = os.path.expanduser(path)  # A shell does not expand the ~ of data.path=~/images.
     if len(os.fsencode(path)) > 4000 or max(map(len, os.fsencode(path).split(b"/"))) > 255:
         raise PydanticCustomError("long_path", "it is too long for a path, whose names have 255 bytes at most")
     return path

@@ -110,7 +110,8 @@ class Config(SystemConfig, ReadsTexts):
     @classmethod
     def _fill_in_preset(cls, model: Any) -> Any:
         """Takes a preset's choices where the section is silent; of its shape, see network_shape."""
-        preset = PRESETS.get(model.get("size"), {}) if isinstance(model, dict) else {}
+        size = model.get("size") if isinstance(model, dict) else None
+        preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
         for name, value in preset.items():
             if name not in SHAPE and isinstance(value, dict) and isinstance(given := model.get(name, {}), dict):
                 model = {**model, name: {**value, **given}}

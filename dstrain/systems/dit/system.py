@@ -260,7 +260,7 @@ class DiTSystem(System):
         super().check_sampling(samples)
         with reword_errors("--size or samples.size: "):
             self.config.shape(samples.size)
-        eta_of(self.sampler(samples.sampler), samples.eta)
+        eta_of(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
         self.process.check_spacing(samples.spacing)
 
     def require_guide(self, other: System) -> None:

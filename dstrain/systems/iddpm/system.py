@@ -171,7 +171,7 @@ class IDDPMSystem(System):
         super().check_sampling(samples)
         with reword_errors("--size or samples.size: "):
             self.config.shape(samples.size)
-        eta_of(self.sampler(samples.sampler), samples.eta)
+        eta_of(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
         self.process.check_spacing(samples.spacing)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:

@@ -254,7 +254,7 @@ class PriorSystem(System):
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
-        eta_of(self.sampler(samples.sampler), samples.eta)
+        eta_of(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
 
     def _chained(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns the guided network of one chain. With self_cond it remembers the last x_start for its next call."""

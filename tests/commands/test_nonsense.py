@@ -1,0 +1,91 @@
+"""Every key of a recipe with a value that means nothing: refused before a start, by a line that names the key."""
+
+from pathlib import Path
+
+import pytest
+
+from dstrain import systems
+from dstrain.commands.job import prepare_job
+from dstrain.commands.options.train import JobOptions
+from dstrain.recipe import ConfigError, Run
+from dstrain.recipe.section import list_fields
+
+ROOT = Path(__file__).parents[2]
+SYSTEM = systems.config_class("dit")
+KEYS = [key for key, _ in [*list_fields(Run), *list_fields(SYSTEM, "model")]]
+# Of any text: names, words for people, paths that need not be there yet, and what only a model with texts reads.
+FREE = {
+    *("name", "folder", "data.index", "data.cache.folder", "samples.reference", "samples.negative_prompt"),
+    *("track.project", "track.entity", "track.group", "track.notes", "model.text_encoder_fingerprint"),
+}
+FREE_LISTS = {"track.tags"}
+# Words of pydantic and of Python's types, which no recipe has.
+FOREIGN = ("tuple", "Tuple", "constrained", "literal[", "[key]", ".bool=", ".str=", "dictionary", "instance")
+
+
+def refuse(tmp_path, *words: str) -> list[str]:
+    """The lines of the refusal of a recipe with these overrides; [] if it is taken."""
+    options = JobOptions(
+        ROOT / "tests/launch/tiny.yaml",
+        ROOT / "ds_configs/zero2_fp32.json",
+        (f"folder={tmp_path / 'run'}", *words),
+        print_config=True,
+    )
+    try:
+        prepare_job(options, world=1, device_type="cpu")
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(
+    "value, free",
+    [
+        ("nonsense", FREE),
+        ("[nonsense]", FREE_LISTS),
+        ("{nonsense: 1}", set()),
+        ("-7.5", FREE | {"model.flow.logit_mean"}),
+        ("''", FREE),
+    ],
+)
+def test_every_key_with_nonsense(tmp_path, monkeypatch, value, free):
+    """Oracle: the schema: every key is tried. It is refused unless it takes any text, by a line that names the
+    key or its section; nothing is said twice, and in no word of pydantic's. every.metrics is 0 in this recipe, and no
+    other data are here: what nobody reads is checked, too."""
+    monkeypatch.chdir(tmp_path)
+    taken, wrong = set(), []
+    for key in KEYS:
+        lines = refuse(tmp_path, f"{key}={value}")
+        taken |= set() if lines else {key}
+        section = key.rpartition(".")[0].rpartition(".")[2] or key
+        named = any(line.startswith((key, f"{section}:", "model:")) or f"{section}." in line for line in lines)
+        named |= any(f"{section}=" in line for line in lines)  # a value stands where the section is no mapping
+        foreign = [word for word in FOREIGN if any(word in line for line in lines)]
+        if lines and (not named or foreign or len(set(lines)) < len(lines)):
+            wrong.append((key, lines))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert taken <= free | (EMPTY if value == "''" else set())
+    assert "samples.metrics" in KEYS and len(KEYS) > 200
+
+
+EMPTY = {"model.text_encoder"}  # no encoder
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ("ema.decays=0.5", "ema.decays=0.5: it should be a list, such as ema.decays=[0.5] [command line]"),
+        ("ema.decays=null", "ema.decays=null: it should be a list [command line]"),
+        ("data.splits=[1,0,0,0]", "data.splits=[1, 0, 0, 0]: it should have 3 entries at most [command line]"),
+        ("save.best=[]", "save.best=[]: it should be a valid boolean, or a valid string [command line]"),
+        ("model.flow.shift=-7", "model.flow.shift=-7: it should be greater than 0, or 'dimension'"),
+        ("folder=''", "folder='': it is empty: name a path, or leave it out [command line]"),
+        ("model.codes=a", "model.codes=a: it is filled in from the data, here with null: leave it out"),
+        ("data.captioned=true", "data.captioned=true: it is filled in from the data, here with false: leave it out"),
+        ("samples.features=[foo:bar]", "samples.features: foo:bar: known are builtin, emoji"),
+    ],
+)
+def test_what_a_refusal_says(tmp_path, words, line):
+    """Oracle: by hand: one line, with the key, the fault and the remedy."""
+    (found,) = refuse(tmp_path, words)
+    assert found.startswith(line)
