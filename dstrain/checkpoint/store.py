@@ -119,17 +119,20 @@ class Store:
         ROUTINE, as where it is absent: made by the recipe's own clock; STOP: made because the run was stopped there, so
         that it deletes no routine one; or TROUBLE: made while steps were not applied, so that it deletes nothing good
         and goes when a newer one is whole. extra["stays"] are steps to keep as well.
+        extra["run"] is the identity of the run in the folder above, if this process has claimed it.
         """
         tmp = self._path(step, f".{self._mark}.tmp")
         self.error = first_failure(group.gather_objects(failed))
         if self.error is None:
             files, self.error = hash_all(tmp, hashed or {}, self._finish)
         if self.error is None:
+            claim = owner.find_claim(self.folder.parent)
+            writer = {"run": claim.identity} if claim and claim.identity else {}
             body = {
                 "files": files,
                 "step": step,
                 "world": group.world(),
-                "extra": extra or {},
+                "extra": writer | (extra or {}),
                 "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__},
             }
             self.error = self._on_first(lambda: self._seal(step, tmp, body))

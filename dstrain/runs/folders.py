@@ -40,6 +40,13 @@ from dstrain.recipe import (
     require_known_keys,
     reword_errors,
 )
+from dstrain.runs.lineage import (
+    ANCESTORS,
+    claim_checkpoints,
+    note_ancestors,
+    require_own_checkpoints,
+    require_own_link,
+)
 from dstrain.runs.resume import Resume
 from dstrain.systems import config_class
 
@@ -47,7 +54,7 @@ from dstrain.systems import config_class
 OF_RUN = (
     *("run.yaml", "ds_config.json", "data.txt", "saved", "metrics.jsonl", "events.jsonl", owner.IDENTITY),
     *("checkpoints", "averages", "reconstructed", "samples", "evaluation", "log.txt", "bad_files.txt", "restarts.log"),
-    *("report.html", "wandb", "wandb_id", "tensorboard", "profile", "stacks", "stop"),
+    *("report.html", "wandb", "wandb_id", "tensorboard", "profile", "stacks", "stop", ANCESTORS),
 )
 _MARKS = OF_RUN[:7]  # two of them, or one beside checkpoints, are a run's
 _BESIDE = re.compile(  # what may lie beside a run, and stays
@@ -78,7 +85,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
     if resume.from_scratch:
         return
     require_no_links(folder)
-    _require_own_checkpoints(folder)
+    require_own_link(folder)
     if (folder / "checkpoints" / "step_00000000").is_dir():
         raise ConfigError(
             f"folder={folder} holds imported weights, and no moments to go on with: train in another "
@@ -95,6 +102,8 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
         raise ConfigError(
             f"{folder} {lost}: put back what is gone, or begin anew with --from-scratch, which moves the rest aside"
         )
+    if not resume.allow_change:
+        require_own_checkpoints(folder, resume.step)
     if resume.allow_change or not read_last_saved(folder):  # without a saved step, no run would be changed
         return
     if changes := list_refused_changes(read_recipe(folder), run, system := config_class(run.system)):
@@ -150,40 +159,15 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
             _require_unread(checkpoints.glob("step_*"))
             set_aside(folder)
         if linked := checkpoints.is_symlink():
-            _claim_checkpoints(checkpoints)
-            _require_own_checkpoints(folder)
+            claim_checkpoints(checkpoints)
+            require_own_link(folder)
         earlier = owner.read_identity(folder)
+        if not resume.from_scratch:
+            note_ancestors(folder, resume.allow_change)
         if owner.identify_folder(folder).identity != earlier and earlier:
             (folder / "wandb_id").unlink(missing_ok=True)  # it came here with a copy of another run
         if linked:
             owner.identify_folder(checkpoints, folder)
-
-
-def _require_own_checkpoints(folder: Path) -> None:
-    """Raises ConfigError if the folder of checkpoints is a link, as `cp -r` copies it, to those of another run."""
-    checkpoints = folder / "checkpoints"
-    if checkpoints.is_symlink() and (other := owner.find_other_run(checkpoints, folder)):
-        target = checkpoints.resolve()
-        raise ConfigError(
-            f"{folder}: checkpoints is a link to {target}, which are also the checkpoints of {other}: copy them, and "
-            f"let the link name the copy; or, if that run is no more, remove {target / owner.IDENTITY}"
-        )
-
-
-def _claim_checkpoints(checkpoints: Path) -> None:
-    """Claims a folder of checkpoints on another disk. ConfigError: another process still has it."""
-    end = time.monotonic() + owner.SILENT_SECONDS + owner.BEAT_SECONDS
-    while True:
-        try:
-            owner.claim_folder(checkpoints, "train")
-            return
-        except owner.Held as held:
-            if time.monotonic() > end:
-                raise ConfigError(
-                    f"{checkpoints} is a link to {checkpoints.resolve()}, into which another process trains ({held}): "
-                    "copy these checkpoints, and let the link name the copy"
-                ) from None
-        time.sleep(0.5)
 
 
 def _describe_lost(folder: Path) -> str | None:

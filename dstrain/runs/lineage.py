@@ -1,0 +1,98 @@
+"""Whose checkpoints lie in a run's folder: its own, those of the run that it is a copy of, or another run's.
+
+Each manifest names the run that has written it, by its identity (disk/owner.py), as extra["run"]. The folder's file
+`.ancestors` lists other identities whose checkpoints belong there, one a line: a copy gets an identity of its own, and
+keeps that of what it was copied from. A folder without an identity, as where hidden files were cleared away, owns what
+lies in it.
+"""
+
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from dstrain.checkpoint.manifest import read_manifest
+from dstrain.checkpoint.store import Store
+from dstrain.disk import atomic, owner, small
+from dstrain.recipe import ConfigError
+
+ANCESTORS = ".ancestors"
+_NEWEST = 10  # checkpoints that are looked at: a run goes on from one of them
+
+
+def require_own_checkpoints(folder: Path, step: int | None) -> None:
+    """Raises ConfigError if another run has written a checkpoint that a run may go on from; `step` is asked for."""
+    own = owner.read_identity(folder)
+    if own is None:
+        return
+    known = {own, *_read_ancestors(folder)}
+    writers = _read_writers(folder, step)
+    foreign = [number for number, writer in writers.items() if writer not in known]
+    if not foreign:
+        return
+    path = folder / "checkpoints" / f"step_{foreign[0]:08d}"
+    raise ConfigError(
+        f"{path} was written by another run ({writers[foreign[0]][:8]}, and {folder} is {own[:8]}): move it away, or "
+        "give --allow-change if the run is to go on from it; to begin with another run's weights, name it as "
+        "init_from= of a new folder"
+    )
+
+
+def note_ancestors(folder: Path, adopts: bool) -> None:
+    """Writes down which other runs' checkpoints belong to a run, before its folder gets an identity. OSError.
+
+    adopts: all that lies there belongs to it.
+    """
+    own, known = owner.read_identity(folder), _read_ancestors(folder)
+    found = {own} if own and owner.find_other_run(folder, folder) else set()  # a copy's, which is renewed
+    if adopts or own is None:
+        found |= {*_read_writers(folder, None).values()} - {own}
+    if new := sorted(found - {*known}):
+        atomic.write_file(folder / ANCESTORS, "".join(f"{identity}\n" for identity in [*known, *new]))
+
+
+def require_own_link(folder: Path) -> None:
+    """Raises ConfigError if the folder of checkpoints is a link, as `cp -r` copies it, to those of another run."""
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_symlink() and (other := owner.find_other_run(checkpoints, folder)):
+        target = checkpoints.resolve()
+        raise ConfigError(
+            f"{folder}: checkpoints is a link to {target}, which are also the checkpoints of {other}: copy them, and "
+            f"let the link name the copy; or, if that run is no more, remove {target / owner.IDENTITY}"
+        )
+
+
+def claim_checkpoints(checkpoints: Path) -> None:
+    """Claims a folder of checkpoints on another disk. ConfigError: another process still has it."""
+    end = time.monotonic() + owner.SILENT_SECONDS + owner.BEAT_SECONDS
+    while True:
+        try:
+            owner.claim_folder(checkpoints, "train")
+            return
+        except owner.Held as held:
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{checkpoints} is a link to {checkpoints.resolve()}, into which another process trains ({held}): "
+                    "copy these checkpoints, and let the link name the copy"
+                ) from None
+        time.sleep(0.5)
+
+
+def _read_ancestors(folder: Path) -> list[str]:
+    with suppress(OSError, UnicodeDecodeError):
+        return small.read_text(folder / ANCESTORS, small.MEGABYTE).split()
+    return []
+
+
+def _read_writers(folder: Path, step: int | None) -> dict[int, str]:
+    """Returns the identity of the run that has written each of the newest checkpoints, and that of `step`; earlier
+    versions wrote none.
+    """
+    writers: dict[int, str] = {}
+    steps = Store(folder / "checkpoints").steps()
+    for number in sorted({*steps[-_NEWEST:], *(one for one in steps if one == step)}, reverse=True):
+        with suppress(OSError, ConfigError):  # a damaged one is passed over where it is read
+            writer = read_manifest(folder / "checkpoints" / f"step_{number:08d}")["extra"].get("run")
+            if isinstance(writer, str) and re.fullmatch("[0-9a-f]{32}", writer):
+                writers[number] = writer
+    return writers
