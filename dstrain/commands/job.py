@@ -225,6 +225,9 @@ def _check_data_and_folder(
     check_quality(run, system, source, held_out)  # asks for a label of each class
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
     remarks += [cut] if cut else []
+    if held_out is not None and run.every.evaluate and run.every.evaluate_samples > len(held_out):
+        taken = f"{len(held_out):,} are held out, and all of them are taken"
+        remarks.append(f"every.evaluate_samples={run.every.evaluate_samples}: {taken}")
     if system.takes_texts and source.captioned and not {"text_encodings", "text_embed"} & set(source.first()):
         remarks += describe_cut_captions(source, system)
     problems: list[str] = []

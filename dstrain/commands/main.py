@@ -104,6 +104,7 @@ def _run_verb(verb: Verb) -> None:
     from dstrain.commands.options.command import Command, parse_options
     from dstrain.recipe.trust import trust_system
 
+    silence_libraries()
     options: Command = parse_options(options_of(verb), sys.argv[1:])
     for name in getattr(options, "trust_system", ()):
         trust_system(name)
@@ -120,6 +121,14 @@ def _run_verb(verb: Verb) -> None:
         start_group()
     module.run_verb(options)
     group.leave_group()
+
+
+def silence_libraries() -> None:
+    """Keeps what other packages say of kernels that nothing here calls from among a verb's lines."""
+    import logging
+
+    # diffusers imports bitsandbytes, which looks for kernels of 4 bits.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def options_of(verb: Verb) -> type:

@@ -70,7 +70,8 @@ class Spread(View):
 
     def __init__(self, whole: Source, num: int | None = None) -> None:
         super().__init__(whole)
-        self.num = min(num or len(whole), len(whole))
+        self.asked = num or len(whole)
+        self.num = min(self.asked, len(whole))
         self.unreadable: set[str] = set()
 
     def __len__(self) -> int:
@@ -85,6 +86,8 @@ class Spread(View):
 
     def describe(self) -> str:
         whole = self.whole.describe()
+        if self.asked > len(self.whole):
+            return f"{whole}; {self.asked:,} are asked for, and there are no more"
         return whole if len(self) == len(self.whole) else f"{len(self):,} of {whole}"
 
     def __getitem__(self, index: int) -> Item:

@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -280,12 +280,14 @@ def _pass_without_locks() -> Iterator[None]:
 
 @contextmanager
 def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
-    """Makes `out`, into which no other command writes inside; on all ranks together.
+    """Makes `out`, into which no other command writes inside; on all ranks together. It goes again if nothing is
+    written.
 
     Raises ConfigError if another one does, or the folder cannot be written; it begins with `named`.
     """
-    problem = None
+    problem, is_new = None, False
     if group.rank() == 0:
+        is_new = not out.exists()
         try:
             with explain_write_errors(named, "name a folder that can be written"):
                 out.mkdir(parents=True, exist_ok=True)
@@ -294,14 +296,17 @@ def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
             problem = f"{named}: another command writes there, {held}; wait for its end, or name another folder"
         except ConfigError as error:
             problem = str(error)
-    if problem := group.from_first(problem):
-        raise ConfigError(problem)
-    share_claim(out)
     try:
+        if problem := group.from_first(problem):
+            raise ConfigError(problem)
+        share_claim(out)
         yield
         group.barrier()
     finally:
         owner.release_folder(out)
+        if is_new:
+            with suppress(OSError):  # it holds something
+                out.rmdir()
 
 
 def share_claim(folder: Path) -> None:

@@ -71,3 +71,11 @@ def test_three_hundred_launches(tmp_path):
         done = run(command("launch/train.py", *words, f"folder={tmp_path / str(number)}", num=2))
         assert done.returncode == 0 and "complete" in done.stdout, (number, done.stdout)
         assert "terminate called" not in done.stdout, (number, done.stdout)
+
+
+def test_other_packages_are_silent():
+    """Oracle: an empty stderr of a process that imports what diffusers does, on any CPU."""
+    pytest.importorskip("bitsandbytes")
+    code = "from dstrain.commands.main import silence_libraries as run; run(); import bitsandbytes"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0 and "gemm_4bit" not in done.stderr

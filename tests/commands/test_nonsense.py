@@ -89,3 +89,17 @@ def test_what_a_refusal_says(tmp_path, words, line):
     """Oracle: by hand: one line, with the key, the fault and the remedy."""
     (found,) = refuse(tmp_path, words)
     assert found.startswith(line)
+
+
+def test_more_than_is_held_out(tmp_path):
+    """Oracle: the 500 held-out images of the built-in ones: one more is told, as many are not."""
+    for number, told in (
+        (501, ["every.evaluate_samples=501: 500 are held out, and all of them are taken"]),
+        (500, []),
+    ):
+        words = (f"folder={tmp_path}", "every.evaluate=5", f"every.evaluate_samples={number}")
+        options = JobOptions(
+            ROOT / "tests/launch/tiny.yaml", ROOT / "ds_configs/zero2_fp32.json", words, print_config=True
+        )
+        remarks = prepare_job(options, world=1, device_type="cpu").remarks
+        assert [line for line in remarks if "evaluate_samples" in line] == told

@@ -655,3 +655,15 @@ def test_a_run_of_an_older_dstrain_keeps_its_ways(tmp_path, critic, labels):
     model = folders.read_recipe(tmp_path).model
     assert model["critic_labels"] == labels
     assert model["decoding"] == {"sample_temperature": 0.9, "sample_temperature_schedule": "decay"}
+
+
+def test_an_output_without_anything_goes_again(tmp_path):
+    """Oracle: by hand: a full disk leaves no new folder behind; what was there before, or was written, stays."""
+    there = tmp_path / "there"
+    there.mkdir()
+    for out, written in ((tmp_path / "new", False), (tmp_path / "half", True), (there, False)):
+        with pytest.raises(OSError, match="full"), folders.claim_output(out, "--out", "generate"):
+            if written:
+                (out / "0.png").touch()
+            raise OSError(28, "full")
+    assert not (tmp_path / "new").exists() and (tmp_path / "half" / "0.png").exists() and there.is_dir()

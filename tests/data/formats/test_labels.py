@@ -223,6 +223,7 @@ def test_what_was_found_is_said(tmp_path):
     assert clips.describe() == "6 clips, 2 classes of 3, captions beside them"
     assert Windows(clips, 2).describe() == f"12 windows of {clips.describe()}"
     assert Spread(clips, 2).describe() == f"2 of {clips.describe()}" and Spread(clips).describe() == clips.describe()
+    assert Spread(clips, 1200).describe() == f"{clips.describe()}; 1,200 are asked for, and there are no more"
     alone = open_videos(folder_of_clips(tmp_path / "w"), CUT, images=root, image_share=0.25)
     assert alone.describe() == (
         "6 clips, no classes, no captions; 25% of the samples are images: 12 images, 3 classes "
