@@ -387,8 +387,8 @@ BUDGETS = {
     "metrics": 1205,
     "nn": 971,  # with tokens that ranks share
     "planning": 719,  # with ranks that share samples
-    "recipe": 826,  # with every key checked whether it is used or not, and messages for each type
-    "runs": 1029,  # with checkpoints that name their run, universal folders of DeepSpeed, and hosts that answer
+    "recipe": 831,  # with every key checked whether it is used or not, and messages for each type
+    "runs": 1033,  # with checkpoints that name their run, universal folders of DeepSpeed, and hosts that answer
     "sampling": 431,
     "systems": 6330,  # with texts, PixArt, and DiTs that are exported with their code
     "tracking": 1821,

@@ -8,11 +8,11 @@ from dstrain import systems
 from dstrain.commands.job import prepare_job
 from dstrain.commands.options.train import JobOptions
 from dstrain.recipe import ConfigError, Run
-from dstrain.recipe.section import list_fields
+from dstrain.recipe.section import iterate_fields
 
 ROOT = Path(__file__).parents[2]
 SYSTEM = systems.config_class("dit")
-KEYS = [key for key, _ in [*list_fields(Run), *list_fields(SYSTEM, "model")]]
+KEYS = [key for key, _ in [*iterate_fields(Run), *iterate_fields(SYSTEM, "model")]]
 # Of any text: names, words for people, paths that need not be there yet, and what only a model with texts reads.
 FREE = {
     *("name", "folder", "data.index", "data.cache.folder", "samples.reference", "samples.negative_prompt"),
