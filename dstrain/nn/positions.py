@@ -32,6 +32,15 @@ def sincos_positions(dim: int, height: int, width: int, base: float | None = Non
     return torch.from_numpy(np.concatenate(halves, axis=1).astype(np.float32))
 
 
+def sincos_times(dim: int, count: int) -> Tensor:
+    """Returns fixed positions of `count` frames in a row, float32 (count, dim): sines, then cosines less 1, as above.
+
+    Those of the first frame are 0, so that weights of a network of images compute for it what they did.
+    """
+    angles = np.arange(count)[:, None] * PERIOD ** (-np.arange(dim // 2) / (dim // 2))
+    return torch.from_numpy(np.concatenate((np.sin(angles), np.cos(angles) - 1), axis=1).astype(np.float32))
+
+
 def rotations(
     sides: Sequence[int], head_dim: int, bases: Sequence[float | None] = (), before: int = 0, after: int = 0
 ) -> Tensor:

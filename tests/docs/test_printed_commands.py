@@ -197,6 +197,8 @@ GROUPS = {
         ("generate runs/prior-small --prompts texts.txt --then runs/decoder-small", DRAW),
         ("train --recipe launch/recipes/t2i-small.yaml", DIT),
         ("generate runs/t2i-small --prompts texts.txt --negative-prompt dark", DRAW),
+        ("train --recipe launch/recipes/t2v-small.yaml", DIT),
+        ("generate runs/t2v-small --prompts texts.txt", DRAW),
         ("generate runs/prior-small --prompts FILE --text-encoder PATH", DRAW),
         ("generate runs/prior-small --prompts names.txt --num-samples 382 --then runs/decoder-small --out drawn", DRAW),
         ("evaluate --images drawn --metrics retrieval", ""),

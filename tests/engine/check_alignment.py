@@ -1,4 +1,5 @@
-"""Run by test_alignment.py on 1, 2 and 4 ranks: a modern DiT with LayerSync, REPA, or texts, against plain torch."""
+"""Run by test_alignment.py on 1, 2 and 4 ranks: a modern DiT with LayerSync, REPA, texts or clips, against plain
+torch."""
 
 import json
 from pathlib import Path
@@ -50,6 +51,13 @@ CASES = {
         "cross_attention": True,
         "block": MODERN["block"] | {"modulation": "shared"},
     },
+    "video": {
+        "condition": "text",
+        "num_words": 40,
+        "max_text_len": 5,
+        "class_dropout_prob": 0.5,
+        "video": {"frames": 3, "patch_frames": 2, "given": 1},
+    },
 }
 STAGES = {1: (0,), 2: (0, 1, 2, 3), 4: (2,)}  # by the number of ranks
 
@@ -92,6 +100,7 @@ def batch(step: int) -> dict[str, Tensor]:
         "step": torch.full((GLOBAL,), step),
         "label": rng.integers(key, "label", 10),
         "image": rng.integers(key, "image", 256, (1, 8, 8)).to(torch.uint8),
+        "video": rng.integers(key, "video", 256, (3, 1, 8, 8)).to(torch.uint8),
         "caption": stack_texts([pack_caption(f"a bag {step} of {number}") for number in range(GLOBAL)]),
     }
 

@@ -1,4 +1,4 @@
-"""Alignments, routed tokens and texts under ZeRO 0 to 3, on 1, 2 and 4 ranks."""
+"""Alignments, routed tokens, texts and clips under ZeRO 0 to 3, on 1, 2 and 4 ranks."""
 
 import json
 

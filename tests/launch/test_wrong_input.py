@@ -158,7 +158,7 @@ WRONG = {
     "data is a file": (["data.path=afile"], "data.path=afile"),
     "videos for images": (
         ["data.path=builtin:moving-fashion"],
-        "dit learns from images or cached latents: give a folder of images",
+        "data.path=builtin:moving-fashion holds videos: write data.num_frames=17, say, for clips",
     ),
     "unknown built-in": (["data.path=builtin:mnist"], "builtin:fashion"),
     "nothing to start from": (["init_from=/no/weights"], "init_from=/no/weights does not exist"),

@@ -30,6 +30,14 @@ def call_dit(network: nn.Module) -> list[Tensor]:
     return [out["out"], *([out["base"]] if "base" in out else []), *out.get("projected", []), *_drawn(out)]
 
 
+def call_clips(network: nn.Module) -> list[Tensor]:
+    """Two clips of 3 frames of 8 x 8, in 2 x 16 patches, from texts and first frames."""
+    draw = torch.Generator().manual_seed(1)
+    x, given = (torch.randn(2, channels, 3, 8, 8, generator=draw) for channels in (3, 4))
+    text, mask = torch.randn(2, 4, 6, generator=draw), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    return [network(x, torch.tensor([3.0, 500.0]), text=text, mask=mask, given=given)]
+
+
 def _drawn(out) -> list[Tensor]:
     return [out["drawn"], out["towards"] - out["drawn"]] if "drawn" in out else []
 
@@ -141,6 +149,12 @@ CASES = {
     "texts": (lambda: dit(rope=True, text={"encodings_dim": 6}, tokens={"joins": 1}), call_dit),
     "cross": (lambda: dit(text={"encodings_dim": 6, "learns_null": True}, cross_attention=True), call_dit),
     "joint": (Joint, call_joint),
+    "clips": (
+        lambda: DiT(
+            8, 2, 3, 32, 2, 4, rope=True, text={"encodings_dim": 6}, tokens={"joins": 1}, patch_frames=2, given=True
+        ),
+        call_clips,
+    ),
 }
 
 
@@ -180,6 +194,10 @@ def test_what_ranks_cannot_share_is_named():
     assert "the 6 condition tokens of model.tokens: what works is 1, 2" in text
     (text,) = conflicts("dit", 4, **small, wide={"hidden_size": 24, "depth": 1, "num_heads": 6})
     assert "the 6 attention heads, model.wide.num_heads: what works is 1, 2" in text
+    clips = small | {"hidden_size": 32, "image_size": 8, "video": {"frames": 5, "patch_frames": 2}}
+    assert conflicts("dit", 4, **clips) == []
+    (text,) = conflicts("dit", 8, **clips | {"num_heads": 8})
+    assert "the 12 tokens of a clip: what works is 1, 2, 4" in text
     (text,) = conflicts("dit", 2, **small, routing={"start": 1})
     assert "leave model.routing out, or write parallel.sequence=1" in text
     video = {"image_size": [48, 16], "heads": 6, "dim": 20}

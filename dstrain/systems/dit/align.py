@@ -117,6 +117,31 @@ class Routing(Section):
     """The last one; None: the last but one of all."""
 
 
+def check_taps(align: Align | None, routed: tuple[int, int] | None, internal: int | None, depth: int) -> None:
+    """Checks that what is aligned and routed names blocks of a network of `depth` blocks.
+
+    routed: the first and the last block that tokens may pass by; internal: the block of the second head. None: none.
+    Raises ConfigError for a block that there is not, and for a second head that would see a part of the tokens.
+    """
+    if align:
+        names = ("depth", "target") if align.kind == "layersync" else ("depth",)
+        for name in names:
+            if (block := getattr(align, name)) > depth:
+                raise ConfigError(f"align.{name}: {block} is above depth {depth}; name a block that there is")
+    if routed:
+        start, end = routed
+        if not start <= end <= depth:
+            raise ConfigError(
+                f"routing: blocks {start} to {end} are no part of the {depth} that there are; give start and end "
+                "from 1 to depth"
+            )
+        if internal and start <= internal < end:
+            raise ConfigError(
+                f"routing: after block {internal} some tokens are elsewhere, and the second head of internal.depth "
+                "needs all; give routing.start above it, or another internal.depth"
+            )
+
+
 class Alignment:
     """The alignment of a system, and the frozen encoder that it needs, which is loaded where it is first needed."""
 

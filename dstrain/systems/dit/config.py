@@ -15,8 +15,9 @@ from dstrain.encoders.reader import Reader, ReadsTexts, complete_texts, replace_
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, mark_filled_in, mark_fixed
 from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig, list_indivisible
-from dstrain.systems.dit.align import Align, Routing
+from dstrain.systems.dit.align import Align, Routing, check_taps
 from dstrain.systems.dit.choices import BlockChoices, Diffusion, Internal, Tokens, Wide
+from dstrain.systems.dit.clips import Given, Video, list_clip_problems
 from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes, Text
 from dstrain.systems.dit.first_stage import Codes, FirstStage, Latents
 from dstrain.systems.dit.layouts import LAYOUTS
@@ -24,7 +25,8 @@ from dstrain.systems.dit.presets import PRESETS, SHAPE
 
 
 class Config(SystemConfig, ReadsTexts):
-    learns_from = ("images", "latents")
+    learns_from = ("images", "latents", "clips")
+    learns_durations = True
     without_labels = "model.num_classes=1"
     null_field = "class_dropout_prob"
     no_captions = "write X.txt beside X.png, or encode with --text-encoder, or set model.condition=label"
@@ -94,6 +96,8 @@ class Config(SystemConfig, ReadsTexts):
     """An alignment of tokens in the middle, which makes training shorter: LayerSync, REPA."""
     routing: Routing | None = None
     """A share of the tokens passes blocks by in training (TREAD); it pays from about 1,000 tokens on."""
+    video: Video | None = None
+    """Clips in place of images, by patches over frames, too; with data.num_frames. None: images."""
     guidance_channels: Annotated[int | None, MAY_CHANGE] = Field(None, ge=1)
     """Leading channels that are guided; None means all; 3 is what the published samples did."""
     first_stage: FirstStage | None = None
@@ -134,12 +138,16 @@ class Config(SystemConfig, ReadsTexts):
             raise ConfigError(f"image_size {self.image_size} is no multiple of {unit}, patch_size x factor")
         require_multiples(self.sizes, unit, "patch_size x factor")
         if self.codes is not None:
-            self._check_codes(patch)
+            factor = self.first_stage.factor if self.first_stage else 1
+            self.codes.check(self.in_channels, self.image_size, self.input_size, factor, patch)
         if shape["hidden_size"] % shape["num_heads"]:
             raise ConfigError("hidden_size must be a multiple of num_heads")
         if shape["hidden_size"] % 4:
             raise ConfigError("hidden_size must be a multiple of 4, which 2-D positions need")
         self._check_choices(shape)
+        if self.video:
+            aligned = self.align is not None and self.align.kind == "repa"
+            self.video.check(unit, aligned, self.codes is not None, self.embedding_dim)
         self.latents.check(self.in_channels)
         if self.guidance_channels is not None and self.guidance_channels > self.in_channels:
             raise ConfigError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
@@ -168,11 +176,13 @@ class Config(SystemConfig, ReadsTexts):
         ):
             if self.block.rope and width // heads % 4:
                 raise ConfigError(f"{name}: a head has {width // heads} values; block.rope needs a multiple of 4")
+            if self.block.rope and self.video and width // heads < 8:
+                raise ConfigError(f"{name}: a head has {width // heads} values; block.rope over three axes needs 8")
             if width % heads:
                 raise ConfigError(f"{name}: {width} must be a multiple of its {heads} heads")
         if self.internal and self.internal.depth >= shape["depth"]:
             raise ConfigError(f"internal.depth: {self.internal.depth} is not below depth {shape['depth']}")
-        self._check_taps(shape["depth"])
+        check_taps(self.align, self.routing and self.routed(), self.internal and self.internal.depth, shape["depth"])
         if self.internal and self.objective != "flow":
             raise ConfigError("internal: a second head is trained for flows alone; set objective=flow, or leave it out")
 
@@ -196,26 +206,6 @@ class Config(SystemConfig, ReadsTexts):
         if self.codes is not None:
             self.require_cached(self.codes.text, self.codes.text_encoder)
 
-    def _check_taps(self, depth: int) -> None:
-        """Checks that what is aligned and routed names blocks of the network."""
-        if self.align:
-            names = ("depth", "target") if self.align.kind == "layersync" else ("depth",)
-            for name in names:
-                if (block := getattr(self.align, name)) > depth:
-                    raise ConfigError(f"align.{name}: {block} is above depth {depth}; name a block that there is")
-        if self.routing:
-            start, end = self.routed()
-            if not start <= end <= depth:
-                raise ConfigError(
-                    f"routing: blocks {start} to {end} are no part of the {depth} that there are; give start and end "
-                    "from 1 to depth"
-                )
-            if self.internal and start <= self.internal.depth < end:
-                raise ConfigError(
-                    f"routing: after block {self.internal.depth} some tokens are elsewhere, and the second head of "
-                    "internal.depth needs all; give routing.start above it, or another internal.depth"
-                )
-
     def routed(self) -> tuple[int, int]:
         """Returns the first and the last block that tokens may pass by; (0, 0): none."""
         if self.routing is None:
@@ -230,25 +220,6 @@ class Config(SystemConfig, ReadsTexts):
         if self.first_stage is not None:
             return self.first_stage.scaling_factor, self.first_stage.shift
         return (self.codes.scaling_factor if self.codes else 1.0), 0.0
-
-    def _check_codes(self, patch: int) -> None:
-        """Checks that the network's input is what the data hold."""
-        channels, *sides = self.codes.shape
-        if self.in_channels != channels:
-            raise ConfigError(
-                f"in_channels {self.in_channels}: the latents in data.path have {channels} channels; set "
-                f"in_channels to {channels}"
-            )
-        if sides != [self.input_size] * 2:
-            factor = self.first_stage.factor
-            other = "" if self.image_size % sides[0] else f", or first_stage.factor to {self.image_size // sides[0]}"
-            raise ConfigError(
-                f"image_size {self.image_size}: images of this side would have latents of side {self.input_size} by "
-                f"first_stage.factor {factor}, those in data.path are {sides[0]} x {sides[1]}; set image_size to "
-                f"{sides[0] * factor}{other}"
-            )
-        if sides[0] % patch:
-            raise ConfigError(f"patch_size {patch} does not divide the latents' side, {sides[0]}")
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
@@ -278,8 +249,14 @@ class Config(SystemConfig, ReadsTexts):
             model = {**model, "latents": Latents.completed(model["latents"], index, stage)}
         if isinstance(model.get("align"), dict):
             model = {**model, "align": Align.completed(model["align"])}
+        if isinstance(model.get("video"), dict):
+            model = {**model, "video": Video.completed(model["video"], run)}
         # The section's own codes are replaced: they may be those of another cache.
-        replaced = {"sizes": run.data.buckets, "size_conditions": run.data.size_conditions, "codes": codes}
+        replaced = {
+            "sizes": None if run.data.durations else run.data.buckets,
+            "size_conditions": run.data.size_conditions,
+            "codes": codes,
+        }
         return {**from_data, **model, **replaced, **({"first_stage": first_stage} if first_stage else {})}
 
     @classmethod
@@ -305,6 +282,7 @@ class Config(SystemConfig, ReadsTexts):
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size"), run.samples
+        problems += list_clip_problems(self.video, run, self.image_size)
         if self.objective == "flow":
             problems += self.flow.conflicts(run.batch.global_)
         elif samples.num_steps > self.diffusion.num_steps:
@@ -349,9 +327,8 @@ class Config(SystemConfig, ReadsTexts):
     def conflicts_among(self, ranks: int) -> list[str]:
         shape, counts = self.network_shape(), {}
         for size in (None, *(self.sizes or ())):
-            _, high, wide = self.shape(size)
-            count = high * wide // shape["patch_size"] ** 2
-            counts[f"tokens of {'an image' if size is None else f'{size[0]} x {size[1]} pixels'}"] = count
+            what = "an image" if size is None else f"{size[0]} x {size[1]} pixels"
+            counts[f"tokens of {what if self.video is None else 'a clip'}"] = self.count_tokens(self.shape(size))
         joining, what = self.tokens.time + self.tokens.label, "condition tokens of model.tokens"
         if self.reads_texts and not self.cross_attention:
             joining, what = joining + self.max_text_len + self.has_null, f"{what} and of texts, with their null text"
@@ -399,19 +376,29 @@ class Config(SystemConfig, ReadsTexts):
             return self.image_size if self.codes is None else self.codes.shape[1]
         return self.image_size // self.first_stage.factor
 
-    def shape(self, size: Shape | None = None) -> tuple[int, int, int]:
+    def shape(self, size: Shape | None = None, frames: int | None = None) -> tuple[int, ...]:
         """Returns the shape of the network's input, (C, h, w), for images of a width and height; None: squares of
-        image_size.
+        image_size. Of clips of so many frames (C, T, h, w); None: the longest.
 
         Raises ConfigError if the patches do not fill it.
         """
+        if self.video is not None:
+            frames = self.video.frames if frames is None else frames
+            self.video.require_frames("num_frames", frames)
+            size = size or (self.image_size, self.video.height or self.image_size)
         if size is None:
             return self.in_channels, self.input_size, self.input_size
         factor, patch = self.image_size // self.input_size, self.network_shape()["patch_size"]
         wide, high = size
         if wide % (factor * patch) or high % (factor * patch):
             raise ConfigError(f"{wide} x {high}: both sides must be multiples of {factor * patch}")
-        return self.in_channels, high // factor, wide // factor
+        times = () if self.video is None else (frames,)
+        return self.in_channels, *times, high // factor, wide // factor
+
+    def count_tokens(self, shape: tuple[int, ...]) -> int:
+        """Counts the patches of an input (C, h, w) or (C, T, h, w)."""
+        count = shape[-2] * shape[-1] // self.network_shape()["patch_size"] ** 2
+        return count if self.video is None else count * (1 + (shape[1] - 1) // self.video.patch_frames)
 
     def network_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of DiT."""
@@ -442,6 +429,8 @@ class Config(SystemConfig, ReadsTexts):
             "base_depth": self.internal.depth if self.internal else 0,
             "align": self.align.network_arguments() if self.align else None,
             "routed": self.routed(),
+            "patch_frames": self.video.patch_frames if self.video else 0,
+            "given": bool(self.video and self.video.given),
         }
 
     @property
@@ -456,6 +445,8 @@ class Config(SystemConfig, ReadsTexts):
             told.append(ImageEmbedding(self.embedding_dim))
         if self.size_conditions:
             told.append(Sizes(self.image_size))
+        if self.video and self.video.given:
+            told.append(Given(self.video, self.shape))
         return tuple(told)
 
     def make_process(self) -> Process:
@@ -474,7 +465,16 @@ class Config(SystemConfig, ReadsTexts):
 
     def guide_fields(self) -> dict[str, Any]:
         """Returns what a guide must share: the data, and noise of the same kind."""
-        names = ("image_size", "size_conditions", "embedding_dim", "in_channels", "num_classes", "first_stage", "codes")
+        names = (
+            "image_size",
+            "size_conditions",
+            "embedding_dim",
+            "in_channels",
+            "num_classes",
+            "first_stage",
+            "codes",
+            "video",
+        )
         texts = ("condition", *ReadsTexts.model_fields) if self.reads_texts else ("condition",)
         fields: dict[str, Any] = dict.fromkeys((*names, *texts, "objective", self.objective), True)
         if self.objective == "flow":  # its other fields are of training alone

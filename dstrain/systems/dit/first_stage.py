@@ -43,6 +43,26 @@ class Codes(Section):
     text_encoder: Annotated[str | None, mark_filled_in("give the data.path of the earlier latents")] = None
     """Fingerprint of the encoder that made these."""
 
+    def check(self, in_channels: int, image_size: int, input_size: int, factor: int, patch: int) -> None:
+        """Raises ConfigError if these latents are not the network's input: of other channels or side, or patches do
+        not divide them.
+        """
+        channels, *sides = self.shape
+        if in_channels != channels:
+            raise ConfigError(
+                f"in_channels {in_channels}: the latents in data.path have {channels} channels; set in_channels to "
+                f"{channels}"
+            )
+        if sides != [input_size] * 2:
+            other = "" if image_size % sides[0] else f", or first_stage.factor to {image_size // sides[0]}"
+            raise ConfigError(
+                f"image_size {image_size}: images of this side would have latents of side {input_size} by "
+                f"first_stage.factor {factor}, those in data.path are {sides[0]} x {sides[1]}; set image_size to "
+                f"{sides[0] * factor}{other}"
+            )
+        if sides[0] % patch:
+            raise ConfigError(f"patch_size {patch} does not divide the latents' side, {sides[0]}")
+
 
 class Latents(Section):
     normalize: Literal["scale", "channels"] = "scale"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.layers import Embedding, Linear, Patches, name_layers
-from dstrain.nn.positions import rotations, sincos_positions
+from dstrain.nn.positions import rotations, sincos_positions, sincos_times
 from dstrain.nn.sequence import order_both, own, own_both, whole
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.blocks import Block, FinalLayer, Seen
@@ -43,8 +43,11 @@ class DiT(nn.Module):
     base_depth          after this block stands a second head, for internal guidance; 0: none.
     align               depth, widths and hidden of REPA's projectors, see Projector; or depth and target of LayerSync.
     routed              the blocks that tokens may pass by in training, see Trunk.
+    patch_frames        frames of a patch of clips (B, C, T, H, W), see PatchEmbed; 0: inputs are images.
+    given               the first frames of a clip may be given, as channels beside the noised ones.
 
-    Inputs may have other sizes, any multiples of the patch: their positions run over the same range. Ranks that share
+    Inputs may have other sizes, any multiples of the patch: their positions run over the same range; and clips may have
+    any number of patches in time, whose positions are 0, 1, 2, ... Ranks that share
     samples (nn/sequence.py) each take a part of the patches and of the condition tokens, but cannot route tokens.
     """
 
@@ -75,6 +78,8 @@ class DiT(nn.Module):
         base_depth: int = 0,
         align: Mapping[str, Any] | None = None,
         routed: tuple[int, int] = (0, 0),
+        patch_frames: int = 0,
+        given: bool = False,
     ) -> None:
         super().__init__()
         if input_size % patch_size:
@@ -83,7 +88,8 @@ class DiT(nn.Module):
         self.in_channels, self.patch_size, self.num_classes = in_channels, patch_size, num_classes
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid, self.head_dim = input_size // patch_size, hidden_size // num_heads
-        self.x_embedder = PatchEmbed(in_channels, hidden_size, patch_size, patch_bottleneck)
+        self.patch_frames, seen_channels = patch_frames, 2 * in_channels + 1 if given else in_channels
+        self.x_embedder = PatchEmbed(seen_channels, hidden_size, patch_size, patch_bottleneck, patch_frames)
         self.t_embedder = TimestepEmbedder(hidden_size, time_freq)
         if num_classes:
             self.y_embedder = name_layers(
@@ -108,10 +114,12 @@ class DiT(nn.Module):
             (Block(hidden_size, num_heads, mlp_ratio, **block) for _ in range(depth)), tokens.get("joins", 0), routed
         )
         choices = {name: block[name] for name in ("norm", "modulation") if name in block}
-        values = patch_size**2 * self.out_channels
+        values = max(patch_frames, 1) * patch_size**2 * self.out_channels
         self.wide = wide is not None
         if wide:
-            self.final_layer = WideHead(patch_size, in_channels, hidden_size, values, mlp_ratio, wide, block)
+            self.final_layer = WideHead(
+                patch_size, seen_channels, hidden_size, values, mlp_ratio, wide, block, patch_frames
+            )
             choices["modulation"] = "own"
         else:
             self.final_layer = FinalLayer(hidden_size, values, **choices)
@@ -129,7 +137,7 @@ class DiT(nn.Module):
             # .float(), since zero.Init would create it in the compute dtype.
             self.register_buffer("pos_embed", torch.empty(1, self.grid**2, hidden_size).float())
         self._positions: dict[tuple[int, int], Tensor] = {}  # of other grids; few, since a run has few sizes
-        self._rotations: dict[tuple[int, int, int, int], Tensor] = {}
+        self._rotations: dict[tuple[tuple[int, ...], int, int], Tensor] = {}
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -149,19 +157,22 @@ class DiT(nn.Module):
         mask: Tensor | None = None,
         extras: bool = False,
         keep: Tensor | None = None,
+        given: Tensor | None = None,
     ) -> Tensor | dict[str, Any]:
-        """Predicts, (B, C or 2C, H, W).
+        """Predicts, (B, C or 2C, H, W), of clips (B, C or 2C, T, H, W).
 
         size, embed   int64 (B, 6), see SizeEmbedder, and (B, E), see ImageEmbedder; None: no such conditions.
         text, mask    see TextTokens; None: no texts.
         extras        returns a dict instead: out; base, of the second head; projected, (B, N, width) each; drawn and
                       towards of LayerSync, (B, N, D), the latter without a gradient.
         keep          int64 (B, M), the patches that go through the `routed` blocks; None: all.
+        given         (B, C + 1, T, H, W), the given frames of a clip, and 1 where they stand; 0 elsewhere.
         """
-        image, (high, wide) = x, (side // self.patch_size for side in x.shape[2:])
-        x = self.x_embedder(x)  # (B, N, D)
+        image = x if given is None else torch.cat((x, given.to(x)), dim=1)
+        grid = self.count_patches(x)
+        x = self.x_embedder(image)  # (B, N, D)
         if self.sines:
-            x = x + self.positions(high, wide).to(x)
+            x = x + self.positions(grid).to(x)
         time = self.t_embedder(t)  # (B, D)
         label = self.y_embedder(y) if y is not None and hasattr(self, "y_embedder") else None
         words, read = (None, None) if text is None else self.text_tokens(text, mask)
@@ -178,7 +189,7 @@ class DiT(nn.Module):
         if hasattr(self, "t_block"):
             seen = seen._replace(shared=self.t_block(c).unflatten(-1, (6, -1)))
         if self.rope:
-            rotation = self.rotation(high, wide, self.head_dim, count, x.device)
+            rotation = self.rotation(grid, self.head_dim, count, x.device)
             seen = seen._replace(rotation=own_both(rotation, patches, 2))
         if read is not None and self.cross_attention:
             seen = seen._replace(text=words, mask=read[:, None, None])
@@ -189,18 +200,18 @@ class DiT(nn.Module):
         taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
         x, tapped = self.blocks(x, seen, tokens, taps, keep)
         if self.wide:
-            rotation = self.rotation(high, wide, self.final_layer.head_dim, 0, x.device) if self.rope else None
+            rotation = self.rotation(grid, self.final_layer.head_dim, 0, x.device) if self.rope else None
             out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
         else:
             out = self.final_layer(x, c, c[:, None])
-        out = self.unpatchify(whole(out, 1), high, wide)
+        out = self.unpatchify(whole(out, 1), grid)
         if not extras:
             return out
         found: dict[str, Any] = {"out": out}
         if self.base_depth:
             x = tapped[self.base_depth]
             base = self.base_layer(x, F.silu(time[:, None] + x) if self.wide else c, c[:, None])
-            found["base"] = self.unpatchify(whole(base, 1), high, wide)
+            found["base"] = self.unpatchify(whole(base, 1), grid)
         if hasattr(self, "projectors"):
             found["projected"] = [whole(projector(tapped[self.align_depth]), 1) for projector in self.projectors]
         if self.align_target:
@@ -219,43 +230,65 @@ class DiT(nn.Module):
             parts.append(words)
         return torch.cat(parts, dim=1) if parts else None
 
-    def positions(self, high: int, wide: int) -> Tensor:
-        """Returns the positions of the square grid, or float32 (1, N, D) of another one over the same range."""
-        if high == wide == self.grid:
-            return self.pos_embed
-        if (high, wide) not in self._positions:
-            positions = sincos_positions(self.pos_embed.shape[-1], high, wide, self.grid)[None]
-            self._positions[high, wide] = positions.to(self.pos_embed.device)
-        return self._positions[high, wide]
+    def count_patches(self, x: Tensor) -> tuple[int, ...]:
+        """Counts the patches of inputs along each axis: rows and columns, of clips in time before them."""
+        sides = tuple(side // self.patch_size for side in x.shape[-2:])
+        return (1 + (x.shape[2] - 1) // self.patch_frames, *sides) if self.patch_frames else sides
 
-    def rotation(self, high: int, wide: int, head_dim: int, after: int, device: torch.device) -> Tensor:
-        """Returns the rotations of a grid, over the range of the square one, and of tokens after it."""
-        key = high, wide, head_dim, after
+    def positions(self, grid: tuple[int, ...]) -> Tensor:
+        """Returns the positions of the square grid, or float32 (1, N, D) of another one over the same range. Those of
+        time add to them.
+        """
+        *times, high, wide = grid
+        positions = self.pos_embed
+        if not high == wide == self.grid:
+            if (high, wide) not in self._positions:
+                positions = sincos_positions(self.pos_embed.shape[-1], high, wide, self.grid)[None]
+                self._positions[high, wide] = positions.to(self.pos_embed.device)
+            positions = self._positions[high, wide]
+        for count in times:
+            of_times = sincos_times(positions.shape[-1], count).to(positions.device)
+            positions = (of_times[:, None] + positions).flatten(0, 1)[None]
+        return positions
+
+    def rotation(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
+        """Returns the rotations of a grid, its sides over the range of the square one, and of tokens after it."""
+        key = grid, head_dim, after
         if key not in self._rotations:
-            table = rotations((high, wide), head_dim, (self.grid, self.grid), after=after)
-            self._rotations[key] = table.to(device)
+            bases = (None,) * (len(grid) - 2) + (self.grid, self.grid)
+            self._rotations[key] = rotations(grid, head_dim, bases, after=after).to(device)
         return self._rotations[key]
 
-    def unpatchify(self, x: Tensor, high: int, wide: int) -> Tensor:
-        """Tokens of p * p * C values to an image: (B, N, p*p*C) -> (B, C, H, W)."""
-        p = self.patch_size
-        x = x.view(len(x), high, wide, p, p, self.out_channels).permute(0, 5, 1, 3, 2, 4)  # (B, C, h, p, w, p)
-        return x.reshape(len(x), self.out_channels, high * p, wide * p)
+    def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
+        """Tokens to an image, (B, N, p*p*C) -> (B, C, H, W); to a clip, (B, N, f*p*p*C) -> (B, C, T, H, W)."""
+        p, frames, (*times, high, wide) = self.patch_size, max(self.patch_frames, 1), grid
+        x = x.view(len(x), *(times or [1]), high, wide, frames, p, p, self.out_channels)
+        x = x.permute(0, 7, 1, 4, 2, 5, 3, 6)  # (B, C, t, f, h, p, w, p)
+        x = x.reshape(len(x), self.out_channels, -1, high * p, wide * p)
+        return x[:, :, frames - 1 :] if times else x[:, :, 0]
 
 
 class PatchEmbed(nn.Module):
-    """(B, C, H, W) in any precision -> tokens (B, N, D) in the precision of the weights.
+    """(B, C, H, W), or clips (B, C, T, H, W), in any precision -> tokens (B, N, D) in the precision of the weights.
 
     bottleneck   channels between a map of the patches, without bias, and one to the width (JiT, Li & He 2025); 0: one.
+    frames       of a patch of clips, T = 1 + k * frames: the first frame, repeated, is a patch of its own (as the first
+                 latent frame of Wan and Phenaki), so that it may be given alone, and an image is a clip; 0: of images.
     """
 
-    def __init__(self, in_channels: int, dim: int, patch_size: int, bottleneck: int = 0) -> None:
+    def __init__(self, in_channels: int, dim: int, patch_size: int, bottleneck: int = 0, frames: int = 0) -> None:
         super().__init__()
-        self.proj = Patches(in_channels, bottleneck or dim, patch_size, bias=not bottleneck)
+        self.frames = frames
+        self.proj = Patches(in_channels * max(frames, 1), bottleneck or dim, patch_size, bias=not bottleneck)
         self.wide = Linear(bottleneck, dim) if bottleneck else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.wide(self.proj(x.to(self.proj.weight.dtype)).flatten(2).transpose(1, 2))
+        count, x = len(x), x.to(self.proj.weight.dtype)
+        if self.frames:
+            x = torch.cat((x[:, :, :1].expand(-1, -1, self.frames - 1, -1, -1), x), dim=2)
+            x = x.unflatten(2, (-1, self.frames)).transpose(1, 2).flatten(2, 3).flatten(0, 1)  # (B t, C f, H, W)
+        tokens = self.proj(x).flatten(2).transpose(1, 2)  # (B t, h w, D)
+        return self.wide(tokens.reshape(count, -1, tokens.shape[-1]))
 
 
 class WideHead(nn.Module):
@@ -273,12 +306,13 @@ class WideHead(nn.Module):
         mlp_ratio: float,
         wide: Mapping[str, int],
         block: Mapping[str, str],
+        patch_frames: int = 0,
     ) -> None:
         super().__init__()
         width, heads = wide["hidden_size"], wide["num_heads"]
         block = {**block, "modulation": "own", "text": "none"}
         self.head_dim = width // heads
-        self.x_embedder = PatchEmbed(in_channels, width, patch_size)
+        self.x_embedder = PatchEmbed(in_channels, width, patch_size, frames=patch_frames)
         self.projector = Linear(dim, width) if dim != width else nn.Identity()
         self.blocks = Trunk(Block(width, heads, mlp_ratio, **block) for _ in range(wide["depth"]))
         self.final_layer = FinalLayer(width, values, norm=block.get("norm", "layer"))

@@ -6,6 +6,7 @@ generation start and noise/0, noise/1, ... in the order of the chain.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Reques
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.align import Alignment, guide_internally, require_features, warn_of_few_tokens
 from dstrain.systems.dit.blocks import Block
+from dstrain.systems.dit.clips import PRIME, Given, decode_clips, encode_clips
 from dstrain.systems.dit.conditions import NEGATIVE, Arguments
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.first_stage import load_first_stage
@@ -60,14 +62,19 @@ class DiTSystem(System):
         self.starts_from_data, self.takes_embeddings = config.embedding_dim > 0, config.embedding_dim
         # With cached latents the first stage has no encoder; a picture alone does not say its embedding or text.
         self.inverts = config.codes is None and not config.embedding_dim and not config.reads_texts
+        if config.video:
+            self.num_frames, self.temporal_patch_size = config.video.frames, config.video.patch_frames
+            self.inverts = False
 
     def networks(self) -> dict[str, nn.Module]:
         return {"denoiser": DiT(**self.config.network_arguments())}
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Sets x_start: latents drawn from cached moments or by the first stage; without either pixels in [-1, 1]."""
-        inputs = ("image", "latent_mean", "latent_std", "caption", *NAMES)
+        """Sets x_start: latents drawn from cached moments or by the first stage; without either pixels in [-1, 1].
+        Of clips see encode_clips.
+        """
+        inputs = ("image", "video", "frames", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
         self._check(batch)
         for condition in self.told:
@@ -83,12 +90,22 @@ class DiTSystem(System):
                 "data: this model reads cached latents and holds no encoder, the data give images; "
                 "encode them with dstrain encode and the same first stage"
             )
+        elif self.config.video:
+            example["x_start"] = self._encode_clips(batch["video"], batch["key"])
         else:
             pixels = batch["image"].float() / 127.5 - 1
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
-        if tuple(example["x_start"].shape[1:]) not in self.shapes:
-            require_shape(example["x_start"], self.shape, "in_channels")
+        x_start, shapes = example["x_start"], self.shapes
+        if self.config.video:
+            shapes = {self.config.shape(frames=x_start.shape[2])}
+        if tuple(x_start.shape[1:]) not in shapes:
+            channels, *_, high, wide = self.shape
+            require_shape(x_start.transpose(1, -3), (channels, high, wide), "in_channels")
         return example
+
+    def _encode_clips(self, video: Tensor, key: Tensor) -> Tensor:
+        """Returns x_start (B, C, T, h, w) of clips uint8 (B, T, C, H, W)."""
+        return encode_clips(video.float() / 127.5 - 1, key, self.first_stage)
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """Computes the training loss: a timestep and a noise for each sample, its conditions dropped at times."""
@@ -130,11 +147,12 @@ class DiTSystem(System):
         """Returns the terms of a timestep and a noise, (B,) each; `learns`: with what training alone adds."""
         x_start, key = example["x_start"], example["key"]
         patch = self.config.network_shape()["patch_size"]
-        grid = x_start.shape[2] // patch, x_start.shape[3] // patch
+        grid = x_start.shape[-2] // patch, x_start.shape[-1] // patch
         alignment = self.alignment if learns and self.alignment and self.alignment.wanted else None
         options: dict[str, Any] = {"extras": True} if self.config.internal or alignment else {}
         if learns and self.config.routing:
-            options["keep"] = choose_tokens(key, grid[0] * grid[1], self.config.routing.ratio)
+            count = self.config.count_tokens(tuple(x_start.shape[1:]))
+            options["keep"] = choose_tokens(key, count, self.config.routing.ratio)
         options |= self._read_conditions(example, drop=learns)
         tapped: dict[str, Tensor] = {}
 
@@ -205,7 +223,9 @@ class DiTSystem(System):
         return super().fingerprint(source) + self.texts.fingerprint()
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns image_embed float32 (N, E), the embeddings that samples of a model with embedding_dim begin from."""
+        """Returns image_embed float32 (N, E), the embeddings that samples of a model with embedding_dim begin from; or
+        prime, the first frames of clips, uint8 (N, K, C, H, W).
+        """
         found = [condition.begin(images) for condition in self.told]
         return next(filter(None, found), None) or super().conditions_from(images)
 
@@ -214,7 +234,7 @@ class DiTSystem(System):
         if self.config.align:
             require_features(self.config.align, source.first())
         if self.config.routing:
-            warn_of_few_tokens(math.prod(self.shape[1:]) // self.config.network_shape()["patch_size"] ** 2)
+            warn_of_few_tokens(self.config.count_tokens(self.shape))
         if self.takes_embeddings:
             self._check({name: value[None] for name, value in source.first().items() if name == "image_embed"})
         if self.takes_texts:
@@ -230,9 +250,11 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
+        """Draws uint8 images (N, C, H, W), or clips (N, T, C, H, W). Without labels in the request, seed s draws class
+        s modulo num_classes.
 
-        A model with embedding_dim needs image_embed (N, E) in the request's conditions, see conditions_from.
+        A model with embedding_dim needs image_embed (N, E) in the request's conditions, see conditions_from; clips
+        begin with the frames that these hold as prime.
         Samplers: those of diffusion/samplers.py, for flow matching of flow.py. ConfigError: another sampler, more steps
         than the chain has, guidance of a model that was trained without dropped labels, a sampler that is not inverted,
         a size that patches do not fill.
@@ -240,8 +262,10 @@ class DiTSystem(System):
         if problem := self.cannot_draw():
             raise ConfigError(problem)
         steps = self.sampler(request.sampler), request.num_steps, request.spacing, request.eta
+        shape, prime = self.config.shape(request.size, request.num_frames), request.conditions.get(PRIME)
+        if prime is not None:
+            request = self._give_frames(request, prime, shape)
         keys, network = rng.keys_of_seeds(request.seeds), self._guided(nets, request)
-        shape = self.config.shape(request.size)
 
         def noise(i):
             return rng.normal(keys, f"noise/{i}", shape)
@@ -251,9 +275,18 @@ class DiTSystem(System):
             x = rng.normal(keys, "start", shape)
         else:
             x = self.process.invert(network, self.encode({"image": images, "key": keys})["x_start"], *steps)
-        return self._decode(self.process.sample(network, x, noise, *steps))
+        drawn = self._decode(self.process.sample(network, x, noise, *steps))
+        return drawn if prime is None else torch.cat((prime, drawn[:, prime.shape[1] :]), dim=1)
+
+    def _give_frames(self, request: Request, prime: Tensor, shape: tuple[int, ...]) -> Request:
+        """Returns the request with what the network reads of its first frames."""
+        (condition,) = (condition for condition in self.told if isinstance(condition, Given))
+        given = condition.extend(self._encode_clips(prime, rng.keys_of_seeds(request.seeds)), shape)
+        return replace(request, conditions={**request.conditions, "given": given})
 
     def _decode(self, x_start: Tensor) -> Tensor:
+        if self.config.video:
+            return to_uint8(decode_clips(x_start, self.first_stage))
         return to_uint8(self.first_stage.decode(x_start) if self.first_stage else x_start)
 
     def check_sampling(self, samples: Samples) -> None:
@@ -368,18 +401,22 @@ class DiTSystem(System):
         """Labels, keys and pixels; latents where the model reads cached ones, or where its input cannot be pixels. Of
         several sizes it is the largest.
         """
-        wide, high = max(self.config.sizes or ((self.config.image_size,) * 2,), key=math.prod)
+        square = self.config.image_size, (self.config.video and self.config.video.height) or self.config.image_size
+        wide, high = max(self.config.sizes or (square,), key=math.prod)
         batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         for condition in self.told:
             batch |= condition.draw(batch["key"], (wide, high))
         if not self.config.codes and (self.first_stage or self.config.models_pixels):
             channels = self.first_stage.image_channels if self.first_stage else self.config.in_channels
-            batch["image"] = rng.integers(batch["key"], "image", 256, (channels, high, wide)).to(torch.uint8)
+            shape, name = (channels, high, wide), "image"
+            if self.config.video:
+                shape, name = (self.config.video.frames, *shape), "video"
+            batch[name] = rng.integers(batch["key"], name, 256, shape).to(torch.uint8)
         else:
             shape = self.config.shape((wide, high) if self.config.sizes else None)
             batch["latent_mean"] = rng.normal(batch["key"], "latent_mean", shape)
             batch["latent_std"] = 0.1 * rng.uniform(batch["key"], "latent_std", shape)
         if self.config.align and self.config.align.kind == "repa" and self.config.align.path is None:
-            _, high, wide = (side // self.config.network_shape()["patch_size"] for side in self.shape)
+            *_, high, wide = (side // self.config.network_shape()["patch_size"] for side in self.shape)
             batch["features"] = rng.normal(batch["key"], "features", (high * wide, self.config.align.width))
         return batch

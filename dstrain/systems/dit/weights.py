@@ -54,7 +54,7 @@ _FIELDS = {
 
 # What decides a weight's shape or presence: pattern of its name -> the recipe's fields.
 _REMEDIES = (
-    (r"^x_embedder", "in_channels, patch_size, patch_bottleneck and hidden_size (or size)"),
+    (r"^x_embedder", "in_channels, patch_size, patch_bottleneck, video and hidden_size (or size)"),
     (r"^final_layer\.linear", "learn_sigma, in_channels, patch_size and hidden_size (or size)"),
     (r"^(t|y)_tokens", "tokens"),
     (r"^text_tokens\.(fc|norm|proj)", "text_projection and text_encodings_dim"),
@@ -277,10 +277,12 @@ def find_inexpressible(config: Config) -> str | None:
 
 
 def require_expressible(config: Config) -> None:
-    """Raises ConfigError for a condition that the exports' pipelines do not take."""
+    """Raises ConfigError for a condition that the exports' pipelines do not take, and for clips."""
     for name in ("condition", "embedding_dim", "size_conditions"):
         if getattr(config, name) != type(config).model_fields[name].default:
             raise ConfigError(f"{name}: the pipeline of an export takes labels alone; take --format safetensors")
+    if config.video is not None:
+        raise ConfigError("video: the pipeline of an export draws images alone; take --format safetensors")
 
 
 def make_arguments(config: Config) -> dict[str, Any]:

@@ -83,6 +83,18 @@ CASES += [
         "class_dropout_prob": 0.5,
     },
 ]
+VIDEO = MODERN | {
+    "image_size": 4,
+    "condition": "text",
+    "num_words": 40,
+    "max_text_len": 5,
+    "class_dropout_prob": 0.5,
+    "video": {"frames": 5, "patch_frames": 2, "given": 3},
+}
+CASES += [
+    VIDEO | {"tokens": {"joins": 1}, "routing": {"ratio": 0.5, "start": 1, "end": 1}},
+    TINY | {"image_size": 4, "video": {"frames": 3, "height": 6}, "class_dropout_prob": 0.5},
+]
 
 
 def completed(config, folder):

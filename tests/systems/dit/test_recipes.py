@@ -11,7 +11,7 @@ from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.recipe import ConfigError
 from tests.data.cached.test_latents import write
-from tests.support import first_stage, towers
+from tests.support import clips, first_stage, towers
 from tests.support.launch import ROOT
 from tests.systems.dit.test_pixart import write as write_pixart
 
@@ -151,3 +151,26 @@ def test_published_settings() -> None:
     assert sum(weight.numel() for weight in state.values()) == 675_256_736
     assert (run.optimizer.lr, run.optimizer.betas, run.batch.global_, run.steps) == (2e-4, (0.9, 0.95), 1024, 80_000)
     assert system.config.flow.cosine == 1 and system.config.flow.density == "logit_normal"
+
+
+def test_clips_are_encoded_while_they_train(tmp_path: Path) -> None:
+    """Oracle: --dry-run on two captioned clips, by a tiny autoencoder and text encoder: all is in order; clips of
+    another length than the model's, and a number of frames that patches do not divide, are named.
+    """
+    stage = first_stage.save(tmp_path / "stage", channels=3, depth=4, latent_channels=4, scaling_factor=0.18215)
+    towers.sentences(tmp_path / "text")
+    (tmp_path / "clips").mkdir()
+    for number in range(2):
+        clips.write_pictures(tmp_path / "clips" / f"{number}.gif", clips.moving(20, 256, 256, seed=number))
+        (tmp_path / "clips" / f"{number}.txt").write_text("a red cat on the moon")
+    words = (f"data.path={tmp_path / 'clips'}", "data.held_out=0.5", f"folder={tmp_path / 'run'}", "batch.global=8")
+    words += (f"model.text_encoder={tmp_path / 'text'}", "model.text_encodings_dim=12", "model.max_text_len=10")
+    words += (f"model.first_stage.path={stage}", "data.workers=0")
+    assert any("1 clip" in remark for remark in dry_run("t2v", *words))
+    for more, named in (
+        ("data.num_frames=16", r"video.frames: 16 frames are no 1 \+ k x 4.*take 13 or 17"),
+        ("model.video.frames=13", "data.num_frames=17 and model.video.frames=13: make both equal"),
+        ("data.buckets=[4, 17]", "data.buckets: 4 is not 1 . a multiple of model.video.patch_frames 4: take 1 or 5"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            dry_run("t2v", *words, more)

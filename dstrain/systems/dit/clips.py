@@ -1,0 +1,174 @@
+"""Clips in place of images: which frames they have, and the first frames that may be given.
+
+B samples, T frames of C channels and H x W pixels (or their latents, frame by frame), (B, C, T, H, W) in the network.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from dstrain import rng
+from dstrain.encoders.autoencoder import Autoencoder
+from dstrain.recipe import ConfigError, Run, Section
+from dstrain.recipe.shapes import Shape
+from dstrain.systems.base import Example, Request
+from dstrain.systems.dit.conditions import Arguments, Condition
+
+PRIME = "prime"  # given frames in a request's conditions, uint8 (N, K, C, H, W)
+
+
+class Video(Section):
+    frames: int = Field(ge=1)
+    """Frames of the longest clip, 1 + k x patch_frames; filled in from data.num_frames."""
+    height: int | None = Field(None, ge=1)
+    """Height of a clip in pixels, filled in from data.height; None: image_size, its width."""
+    patch_frames: int = Field(1, ge=1)
+    """Frames of a patch. The first frame is a patch of its own."""
+    given: int = Field(0, ge=0)
+    """How many first frames may be given at most, 1 + m x patch_frames: channels beside the noised ones hold them (as
+    in Wan and Open-Sora 2). 0: none, clips are drawn from texts or labels alone."""
+    given_share: float = Field(0.5, gt=0, le=1)
+    """Share of training clips whose first frames are given, 1, 1 + patch_frames, ... or `given` of them. The others
+    have none, so that clips can be drawn from texts alone."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Video":
+        self.require_frames("video.frames", self.frames)
+        if self.given:
+            self.require_frames("video.given", self.given)
+        if self.given >= self.frames:
+            raise ConfigError(f"video.given: {self.given} frames leave none of {self.frames} to draw; give fewer")
+        return self
+
+    def require_frames(self, name: str, frames: int) -> None:
+        """Raises ConfigError if so many frames are too many, or patches do not divide them."""
+        step = self.patch_frames
+        if frames < 1 or (frames - 1) % step:
+            below = 1 + max((frames - 1) // step, 0) * step
+            raise ConfigError(
+                f"{name}: {frames} frames are no 1 + k x {step}, which patches of model.video.patch_frames={step} "
+                f"need; take {below} or {below + step}"
+            )
+        if frames > self.frames:
+            raise ConfigError(f"{name}: {frames} frames, and clips of this model have {self.frames} at most")
+
+    def check(self, unit: int, aligned: bool, cached: bool, embedding_dim: int) -> None:
+        """Raises ConfigError if other choices of the model do not go with clips, or patches do not fill their height.
+
+        unit: pixels of a patch; aligned: to images (REPA); cached: the data are latents.
+        """
+        if self.height and self.height % unit:
+            raise ConfigError(f"video.height: {self.height} is no multiple of {unit}, patch_size x factor")
+        for name, given, why in (
+            ("align.kind=repa", aligned, "it aligns tokens to those of images; take layersync"),
+            ("codes", cached, "cached latents are of images; give the clips themselves as data.path"),
+            ("embedding_dim", embedding_dim, "image embeddings come with images alone; set it to 0"),
+        ):
+            if given:
+                raise ConfigError(f"video: {name} does not go with clips: {why}, or leave out model.video")
+
+    @classmethod
+    def completed(cls, section: dict[str, Any], run: Run) -> dict[str, Any]:
+        """Returns the section with the frames and the height of the data's clips, where it names none."""
+        of_data = {"frames": run.data.num_frames, "height": run.data.height}
+        return {name: value for name, value in of_data.items() if value is not None} | section
+
+
+def list_clip_problems(video: Video | None, run: Run, image_size: int) -> list[str]:
+    """Lists what in the recipe's data does not fit a model of clips; or of images, where `video` is None."""
+    data, problems = run.data, []
+    if video is None:
+        if data.num_frames is not None:
+            problems.append(
+                f"data.num_frames={data.num_frames}: clips need model.video, such as model.video.patch_frames=2: give "
+                "it, or leave data.num_frames out"
+            )
+        return problems
+    if data.num_frames != video.frames:
+        problems.append(f"data.num_frames={data.num_frames} and model.video.frames={video.frames}: make both equal")
+    height, own = data.height or data.image_size, video.height or image_size
+    if height != own:
+        problems.append(f"data.height={height} and model.video.height={own} differ: make both equal")
+    for frames in data.durations:
+        if surplus := (frames - 1) % video.patch_frames:
+            problems.append(
+                f"data.buckets: {frames} is not 1 + a multiple of model.video.patch_frames {video.patch_frames}: take "
+                f"{frames - surplus} or {frames - surplus + video.patch_frames}"
+            )
+    return problems
+
+
+class Given(Condition):
+    """The first frames of a clip and 1 where they stand, zeros elsewhere and for none: (B, C + 1, T, H, W)."""
+
+    name, argument = PRIME, "given"
+
+    def __init__(self, video: Video, find_shape: Callable[[Shape | None, int | None], tuple[int, ...]]) -> None:
+        self.video, self.find_shape = video, find_shape
+
+    def read(self, example: Example) -> Arguments:
+        """Draws from the samples' keys how many frames of each clip are given: none, 1, 1 + patch_frames, ..."""
+        x_start, key, step = example["x_start"], example["key"], self.video.patch_frames
+        most = min(self.video.given, x_start.shape[2])
+        count = 1 + step * rng.integers(key, "given", 1 + (most - 1) // step)
+        share = rng.uniform(key, "given_share")
+        return {"given": _mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
+
+    def choose(self, request: Request) -> Arguments:
+        """Returns what `begin_clips` has set; zeros for a request without given frames."""
+        if "given" in request.conditions:
+            return {"given": request.conditions["given"]}
+        channels, *sides = self.find_shape(request.size, request.num_frames)
+        return {"given": torch.zeros(len(request.seeds), channels + 1, *sides, device=request.seeds.device)}
+
+    def begin(self, images: Tensor) -> dict[str, Tensor]:
+        clips = images if images.ndim == 5 else images[:, None]
+        count = clips.shape[1]
+        self.video.require_frames(PRIME, count)
+        if count > self.video.given:
+            raise ConfigError(
+                f"{PRIME}: {count} frames are given, and the model learned from {self.video.given} at most "
+                f"(model.video.given): give fewer, --prime-frames {self.video.given}"
+            )
+        return {PRIME: clips}
+
+    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+        return {}
+
+    def extend(self, given: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Returns the network's argument for given frames (N, C, K, H, W) of clips of a `shape` (C, T, H, W)."""
+        clips = given.new_zeros(len(given), *shape)
+        if given.shape[2] >= shape[1] or given.shape[3:] != clips.shape[3:]:
+            raise ConfigError(
+                f"{PRIME}: {given.shape[2]} frames, {given.shape[4]} wide and {given.shape[3]} high, do not begin a "
+                f"clip of {shape[1]} frames, {shape[3]} wide and {shape[2]} high (in the network's input): give fewer "
+                "frames, of the clip's size"
+            )
+        clips[:, :, : given.shape[2]] = given
+        return _mark_given(clips, torch.full((len(given),), given.shape[2], device=given.device))
+
+
+def _mark_given(clips: Tensor, count: Tensor) -> Tensor:
+    """Keeps the first `count` (B,) frames of clips (B, C, T, H, W) and marks them: (B, C + 1, T, H, W)."""
+    is_given = torch.arange(clips.shape[2], device=clips.device) < count[:, None]  # (B, T)
+    mark = is_given[:, None, :, None, None].to(clips.dtype).expand(-1, 1, -1, *clips.shape[3:])
+    return torch.cat((clips * mark, mark), dim=1)
+
+
+def encode_clips(pixels: Tensor, key: Tensor, first_stage: Autoencoder | None) -> Tensor:
+    """Returns what the network learns of clips (B, T, C, H, W) in [-1, 1]: (B, c, T, h, w), the latents of each frame,
+    each with noise of its own; without a first stage the pixels.
+    """
+    if first_stage is None:
+        return pixels.transpose(1, 2)
+    keys = rng.integers(key, "frames", 1 << 31, (pixels.shape[1],))  # (B, T)
+    return torch.stack([first_stage.encode(*clip) for clip in zip(pixels, keys, strict=True)]).transpose(1, 2)
+
+
+def decode_clips(x_start: Tensor, first_stage: Autoencoder | None) -> Tensor:
+    """Inverts `encode_clips`, one clip after the other: (B, c, T, h, w) -> (B, T, C, H, W)."""
+    clips = x_start.transpose(1, 2)
+    return clips if first_stage is None else torch.stack([first_stage.decode(clip) for clip in clips])
