@@ -187,6 +187,8 @@ def _describe_step(estimate: Estimate) -> list[str]:
         f"  {call.operation:14} {call.count:8.4g} calls {_format_number(call.bytes):>9}B  among {call.ranks:,}"
         for call in counts.collectives
     ]
+    if counts.moved:
+        lines.append(f"  {'activations':14} {'':14} {_format_number(counts.moved):>9}B  to the host, and back")
     if time:
         lines += [
             f"  it takes {_format_seconds(time.total)}: computing {_format_seconds(time.compute)}, "

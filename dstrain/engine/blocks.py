@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dstrain.engine.masters import full_shape
@@ -37,13 +38,16 @@ def prepare(
     recompute: str | int = "none",
     compiled: bool = False,
     scattered: bool = False,
+    host: "HostMemory | None" = None,
 ) -> None:
     """Gives the blocks of a network, before deepspeed.initialize, the forward pass that a recipe asks for.
 
-    recompute   model.recompute: none, all, attention, or a number k: every k-th block as with all.
+    recompute   model.recompute: none, attention, all, offload, or a number k: every k-th block as with all.
     compiled    by torch.compile; as it is otherwise.
     scattered   whether the weights will be (ZeRO-3).
+    host        what takes the inputs of blocks with offload.
     """
+    host = host or HostMemory()
     repeated = [module for module in network.modules() if isinstance(module, blocks)]
     if scattered and repeated and (compiled or recompute == "attention"):
         from deepspeed.utils import set_z3_leaf_modules
@@ -59,7 +63,10 @@ def prepare(
         if isinstance(recompute, int):  # every so many blocks
             keeps = "none" if number % recompute else "all"
         if compiled:
-            module.forward = partial(graphs.forward, module, keeps, structure(module))
+            plain = partial(graphs.forward, module, "none" if keeps == "offload" else keeps, structure(module))
+            module.forward = partial(host.forward, plain) if keeps == "offload" else plain
+        elif keeps == "offload":
+            module.forward = partial(host.forward, partial(type(module).forward, module))
         elif keeps != "none":
             module.forward = partial(forward, module, keeps)
 
@@ -92,6 +99,40 @@ def forward(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> An
 
 def _keep_products() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts([getattr(torch.ops.aten, name).default for name in PRODUCTS])
+
+
+class HostMemory:
+    """What model.recompute=offload keeps, and model.recompute=all has on the GPU: the first input of each block."""
+
+    def forward(self, plain: Callable, *inputs: Any, **named: Any) -> Any:
+        """Does the forward pass of a block, and computes it again in the backward pass. Its first input waits for that
+        in the host's memory. What it shares with other blocks stays where it is.
+        """
+        if not torch.is_grad_enabled():
+            return plain(*inputs, **named)
+        others = inputs[1:]
+        # Within, torch.utils.checkpoint has hooks of its own: these get what it keeps of the inputs alone.
+        with saved_tensors_hooks(self.send, self.fetch):
+            return checkpoint(lambda *first: plain(*first, *others, **named), *inputs[:1], use_reentrant=False)
+
+    def send(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
+        """Returns a tensor's device, and its copy in the host's memory. A GPU copies it in its own time."""
+        return tensor.device, _copy_to(torch.device("cpu"), tensor)
+
+    def fetch(self, sent: tuple[torch.device, Tensor]) -> Tensor:
+        """Returns the copy of what `send` has sent, on its device."""
+        return _copy_to(*sent)
+
+
+@torch.no_grad()
+def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Copies a tensor, strides and all: torch.autograd.graph.save_on_cpu would make NCHW of NHWC, and other kernels
+    would compute the block again than have computed it.
+    """
+    if tensor.is_meta:  # It has no values that could go anywhere.
+        return tensor
+    pinned = device.type == "cpu" != tensor.device.type
+    return torch.empty_like(tensor, device=device, pin_memory=pinned).copy_(tensor, non_blocking=True)
 
 
 class Graphs:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed.group import world
 from dstrain.distributed.progress import phases
-from dstrain.engine.blocks import is_compiled, prepare, use_channels_last
+from dstrain.engine.blocks import HostMemory, is_compiled, prepare, use_channels_last
 from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, release_memory
 from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, build_optimizer, full_shape, group_weights
@@ -55,6 +55,7 @@ class Engines(Mapping[str, Any]):
         self._engines: dict[str, Any] = {}
         self._learned: set[str] = set()  # parts that had a turn in this step, that is, since set_lr
         self.masters: dict[str, Masters] = {}
+        self.host = HostMemory()  # what model.recompute=offload keeps
         compiled = is_compiled(compile)
         if compiled and blocks:
             self.notes.append("note: torch.compile compiles blocks as the first step meets them, for minutes perhaps")
@@ -63,7 +64,7 @@ class Engines(Mapping[str, Any]):
         for part, (network, values) in built.items():
             if channels_last:
                 use_channels_last(network)
-            prepare(network, blocks, recompute, compiled, scattered=read_stage(settings) == 3)
+            prepare(network, blocks, recompute, compiled, scattered=read_stage(settings) == 3, host=self.host)
             self._engines[part] = self._initialize(network, optimizer, decays, blocks)
             self.masters[part] = self._masters(self._engines[part])
             self.masters[part].reset_optimizer_state()

@@ -154,7 +154,7 @@ REMOVED = {
 UNSUPPORTED = {
     "scheduler": "the recipe owns the learning rate: optimizer.schedule, optimizer.warmup",
     "torch_autocast": "networks compute in the precision of bf16 or fp16; enable one of these",
-    "activation_checkpointing": "recomputation belongs to the network: model.recompute=all",
+    "activation_checkpointing": "recomputation belongs to the network: model.recompute=all, or offload to the host",
     "compile": "compilation belongs to the recipe: compile=on",
     "tensorboard": "tracking belongs to the recipe: track.tensorboard=true",
     "wandb": "tracking belongs to the recipe: track.wandb",

@@ -24,7 +24,7 @@ from dstrain.recipe import ConfigError, Run
 from dstrain.tracking.hardware import Chip
 
 MAX_RANKS = 4096  # number of ranks that are counted
-RECOMPUTE = ("none", "attention", "all")  # from the most memory to the least
+RECOMPUTE = ("none", "attention", "all", "offload")  # from the most memory to the least
 _OFFLOADS = ((), ("offload_optimizer",), ("offload_optimizer", "offload_param"))
 _TO_HOST = {"device": "cpu", "pin_memory": True}
 
@@ -108,11 +108,9 @@ def find_change(estimate: Estimate, case: Case) -> Estimate | None:
 
 def find_sharing(case: Case) -> Estimate | None:
     """Returns the run with the fewest ranks that share each sample with which it fits, with all that saves memory."""
-    recompute = RECOMPUTE[-1] if "recompute" in case.run.model else None
     for ranks in _list_teams(case)[1:] if case.chip.memory > CONTEXT else ():
-        tried = _try_case(case.changed(stage=3, recompute=recompute, micro=1, sequence=ranks))
-        if tried and tried.fits:
-            return tried
+        if fitting := _try_least(case.changed(sequence=ranks)):
+            return fitting
     return None
 
 
@@ -121,13 +119,22 @@ def find_more_gpus(case: Case) -> Estimate | None:
 
     Returns None if it fits on no number that divides batch.global and can be counted.
     """
-    recompute, world = RECOMPUTE[-1] if "recompute" in case.run.model else None, 2 * case.layout.world
+    world = 2 * case.layout.world
     while world <= MAX_RANKS and case.run.batch.global_ % world == 0 and case.chip.memory > CONTEXT:
-        larger = replace(case, layout=replace(case.layout, world=world))
-        tried = _try_case(larger.changed(stage=3, recompute=recompute, micro=1))
+        if fitting := _try_least(replace(case, layout=replace(case.layout, world=world))):
+            return fitting
+        world *= 2
+    return None
+
+
+def _try_least(case: Case) -> Estimate | None:
+    """Returns the run at stage 3 with micro-batches of one sample and all recomputed, if it fits; on the host, too, if
+    it fits so alone.
+    """
+    for recompute in RECOMPUTE[-2:] if "recompute" in case.run.model else (None,):
+        tried = _try_case(case.changed(stage=3, recompute=recompute, micro=1))
         if tried and tried.fits:
             return tried
-        world *= 2
     return None
 
 

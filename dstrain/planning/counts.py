@@ -33,11 +33,13 @@ class Counts:
     weights         number by part; frozen networks as frozen/NAME
     device          bytes by kind; their sum is the peak of a step
     elsewhen        bytes by kind of states that are alive at other moments of a step alone, such as gradients
-    host            bytes by kind in the host's memory: offloaded states, the copy of an asynchronous save
+    host            bytes by kind in the host's memory: offloaded states and activations, the copy of an asynchronous
+                    save
     collectives     of an optimizer step with all its micro-batches
     flops           useful operations of such a step on one rank, forward and backward
     recomputed      operations on top, which model.recompute does again
     checkpoint      bytes of a checkpoint, of all ranks together
+    moved           bytes that model.recompute=offload sends to the host in such a step; as many come back
     """
 
     weights: dict[str, int]
@@ -48,6 +50,7 @@ class Counts:
     flops: float
     recomputed: float
     checkpoint: int
+    moved: int = 0
 
     @property
     def learned(self) -> int:

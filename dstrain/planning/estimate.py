@@ -80,6 +80,7 @@ class Estimate:
             width = 4 if read_precision(self.settings) == "fp32" else 2
             owned = self.counts.learned / (self.layout.world if read_stage(self.settings) else 1)
             sent += 2 * width * owned / self.chip.host_link
+        sent += 2 * self.counts.moved / self.chip.host_link
         return StepTime((self.counts.flops + self.counts.recomputed) / rate, sent)
 
     @property
@@ -118,6 +119,7 @@ class Estimate:
             "collectives": [vars(call) for call in counts.collectives],
             "flops": counts.flops,
             "recomputed_flops": counts.recomputed,
+            "moved_bytes": counts.moved,
             "checkpoint_bytes": counts.checkpoint,
         }
         if time:

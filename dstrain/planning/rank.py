@@ -37,12 +37,24 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
     on_device = {kind: size - host.get(kind, 0) for kind, size in peak.items() if size > host.get(kind, 0)}
     if run.save.asynchronous and run.save.format != "deepspeed":
         host["snapshot"] = own
+    if measured.on_host:
+        host["activations"] = measured.on_host
     elsewhen = {
         kind: size
         for kind, size in count_states(run, system, settings, layout.world).items()
         if kind not in {**on_device, **host}
     }
-    return Counts(weights, on_device, elsewhen, host, measured.collectives, flops, measured.recomputed, checkpoint)
+    return Counts(
+        weights,
+        on_device,
+        elsewhen,
+        host,
+        measured.collectives,
+        flops,
+        measured.recomputed,
+        checkpoint,
+        measured.moved,
+    )
 
 
 def measure_as_rank_0(
@@ -71,9 +83,9 @@ def measure_as_rank_0(
 
 def _add_micro_batches(measured: Measured, more: int) -> Measured:
     """Adds `more` micro-batches to a step, each like the last but one. Peaks stay."""
-    (before, again), (after, again_after) = measured.begun[-2:]
-    known = {(each.operation, each.ranks): each for each in before}
-    middle = {(each.operation, each.ranks): each for each in after}
+    before, after = measured.begun[-2:]
+    known = {(each.operation, each.ranks): each for each in before.collectives}
+    middle = {(each.operation, each.ranks): each for each in after.collectives}
     collectives = []
     for each in measured.collectives:
         none = replace(each, count=0, bytes=0)
@@ -85,8 +97,12 @@ def _add_micro_batches(measured: Measured, more: int) -> Measured:
                 bytes=each.bytes + more * (second.bytes - first.bytes),
             )
         )
-    recomputed = measured.recomputed + more * (again_after - again)
-    return replace(measured, collectives=tuple(collectives), recomputed=recomputed)
+    return replace(
+        measured,
+        collectives=tuple(collectives),
+        recomputed=measured.recomputed + more * (after.recomputed - before.recomputed),
+        moved=measured.moved + more * (after.moved - before.moved),
+    )
 
 
 def _require_countable(settings: dict[str, Any]) -> None:
@@ -127,11 +143,11 @@ def _scale_to_world(measured: Measured, kept: dict[str, int], few: int, world: i
             for each in collectives
         )
 
-    return Measured(
-        shared(measured.kept, 1),
-        shared(measured.passes, 1),
-        shared(measured.update, smaller),
-        sent(measured.collectives),
-        measured.recomputed,
-        [(sent(collectives), again) for collectives, again in measured.begun],
+    return replace(
+        measured,
+        kept=shared(measured.kept, 1),
+        passes=shared(measured.passes, 1),
+        update=shared(measured.update, smaller),
+        collectives=sent(measured.collectives),
+        begun=[done._replace(collectives=sent(done.collectives)) for done in measured.begun],
     )

@@ -18,7 +18,7 @@ from dstrain.engine.planning.memory_kinds import list_gradients, list_kept, list
 from dstrain.engine.settings import read_stage
 from dstrain.planning.counts import Collective
 from dstrain.planning.synthetic import NoTracker, Repeated
-from dstrain.planning.watch import Watch
+from dstrain.planning.watch import ON_HOST, Done, Watch
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 from dstrain.train import build_engines, take_step
@@ -39,7 +39,9 @@ class Measured:
     kept        between steps
     passes      when most bytes are alive in the forward and backward passes
     update      when most are in the optimizer's steps
-    begun       what was exchanged, and computed again, before each micro-batch
+    moved       bytes that model.recompute=offload sends to the host; as many come back
+    on_host     when most of these are there
+    begun       what was done before each micro-batch
     """
 
     kept: dict[str, int]
@@ -47,7 +49,9 @@ class Measured:
     update: dict[str, int]
     collectives: tuple[Collective, ...]
     recomputed: float
-    begun: list[tuple[tuple[Collective, ...], float]] = field(default_factory=list)
+    moved: int = 0
+    on_host: int = 0
+    begun: list[Done] = field(default_factory=list)
 
 
 def measure_step(
@@ -66,7 +70,7 @@ def measure_step(
             (tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())), "frozen"
         )
         updates: list[int] = []  # where they begin and end, in turn
-        begun: list[tuple[tuple[Collective, ...], float]] = []
+        begun: list[Done] = []
         _label_makers(watch, system, engines, updates, begun)
         last = choose_step(run, system)
         for number in range(last - _WARM[read_stage(settings)], last + 1):
@@ -87,6 +91,8 @@ def measure_step(
             dict(watch.peak(spans[1::2])),
             watch.collectives(),
             watch.recomputed,
+            watch.moved,
+            watch.peak_on_host(),
             begun,
         )
     return result, engines, ema
@@ -114,22 +120,23 @@ def _label_makers(
     system: System,
     engines: Engines,
     updates: list[int],
-    begun: list[tuple[tuple[Collective, ...], float]],
+    begun: list[Done],
 ) -> None:
     """Tells the watch for which purpose a tensor is made, from now on.
 
     updates     gets the events at which each optimizer's step begins and ends
-    begun       gets what was exchanged and computed again before each micro-batch
+    begun       gets what was done before each micro-batch
     """
 
     @contextmanager
     def encoding() -> Iterator[None]:
-        begun.append((watch.so_far(), watch.recomputed))
+        begun.append(watch.so_far())
         with watch.making("inputs"):
             yield
 
     wrap_method(system, "encode", encoding)
     wrap_method(engines, "learn", lambda: watch.making("working"))
+    wrap_method(engines.host, "send", lambda: watch.making(ON_HOST))
     system.observe = lambda rows: None  # it would read values
 
     @contextmanager
@@ -165,7 +172,7 @@ def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
     watch.mark(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
     watch.mark_rest("other", MADE_IN_A_STEP)
     watch.collectives()
-    watch.recomputed = 0.0
+    watch.recomputed, watch.moved = 0.0, 0
 
 
 def choose_step(run: Run, system: System) -> int:

@@ -4,12 +4,13 @@ It sees every operation, and so every storage from the operation that makes it t
 tensors that hold no values.
 """
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dstrain.planning.counts import Collective
 from dstrain.tracking.flops import count_operations
 
+ON_HOST = "offloaded"  # the kind of what model.recompute=offload keeps in the host's memory
 _NAMES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -35,6 +37,14 @@ _NAMES = {
 }
 
 
+class Done(NamedTuple):
+    """What was done up to some moment of a step."""
+
+    collectives: tuple[Collective, ...]
+    recomputed: float  # operations
+    moved: int  # bytes that went to the host
+
+
 def _computes_again() -> bool:
     """Returns whether an operation of a backward pass is one of a forward pass that model.recompute repeats.
 
@@ -45,12 +55,16 @@ def _computes_again() -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """Records every storage that operations make inside, with its size and kind: `kind` at its making, or `mark`'s."""
+    """Records every storage that operations make inside, with its size and kind: `kind` at its making, or `mark`'s.
+
+    What has the kind ON_HOST is no memory of the GPU.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.kind, self.kinds = "other", {}  # now; of every storage, by number
         self.recomputed = 0.0
+        self.moved = 0  # bytes of kind ON_HOST that were made
         self._numbers: dict[int, int] = {}  # of living storages, by address
         self._references: dict[int, Any] = {}
         self._events: list[tuple[int, int]] = []  # number of a storage, bytes that it adds or frees
@@ -83,6 +97,8 @@ class Watch(TorchDispatchMode):
             self.kinds[number] = self.kind
             self._references[address] = weakref.ref(storage, lambda _: self._gone(address, size))
             self._events.append((number, size))
+            if self.kind == ON_HOST:
+                self.moved += size
         return self._numbers[address]
 
     def _gone(self, address: int, size: int) -> None:
@@ -117,10 +133,19 @@ class Watch(TorchDispatchMode):
         return len(self._events)
 
     def peak(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
-        """Sums the bytes by kind at the event of these spans at which they are most."""
-        totals = list(accumulate((size for _, size in self._events), initial=0))
+        """Sums the bytes of the GPU by kind, at the event of these spans at which they are most."""
+        sizes = (0 if self.kinds[number] == ON_HOST else size for number, size in self._events)
+        totals = list(accumulate(sizes, initial=0))
         moments = (range(begin, end + 1) for begin, end in spans)
-        return self.alive(max(chain.from_iterable(moments), key=totals.__getitem__))
+        found = self.alive(max(chain.from_iterable(moments), key=totals.__getitem__))
+        found.pop(ON_HOST, None)
+        return found
+
+    def peak_on_host(self) -> int:
+        """Returns the most bytes of kind ON_HOST at once, each storage a power of two: torch pins no other sizes."""
+        changes = [size for number, size in self._events if self.kinds[number] == ON_HOST and size]
+        pinned = (int(math.copysign(2 ** (abs(size) - 1).bit_length(), size)) for size in changes)
+        return max(accumulate(pinned, initial=0))
 
     def mark_rest(self, kind: str, instead_of: tuple[str, ...]) -> None:
         """Gives another kind to all that is alive and of one of these kinds."""
@@ -148,13 +173,16 @@ class Watch(TorchDispatchMode):
 
     def collectives(self) -> tuple[Collective, ...]:
         """Returns what was exchanged since the last call, and begins anew."""
-        found = self.so_far()
+        found = self._list_collectives()
         self._calls.clear()
         self._bytes.clear()
         return found
 
-    def so_far(self) -> tuple[Collective, ...]:
-        """Returns what was exchanged so far, and goes on counting."""
+    def so_far(self) -> Done:
+        """Returns what was done so far, and goes on counting."""
+        return Done(self._list_collectives(), self.recomputed, self.moved)
+
+    def _list_collectives(self) -> tuple[Collective, ...]:
         return tuple(
             Collective(operation, calls, self._bytes[operation, ranks], ranks)
             for (operation, ranks), calls in sorted(self._calls.items())

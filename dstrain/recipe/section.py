@@ -38,9 +38,11 @@ def expand_path(path: str) -> str:
 def _check_recompute(value: Any) -> Any:
     """Returns a valid value of Recompute; converts true and false, its former values, to all and none."""
     value = {True: "all", False: "none"}[value] if isinstance(value, bool) else value
-    if value in ("none", "attention", "all") or (isinstance(value, int) and value > 0):
+    if value in ("none", "attention", "all", "offload") or (isinstance(value, int) and value > 0):
         return value
-    raise PydanticCustomError("recompute", "should be none, attention, all, or a number k for every k-th block")
+    raise PydanticCustomError(
+        "recompute", "should be none, attention, all, offload, or a number k for every k-th block"
+    )
 
 
 Recompute = Annotated[bool | int | str, BeforeValidator(_check_recompute)]

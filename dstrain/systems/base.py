@@ -71,7 +71,7 @@ class SystemConfig(Section):
 
     recompute: Annotated[Recompute, MAY_CHANGE] = "none"
     """What the repeated blocks compute again in backward instead of keeping it: none; attention, all but products with
-    weights; all; or a number k, all of every k-th block."""
+    weights; all; offload, all with each block's input in the host's memory; or a number k, all of every k-th block."""
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
@@ -251,7 +251,9 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return weight.ndim >= 2
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        """Returns the repeated units of the networks, which are compiled and recomputed one by one."""
+        """Returns the repeated units of the networks, which are compiled and recomputed one by one. Each takes first
+        what the unit before it gives: model.recompute=offload keeps that in the host's memory.
+        """
         return ()
 
     def frozen(self) -> tuple[nn.Module, ...]:

@@ -136,14 +136,16 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     return max((found[name] - expected[name]).abs().max().item() for name in expected)
 
 
-def list_trials(stage: int, whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is set beside the stage: all keys at once, without and with offload; of `whole`, each by itself, too."""
+def list_trials(stage: int, whole: bool, hpz: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is set beside the stage: all keys at once, without and with offload; of `whole`, each by itself, too.
+
+    hpz     ranks that keep a second copy of the weights. DeepSpeed makes such groups once in a process.
+    """
     keys = {key: value for key, (value, stages) in TRIALS.items() if stage in stages}
     yield "all", {key: value for key, value in keys.items() if not find_bound(key)}
     yield f"{OFFLOAD}optimizer and all", keys
-    for world in (2, 4):
-        if stage == 3 and group.world() % world == 0:
-            yield f"hpz {world}", {HPZ: world, "zero_optimization.stage3_param_persistence_threshold": 0}
+    if stage == 3 and hpz > 1:
+        yield "hpz", {HPZ: hpz, "zero_optimization.stage3_param_persistence_threshold": 0}
     if whole:
         for key, value in keys.items():
             section = key.rpartition(".")[0]
@@ -153,11 +155,11 @@ def list_trials(stage: int, whole: bool) -> Iterator[tuple[str, dict[str, Any]]]
             yield key, {**beside, key: value}
 
 
-def main(folder: str, whole: bool) -> None:
+def main(folder: str, whole: bool, hpz: int) -> None:
     figures: dict[str, dict[int, float]] = defaultdict(dict)
     for stage in ALL:
         expected = train(stage, folder)
-        for name, keys in list_trials(stage, whole):
+        for name, keys in list_trials(stage, whole, hpz):
             figures[name][stage] = difference(train(stage, folder, **keys), expected)
         rounded = train(stage, folder, **{"bf16.enabled": True})
         reduced = train(stage, folder, **{"bf16.enabled": True, REDUCE: "fp32"})

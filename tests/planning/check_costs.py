@@ -32,6 +32,7 @@ CASES = {
     "dit summed": DIT,
     "dit fp32": ("tiny", "model.recompute=all"),
     "vae": VAE,
+    "dit at the host": ("tiny", "batch.micro=2", "model.recompute=offload", "model.depth=6"),
     "iddpm": ("tiny-iddpm", "batch.micro=4"),
     "phenaki": ("tiny-phenaki", "data.path=builtin:moving-fashion", "data.held_out=0"),
     "prior": ("tiny-prior",),
@@ -53,6 +54,7 @@ STAGES = {
     2: {
         "dit summed": range(4),
         "dit fp32": (2,),
+        "dit at the host": (2, 3),
         "vae": (2, 3),
         "phenaki": (0, 1),
         "iddpm": (2,),

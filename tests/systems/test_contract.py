@@ -178,7 +178,7 @@ def test_randomness_belongs_to_the_sample(system):
     torch.testing.assert_close(sum(parts) / 2, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("choice", ["all", "attention", 2])
+@pytest.mark.parametrize("choice", ["all", "attention", "offload", 2])
 def test_recompute(system, choice):
     """Oracle: the gradients of the same blocks that keep everything, to the last bit."""
     found = []
