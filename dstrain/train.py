@@ -355,6 +355,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         optimizer=run.optimizer,
         system=system,
         precision=read_precision(settings),
+        train_only=run.train_only,
         window=resume.profile,
         note=tracker.note,
     )
@@ -391,6 +392,7 @@ def build_engines(
         system.blocks(),
         optimizer=run.optimizer,
         seed=run.seed,
+        train_only=run.train_only,
         recompute=run.model.get("recompute", "none"),
         compile=run.compile,
         channels_last=run.channels_last,

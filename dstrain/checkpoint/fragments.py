@@ -40,15 +40,15 @@ def write_shard(
 ) -> dict[str, Any]:
     """Writes (kind, fragment, values) to one file, synced to the disk; returns {size, hash} for a manifest.
 
-    Values are 1-D float32 of fragment.numel elements, on any device; views are best, since they reach the host 64 MB at
-    a time. One tensor may come in several fragments; empty ones are left out. dtype: F32, or BF16, to which values are
-    rounded. Raises ConfigError for values that do not fit.
+    Values are 1-D float32, or of 16 bits, of fragment.numel elements, on any device; views are best, since they reach
+    the host some at a time. One tensor may come in several fragments; empty ones are left out. dtype: F32, or BF16, to
+    which values are rounded. Raises ConfigError for values that do not fit.
     """
     keys: dict[str, tuple[Fragment, Tensor]] = {}
     for kind, fragment, values in entries:
         if "/" in kind or "#" in fragment.name:
             raise ConfigError(f"a kind has no '/', a name no '#': {kind!r}, {fragment.name!r}")
-        if values.dtype != torch.float32 or values.shape != (fragment.numel,):
+        if values.dtype not in (torch.float32, torch.bfloat16, torch.float16) or values.shape != (fragment.numel,):
             raise ConfigError(
                 f"{kind}/{fragment.name}: expected float32 ({fragment.numel},), "
                 f"got {values.dtype} {tuple(values.shape)}"
@@ -75,7 +75,7 @@ def write_shard(
         put(memoryview(header))
         for _, values in keys.values():
             for piece in values.split(_CHUNK_ELEMENTS):
-                piece = piece.cpu() if dtype == "F32" else piece.to(torch.bfloat16).cpu().view(torch.int16)
+                piece = piece.cpu().float() if dtype == "F32" else piece.to(torch.bfloat16).cpu().view(torch.int16)
                 put(memoryview(piece.contiguous().numpy()).cast("B"))
         file.flush()
         os.fsync(file.fileno())
@@ -198,5 +198,5 @@ def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
 
 
 def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
-    """Returns all tensors of a kind by state-dict name."""
-    return {name: StoredWeight(shards, kind, name) for name in shards.names(kind)}
+    """Returns all tensors of a kind by state-dict name, frozen weights included."""
+    return {name: StoredWeight(shards, found, name) for name, found in shards.list_whole(kind).items()}

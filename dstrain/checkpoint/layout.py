@@ -68,6 +68,13 @@ class Places(ABC):
     @abstractmethod
     def has(self, kind: str, name: str) -> bool: ...
 
+    def list_whole(self, kind: str) -> dict[str, str]:
+        """Returns, by the name of each tensor of the network, the kind to read for weights of `kind`: itself, or master
+        for frozen weights, which have no averages.
+        """
+        own = self.names(kind)
+        return dict.fromkeys(self.names("master"), "master") | dict.fromkeys(own, kind)
+
     def _shape(self, kind: str, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
@@ -188,10 +195,10 @@ class Fragments(Index):
             raise damage_error(folder, str(error)) from None
 
     def tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
-        """Yields every tensor of a kind, in the order of saving."""
-        for name in self.names(kind):
+        """Yields every tensor of a kind, in the order of saving, frozen weights included."""
+        for name, found in self.list_whole(kind).items():
             try:
-                yield name, Stored(self.dtype, self.shape(name), tuple(self.spans(kind, name)))
+                yield name, Stored(self.dtype, self.shape(name), tuple(self.spans(found, name)))
             except ConfigError as error:
                 raise damage_error(self.folder, str(error)) from None
 

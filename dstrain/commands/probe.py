@@ -329,12 +329,8 @@ def _require_parts(name: str, system: System, networks: dict[str, nn.Module]) ->
         )
     for part, network in networks.items():
         for weight, values in network.named_parameters():
-            if not values.requires_grad or not values.numel():
-                fault = "has no elements" if values.requires_grad else "is frozen"
-                raise ConfigError(
-                    f"{name}: {weight} of {part} {fault}, and every parameter of a part learns: register it as a "
-                    "buffer, keep its network in frozen(), or leave it out"
-                )
+            if not values.numel():
+                raise ConfigError(f"{name}: {weight} of {part} has no elements, which none can learn: leave it out")
 
 
 def _require_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...]) -> None:

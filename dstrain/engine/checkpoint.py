@@ -1,6 +1,7 @@
 """Checkpoints of a run: named fragments from every rank, and what is equal on all ranks once.
 
-    PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, moments, ema.DECAY or ema.WIDTH
+    PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, moments, ema.DECAY or ema.WIDTH; of a frozen
+                                       weight master alone, which is read in the place of its averages
     index-PART.safetensors             where every fragment lies (fragment_index.py)
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME; counters as JSON
     deepspeed/PART/                    with save.format deepspeed: DeepSpeed's own files instead of master and moments,
@@ -224,6 +225,7 @@ class Checkpoints:
                 for fragment, view in masters.own_views(flats)
             ]
             + list(masters.own_codes())
+            + [("master", fragment, values) for fragment, values in masters.own_frozen()]
             for part, masters in self._engines.masters.items()
         }
 
@@ -248,11 +250,12 @@ class Checkpoints:
     def _bytes(self) -> int:
         """Returns an upper bound of what this rank will write."""
         copies = {part: len(list(self._kinds(part, self._native))) + 4 * self._native for part in self._engines}
-        return (1 << 20) + sum(
-            copies[part] * (4 * view.numel() + 40)
-            for part, masters in self._engines.masters.items()
-            for _, view in masters.own_views(masters.flats)
-        )  # 40: in the index
+        entry = 40  # bytes in the index
+        total = 1 << 20
+        for part, masters in self._engines.masters.items():
+            total += sum(copies[part] * (4 * view.numel() + entry) for _, view in masters.own_views(masters.flats))
+            total += sum(4 * values.numel() + entry for _, values in masters.own_frozen())
+        return total
 
     def _common(self, parts: Collection[str] | None = None) -> validate.Common:
         """Returns the small state of some parts (None: of all): tensors on the host, and each part's counters.
@@ -329,6 +332,8 @@ class Checkpoints:
                         masters.set_moments(kind, flats)
                 elif kind.startswith("ema."):
                     torch._foreach_copy_(flats, [flat.detach() for flat in masters.flats])
+            for fragment, values in masters.frozen:
+                values.copy_(shards.read("master", fragment.name, fragment.start, fragment.numel, fragment.shape))
             for kind, name, codes in masters.codes():
                 if not anew and shards.has(kind, name):
                     from_floats(codes, shards.read(kind, name))
@@ -382,7 +387,7 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
         weights = (
             list_stored_weights(shards, kind)
             if not at_once
-            else {name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}
+            else {name: shards.read(k, name).reshape(shards.shape(name)) for name, k in shards.list_whole(kind).items()}
         )
     return weights | validate.select_prefix(load_file(path / COMMON), f"buffer/{part}/")
 

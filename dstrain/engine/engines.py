@@ -4,7 +4,7 @@ An engine hooks the outputs of its network, so two engines in one graph are sile
 gives the engine of the part that learns and the bare, frozen networks of the others.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -17,7 +17,7 @@ from dstrain.distributed.progress import phases
 from dstrain.engine.blocks import HostMemory, is_compiled, prepare, use_channels_last
 from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, release_memory
 from dstrain.engine.masters import Masters
-from dstrain.engine.optimizers import Decays, build_optimizer, full_shape, group_weights
+from dstrain.engine.optimizers import Decays, build_optimizer, choose_weights, full_shape, group_weights
 from dstrain.engine.patches import flatten_in_place
 from dstrain.engine.settings import make_deepspeed_config, offloads_optimizer, read_stage, sums_in_fp32
 from dstrain.engine.updates import Flag, WideSums
@@ -38,6 +38,7 @@ class Engines(Mapping[str, Any]):
         *,
         optimizer: Optimizer,
         seed: int,
+        train_only: Sequence[str] | None = None,
         recompute: str | int = "none",
         compile: str = "auto",
         channels_last: bool = False,
@@ -47,7 +48,7 @@ class Engines(Mapping[str, Any]):
 
         decays      whether a weight of this name decays
         blocks      classes of the networks' repeated blocks
-        optimizer, seed, recompute, compile, channels_last    as in the recipe and its model section
+        optimizer, seed, train_only, recompute, compile, channels_last    as in the recipe and its model section
         draw        whether to draw weights; without, buffers alone are set: a checkpoint's values follow, or `draw`
         """
         self.settings = settings
@@ -60,12 +61,13 @@ class Engines(Mapping[str, Any]):
         if compiled and blocks:
             self.notes.append("note: torch.compile compiles blocks as the first step meets them, for minutes perhaps")
         built = self._build(networks, seed)
+        choose_weights({part: network for part, (network, _) in built.items()}, train_only, optimizer)
         self._initial = {part: values for part, (_, values) in built.items()}
         for part, (network, values) in built.items():
             if channels_last:
                 use_channels_last(network)
             prepare(network, blocks, recompute, compiled, scattered=read_stage(settings) == 3, host=self.host)
-            self._engines[part] = self._initialize(network, optimizer, decays, blocks)
+            self._engines[part] = self._initialize(part, network, optimizer, decays, blocks)
             self.masters[part] = self._masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
             if not draw:
@@ -93,23 +95,27 @@ class Engines(Mapping[str, Any]):
         """
         for part, values in self._initial.items():
             given = (known or {}).get(part, {})
-            owned = {fragment.name for fragment, _, _ in self.masters[part].fragments} - given.keys()
+            owned = self.masters[part].owned() - given.keys()
             drawn = ((name, value) for name, value in values(owned) if name not in given)
             self.set_weights(part, chain(drawn, given.items()))
 
     def _initialize(
-        self, network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...]
+        self, part: str, network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...]
     ) -> Any:
         import deepspeed
 
         phases().at("setting up DeepSpeed's engines")
-        groups = list(group_weights(network, choice, decays, blocks))
+        groups = list(group_weights(network, choice, decays, blocks, part))
         config, passes = make_deepspeed_config(self.settings), self.settings["gradient_accumulation_steps"]
         # DeepSpeed counts a sample on each of the ranks that share it.
         config["train_batch_size"] = config["train_micro_batch_size_per_gpu"] * passes * world()
         allocate_weights(network, groups, config)
         optimizer = build_optimizer(groups, choice, offloads_optimizer(self.settings))
-        sums = WideSums(network.parameters()) if sums_in_fp32(self.settings) else None
+        sums = (
+            WideSums(weight for weight in network.parameters() if weight.requires_grad)
+            if sums_in_fp32(self.settings)
+            else None
+        )
         with flatten_in_place():
             engine = deepspeed.initialize(
                 model=network,
@@ -136,13 +142,20 @@ class Engines(Mapping[str, Any]):
         return {part: engine.module for part, engine in self._engines.items()}
 
     def shapes(self, part: str) -> dict[str, torch.Size]:
-        """Returns the full shapes of a part's trained weights, by name."""
+        """Returns the full shapes of a part's weights, by name, also of those that are frozen."""
         return {name: full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
     def counts(self, frozen: Iterable[nn.Module]) -> dict[str, int]:
-        """Counts how many weights each part trains, and below `frozen` how many networks that are not trained have."""
-        counts = {part: sum(shape.numel() for shape in self.shapes(part).values()) for part in self}
+        """Counts how many weights each part trains, and below `frozen` how many are not trained, of all networks."""
+        counts = dict.fromkeys(self, 0)
         still = sum(full_shape(weight).numel() for network in frozen for weight in network.parameters())
+        for part, network in self.modules.items():
+            for weight in network.parameters():
+                numel = full_shape(weight).numel()
+                if weight.requires_grad:
+                    counts[part] += numel
+                else:
+                    still += numel
         return counts | ({"frozen": still} if still else {})
 
     def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
@@ -200,7 +213,7 @@ class Engines(Mapping[str, Any]):
         self._learned.clear()
         for engine in self._engines.values():
             for param_group in engine.optimizer.param_groups:
-                param_group["lr"] = lr
+                param_group["lr"] = lr * param_group.get("rate", 1.0)
 
     def figures(self) -> dict[str, float]:
         """Returns by part: grad_norm, of the last step before clipping, if it was computed; param_norm, of the fp32

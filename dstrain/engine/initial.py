@@ -293,8 +293,10 @@ def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings:
         fresh = pieces.made
     else:
         in_groups = [[weight for weight in members["params"] if weight.is_meta] for members in groups]
-        on_meta = [weight for weights in in_groups for weight in weights]
+        frozen = [weight for weight in on_meta if not weight.requires_grad]
+        on_meta = [weight for weights in (*in_groups, frozen) for weight in weights]
         fresh = [weight for weights in in_groups for weight in _pack_weights(weights, options)]
+        fresh += [_replace_weight(weight, torch.empty(weight.shape, **options)) for weight in frozen]
     new = dict(zip(map(id, on_meta), fresh, strict=True))
     for module in network.modules():
         for name, weight in list(module._parameters.items()):

@@ -1,4 +1,4 @@
-"""The fp32 weights that this rank owns, as named fragments, and the optimizer's state.
+"""The fp32 weights that this rank owns, as named fragments, and the optimizer's state; frozen weights beside them.
 
 It reads DeepSpeed's internals: see patches.py.
 
@@ -36,6 +36,7 @@ class Masters(Updates):
         self.flats: list[Tensor] = []
         self.fragments: list[tuple[Fragment, int, int]] = []  # fragment, number of its flat, offset in it
         self._groups: list[int] = []  # the parameter group of each flat
+        self.frozen = list(self._find_frozen())  # weights that do not learn, in the precision of the network
         self.replicated = self.stage == 0
         {0: self._find_stage0, 1: self._find_stage12, 2: self._find_stage12, 3: self._find_stage3}[self.stage]()
         if isinstance(self._inner(), Muon):
@@ -83,6 +84,31 @@ class Masters(Updates):
             if numel > 0:
                 yield Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel), number, offset
 
+    def _find_frozen(self) -> Iterator[tuple[Fragment, Tensor]]:
+        """Yields the fragments of frozen weights that this rank holds, with their elements (numel,): at stage 3 its
+        share of each, else all.
+        """
+        for name, weight in self.engine.module.named_parameters():
+            if weight.requires_grad:
+                continue
+            values, start = weight.data.view(-1), 0
+            if self.stage == 3:
+                values = weight.ds_tensor
+                start = min(dist.get_rank(self._zero.dp_process_group) * values.numel(), weight.ds_numel)
+                values = values.narrow(0, 0, min(values.numel(), weight.ds_numel - start))  # the last one is padded
+            if values.numel():
+                yield Fragment(name, tuple(full_shape(weight)), start, values.numel()), values
+
+    def own_frozen(self) -> Iterator[tuple[Fragment, Tensor]]:
+        """Yields `frozen`, each element on one rank only: what this rank writes into a checkpoint."""
+        for number, (fragment, values) in enumerate(self.frozen):
+            if self.stage == 3 or number % group.world() == group.rank():
+                yield fragment, values
+
+    def owned(self) -> set[str]:
+        """Returns the names of the weights of which this rank holds some elements."""
+        return {fragment.name for fragment, *_ in (*self.fragments, *self.frozen)}
+
     def _layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
         """Gathers the fragments by rank, on all ranks together; where all ranks have the same, those of this one."""
         return (
@@ -114,16 +140,18 @@ class Masters(Updates):
 
     @torch.no_grad()
     def norm(self) -> float:
-        """Computes the length of all weights as one vector, on all ranks together."""
+        """Computes the length of all weights that learn, as one vector, on all ranks together."""
         squares = [view.square().sum(dtype=torch.float64) for _, view in self.own_views(self.flats)]
         total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
         return group.sum_ranks(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets the masters from full weights by name and ignores other names. `publish` must follow."""
+        """Sets the masters and the frozen weights from full weights by name and ignores other names. `publish` must
+        follow.
+        """
         own: dict[str, list[tuple[Fragment, Tensor]]] = {}
-        for fragment, view in self.views(self.flats):
+        for fragment, view in chain(self.views(self.flats), self.frozen):
             own.setdefault(fragment.name, []).append((fragment, view))
         for name, value in values:
             for fragment, view in own.get(name, ()):
@@ -131,6 +159,9 @@ class Masters(Updates):
 
     def publish(self) -> None:
         """Writes the masters into the compute weights, on all ranks together."""
+        for weight in self.engine.module.parameters():
+            if not weight.requires_grad and hasattr(weight, "ds_secondary_tensor"):
+                weight.ds_secondary_tensor = None  # ZeRO++'s second copy, of earlier values
         self._show(self.flats)
 
     @contextmanager

@@ -18,6 +18,7 @@ All but muon change an element by that element's own history, so any partition d
 "moments" what its optimizer keeps of a weight; masters.py hands these to checkpoints.
 """
 
+import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from dstrain.distributed import group as ranks
 from dstrain.engine import settings
 from dstrain.engine.patches import forget_powers
-from dstrain.recipe import ConfigError, Optimizer
+from dstrain.recipe import ConfigError, Optimizer, fits_pattern, is_learned
 
 Group = dict[str, Any]
 Decays = Callable[[str, Tensor], bool]
@@ -64,37 +65,64 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
+def choose_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] | None, choice: Optimizer) -> None:
+    """Freezes the weights of the networks, by part, that no pattern of train_only names; None: none but those that are
+    frozen already. Adapters (nn/lora.py) learn in any case.
+
+    Raises ConfigError if a pattern, or one of optimizer.rates, fits no weight, or nothing is left to learn in a part.
+    """
+    weights = [(part, *named) for part, network in networks.items() for named in network.named_parameters()]
+    for pattern, key in (
+        *((each, "train_only") for each in train_only or ()),
+        *((r, "optimizer.rates") for r in choice.rates),
+    ):
+        if not any(fits_pattern(pattern, part, name) for part, name, _ in weights):
+            near = difflib.get_close_matches(pattern, [name for _, name, _ in weights], 1, 0.0)
+            raise ConfigError(f"{key}: {pattern} fits no weight of {', '.join(networks)}; the nearest is {near[0]}")
+    for part, name, weight in weights:
+        weight.requires_grad_(is_learned(train_only, part, name, weight.requires_grad))
+    learning = {part for part, _, weight in weights if weight.requires_grad}
+    for part in networks:
+        if part not in learning:
+            raise ConfigError(
+                f"train_only leaves nothing of {part} that learns: add a pattern for it, such as {part}/*, or leave it "
+                "out"
+            )
+
+
 def group_weights(
-    network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...]
+    network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...], part: str = ""
 ) -> Iterator[Group]:
-    """Yields the parameter groups of a network: matrices for muon and the rest, with decay and without.
+    """Yields the parameter groups of a network, without what is frozen: matrices for muon and the rest, with decay and
+    without, by the factors of their rates.
 
     Raises ConfigError if muon finds no matrices.
     """
     inside = {
         id(weight) for module in network.modules() if isinstance(module, blocks) for weight in module.parameters()
     }
-    weights: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    weights: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, weight in network.named_parameters():
-        if not weight.requires_grad:
-            raise ConfigError(f"system: {name} is frozen: make it a buffer, or its network one of System.frozen()")
         shaped = torch.empty(full_shape(weight), device="meta")
         if not shaped.numel():
             raise ConfigError(f"system: {name} has no elements, and a checkpoint could not hold it: leave it out")
+        if not weight.requires_grad:
+            continue
         decayed = decays(name, shaped)
         matrix = choice.name == "muon" and decayed and shaped.ndim >= 2 and id(weight) in inside
-        weights.setdefault((not matrix, not decayed), []).append(weight)
-    if choice.name == "muon" and (False, False) not in weights:
+        weights.setdefault((not matrix, not decayed, choice.find_rate(part, name)), []).append(weight)
+    if choice.name == "muon" and all(rest for rest, *_ in weights):
         raise ConfigError(
-            f"optimizer.name=muon: {type(network).__name__} has no matrices in repeated blocks, which "
+            f"optimizer.name=muon: {type(network).__name__} has no matrices that learn in repeated blocks, which "
             "System.blocks names: write optimizer.name=adamw"
         )
-    for (rest, undecayed), members in sorted(weights.items(), key=lambda item: item[0]):
+    for (rest, undecayed, rate), members in sorted(weights.items(), key=lambda item: item[0]):
         yield {
             "params": members,
             "weight_decay": 0.0 if undecayed else choice.weight_decay,
             "moments": ("exp_avg",) if choice.name == "lion" else ADAM if rest else ("momentum",),
             **({} if rest else {"momentum": choice.momentum}),
+            **({} if rate == 1 else {"rate": rate}),
         }
 
 

@@ -212,7 +212,7 @@ UNSUPPORTED_WITHIN = {
     "fp16.auto_cast": "loss, timesteps and their features stay float32 at the network's boundary",
     "zero_optimization.round_robin_gradients": "it mixes up the order of weights in the flat masters, from 2 ranks on",
     "zero_optimization.parameter_alignment": "it pads between weights, and one rank would take gradients for others'",
-    "zero_optimization.zero_quantized_nontrainable_weights": "no network that trains holds weights that do not",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are saved as they are",
     "zero_optimization.stage3_module_granularity_threshold": "it gathers the weights of our blocks too late",
     "zero_optimization.zenflow": "it updates weights out of step with the EMA",
     "zero_optimization.offload_optimizer.super_offload": "it updates weights out of reach of EMA and checkpoints",

@@ -167,7 +167,7 @@ def describe_costs(run: Run, system: System, settings: dict[str, Any], world: in
     numbers, _ = count_weights(run, system)
     try:
         largest = " of the largest bucket" if run.data.buckets else ""
-        work = count_step_flops(system, run.batch.global_, choose_step(run, system)) / world / 1e12
+        work = count_step_flops(system, run.batch.global_, choose_step(run, system), run.train_only) / world / 1e12
         work = f"; a step{largest} is {work:.3g} TFLOP a rank"
     except (RuntimeError, TypeError, ValueError):  # Code on the meta device asks for values.
         work = ""

@@ -28,7 +28,7 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
     _require_countable(settings)
     run = run.model_copy(update={"compile": "off"})
     system = systems.build(run.system, run.model)
-    flops = count_step_flops(system, run.batch.global_, choose_step(run, system)) / layout.world
+    flops = count_step_flops(system, run.batch.global_, choose_step(run, system), run.train_only) / layout.world
     weights, checkpoint = count_weights(run, system)
     measured, own = measure_as_rank_0(run, settings, system, layout.world, device)
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dstrain.engine.optimizers import group_weights
+from dstrain.engine.optimizers import choose_weights, group_weights
 from dstrain.engine.planning.memory_kinds import OFFLOADED
 from dstrain.engine.settings import offloads_optimizer, read_offload, read_precision, read_stage
 from dstrain.recipe import Run
@@ -18,14 +18,16 @@ _EIGHT_BITS = 1 + 4 / 256  # Bytes of a moment: its code of one byte, and a scal
 def count_weights(run: Run, system: System) -> tuple[dict[str, int], int]:
     """Counts weights by part, and the bytes of a checkpoint without the headers of its files."""
     numbers, size = {}, sum(value.nbytes for value in system.state_dict().values())
-    for part in system.parts:
-        network = system.on_meta(part)
+    for part, network in _build_chosen(run, system).items():
         for count, moments, averages in _count_learned(run, system, part, network):
             numbers[part] = numbers.get(part, 0) + count
             size += 4 * count * (1 + moments + averages)
             size += round(_EIGHT_BITS * count * moments) if run.optimizer.name == "adamw8bit" else 0  # the codes, too
         trained = {name for name, _ in network.named_parameters()}
         size += sum(value.nbytes for name, value in network.state_dict().items() if name not in trained)
+        if frozen := _count_frozen(network):
+            numbers[f"frozen/{part}"] = frozen
+            size += 4 * frozen
     for number, network in enumerate(system.frozen()):
         name = f"frozen/{type(network).__name__}"
         numbers[f"{name}_{number}" if name in numbers else name] = sum(value.numel() for value in network.parameters())
@@ -42,8 +44,9 @@ def count_states(run: Run, system: System, settings: dict[str, Any], world: int)
     summed = 4 if settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
     moment = _EIGHT_BITS if run.optimizer.name == "adamw8bit" else 4
     sizes = dict.fromkeys(("weights", "masters", "moments", "gradients", "average", "staging"), 0.0)
-    for part in system.parts:
-        for count, moments, averages in _count_learned(run, system, part, system.on_meta(part)):
+    for part, network in _build_chosen(run, system).items():
+        sizes["weights"] += width * _count_frozen(network) / (world if level == 3 else 1)
+        for count, moments, averages in _count_learned(run, system, part, network):
             sizes["weights"] += width * count / (world if level == 3 else 1)
             sizes["masters"] += (
                 0 if wide and not level else 4 * count / share
@@ -68,9 +71,20 @@ def describe_states(run: Run, system: System, settings: dict[str, Any], world: i
     return f"memory: {rank} {sum(sizes.values()) / 1e9:.3g} GB: {kinds}; activations and buckets come on top"
 
 
+def _build_chosen(run: Run, system: System) -> dict[str, nn.Module]:
+    """Builds the networks without values, in which what the recipe freezes is frozen."""
+    networks = system.networks_on_meta()
+    choose_weights(networks, run.train_only, run.optimizer)
+    return networks
+
+
+def _count_frozen(network: nn.Module) -> int:
+    return sum(weight.numel() for weight in network.parameters() if not weight.requires_grad)
+
+
 def _count_learned(run: Run, system: System, part: str, network: nn.Module) -> Iterator[tuple[int, int, int]]:
     """Yields for each group of a part's optimizer its number of weights, and of moments and averages of each."""
-    for members in group_weights(network, run.optimizer, system.decays, system.blocks()):
+    for members in group_weights(network, run.optimizer, system.decays, system.blocks(), part):
         yield (
             sum(weight.numel() for weight in members["params"]),
             len(members["moments"]),

@@ -11,6 +11,7 @@ from dstrain.recipe.errors import (
     reword_errors,
 )
 from dstrain.recipe.files import check_model, dump_run, list_replaced, load_recipe
+from dstrain.recipe.patterns import fits_pattern, is_learned
 from dstrain.recipe.problems import format_value, list_divisors, list_problems, suggest_files, suggest_key
 from dstrain.recipe.run import (
     WIDEST,
@@ -55,7 +56,9 @@ __all__ = [
     "describe_refused_changes",
     "dump_run",
     "explain_write_errors",
+    "fits_pattern",
     "format_value",
+    "is_learned",
     "list_differences",
     "list_divisors",
     "list_problems",

@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from dstrain.recipe.mixture import Mixture
+from dstrain.recipe.patterns import Pattern, fits_pattern
 from dstrain.recipe.problems import list_divisors
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, expand_path
 from dstrain.recipe.shapes import Shape, Shaping
@@ -218,6 +219,8 @@ class Optimizer(Section):
     schedule: Literal["constant", "cosine", "linear"] = "constant"  # after the warm-up
     final_lr: NonNegative = 0.0  # where cosine and linear end
     decay_steps: Annotated[PositiveInt | None, MAY_CHANGE] = None  # step at which final_lr is reached; None: the last
+    # Factors of lr for weights by pattern, as train_only has them; of several that fit, the first: {"blocks.0.*": 0.1}
+    rates: dict[Pattern, Annotated[float, Field(gt=0, le=1e3)]] = {}
 
     @model_validator(mode="after")
     def _check_agreement(self) -> "Optimizer":
@@ -236,6 +239,10 @@ class Optimizer(Section):
             ),
         )
         return self
+
+    def find_rate(self, part: str, name: str) -> float:
+        """Returns the factor of the learning rate of a weight of a part."""
+        return next((rate for pattern, rate in self.rates.items() if fits_pattern(pattern, part, name)), 1.0)
 
     def lr_at(self, step: int, steps: int) -> float:
         """Returns the learning rate of the update after `step` updates, in a run of `steps`."""
@@ -419,6 +426,10 @@ class Run(Section):
     steps: PositiveInt = 1000  # optimizer steps in all; may grow between runs
     seed: Annotated[Count, FIXED] = 0  # of data order, noise and initial weights
     init_from: Path | None = None  # weights to start from: a published file or a run
+    # Patterns of the weights that learn, such as "blocks.*.attn.*"; * takes dots, too. Of several networks PART/PATTERN
+    # names one. The others stay as init_from has them. None: all learn, or with model.lora its adapters alone; these
+    # learn in any case.
+    train_only: Annotated[tuple[Pattern, ...] | None, FIXED] = None
     compile: Literal["auto", "on", "off"] = "auto"  # the repeated block; auto: on a GPU
     channels_last: bool = False  # images enter the networks as NHWC, which GPUs convolve faster
     model: Annotated[dict[str, Any], FIXED] = Field(default_factory=dict)  # the system's own section, its Config
@@ -446,7 +457,18 @@ class Run(Section):
     @model_validator(mode="after")
     def _check_agreement(self) -> "Run":
         ema, profiles = self.samples.ema, list(self.ema.profiles)
+        given = {"train_only": self.train_only, "model.lora": self.model.get("lora")}
+        freezes = next((key for key, value in given.items() if value is not None), None)
         _raise_if_any(
+            (self.train_only == (), "train_only=[] lets nothing learn: name patterns, or leave it out"),
+            (
+                freezes and self.save.format == "deepspeed",
+                f"{freezes}: no tool reads frozen weights in DeepSpeed's own files: write save.format=fragments",
+            ),
+            (
+                freezes and self.ema.snapshots,
+                f"{freezes}: ema.snapshots keeps no weights that are frozen: write ema.snapshots=0",
+            ),
             (
                 ema is not None and ema not in self.ema.names,
                 f"samples.ema={ema} is none of ema.decays="

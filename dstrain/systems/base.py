@@ -18,7 +18,8 @@ What sharding asks of a system:
 - Inputs of networks are float32 (images, noise) or int64 (labels, ids); weights may be bfloat16 or float16. A network
   casts what enters to the precision of its weights, `x.to(self.enter.weight.dtype)`, and a loss computes in float32.
 - It draws all randomness from `example["key"]`, by dstrain.rng. So noise belongs to a sample and not to a rank.
-- Every parameter learns. What is fixed is a buffer, or a network of its own in `frozen()`.
+- A parameter learns, unless its requires_grad is False or the recipe's train_only leaves it out: then it is sharded
+  and saved, and has no moments and no average. What is never saved is a network of its own in `frozen()`.
 - A loss is a mean over samples. No term of a sample depends on another sample.
 - Constructors may set weights in any way, those of their children too (`nn.init.zeros_(self.out.weight)`,
   `self.apply(init)`). Training then starts from exactly `torch.manual_seed(run.seed); networks()` of plain torch, at

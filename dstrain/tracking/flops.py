@@ -8,6 +8,7 @@ device, whose tensors have shapes and no values: it takes about a second once, a
 import copy
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dstrain.data.batches import place_batch
 from dstrain.distributed import group
+from dstrain.recipe import is_learned
 from dstrain.systems.base import System
 from dstrain.tracking.hardware import find_peak_flops
 
@@ -30,10 +32,11 @@ class Utilization:
 
     batch       samples of a step, on all ranks together
     precision   fp32, bf16 or fp16
+    train_only  of the recipe
     """
 
-    def __init__(self, system: System, batch: int, precision: str) -> None:
-        self._system, self._batch, self._flops = system, batch, {}
+    def __init__(self, system: System, batch: int, precision: str, train_only: Sequence[str] | None = None) -> None:
+        self._system, self._batch, self._train_only, self._flops = system, batch, train_only, {}
         counts = group.device().type == "cuda" and group.rank() == 0
         self._rate = find_chip_rate(group.device(), _DTYPES[precision]) if counts else None
 
@@ -56,11 +59,11 @@ class Utilization:
     def _of_step(self, step: int) -> float:
         kind = self._system.turns(step), self._system.workload(step)
         if kind not in self._flops:
-            self._flops[kind] = count_step_flops(self._system, self._batch, step)
+            self._flops[kind] = count_step_flops(self._system, self._batch, step, self._train_only)
         return self._flops[kind]
 
 
-def count_step_flops(system: System, batch: int, step: int = 0) -> float:
+def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequence[str] | None = None) -> float:
     """Returns useful operations of one step over `batch` samples, on all ranks together. The system stays as it is.
 
     RuntimeError, TypeError, ValueError: the system's code asks for values, which tensors of the meta device lack.
@@ -71,12 +74,22 @@ def count_step_flops(system: System, batch: int, step: int = 0) -> float:
     samples |= {"position": torch.arange(_SAMPLES), "step": torch.full((_SAMPLES,), step)}
     with torch.random.fork_rng(devices=[]), meta:
         networks = system.networks_on_meta()
+        learning = {
+            part: [
+                weight
+                for name, weight in network.named_parameters()
+                if is_learned(train_only, part, name, weight.requires_grad)
+            ]
+            for part, network in networks.items()
+        }
         with torch.no_grad():
             example = place_batch(system.encode(place_batch(samples, meta)), meta)
         with _Useful() as useful:
             for part in system.turns(step):
-                for name, network in networks.items():  # as in a turn: only this part learns
-                    network.requires_grad_(name == part)
+                for network in networks.values():  # as in a turn: only this part learns
+                    network.requires_grad_(False)
+                for weight in learning[part]:
+                    weight.requires_grad_(True)
                 useful.backward = False
                 loss = system.loss(part, networks, example)["loss"]
                 useful.backward = True

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ class Throughput:
     folder              of the run
     batch, steps        samples of a step, and steps of the whole run
     system, precision   with both mfu is reported, see flops.py; fp32, bf16 or fp16
+    train_only          of the recipe
     window, note        the steps to record, and what writes a line into the log about them, see profile.py
     """
 
@@ -38,6 +39,7 @@ class Throughput:
         optimizer: Optimizer,
         system: System | None = None,
         precision: str = "fp32",
+        train_only: Sequence[str] | None = None,
         window: tuple[int, int, int] | None = None,
         note: Callable[[str], None] = print,
     ) -> None:
@@ -45,7 +47,7 @@ class Throughput:
         self._waited, self._note, self._first = waited, note, first
         self._profile = Profile(folder, window, first, note)
         self._reports: deque[tuple[int, float]] = deque(maxlen=_REPORTS)  # steps done, and when
-        self._utilization = None if system is None else Utilization(system, batch, precision)
+        self._utilization = None if system is None else Utilization(system, batch, precision, train_only)
         self.begin(first)
 
     def begin(self, done: int) -> None:

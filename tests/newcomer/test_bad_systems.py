@@ -4,9 +4,12 @@ import json
 import sys
 
 import pytest
+import torch
 import yaml
 
 from dstrain import systems
+from dstrain.checkpoint.fragments import open_shards
+from dstrain.engine.checkpoint import read_weights
 from dstrain.planning import count
 from dstrain.recipe import ConfigError, Samples
 from dstrain.recipe.trust import trust_system
@@ -140,15 +143,10 @@ BROKEN = {
         SAMPLERS + '\n    watched = ("timestep",)',
         "no loss returns timestep, which `watched` names",
     ),
-    "a frozen parameter": (
+    "a network that is frozen whole": (
         UNET,
-        UNET + "        self.level.weight.requires_grad_(False)\n",
-        "level.weight of denoiser is frozen",
-    ),
-    "a frozen network": (
-        UNET,
-        UNET + "        self.tower = nn.Linear(2, 2).requires_grad_(False)\n",
-        "tower.weight of denoiser is frozen, and every parameter of a part learns: register it as a buffer",
+        UNET + "        self.requires_grad_(False)\n",
+        "train_only leaves nothing of denoiser that learns",
     ),
     "a parameter of no size": (
         UNET,
@@ -193,6 +191,23 @@ def test_a_broken_system(train, old, new, message):
         return
     code, output = train(EDM.replace(old, new), "--dry-run", **run)
     assert code == 2 and message in output and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize(
+    "line", ["self.level.weight.requires_grad_(False)", "self.tower = nn.Linear(2, 2).requires_grad_(False)"]
+)
+def test_a_frozen_parameter(train, tmp_path, line):
+    """Oracle: the weight as its constructor left it, in the checkpoint and in the average that are read back."""
+    code, output = train(EDM.replace(UNET, f"{UNET}        {line}\n"), **ALL)
+    assert code == 0, output
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
+    name = line.split(".")[1].split(" ")[0] + ".weight"
+    kinds = [kind for kind in open_shards(checkpoint, "denoiser").kinds() if kind.startswith("ema.")]
+    torch.manual_seed(0)
+    system = systems.build("strange", {})
+    begun = system.networks()["denoiser"].state_dict()[name]
+    for kind in ("master", *kinds):
+        assert torch.equal(read_weights(checkpoint, "denoiser", kind)[name], begun)
 
 
 def test_a_sampler_that_ignores_the_number_of_steps(train):

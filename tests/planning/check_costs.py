@@ -41,6 +41,7 @@ CASES = {
     "8 bits": ("tiny", "model.hidden_size=64", "optimizer.name=adamw8bit"),
     "offloaded summed": ("tiny", "batch.micro=2"),
     "all offloaded": ("tiny",),
+    "dit frozen": ("tiny", "train_only=['blocks.*.attn.*', final_layer.*]", "batch.micro=2"),
     "secondary": ("tiny", "model.hidden_size=64", "batch.micro=1"),
 }
 ON_HOST = {"device": "cpu", "pin_memory": True}
@@ -64,6 +65,7 @@ STAGES = {
         "8 bits": (3,),
         "offloaded summed": (2,),
         "all offloaded": (3,),
+        "dit frozen": range(4),
     },
     4: {"dit summed": (2, 3), "vae": (1,), "phenaki": (3,), "muon": (1,), "secondary": (3,)},
 }

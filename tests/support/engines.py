@@ -44,6 +44,7 @@ def engines_for(
         blocks,
         optimizer=run.optimizer,
         seed=run.seed,
+        train_only=run.train_only,
         recompute=run.model.get("recompute", "none"),
         compile=run.compile,
         channels_last=run.channels_last,

@@ -70,6 +70,18 @@ def test_parts_and_micro_batches():
     assert count_step_flops(playing, 4, 5) > count_step_flops(playing, 4, 0) >= count_step_flops(system, 4)
 
 
+def test_frozen_weights_count_forward_alone():
+    """Oracle: torch's FlopCounterMode around a forward and a backward pass in which a head alone learns."""
+    system = systems.build("dit", TINY)
+    network = system.networks()["denoiser"].requires_grad_(False)
+    network.final_layer.requires_grad_(True)
+    example = system.encode(system.synthetic(4))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        system.loss("denoiser", {"denoiser": network}, example)["loss"].backward()
+    assert count_step_flops(system, 4, 0, ["final_layer.*"]) == counter.get_total_flops()
+    assert counter.get_total_flops() < 0.5 * count_step_flops(system, 4)
+
+
 def test_frozen_networks_count_for_nothing_and_stay(tmp_path):
     """Oracle: the same model on the latents' own pixels; the encoder's weights are where and what they were."""
     path = str(first_stage.save(tmp_path))

@@ -29,14 +29,16 @@ OFFLOADED = {
 
 
 def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
-    """Counts the bytes that this rank writes into a checkpoint: masters, moments, averages."""
+    """Counts the bytes that this rank writes into a checkpoint: masters, moments, averages, frozen weights."""
     kinds = [
         (own, [own.flats, *map(own.moments, own.kinds), *ema.flats.get(part, {}).values()])
         for part, own in masters.items()
     ]
-    return sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.own_views(flats)) + sum(
-        codes.nbytes for own in masters.values() for *_, codes in own.own_codes()
-    )
+    total = sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.own_views(flats))
+    for own in masters.values():
+        total += sum(codes.nbytes for *_, codes in own.own_codes())
+        total += sum(4 * values.numel() for _, values in own.own_frozen())
+    return total
 
 
 def list_kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:

@@ -227,8 +227,7 @@ FLOWS = {
     "two heads": PIXELS | WIDE | {"internal": {"depth": 2, "scale": 1.7}, "learn_sigma": False},
     "x, as JiT": PIXELS | {"flow": {"prediction": "x", "loss": "velocity", "t_min": 0.05, "time_scale": 1.0}},
     "noise, curved": PIXELS | {"flow": {"path": "gvp", "prediction": "eps", "t_min": 0.01}},
-    "x, two heads": PIXELS
-    | {"internal": {"depth": 2, "scale": 1.3}, "flow": {"prediction": "x", "t_min": 0.2}},
+    "x, two heads": PIXELS | {"internal": {"depth": 2, "scale": 1.3}, "flow": {"prediction": "x", "t_min": 0.2}},
 }
 
 

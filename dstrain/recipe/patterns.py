@@ -1,0 +1,23 @@
+"""Patterns of weights' names, as train_only and optimizer.rates have them."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+from pydantic import Field
+
+Pattern = Annotated[str, Field(min_length=1, max_length=500)]
+
+
+def fits_pattern(pattern: str, part: str, name: str) -> bool:
+    """Tells whether a pattern of the shell fits a weight's name in the state dict, or PART/NAME. * takes dots, too."""
+    return fnmatchcase(name, pattern) or fnmatchcase(f"{part}/{name}", pattern)
+
+
+def is_learned(train_only: Sequence[str] | None, part: str, name: str, built: bool) -> bool:
+    """Tells whether a weight learns: one that a pattern names, or of an adapter (nn/lora.py). Without patterns it is as
+    its network was `built`.
+    """
+    if train_only is None:
+        return built
+    return ".lora_" in name or any(fits_pattern(pattern, part, name) for pattern in train_only)
