@@ -113,7 +113,7 @@ def walk_files(
                 tables.append(name)
             if entry.name.lower().endswith(suffixes):
                 yield name
-            elif others is not None:
+            elif others is not None and entry.name not in METADATA:  # these are looked into
                 own = entry.name.lower()
                 ends = [own.find(suffix) + len(suffix) for suffix in suffixes if suffix in own]
                 goes_on = any(_WRITTEN_ON.match(own, end) for end in ends)

@@ -7,7 +7,7 @@ their places. A layout is pickled to the workers, so it keeps the names of its p
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -16,8 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from dstrain.data.files.listing import BEHIND
 from dstrain.data.files.local import Files, LocalFiles, is_folder, is_hidden
+from dstrain.data.files.tables import match_names
 from dstrain.data.formats.labels import ClassList, read_class_list
-from dstrain.data.formats.splits import name_split_value
+from dstrain.data.formats.splits import FOLD_COLUMNS, name_split_value
 from dstrain.recipe import Cache, ConfigError, NotRead
 
 _PEEKED = 4096  # names of a folder by which its form is judged
@@ -29,6 +30,7 @@ PICTURES = (  # of types that are not read
     *(".pnm", ".tga", ".exr", ".hdr", ".dng", ".cr2", ".nef", ".arw", ".psd", ".svg", ".ico", ".dib", ".jif", ".jfi"),
 )
 CONTAINERS = (".tar", ".tgz", ".zip", ".parquet", ".arrow", ".npz", ".mdb", ".lmdb", ".7z", ".rar")
+_LISTS = (".csv", ".tsv", ".jsonl")  # they may say labels or captions, and are read where they are named
 UNCAPTIONED = "without a caption"  # a reason to leave a sample out
 
 
@@ -133,6 +135,12 @@ class Layout(ABC):
                 f"table of each, or give the column `{column}` another name"
             )
 
+    def note_folds(self, columns: Sequence[str], used: Sequence[str]) -> None:
+        """Notes a column of a table that numbers parts for cross-validation: rows of all parts are read."""
+        for column in match_names(FOLD_COLUMNS, columns)[:1]:
+            if column not in used:
+                self.notes["folds"] = column
+
     def leave_out(self, reason: str, count: int = 1) -> None:
         """Counts what is passed over, for the start of a command: `reason` is a suffix such as .tif, or words."""
         counts = self.notes.setdefault("left_out", {})
@@ -141,7 +149,10 @@ class Layout(ABC):
     def leave_out_others(self, counts: Mapping[str, int]) -> None:
         """Counts files that may hold samples, and are of types that are not read, by their suffixes in `counts`."""
         for suffix in sorted(counts):
-            if suffix in VIDEOS + _OTHER_VIDEOS + PICTURES + CONTAINERS and suffix not in self.request.suffixes:
+            if (
+                suffix in VIDEOS + _OTHER_VIDEOS + PICTURES + CONTAINERS + _LISTS
+                and suffix not in self.request.suffixes
+            ):
                 self.leave_out(suffix, counts[suffix])
         for key, reason in ((BEHIND, BEHIND), ("", "files without a suffix")):
             if counts.get(key):
@@ -150,7 +161,7 @@ class Layout(ABC):
     def leave_out_beside(self) -> None:
         """Counts pictures and videos of other types that lie beside files that hold the samples."""
         suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files(self.files))
-        self.leave_out_others({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS})
+        self.leave_out_others({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -159,7 +170,10 @@ class Layout(ABC):
 
     def advice(self) -> str:
         """Returns what is left out of these data, or slow, and how to mend it, for the start of a command."""
-        return _describe_left_out(self.left_out)
+        remarks = [_describe_left_out(self.left_out)]
+        if "folds" in self.notes:
+            remarks.append(f"the column {self.notes['folds']} is no split: rows of all its values are read")
+        return "; ".join(filter(None, remarks))
 
     def expect(self, places: Iterable[Place]) -> None:
         """Fetches the bytes of samples that are read soon, of data at an address. Does not wait."""
@@ -216,6 +230,7 @@ def _describe_left_out(counts: Mapping[str, int]) -> str:
         ways += ["read videos by data.num_frames"] * any(suffix in VIDEOS for suffix in suffixes)
         ways += ["convert videos to MP4"] * any(suffix in _OTHER_VIDEOS for suffix in suffixes)
         ways += ["name archives and tables themselves"] * any(suffix in CONTAINERS for suffix in suffixes)
+        ways += ["name a list of labels or captions itself"] * any(suffix in _LISTS for suffix in suffixes)
         listed = ", ".join(f"{suffix} {counts[suffix]:,}" for suffix in suffixes)
         remarks.append(f"files of other types are left out, {listed}: {', '.join(ways)}, if they are samples")
     return "; ".join(remarks)

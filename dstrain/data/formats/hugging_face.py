@@ -200,6 +200,7 @@ class Tables(Layout):
     def _list_columns(self, names: list[str]) -> list[str]:
         """Returns the columns that are listed of a file with columns of these names; one of splits comes last."""
         own = [name for name in (self.columns.label, *self.columns.captions) if name]
+        self.note_folds(names, own)
         self._split = next((name for name in match_names(SPLIT_COLUMNS, names) if name not in own), None)
         return own if self._split is None else [*own, self._split]
 

@@ -88,6 +88,7 @@ class TableList(Layout):
         self.labels_written = bool(label)
         base, used = self._base(table, columns), [column for kind in columns.values() for column in kind]
         split = [column for column in match_names(SPLIT_COLUMNS, table.columns()) if column not in used][:1]
+        self.note_folds(table.columns(), used)
         for line, row in table.rows([*used, *split], int(group)):
             at = f"{table.where}, {table.noun} {line}"
             for column in split:

@@ -42,6 +42,7 @@ SPLIT_COLUMNS = (  # of a table; the first that is there counts
     *("split", "splits", "data_split", "dataset_split", "is_train", "is_training", "is_training_image", "is_test"),
     *("partition", "subset", "phase", "usage", "set", "data set", "data_set"),
 )
+FOLD_COLUMNS = ("fold", "folds", "kfold", "k_fold", "cv_fold")  # parts for cross-validation, all of which are read
 _BESIDE = {"a", "b", "data", "images", "img", "imgs", "seg", "set"}  # words beside: train_images, testB
 
 

@@ -88,6 +88,7 @@ class Zips(Layout):
         all.
         """
         members, tables, top, others = Members(), [], None, Counter()
+        stems, texts = set(), []  # of samples, and of files that may be their captions
         with self.files.open(part) as file:
             for member in list_members(file):
                 name = member.orig_filename
@@ -96,9 +97,13 @@ class Zips(Layout):
                 if is_hidden_path(name):
                     continue
                 if not is_sample and not is_table:
-                    others[os.path.splitext(name)[1].lower()] += 1
+                    stem, suffix = os.path.splitext(name)
                     if folders[-1] in METADATA:
                         self.leave_out(f"{folders[-1]}, which is read beside unpacked files alone,")
+                    else:
+                        others[suffix.lower()] += 1
+                    if self.request.captions and suffix.lower() in (".txt", ".json"):
+                        texts.append(stem)
                     continue
                 is_link = stat.S_ISLNK(member.external_attr >> 16)
                 if is_link or ".." in folders or "" in folders:
@@ -115,6 +120,12 @@ class Zips(Layout):
                 folder = name[: name.rfind("/") + 1]
                 top = folder if top is None else _find_common(top, folder)
                 members.add(member)
+                if self.request.captions:
+                    stems.add(os.path.splitext(name)[0])
+        if captions := sum(stem in stems for stem in texts):
+            self.leave_out(
+                "captions in X.txt or X.json, which are read beside unpacked files and in tars alone,", captions
+            )
         self.leave_out_others(others)
         if top is None:  # which is refused in the end
             return members, None, ""

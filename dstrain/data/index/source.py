@@ -91,8 +91,8 @@ class Indexed(Source):
         self.layout.expect(self.index.place(self.row(sample)) for sample in index.tolist())
 
     def describe(self) -> str:
-        advice = self.layout.advice()
-        return super().describe() + (f"; {advice}" if advice else "")
+        remarks = filter(None, (super().describe(), _describe_alike(self.classes), self.layout.advice()))
+        return "; ".join(remarks)
 
     def class_counts(self) -> np.ndarray | None:
         if not self.classes:
@@ -180,3 +180,12 @@ def _name_check(layout: Layout) -> str:
     words += [f"data.{name}={value}" for name, value in entries.items() if value is not None]
     words += ["--captions"] if request.captions and request.suffixes == SUFFIXES else []
     return shlex.join([*words, "--check"])
+
+
+def _describe_alike(classes: Sequence[str]) -> str:
+    """Describes classes that differ in capitals alone, which some file systems take for one; "" if there are none."""
+    by_name: dict[str, list[str]] = {}
+    for name in classes:
+        by_name.setdefault(str(name).casefold(), []).append(str(name))
+    alike = [names for names in by_name.values() if len(names) > 1]
+    return f"the classes {' and '.join(alike[0])} differ in capitals alone" if alike else ""
