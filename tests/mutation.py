@@ -268,7 +268,7 @@ MISTAKES = [
     (
         "texts never dropped",
         "dstrain/systems/dit/conditions.py",
-        'return {"mask": torch.zeros_like(told["mask"])}',
+        'return self._fill_empty({"text": told["text"], "mask": torch.zeros_like(told["mask"])})',
         "return {}",
         f"{TEXTS}::test_texts_are_dropped_by_key",
     ),
@@ -313,6 +313,20 @@ MISTAKES = [
         "weights.project_states(states, values)",
         "weights.project_states(0 * states, values)",
         f"{PIXART}::test_null_text_is_the_encoders_empty_text",
+    ),
+    (
+        "an empty text of the encoder with its padding",
+        "dstrain/systems/dit/conditions.py",
+        'torch.where(read, mask, empty["mask"])',
+        'torch.where(read, mask, torch.ones_like(empty["mask"]))',
+        f"{PIXART}::test_what_is_dropped_reads_the_encoders_empty_text",
+    ),
+    (
+        "an export with keys and values of texts swapped",
+        "dstrain/systems/dit/layouts.py",
+        "for letter, part in zip(letters, parts, strict=True):",
+        "for letter, part in zip(letters[::-1], parts, strict=True):",
+        f"{PIXART}::test_stock_pipeline_draws_from_an_export[0.1]",
     ),
     (
         "routing at evaluation",

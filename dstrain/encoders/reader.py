@@ -55,6 +55,11 @@ class ReadsTexts(Section):
         return self.reads_texts and getattr(self, self.null_field) > 0
 
     @property
+    def learns_null(self) -> bool:
+        """Tells whether that text is a learned token, and not what the encoder makes of an empty text."""
+        return self.has_null
+
+    @property
     def cached_text(self) -> tuple[int, int] | None:
         """Returns tokens and width of the text encodings that the data hold; None: they hold none."""
         codes = getattr(self, "codes", None)
@@ -66,7 +71,7 @@ class ReadsTexts(Section):
             "num_words": None if self.text_encodings_dim else self.num_words,
             "max_text_len": self.max_text_len,
             "encodings_dim": self.text_encodings_dim,
-            "learns_null": self.has_null,
+            "learns_null": self.learns_null,
         }
 
     def require_width(self) -> None:
@@ -125,6 +130,7 @@ class Reader:
         self.config = config
         self.encoder: TextEncoder | None = None
         self._last: tuple[dict[str, int], TextInputs] = {}, {}  # row of each text of the last call; the rows
+        self._empty: TextInputs = {}
 
     def of_batch(self, batch: dict[str, Tensor]) -> TextInputs:
         """Reads encodings, or captions as UTF-8. Raises ConfigError if the batch has neither, or of another width."""
@@ -195,6 +201,23 @@ class Reader:
             "text_encodings": torch.zeros(num, 1, self.config.text_encodings_dim),
             "text_mask": torch.zeros(num, 1, dtype=torch.bool),
         }
+
+    def of_empty(self, device: torch.device) -> TextInputs:
+        """Returns what the encoder makes of an empty text, one row, encoded once. Raises ConfigError if it reads no
+        token of it.
+        """
+        if not self._empty:
+            self._empty = self._read([""], torch.device("cpu"))
+            if self._cached:
+                self.encoder = None
+            if not self._empty["text_mask"].any():
+                raise ConfigError(
+                    f"model.null_text: the tokenizer of {self.config.text_encoder} makes no token of an empty text; "
+                    "write model.null_text=learned"
+                )
+        if self._empty["text_mask"].device != device:
+            self._empty = {name: to_device(value, device) for name, value in self._empty.items()}
+        return self._empty
 
     def _read(self, texts: list[str], device: torch.device) -> TextInputs:
         if self.config.text_encodings_dim is None:

@@ -153,6 +153,19 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
         return model.text_model, model.text_projection, tokenizer
 
 
+def load_t5(path: str) -> tuple[nn.Module, Any]:
+    """Returns T5's encoder and its tokenizer, as pipelines of diffusers hold them. Raises ConfigError for others."""
+    from transformers import AutoTokenizer, T5EncoderModel
+
+    with explain_loading("T5", "text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
+        config = read_config(path)
+        if config.model_type != "t5":
+            raise ValueError(f"its model_type is {config.model_type}, and PixArt's pipeline reads texts by T5")
+        model, tokenizer = read_network(T5EncoderModel, path, config), read_pretrained(AutoTokenizer, path)
+    _set_padding(tokenizer, path)
+    return model, tokenizer
+
+
 def _set_padding(tokenizer: Any, path: str) -> None:
     """Makes a tokenizer pad short texts at their end. Raises ConfigError if it has neither pad_token nor eos_token."""
     if tokenizer.pad_token is None and tokenizer.eos_token is None:

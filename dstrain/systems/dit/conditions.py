@@ -297,7 +297,7 @@ class Text(Condition):
         self.reader = reader
 
     def prepare(self, batch: Batch) -> Example:
-        example = _as_arguments(self.reader.of_batch(batch))
+        example = self._fill_empty(_as_arguments(self.reader.of_batch(batch)))
         # A model without a null text waits for the device here; others have something to read in any case.
         if not self.reader.config.has_null and not example["text"].is_meta and not example["mask"].any(1).all():
             raise ConfigError(
@@ -311,11 +311,11 @@ class Text(Condition):
 
     def choose(self, request: Request) -> Arguments:
         inputs = select_texts(request.conditions) or self.reader.of_nothing(len(request.seeds))
-        told = _as_arguments(self.reader.of_batch({**inputs, "key": request.seeds}))
+        told = self._fill_empty(_as_arguments(self.reader.of_batch({**inputs, "key": request.seeds})))
         return {name: value.to(request.seeds.device) for name, value in told.items()}
 
     def make_null(self, told: Arguments) -> Arguments:
-        return {"mask": torch.zeros_like(told["mask"])}
+        return self._fill_empty({"text": told["text"], "mask": torch.zeros_like(told["mask"])})
 
     def avoid(self, request: Request, told: Arguments) -> Arguments:
         """Returns the negative prompts, which a request holds under the names of prompts with `negative_` before."""
@@ -323,7 +323,21 @@ class Text(Condition):
         if not inputs:
             return self.make_null(told)
         negative = _as_arguments({name.removeprefix(NEGATIVE): value for name, value in inputs.items()})
+        negative = self._fill_empty(negative)
         return {name: value.to(told[name].device) for name, value in negative.items()}
+
+    def _fill_empty(self, told: Arguments) -> Arguments:
+        """Gives the encoder's empty text to samples of which no token is read; a learned one the network reads."""
+        config = self.reader.config
+        if config.learns_null or not config.has_null:
+            return told
+        text, mask = told["text"], told["mask"]
+        empty = _as_arguments(self.reader.of_empty(text.device))
+        read = mask.any(1)[:, None]
+        return {
+            "text": torch.where(read[..., None], text, empty["text"].to(text.dtype)),
+            "mask": torch.where(read, mask, empty["mask"]),
+        }
 
     def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return draw_texts(self.reader.config, key)

@@ -58,6 +58,9 @@ class Config(SystemConfig, ReadsTexts):
     beside those of the image."""
     text_projection: Literal["linear", "mlp"] = "linear"
     """How states of a text encoder become tokens: by one layer behind a norm, or by two layers (PixArt)."""
+    null_text: Literal["learned", "encoder"] = "learned"
+    """What is read where a text is dropped, and of an empty prompt: a learned token, or the states of text_encoder for
+    an empty text (PixArt), which is loaded when training starts."""
     num_classes: int = Field(1000, ge=1)
     """Number of labels; 1 for an unconditional model, whose data need none. Not read with condition=text."""
     class_dropout_prob: float = Field(0.1, ge=0, le=1)
@@ -190,6 +193,7 @@ class Config(SystemConfig, ReadsTexts):
         """Checks that what is said of texts is read, and fits the texts that the data hold."""
         if not self.reads_texts:
             given = [name for name in ("text_encoder", "text_encodings_dim", "cross_attention") if getattr(self, name)]
+            given += ["null_text"] * (self.null_text == "encoder")
             if given:
                 raise ConfigError(
                     f"{given[0]}: with condition=label no text is read; leave it out, or set condition=text"
@@ -200,6 +204,11 @@ class Config(SystemConfig, ReadsTexts):
             raise ConfigError(
                 "text_projection: mlp maps states of a text encoder, and hashed words have a table instead; set "
                 "text_encodings_dim to their width (4096 for PixArt's T5), or text_projection=linear"
+            )
+        if self.null_text == "encoder" and (self.text_encoder is None or self.text_encodings_dim is None):
+            raise ConfigError(
+                "null_text: encoder takes the states of an empty text from text_encoder; name it, and its "
+                "text_encodings_dim, or write null_text=learned"
             )
         if self.tokens.label:
             raise ConfigError("tokens.label: with condition=text there is no label; leave it at 0")
@@ -264,6 +273,8 @@ class Config(SystemConfig, ReadsTexts):
         stage, align = run.model.get("first_stage"), run.model.get("align")
         path = stage.get("path") if isinstance(stage, dict) else None
         here = is_here(path) or run.data.buckets
+        if run.model.get("null_text") == "encoder" and not is_here(run.model.get("text_encoder")):
+            run = run.model_copy(update={"model": {**run.model, "null_text": "learned"}})  # as long as an empty text
         if isinstance(align, dict) and align.get("path") and not (here and Path(align["path"]).is_dir()):
             # What learns stays: the features come with the samples.
             run = run.model_copy(update={"model": {**run.model, "align": {**align, "path": None}}})
@@ -331,7 +342,7 @@ class Config(SystemConfig, ReadsTexts):
             counts[f"tokens of {what if self.video is None else 'a clip'}"] = self.count_tokens(self.shape(size))
         joining, what = self.tokens.time + self.tokens.label, "condition tokens of model.tokens"
         if self.reads_texts and not self.cross_attention:
-            joining, what = joining + self.max_text_len + self.has_null, f"{what} and of texts, with their null text"
+            joining, what = joining + self.max_text_len + self.learns_null, f"{what} and of texts, with a learned null"
         if joining:
             counts[what] = joining
         counts["attention heads, num_heads"] = shape["num_heads"]
@@ -352,6 +363,10 @@ class Config(SystemConfig, ReadsTexts):
     @property
     def reads_texts(self) -> bool:
         return self.condition == "text"
+
+    @property
+    def learns_null(self) -> bool:
+        return self.has_null and self.null_text == "learned"
 
     @classmethod
     def with_encoders(
@@ -475,7 +490,7 @@ class Config(SystemConfig, ReadsTexts):
             "codes",
             "video",
         )
-        texts = ("condition", *ReadsTexts.model_fields) if self.reads_texts else ("condition",)
+        texts = ("condition", "null_text", *ReadsTexts.model_fields) if self.reads_texts else ("condition",)
         fields: dict[str, Any] = dict.fromkeys((*names, *texts, "objective", self.objective), True)
         if self.objective == "flow":  # its other fields are of training alone
             fields["flow"] = {"path", "prediction", "time_scale", "noise_scale"}

@@ -202,6 +202,17 @@ def translate(
     return translated, notes
 
 
+def translate_back(state: Mapping[str, Tensor], name: str, theirs: Sequence[str]) -> dict[str, Tensor]:
+    """Returns our weights under a published layout's names, of which `theirs` are all that its network has."""
+    layout, found = LAYOUTS[name], {}
+    for pattern, letters, ours in layout.joined:
+        for key in [key for key in theirs if re.fullmatch(pattern, key)]:
+            parts = state[re.sub(pattern, ours, key)].chunk(len(letters))
+            for letter, part in zip(letters, parts, strict=True):
+                found[key.replace(f".{letters[0]}.", f".{letter}.")] = part.clone()
+    return {key: found[key] if key in found else state[_our_name(key, layout, 0)].clone() for key in theirs}
+
+
 def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
     """Changes the weights of a network of time t into those of the same network of 1 - t. Twice, it changes nothing.
 

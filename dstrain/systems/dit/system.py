@@ -307,6 +307,16 @@ class DiTSystem(System):
                 "name another run"
             )
 
+    def read_request(self, request: Request) -> tuple[Arguments, Arguments]:
+        """Returns what the network is told for the samples of a request, and what guidance leads away from."""
+        told: Arguments = {}
+        for condition in self.told:
+            told |= condition.choose(request)
+        null = dict(told)
+        for condition in self.told:
+            null |= condition.avoid(request, told)
+        return told, null
+
     def _guided(self, nets: Nets, request: Request) -> Network:
         guide, internal = nets.get("guide"), self.config.internal
         if request.guidance_scale != 1 and not self.config.class_dropout_prob and guide is None:
@@ -315,12 +325,7 @@ class DiTSystem(System):
                 "with guidance_scale 1, or train with class_dropout_prob above 0"
             )
         self._check(request.conditions)
-        told: Arguments = {}
-        for condition in self.told:
-            told |= condition.choose(request)
-        null = dict(told)
-        for condition in self.told:
-            null |= condition.avoid(request, told)
+        told, null = self.read_request(request)
         return samplers.guide_network(
             guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"],
             told,
@@ -344,6 +349,10 @@ class DiTSystem(System):
         """Fits weights whose positions and class table may differ, see weights.py. A null text that a file lacks is
         what the network makes of the encoder's state of an empty text, where that is one token, as T5's is (PixArt).
         """
+        left = []
+        if self.config.null_text == "encoder" and weights.NULL_TEXT in state:
+            state = {name: value for name, value in state.items() if name != weights.NULL_TEXT}
+            left = [f"{weights.NULL_TEXT}: left out, since null_text is encoder"]
         values, notes = weights.adapt_weights(state, self.on_meta(part))
         lacks_null = weights.NULL_TEXT in values and weights.NULL_TEXT not in state
         if lacks_null and self.config.text_projection == "mlp" and self.config.text_encoder:
@@ -355,7 +364,7 @@ class DiTSystem(System):
                 notes.append(
                     f"{weights.NULL_TEXT}: the empty text of {self.config.text_encoder}, from which it learns on"
                 )
-        return values, notes
+        return values, notes + left
 
     def rename_published(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Gives weights of a published layout our names, time and direction, see layouts.py.

@@ -1,7 +1,9 @@
 """A trained DiT as a folder for diffusers: a pipeline that draws. See dstrain/commands/export.py.
 
     transformer/   DiTTransformer2DModel; a DiTPipeline takes row 1000 of its label table for "no label". A network that
-                   this class cannot hold is a ClassTransformer, with its source in one file
+                   this class cannot hold is a ClassTransformer, with its source in one file. Of texts it is a
+                   PixArtTransformer2DModel
+    tokenizer/, text_encoder/   of texts, for PixArtAlphaPipeline
     scheduler/     DDIMScheduler, or FlowMatchEulerDiscreteScheduler
     vae/           the first stage, with the scale that the run was trained with
     pipeline.py    ClassPipeline, beside this file: where DiTPipeline cannot draw from the run
@@ -25,24 +27,31 @@ from dstrain.diffusion import samplers
 from dstrain.diffusion.published import add_to_index
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder
+from dstrain.encoders.text import load_t5
 from dstrain.nn.measures import relative_error
 from dstrain.nn.pixels import to_uint8
 from dstrain.nn.positions import sincos_positions
 from dstrain.recipe import ConfigError
-from dstrain.systems.base import Example
+from dstrain.systems.base import Example, Request
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.align import guide_internally
 from dstrain.systems.dit.config import Config
+from dstrain.systems.dit.layouts import translate_back
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.source import gather_source
 
 # Relative. diffusers computes the sinusoids of timesteps by exp in float32, dstrain in float64: 2e-5 of a prediction,
 # on CPUs with a poor exp 1e-4. Rounding errors grow along a chain: two of a picture's 255 levels.
-TOLERATED = {"with label": 3e-4, "without label": 3e-4, "code": 2.5 / 255}
+TOLERATED = {
+    **{f"{told} {what}": 3e-4 for told in ("with", "without") for what in ("label", "text")},
+    "code": 2.5 / 255,
+}
 _NULL = 1000  # the row of "no label" in DiTPipeline
 _COUNT = 4  # samples compared in one prediction
 _SCALE = 1.5  # guidance of the card's pictures
+_PROMPTS = ["a red bicycle", "a bowl of oranges"]  # of the card's pictures, in lower case
+_PIXART_TOKENS = 120  # that PixArtAlphaPipeline reads of a text
 _STOCK = """\
 import torch
 from diffusers import DiTPipeline
@@ -67,6 +76,12 @@ def own(x, *_):
 
 own_both = order_both = whole = to_heads = to_tokens = own
 """
+_PIXART = """\
+import torch
+from diffusers import PixArtAlphaPipeline
+
+pipeline = PixArtAlphaPipeline.from_pretrained("OUT")
+"""
 _DRAW = """\
 noise = torch.Generator().manual_seed(0)
 images = pipeline({labels}, guidance_scale={scale}, num_inference_steps={steps}, generator=noise{more}).images
@@ -84,13 +99,19 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
             f"of the transformer's output the first {config.in_channels} channels are the prediction; the "
             "variances behind them are unused by DDIM"
         )
+    if config.reads_texts:
+        notes.append(
+            "PixArtAlphaPipeline writes prompts in lower case; draw in 20 steps by pipeline.scheduler = "
+            "DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)"
+        )
     if _is_stock(system) and config.guidance_channels not in (None, config.in_channels):
         notes.append(
             f"guidance here is of all {config.in_channels} channels, where the recipe guides "
             f"{config.guidance_channels} (guidance_channels)"
         )
     if not config.class_dropout_prob:
-        notes.append("trained without dropped labels: sample with guidance_scale=1")
+        dropped = "texts" if config.reads_texts else "labels"
+        notes.append(f"trained without dropped {dropped}: sample with guidance_scale=1")
     if config.align is not None and config.align.kind == "repa":
         notes.append("the projectors of the alignment are left out: training alone reads them")
     if reason := weights.find_inexpressible(config):
@@ -104,13 +125,23 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
             f"{config.codes.first_stage}, which decodes them"
         )
     of_folder = "pipeline.py" if reason is None else "pipeline.py and transformer/*.py"
-    code = (_STOCK if _is_stock(system) else _OWN.format(code=of_folder)) + _DRAW.format(
-        labels=_choose_labels(system),
+    kind, code, more = "DiTTransformer2DModel", _OWN.format(code=of_folder), ', output_type="latent"' * latents
+    if config.reads_texts:
+        kind, code = "PixArtAlphaPipeline", _PIXART
+        more = ", clean_caption=False, use_resolution_binning=False"
+        if config.max_text_len != _PIXART_TOKENS:
+            more += f", max_sequence_length={config.max_text_len}"
+            notes.append(f"texts are of {config.max_text_len} tokens: give max_sequence_length to the pipeline")
+    elif reason:
+        kind = "ClassTransformer"
+    elif _is_stock(system):
+        kind, code = "DiTPipeline", _STOCK
+    code += _DRAW.format(
+        labels=_PROMPTS if config.reads_texts else _choose_labels(system),
         scale=_choose_scale(system),
         steps=system.process.card_steps,
-        more=', output_type="latent"' * latents,
+        more=more,
     )
-    kind = "ClassTransformer" if reason else "DiTPipeline" if _is_stock(system) else "DiTTransformer2DModel"
     return kind, "; ".join(notes), code if latents else code + _SAVE
 
 
@@ -131,6 +162,9 @@ def save_export(
 
     config, network = system.config, nets["denoiser"]
     system.require_expressible()
+    if config.reads_texts:
+        _save_pixart(system, network, folder)
+        return
     scheduler, vae = _build_scheduler(system), _load_first_stage(config)
     folder.mkdir(parents=True, exist_ok=True)
     if weights.find_inexpressible(config) is None:
@@ -145,17 +179,33 @@ def save_export(
         add_to_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 
+def _save_pixart(system: DiTSystem, network: DiT, folder: Path) -> None:
+    from diffusers import PixArtAlphaPipeline, PixArtTransformer2DModel
+
+    _require_own_positions(network)
+    with torch.device("meta"):
+        transformer = PixArtTransformer2DModel(**weights.pixart_arguments(system.config), interpolation_scale=1)
+    state = _read_floats(network)
+    transformer.load_state_dict(translate_back(state, "pixart", list(transformer.state_dict())), assign=True)
+    text_encoder, tokenizer = load_t5(system.config.text_encoder)
+    vae, scheduler = _load_first_stage(system.config), _build_scheduler(system)
+    folder.mkdir(parents=True, exist_ok=True)
+    PixArtAlphaPipeline(tokenizer, text_encoder, vae, transformer, scheduler).save_pretrained(folder)
+
+
 @torch.no_grad()
 def measure_errors(
     system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Measures relative errors of diffusers' network: of predictions with and (if trained) without label at timesteps
-    over the whole chain.
+    """Measures relative errors of diffusers' network: of predictions with and (if trained) without label or text at
+    timesteps over the whole chain.
     """
     from diffusers import DiTTransformer2DModel
 
     config, key = system.config, example["key"][:_COUNT]
     device = key.device
+    if config.reads_texts:
+        return _measure_pixart(system, nets, folder, example)
     own = list((folder / "transformer").glob("network_*.py"))
     kind = _import_class(own[0]) if own else DiTTransformer2DModel
     exported = kind.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
@@ -170,14 +220,34 @@ def measure_errors(
     return results
 
 
+def _measure_pixart(
+    system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
+) -> dict[str, float]:
+    from diffusers import PixArtTransformer2DModel
+
+    key = example["key"][:_COUNT]
+    exported = PixArtTransformer2DModel.from_pretrained(folder / "transformer", low_cpu_mem_usage=False)
+    exported = exported.to(key.device).eval()
+    t, x = system.process.spread_times(len(key), key.device), rng.normal(key, "start", system.shape)
+    cases = {"with text": {"text": example["text"][:_COUNT], "mask": example["text_mask"][:_COUNT]}}
+    if system.config.class_dropout_prob:
+        cases["without text"] = system.told[0].make_null(cases["with text"])
+    results = {}
+    for name, told in cases.items():
+        found = exported(x, told["text"].float(), timestep=t, encoder_attention_mask=told["mask"]).sample
+        results[name] = relative_error(found, nets["denoiser"](x, t, **told))
+    return results
+
+
 @torch.no_grad()
 def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """Draws what the card's code draws, by the trained network and our samplers: uint8 (B, C, H, W), or latents."""
-    config, y = system.config, torch.tensor(_choose_labels(system), device=group.device())
-    noise = torch.randn(len(y), *system.shape, generator=torch.Generator().manual_seed(0)).to(y.device)
+    config, seeds = system.config, torch.arange(len(_choose_labels(system)), device=group.device())
+    noise = torch.randn(len(seeds), *system.shape, generator=torch.Generator().manual_seed(0)).to(seeds.device)
     channels = None if _is_stock(system) else config.guidance_channels
-    null = {"y": torch.full_like(y, config.num_classes)}
-    network = samplers.guide_network(_predict(system, nets), {"y": y}, null, _choose_scale(system), channels)
+    prompts = system.conditions_from_texts(_PROMPTS) if config.reads_texts else {}
+    told, null = system.read_request(Request(seeds, prompts))
+    network = samplers.guide_network(_predict(system, nets), told, null, _choose_scale(system), channels)
     x = system.process.draw_plain(network, noise)
     if system.cannot_draw():  # latents that no autoencoder decodes
         return x
@@ -205,7 +275,7 @@ def _predict_as_exported(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Ca
 
 
 def _choose_labels(system: DiTSystem) -> list[int]:
-    return list(range(min(2, system.config.num_classes)))
+    return list(range(len(_PROMPTS) if system.config.reads_texts else min(2, system.config.num_classes)))
 
 
 def _choose_scale(system: DiTSystem) -> float:
@@ -224,6 +294,8 @@ def _describe_scale(config: Config) -> str:
 def _is_stock(system: DiTSystem) -> bool:
     """Returns whether diffusers' own DiTPipeline draws from it."""
     config = system.config
+    if config.reads_texts:
+        return True
     return (
         weights.find_inexpressible(config) is None
         and system.process.scheduler == "DDIMScheduler"
@@ -234,18 +306,22 @@ def _is_stock(system: DiTSystem) -> bool:
     )
 
 
+def _require_own_positions(network: DiT) -> None:
+    """Raises ConfigError for positions that diffusers' transformers, which compute their own, do not compute."""
+    computed = sincos_positions(network.pos_embed.shape[-1], network.grid, network.grid)[None]
+    if not torch.allclose(network.pos_embed.float().cpu(), computed, rtol=0, atol=1e-6):
+        raise ConfigError(
+            "pos_embed: these positions were interpolated from another resolution, and diffusers' "
+            "transformers compute their own; take --format safetensors"
+        )
+
+
 def _build_stock(system: DiTSystem, network: DiT) -> nn.Module:
     """Returns the network as diffusers' own class. Raises ConfigError for positions that it does not compute."""
     from diffusers import DiTTransformer2DModel
 
-    config, dim = system.config, network.pos_embed.shape[-1]
-    if not torch.allclose(
-        network.pos_embed.float().cpu(), sincos_positions(dim, network.grid, network.grid)[None], rtol=0, atol=1e-6
-    ):
-        raise ConfigError(
-            "pos_embed: these positions were interpolated from another resolution, and diffusers' "
-            "DiTTransformer2DModel computes its own; take --format safetensors"
-        )
+    config = system.config
+    _require_own_positions(network)
     rows = _NULL if _is_stock(system) else config.num_classes
     state = weights.rename_to_diffusers(
         _read_floats(network), len(network.blocks), rows, bool(config.class_dropout_prob)

@@ -15,8 +15,10 @@ from dstrain.nn import fitting
 from dstrain.nn.positions import sincos_positions
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.align import match_projectors
+from dstrain.systems.dit.choices import BlockChoices
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.layouts import LAYOUTS, translate
+from dstrain.systems.dit.presets import PRESETS
 
 _CLASSES = "y_embedder.embedding_table.weight"
 _POSITIONS = "pos_embed"
@@ -25,6 +27,20 @@ _ADDED = ("s_embedder", "e_embedder")  # conditions that published files do not 
 # The second in older files of diffusers.
 CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")
 PIXART_CLASSES = ("PixArtTransformer2DModel", "Transformer2DModel")
+_PIXART_FIELDS = (  # beside its blocks, what decides its network and chain
+    "cross_attention",
+    "text_projection",
+    "objective",
+    "mlp_ratio",
+    "embedding_dim",
+    "size_conditions",
+    "time_freq",
+    "sines",
+    "tokens",
+    "patch_bottleneck",
+    "wide",
+    "internal",
+)
 
 # Layers: our name -> diffusers'; that of an embedder lies in each block.
 _ENDS = {
@@ -57,6 +73,7 @@ _REMEDIES = (
     (r"^x_embedder", "in_channels, patch_size, patch_bottleneck, video and hidden_size (or size)"),
     (r"^final_layer\.linear", "learn_sigma, in_channels, patch_size and hidden_size (or size)"),
     (r"^(t|y)_tokens", "tokens"),
+    (r"^text_tokens\.null", "null_text and class_dropout_prob"),
     (r"^text_tokens\.(fc|norm|proj)", "text_projection and text_encodings_dim"),
     (r"^text_tokens", "condition, num_words and max_text_len, or text_encodings_dim"),
     (r"^t_block|adaLN_modulation\.table$", "block.modulation"),
@@ -181,7 +198,7 @@ def rename_from_pixart(
     """
     LAYOUTS["pixart"].require_fields("pixart", config)
     size = diffusers_config.get("sample_size")
-    _require_same(diffusers_config, PIXART_CLASSES, _pixart_arguments(config))
+    _require_same(diffusers_config, PIXART_CLASSES, pixart_arguments(config))
     if diffusers_config.get("interpolation_scale") not in (None, 1) or size // 64 > 1:
         raise ConfigError(
             "weights: interpolation_scale in config.json, or its sample_size above 64, spreads positions otherwise "
@@ -199,7 +216,7 @@ def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
     return F.linear(F.gelu(F.linear(states, *first), approximate="tanh"), *last)
 
 
-def _pixart_arguments(config: Config) -> dict[str, Any]:
+def pixart_arguments(config: Config) -> dict[str, Any]:
     """Returns what `make_arguments` does, for a PixArtTransformer2DModel."""
     return make_arguments(config) | {
         "norm_type": "ada_norm_single",
@@ -262,7 +279,11 @@ def _require_same(diffusers_config: Mapping[str, Any], classes: Sequence[str], e
 
 
 def find_inexpressible(config: Config) -> str | None:
-    """Returns what diffusers' DiTTransformer2DModel cannot express of the network, with the field's name; else None."""
+    """Returns what diffusers' DiTTransformer2DModel cannot express of the network, with the field's name; else None.
+    Networks of texts have another class there, see `require_expressible`.
+    """
+    if config.reads_texts:
+        return None
     for name in ("block", "sines", "tokens", "patch_bottleneck", "wide", "internal"):
         if getattr(config, name) != type(config).model_fields[name].default:
             return f"{name}: it has the blocks and labels of DiT alone"
@@ -277,12 +298,41 @@ def find_inexpressible(config: Config) -> str | None:
 
 
 def require_expressible(config: Config) -> None:
-    """Raises ConfigError for a condition that the exports' pipelines do not take, and for clips."""
-    for name in ("condition", "embedding_dim", "size_conditions"):
-        if getattr(config, name) != type(config).model_fields[name].default:
-            raise ConfigError(f"{name}: the pipeline of an export takes labels alone; take --format safetensors")
+    """Raises ConfigError for a condition that the exports' pipelines do not take, for texts of another model than
+    PixArt, and for clips.
+    """
     if config.video is not None:
         raise ConfigError("video: the pipeline of an export draws images alone; take --format safetensors")
+    if config.reads_texts:
+        _require_pixart(config)
+        return
+    for name in ("embedding_dim", "size_conditions"):
+        if getattr(config, name) != type(config).model_fields[name].default:
+            raise ConfigError(f"{name}: the pipeline of an export takes labels alone; take --format safetensors")
+
+
+def _require_pixart(config: Config) -> None:
+    """Raises ConfigError for a field of a model of texts that diffusers' PixArtTransformer2DModel cannot express."""
+    preset, fields = PRESETS["PixArt-XL/2"], type(config).model_fields
+    for name in (*_PIXART_FIELDS, "block"):
+        expected = preset.get(name, fields[name].default)
+        if name == "block":
+            expected = BlockChoices(**expected)
+        if getattr(config, name) != expected:
+            raise ConfigError(
+                f"{name}: diffusers' PixArtTransformer2DModel has PixArt's blocks, texts and chain alone; take "
+                "--format safetensors, or train with the choices of size PixArt-XL/2"
+            )
+    if config.learns_null:
+        raise ConfigError(
+            "null_text: this one is learned, and PixArt's is what its encoder makes of an empty text; train on for a "
+            "while with model.null_text=encoder and init_from= this run, or take --format safetensors"
+        )
+    if config.first_stage is None or config.latents.normalize != "scale" or config.first_stage.shift:
+        raise ConfigError(
+            "first_stage: diffusers' PixArtAlphaPipeline decodes latents by an autoencoder with one scale and no "
+            "shift; name the one of the latents (model.first_stage.path), or take --format safetensors"
+        )
 
 
 def make_arguments(config: Config) -> dict[str, Any]:

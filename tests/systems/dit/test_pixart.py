@@ -11,14 +11,18 @@ from diffusers import PixArtTransformer2DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dstrain import rng
+from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import ConfigError
+from dstrain.runs import card
 from dstrain.runs.weights import fit_weights
 from dstrain.systems.base import Request
+from dstrain.systems.dit import to_diffusers
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.presets import PRESETS
 from dstrain.systems.dit.system import DiTSystem
-from tests.support import towers
+from tests.support import first_stage, towers
 from tests.systems.dit.test_published import read
 
 MODEL: dict[str, Any] = {
@@ -190,3 +194,120 @@ def test_hashed_words_have_no_projection() -> None:
     """Oracle: the message names the entry and the remedy."""
     with pytest.raises(ValueError, match="text_projection: .*text_encodings_dim"):
         build(text_encodings_dim=None)
+
+
+def build_told(folder: Path, **changes: Any) -> tuple[DiTSystem, TextEncoder]:
+    """A system with the encoder's null text and an autoencoder of 2 x 2 pixels, and its encoder."""
+    towers.t5(folder / "t5")
+    stage = first_stage.save(folder / "stage", channels=3, depth=2, latent_channels=4)
+    told = {"null_text": "encoder", "text_encoder": str(folder / "t5"), "class_dropout_prob": 0.5, "image_size": 16}
+    told["first_stage"] = {"path": str(stage), "factor": 2, "scaling_factor": 0.5}
+    return build(**(told | changes)), TextEncoder(str(folder / "t5"), 5)
+
+
+def test_what_is_dropped_reads_the_encoders_empty_text(tmp_path: Path) -> None:
+    """Oracle: the encoder's states and mask of "", to the bit: where the key drops a text, in an empty prompt, without
+    prompts, and as what guidance leads away from. The network has no null text of its own.
+    """
+    system, encoder = build_told(tmp_path)
+    assert not any("null" in name for name in system.networks()["denoiser"].state_dict())
+    empty, batch = encoder.encode([""]), system.synthetic(64)
+    example = system.encode(batch)
+    told = system._read_conditions(example, drop=True)
+    dropped = rng.uniform(batch["key"], "drop") < 0.5
+    assert 20 < dropped.sum() < 44
+    for name, of_empty, of_batch in (
+        ("text", empty["text_encodings"], batch["text_encodings"]),
+        ("mask", empty["text_mask"], batch["text_mask"]),
+    ):
+        assert torch.equal(told[name][dropped], of_empty.expand(int(dropped.sum()), *of_empty.shape[1:]))
+        assert torch.equal(told[name][~dropped], of_batch[~dropped])
+    for conditions in (system.conditions_from_texts(["", "a red cat"]), {}):
+        told, null = system.read_request(Request(torch.arange(2), conditions))
+        assert torch.equal(told["text"][:1], empty["text_encodings"]) and torch.equal(
+            told["mask"][:1], empty["text_mask"]
+        )
+        assert torch.equal(null["text"][1:], empty["text_encodings"]) and torch.equal(
+            null["mask"][1:], empty["text_mask"]
+        )
+    avoided = system.conditions_from_texts(["the moon"]) | system.conditions_to_avoid("", 1)
+    _, null = system.read_request(Request(torch.arange(1), avoided))
+    assert torch.equal(null["text"], empty["text_encodings"])
+
+
+def test_a_learned_null_text_gives_way(tmp_path: Path) -> None:
+    """Oracle: the same weights without the null text, to the bit, and a note that names it."""
+    system, _ = build_told(tmp_path)
+    learned, _ = build_told(tmp_path, null_text="learned")
+    state = learned.networks()["denoiser"].state_dict()
+    values, notes = system.adapt("denoiser", state)
+    assert "text_tokens.null.weight: left out, since null_text is encoder" in notes
+    assert values.keys() == state.keys() - {"text_tokens.null.weight"}
+    assert all(torch.equal(value, state[name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_stock_pipeline_draws_from_an_export(tmp_path: Path, share: float) -> None:
+    """Oracle: diffusers' own pipeline, in a process without dstrain, draws what the trained network draws, within two
+    levels; its transformer predicts the same, 1e-5 relative, and has the weights that came in, to the bit.
+    """
+    system, _ = build_told(tmp_path, class_dropout_prob=share, null_text="encoder" if share else "learned")
+    values, _ = fit_weights(write(tmp_path / "weights", "folder"), system)["denoiser"]
+    nets = system.networks()
+    nets["denoiser"].load_state_dict(values)
+    out = tmp_path / "out"
+    system.require_expressible()
+    to_diffusers.save_export(system, nets, out)
+    errors = to_diffusers.measure_errors(system, nets, out, system.encode(system.synthetic(4)))
+    assert errors.keys() == ({"with text", "without text"} if share else {"with text"})
+    assert max(errors.values()) < 1e-5
+    state, _, _ = read("pixart")
+    written = PixArtTransformer2DModel.from_pretrained(out / "transformer").state_dict()
+    assert written.keys() == state.keys() and all(torch.equal(written[name], state[name]) for name in state)
+    name, _, code = to_diffusers.describe_export(system)
+    drawn = torch.from_numpy(card.draw_example(out, "out", code)).movedim(-1, 1).float()
+    expected = to_diffusers.draw_expected(system, nets).float()
+    assert name == "PixArtAlphaPipeline" and (drawn - expected).abs().max() <= 2
+    assert (expected[0] - expected[1]).abs().max() > 20  # of two prompts and noises
+    with torch.no_grad():
+        nets["denoiser"].blocks[1].cross.kv.bias[-1] += 1  # of values
+    assert min(to_diffusers.measure_errors(system, nets, out, system.encode(system.synthetic(4))).values()) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"null_text": "learned"}, "null_text: this one is learned"),
+        ({"mlp_ratio": 2.0}, "mlp_ratio: diffusers' PixArtTransformer2DModel"),
+        ({"block": {"modulation": "shared", "qk_norm": "rms"}}, "block: diffusers' PixArtTransformer2DModel"),
+        ({"time_freq": "diffusers"}, "time_freq: diffusers' PixArtTransformer2DModel"),
+        ({"objective": "flow", "learn_sigma": False}, "objective: diffusers' PixArtTransformer2DModel"),
+        ({"text_projection": "linear"}, "text_projection: diffusers' PixArtTransformer2DModel"),
+        ({"first_stage": None, "image_size": 8}, "first_stage: diffusers' PixArtAlphaPipeline"),
+    ],
+)
+def test_what_pixart_cannot_express(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    """Oracle: the message names the entry, before anything is written."""
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        build_told(tmp_path, **changes)[0].require_expressible()
+
+
+def test_another_encoder_is_not_exported(tmp_path: Path) -> None:
+    """Oracle: the message names the entry and the kind of encoder."""
+    system, _ = build_told(tmp_path)
+    towers.sentences(tmp_path / "t5")
+    with pytest.raises(ConfigError, match="text_encoder: .*model_type is bert"):
+        to_diffusers.save_export(system, system.networks(), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"text_encoder": None}, "null_text: encoder takes"),
+        ({"condition": "label", "text_encodings_dim": None, "cross_attention": False}, "null_text: with condition"),
+    ],
+)
+def test_a_null_text_without_an_encoder(changes: dict[str, Any], named: str) -> None:
+    """Oracle: the message names the entry."""
+    with pytest.raises(ValueError, match=re.escape(named)):
+        build(**({"null_text": "encoder"} | changes))

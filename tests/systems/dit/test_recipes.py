@@ -97,8 +97,8 @@ def test_texts_and_latents_are_cached(tmp_path: Path) -> None:
 
 def test_pixart_begins_from_published_weights(tmp_path: Path) -> None:
     """Oracle: --dry-run on what the recipe's first command writes, by a tiny autoencoder and T5, from weights of
-    diffusers at another size of pictures: all is in order, and the null text is the encoder's; without weights, or with
-    those of another width of text, the entry is named.
+    diffusers at another size of pictures: all is in order, and nothing begins anew, also where a null text is learned
+    from the encoder's; without weights, or with those of another width of text, the entry is named.
     """
     stage = first_stage.save(tmp_path / "stage", channels=3, depth=4, latent_channels=4, scaling_factor=0.18215)
     towers.t5(tmp_path / "text")
@@ -118,6 +118,8 @@ def test_pixart_begins_from_published_weights(tmp_path: Path) -> None:
     words += ("model.block.modulation=shared", "model.cross_attention=true", "model.text_projection=mlp")
     remarks = dry_run("pixart-xl2-finetune", *words)
     assert any("interpolated from 4 x 4 to 16 x 16" in remark for remark in remarks)
+    assert not any("null" in remark for remark in remarks)
+    remarks = dry_run("pixart-xl2-finetune", *words, "model.null_text=learned")
     assert any("the empty text of" in remark for remark in remarks)
 
 
