@@ -172,7 +172,7 @@ class Watchdog(AbstractContextManager):
 
     def _publish_place(self, store: dist.Store) -> None:
         """Writes where this rank stands to the store, every second, or less often in a large world. While this rank is
-        overdue, reads where the others stand.
+        overdue, reads where the others stand; before, only the name of rank 0, with which the store would end.
         """
         others = [rank for rank in range(group.world()) if rank != group.rank()]
         beat, pause = 0, max(_TICK, group.world() / 256)
@@ -180,12 +180,13 @@ class Watchdog(AbstractContextManager):
             while not self._closed.wait(pause):
                 beat += 1
                 store.set(f"{_KEY}/{group.rank()}", json.dumps(asdict(self._stand(beat))))
-                if not (self._overdue or beat == 2):  # the second word is for their names
+                if not (self._overdue or beat == 2):
                     continue
+                asked = others if self._overdue else others[: min(group.rank(), 1)]
                 known = (
-                    others
-                    if store.check([f"{_KEY}/{rank}" for rank in others])
-                    else [rank for rank in others if store.check([f"{_KEY}/{rank}"])]
+                    asked
+                    if store.check([f"{_KEY}/{rank}" for rank in asked])
+                    else [rank for rank in asked if store.check([f"{_KEY}/{rank}"])]
                 )
                 words = store.multi_get([f"{_KEY}/{rank}" for rank in known]) if known else []
                 for stand in (Stand(**json.loads(word)) for word in words):

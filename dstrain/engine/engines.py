@@ -27,8 +27,6 @@ from dstrain.recipe import Optimizer
 class Engines(Mapping[str, Any]):
     """The engines by part, in update order; their masters; what is done to all of them together."""
 
-    _masters = Masters
-
     def __init__(
         self,
         networks: Networks,
@@ -68,7 +66,7 @@ class Engines(Mapping[str, Any]):
                 use_channels_last(network)
             prepare(network, blocks, recompute, compiled, scattered=read_stage(settings) == 3, host=self.host)
             self._engines[part] = self._initialize(part, network, optimizer, decays, blocks)
-            self.masters[part] = self._masters(self._engines[part])
+            self.masters[part] = Masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
             if not draw:
                 self._set(part, values(()))

@@ -11,6 +11,7 @@ parameter at stage 0. A fragment is the part of one named parameter that lies in
     stage 0 fp32      the parameters themselves, on every rank
 """
 
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,21 @@ from dstrain.checkpoint.fragments import Fragment, read_elements
 from dstrain.distributed import group
 from dstrain.engine.optimizers import CODES, Muon, as_floats, full_shape, get_state, read_moment, write_moment
 from dstrain.engine.updates import Updates
+
+
+def cut_into_shares(sizes: Iterable[int], share: int, ranks: range) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yields what some ranks own of weights that lie one behind the other and are cut into shares, one for each rank:
+    index of the weight, rank, first element of the weight, number of elements, and where these begin in the share.
+
+    sizes, share    numbers of elements: of each weight, and of a share
+    """
+    begin = 0
+    for index, size in enumerate(sizes):
+        end = begin + size
+        for rank in range(max(ranks.start, begin // share), min(ranks.stop, -(-end // share)) if size else 0):
+            first = max(begin, rank * share)
+            yield index, rank, first - begin, min(end, (rank + 1) * share) - first, first - rank * share
+        begin = end
 
 
 class Masters(Updates):
@@ -62,27 +78,32 @@ class Masters(Updates):
     def _find_stage12(self) -> None:
         self.flats = list(self._zero.single_partition_of_fp32_groups)
         self._groups = list(range(len(self.flats)))
-        for number, weights in enumerate(self._zero.bit16_groups):
-            for weight in weights:
-                mapping = weight._hp_mapping  # None where another rank owns all of it
-                if mapping is not None:
-                    inside, place = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    fragment = Fragment(self._names[id(weight)], tuple(weight.shape), inside.start, inside.numel)
-                    self.fragments.append((fragment, number, place.start))
+        self._find_shared()
 
     def _find_stage3(self) -> None:
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
         self._groups = [self._zero.sub_group_to_group_id[number] for number in range(len(self.flats))]
-        self.fragments = list(self._of_stage3(dist.get_rank(self._zero.dp_process_group)))
+        self._find_shared()
 
-    def _of_stage3(self, rank: int) -> Iterator[tuple[Fragment, int, int]]:
-        """Yields the fragments of a rank, as `fragments`."""
-        for weight in chain.from_iterable(self._zero.fp16_groups):
-            number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
-            start = min(rank * length, weight.ds_numel)  # the last partition is padded
-            numel = min(length, weight.ds_numel - start)
-            if numel > 0:
-                yield Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel), number, offset
+    def _find_shared(self) -> None:
+        rank = dist.get_rank(self._zero.dp_process_group)
+        self.fragments = [fragment for _, fragment in self._cut(range(rank, rank + 1))]
+
+    def _cut(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
+        """Yields each of these ranks with one of its fragments after the other, as in `fragments`, by arithmetic."""
+        zero = self._zero
+        runs = []  # weights that are cut together, the number of their flat, where they begin in it, a rank's share
+        if self.stage == 3:
+            for weight in chain.from_iterable(zero.fp16_groups):
+                runs.append(([weight], *zero.grad_position[zero.get_param_id(weight)]))
+        else:
+            for number, (weights, flat) in enumerate(zip(zero.bit16_groups, self.flats)):
+                runs.append((weights, number, 0, flat.numel()))
+        for weights, number, begin, share in runs:
+            shapes = [tuple(full_shape(weight)) for weight in weights]
+            for index, rank, start, numel, offset in cut_into_shares(map(math.prod, shapes), share, ranks):
+                fragment = Fragment(self._names[id(weights[index])], shapes[index], start, numel)
+                yield rank, (fragment, number, begin + offset)
 
     def _find_frozen(self) -> Iterator[tuple[Fragment, Tensor]]:
         """Yields the fragments of frozen weights that this rank holds, with their elements (numel,): at stage 3 its
@@ -110,10 +131,13 @@ class Masters(Updates):
         return {fragment.name for fragment, *_ in (*self.fragments, *self.frozen)}
 
     def _layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
-        """Gathers the fragments by rank, on all ranks together; where all ranks have the same, those of this one."""
-        return (
-            {group.rank(): self.fragments} if self.replicated else dict(enumerate(group.gather_objects(self.fragments)))
-        )
+        """Returns the fragments by rank; where all ranks have the same, those of this one."""
+        if self.replicated:
+            return {group.rank(): self.fragments}
+        layouts: dict[int, list[tuple[Fragment, int, int]]] = {rank: [] for rank in range(group.world())}
+        for rank, fragment in self._cut(range(group.world())):
+            layouts[rank].append(fragment)
+        return layouts
 
     def _compute_flats(self) -> Sequence[Tensor]:
         """Returns this rank's shares of the weights that the network computes with, aligned with the flats."""

@@ -6,7 +6,7 @@ Where code reads a value, it gets zero, and where it selects elements by their v
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +21,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dstrain.checkpoint.fragments import Fragment
 from dstrain.distributed import group
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import Networks, Values, weights_on_meta
-from dstrain.engine.masters import Masters
 from dstrain.engine.patches import contain_groups, import_deepspeed, pretend_operators
 
 
@@ -110,29 +108,8 @@ def _make_zero(tensor: torch.Tensor) -> bool | int | float:
     return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
 
 
-class FakeMasters(Masters):
-    """Masters that know what the ranks own that do not exist."""
-
-    def _layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
-        share = self._of_stage3 if self.stage == 3 else self._of_stage12
-        return super()._layouts() if self.replicated else {rank: list(share(rank)) for rank in range(group.world())}
-
-    def _of_stage12(self, rank: int) -> Iterator[tuple[Fragment, int, int]]:
-        """Yields the fragments of a rank: weights lie one behind the other, and are cut into shares of one size."""
-        for number, (weights, flat) in enumerate(zip(self._zero.bit16_groups, self.flats)):
-            begin, own = 0, range(rank * flat.numel(), (rank + 1) * flat.numel())
-            for weight in weights:
-                first, end = max(begin, own.start), min(begin + weight.numel(), own.stop)
-                if first < end:
-                    name, shape = self._names[id(weight)], tuple(weight.shape)
-                    yield Fragment(name, shape, first - begin, end - first), number, first - own.start
-                begin += weight.numel()
-
-
 class FakeEngines(Engines):
     """Engines whose networks have neither values nor memory before DeepSpeed gets them."""
-
-    _masters = FakeMasters
 
     def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
         with unset_fake_temporarily(), weights_on_meta():
