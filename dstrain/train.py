@@ -86,7 +86,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
             if stops.patience is not None and stops.requested():
                 raise Stopped from error  # another rank has left at once, too
             watchdog.lost(error)
-            training.tracker.fell(group.describe_fall(error), page=isinstance(error, FloatingPointError))
+            training.tracker.note_failure(group.describe_fall(error), page=isinstance(error, FloatingPointError))
             raise
         finally:
             training.close()
@@ -121,8 +121,8 @@ def run_steps(training: Training) -> tuple[int, bool]:
         training.stops.defer(None)
         training.ema.update(done, engines.applied())
         done += 1
-        throughput.at(done, losses)
-        tracker.at(done)
+        throughput.count_step(done, losses)
+        tracker.move_progress_bar(done)
         training.saves.look()  # reports saves that have ended meanwhile
         stop = ballot.outcome()  # everyone together
         if trouble := course.trouble(done, engines.applied().values(), losses, done == run.steps):
@@ -131,12 +131,12 @@ def run_steps(training: Training) -> tuple[int, bool]:
         last = stop or done == run.steps
         if is_due(every.report, done) or last:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks} | training.batches.drawn(done)
-            tracker.report(done, throughput.figures(done) | counts | engines.figures())
+            tracker.report_means(done, throughput.compute_figures(done) | counts | engines.figures())
         if last or any(
             is_due(interval, done)
             for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
         ):
-            with throughput.paused():
+            with throughput.exclude_time():
                 left = record_step(training, done, stop)
     if stop or left:
         training.stops.settle()
@@ -208,7 +208,7 @@ def catch_up(training: Training, done: int) -> bool:
     """Draws and measures what was due at the step that a run goes on from, where it ended before that. Returns whether
     a stop has cut that short.
     """
-    held = training.tracker.holds(done)
+    held = training.tracker.has_written(done)
     training.saves.averages.take(done, done == training.run.steps, wait=True)
     return done > 0 and not measure_step(training, done, True, held)
 
@@ -219,9 +219,9 @@ def go_back(training: Training, done: int, trouble: str) -> int:
     hosts.require_folder(training.run.directory)
     step = training.saves.go_back(done, trouble)
     training.batches.extend(training.run.steps + training.course.shift)
-    training.tracker.go_back(step, done, trouble)
+    training.tracker.report_rollback(step, done, trouble)
     training.tracker.note(f"{trouble}: back from step {done} to step {step}, and past the {done - step} batches since")
-    training.throughput.begin(step)
+    training.throughput.start_interval(step)
     return step
 
 
@@ -262,7 +262,7 @@ def take_step(
             losses.setdefault(part, []).append(terms["loss"])
             if own := {name: terms.pop(name) for name in system.watched if name in terms}:
                 watched.append(own | {"position": batch["position"]})
-            tracker.add(part, terms)
+            tracker.add_terms(part, terms)
     if watched:  # what a system learns on the side, by all samples
         rows = {name: torch.cat([terms[name] for terms in watched]) for name in watched[0]}
         system.observe(group.in_order(rows.pop("position"), rows, sequence))
@@ -433,9 +433,9 @@ def finish_run(training: Training, done: int, left: bool) -> None:
     if training.first < saved == run.steps and not left:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
-        tracker.model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
+        tracker.log_model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
     tracker.note(folders.describe_end(run, run.directory, training.first, done, saved, training.stops.reason, left))
-    tracker.finish(done)
+    tracker.write_last_report(done)
     group.leave_group()  # signals are still caught and ignored: all is saved
 
 
@@ -445,7 +445,7 @@ def draw_samples(training: Training, done: int) -> None:
     with training.ema.swapped(training.run.samples.ema):
         shown = draw_grids(training.run, training.system, training.engines.modules, training.shown, training.micro)
         for images, name, columns, captions in [*shown]:  # all or none are written: catch_up tells by one of them
-            training.tracker.samples(done, images, name, columns, captions)
+            training.tracker.save_samples(done, images, name, columns, captions)
 
 
 def evaluate_loss(training: Training, done: int) -> float | None:
@@ -463,7 +463,7 @@ def evaluate_loss(training: Training, done: int) -> float | None:
     curves: dict[str, list[float]] = {}
     with training.ema.swapped(run.samples.ema):
         scores = means(curves) | raw
-    training.tracker.scores(done, scores, curves)
+    training.tracker.report_scores(done, scores, curves)
     return scores["loss"] if run.save.best is True else None
 
 
@@ -478,7 +478,7 @@ def measure_quality(training: Training, done: int) -> float | None:
         with training.ema.swapped(average):
             figures = training.quality.measure(training.engines.modules, training.micro)
         scores |= {name if average == first else f"ema_{average:g}/{name}": value for name, value in figures.items()}
-    training.tracker.scores(done, scores, kind="metrics")
+    training.tracker.report_scores(done, scores, kind="metrics")
     return training.quality.score(scores)
 
 

@@ -20,7 +20,7 @@ from dstrain.recipe import ConfigError, Data, Run, advise_writing, format_value
 from dstrain.recipe.trust import lies_in_run_or_export, trust_system
 from dstrain.runs import folders
 from dstrain.systems.base import System
-from dstrain.tracking.machine import describe_free
+from dstrain.tracking.machine import describe_free_memory
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _check_data_and_folder(
     can_lose = type(system).require_expressible is not System.require_expressible  # others have no form in diffusers
     notes = tuple(f"note: {line}" for line in lost if begins and can_lose)
     try:
-        return remarks, (f"{describe_states(run, system, resolved, world)}; {describe_free()}", *notes)
+        return remarks, (f"{describe_states(run, system, resolved, world)}; {describe_free_memory()}", *notes)
     except (RuntimeError, TypeError, ValueError):  # as probe.py meets them on the meta device
         return remarks, notes
 

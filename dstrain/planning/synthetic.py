@@ -32,5 +32,5 @@ class Repeated:
 class NoTracker:
     """Reports nothing, with the interface of Tracker that take_step uses."""
 
-    def add(self, part: str, terms: dict[str, Tensor]) -> None:
+    def add_terms(self, part: str, terms: dict[str, Tensor]) -> None:
         pass

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dstrain.planning.counts import Collective
-from dstrain.tracking.flops import count_operations
+from dstrain.tracking.flops import count_operation_flops
 
 ON_HOST = "offloaded"  # the kind of what model.recompute=offload keeps in the host's memory
 _NAMES = {
@@ -80,7 +80,7 @@ class Watch(TorchDispatchMode):
         elif func.namespace == "_c10d_functional":
             self._count_named(func.name().rpartition("::")[2], args, out)
         elif self.kind == "working" and _computes_again():
-            self.recomputed += count_operations(func, args, kwargs or {}, out)
+            self.recomputed += count_operation_flops(func, args, kwargs or {}, out)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if (
                 isinstance(tensor, Tensor) and tensor.device.type != "meta"

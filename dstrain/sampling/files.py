@@ -77,7 +77,7 @@ class Pictures:
             samples = lay_on_white(samples)
             array = samples.expand(*samples.shape[:-3], 3, *samples.shape[-2:]).movedim(-3, -1).contiguous().numpy()
             self.album = self.album or Album(self.out, (self.about.num, *array.shape[1:]))
-            self.album.add(array)
+            self.album.add_pictures(array)
 
     def _save(self, stem: Path, sample: Tensor) -> None:
         if not self.videos:

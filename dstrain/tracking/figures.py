@@ -16,7 +16,7 @@ _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
 
 def make_title(result: dict[str, Any]) -> str:
-    """Returns one line that says what was measured."""
+    """Returns a plot's title: what was evaluated, at which step, with which weights."""
     if "system" in result and result["system"] is None:  # a set of images, and no run
         return f"{result['run']}: {result['samples']} images"
     data = Path(result["data"]["path"]).name if result["split"] == "all" else result["split"].replace("_", "-")
@@ -29,13 +29,13 @@ def make_title(result: dict[str, Any]) -> str:
 
 
 def name_weights(result: dict[str, Any]) -> str:
-    """Names the weights that were measured, in one word: ema0.995, or raw."""
+    """Returns the name of the evaluated weights, such as ema0.995, or raw."""
     kinds = [kind for kind in result["weights"].values() if kind != "master"]
     return kinds[0].replace(".", "", 1) if kinds else "raw"
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """Formats all figures, one a line."""
+    """Formats all figures of an evaluation as a table, one a line."""
 
     def row(name: str, value: float | None, error: float | None = None, unit: str = "") -> str:
         number = "not finite" if value is None else f"{value:.5g}"
@@ -63,7 +63,9 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Draws curves and similarities by steps, or without any of these the quarters, as a PNG, whole or not at all."""
+    """Writes a PNG of an evaluation in one step: its curves by timestep and its similarities, or if it has neither, the
+    means by quarter of the timesteps.
+    """
     panels = [_draw_bound, _draw_cumulative] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
     panels += [_draw_errors if result["timesteps"] else _draw_columns] if others else []
@@ -72,12 +74,12 @@ def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
 
 
 def plot_columns(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:
-    """Draws curves that are not by timestep, such as the use of each token, as a PNG, whole or not at all."""
+    """Writes a PNG of curves that are not by timestep, such as the use of each token, in one step."""
     _draw_panels(path, headline, [_draw_columns], {"curves": curves})
 
 
 def plot_sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Draws the loss or the metric by the width of an average, as sweep.py has measured it, as a PNG."""
+    """Writes a PNG of the loss or the metric by the width of an average, as evaluating/sweep.py has measured it."""
     split = result["split"].replace("_", "-")
     _draw_panels(
         path, f"{result['run']} at step {result['step']}: {result['samples']} {split} samples", [_draw_widths], result
@@ -159,7 +161,7 @@ def _draw_widths(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _list_sampling_steps(result: dict[str, Any]) -> list[int]:
-    """Lists the numbers of steps n after which similarity/n/... was measured."""
+    """Lists the numbers of sampling steps n for which similarity/n/... was measured."""
     return sorted(
         {
             int(name.split("/")[1])
@@ -170,8 +172,8 @@ def _list_sampling_steps(result: dict[str, Any]) -> list[int]:
 
 
 def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
-    """Draws cosines of the embeddings that a prior samples, by its number of steps, and the baseline of
-    text and image.
+    """Draws the cosine similarity of the embeddings that a prior samples, by its number of steps, and the baseline, the
+    cosine of text and image.
     """
     figures, steps = result["figures"], _list_sampling_steps(result)
     colors = {"image": _INK, "text": _SECOND, "other_text": "#3a7d44"}
@@ -198,7 +200,7 @@ def _draw_quarters(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any) -> None:
-    """Draws values by timestep, on a scale that spreads the first timesteps, which hold most bits, and includes 0."""
+    """Draws values by timestep; a nonlinear axis spreads the first timesteps, which hold most bits, and includes 0."""
     timesteps = result["timesteps"] or list(range(len(values)))
     last = timesteps[-1]
     if last >= 20:
@@ -212,7 +214,7 @@ def _draw_curve(axes: Any, result: dict[str, Any], values: list[float], **style:
 
 
 def _choose_style(values: list[float]) -> dict[str, Any]:
-    """Returns the style of a curve; its points are marked where they are few enough."""
+    """Returns the line style of a curve, with markers if it has few points."""
     return {"linewidth": 1.6, "marker": "o" if len(values) <= 60 else None, "markersize": 3}
 
 
@@ -226,7 +228,7 @@ def _fill_nan(values: list[float | None]) -> list[float]:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Writes seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days; - for None."""
+    """Formats seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days; "-" for None."""
     if seconds is None or not abs(seconds) < float("inf"):
         return "-"
     for unit, length, digits in (("days", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):

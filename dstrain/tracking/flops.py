@@ -27,8 +27,9 @@ _SAME = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # operations that torch h
 
 
 class Utilization:
-    """Computes figures of an interval of training. On the CPU, whose rate belongs to no rank alone, and on ranks that
-    write no report there are none. A system whose loss needs values is not counted, and a warning says so.
+    """Computes TFLOPs and model FLOPs utilization of an interval of training. There are none on the CPU, whose rate
+    belongs to no rank alone, nor on ranks that write no report. A system whose loss needs values is not counted, with a
+    warning.
 
     batch       samples of a step, on all ranks together
     precision   fp32, bf16 or fp16
@@ -40,14 +41,14 @@ class Utilization:
         counts = group.device().type == "cuda" and group.rank() == 0
         self._rate = find_chip_rate(group.device(), _DTYPES[precision]) if counts else None
 
-    def figures(self, first: int, done: int, seconds: float) -> dict[str, float]:
-        """Returns tflops, of one rank, and mfu, its share of the chip's rate: `seconds` of steps `first` +
-        1 to `done`.
+    def compute_figures(self, first: int, done: int, seconds: float) -> dict[str, float]:
+        """Returns tflops of one rank and mfu, its share of the chip's peak, for steps `first` + 1 to `done` in
+        `seconds`.
         """
         if self._rate is None:
             return {}
         try:
-            work = sum(self._of_step(step) for step in range(first, done)) / group.world()
+            work = sum(self._count_step(step) for step in range(first, done)) / group.world()
         except (RuntimeError, TypeError, ValueError) as error:  # as commands/probe.py meets them on the meta device
             warnings.warn(
                 f"mfu is not reported, since the operations of a step cannot be counted: {error}", stacklevel=2
@@ -56,7 +57,7 @@ class Utilization:
             return {}
         return {"tflops": work / seconds / 1e12, "mfu": work / seconds / self._rate}
 
-    def _of_step(self, step: int) -> float:
+    def _count_step(self, step: int) -> float:
         kind = self._system.turns(step), self._system.workload(step)
         if kind not in self._flops:
             self._flops[kind] = count_step_flops(self._system, self._batch, step, self._train_only)
@@ -64,9 +65,10 @@ class Utilization:
 
 
 def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequence[str] | None = None) -> float:
-    """Returns useful operations of one step over `batch` samples, on all ranks together. The system stays as it is.
+    """Counts the useful floating-point operations of one step over `batch` samples on all ranks, without changing the
+    system.
 
-    RuntimeError, TypeError, ValueError: the system's code asks for values, which tensors of the meta device lack.
+    Raises RuntimeError, TypeError or ValueError if the system's code asks for values, which the meta device has not.
     """
     with torch.random.fork_rng(devices=[]):
         samples = system.synthetic(_SAMPLES)
@@ -98,9 +100,9 @@ def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequ
 
 
 class _Useful(TorchDispatchMode):
-    """Sums the operations of what runs inside, without what the backward pass recomputes.
+    """Sums the operations of the calls made within it, without what the backward pass recomputes.
 
-    Backward formulas run without gradient, and what is computed again does so with it, since it is derived again.
+    Backward formulas run without gradient; a recomputed forward runs with it, since it is differentiated again.
     """
 
     def __init__(self) -> None:
@@ -110,12 +112,14 @@ class _Useful(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not (self.backward and torch.is_grad_enabled()):
-            self.flops += count_operations(func, args, kwargs or {}, out)
+            self.flops += count_operation_flops(func, args, kwargs or {}, out)
         return out
 
 
-def count_operations(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Returns floating-point operations of a call of aten, by torch's formulas; 0 of all but products and attention."""
+def count_operation_flops(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """Counts the floating-point operations of a call of aten by torch's formulas: matrix products and attention, 0 for
+    others.
+    """
     formula = flop_registry.get(_SAME.get(func._overloadpacket, func._overloadpacket))
     return formula(*args, **kwargs, out_val=out) if formula is not None else 0
 
@@ -133,8 +137,8 @@ def _move_to_meta(system: System) -> System:
 
 
 def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns dense operations a second of a device in a precision: the maker's figure, or what a product of matrices
-    reaches where the device is not listed. float32 is that of TF32 where torch is allowed to use it.
+    """Returns the dense operations a second of a device in a precision: its data sheet's, or for a device that is not
+    listed the measured rate of a matrix product. float32 means TF32 if torch may use it.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return find_peak_flops(name, dtype, torch.get_float32_matmul_precision() != "highest") or measure_matmul_rate(
@@ -143,7 +147,9 @@ def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
-    """Returns operations a second of the best of several square products of random data; some tens of milliseconds."""
+    """Measures operations a second: the best of several square matrix products of random data, in some tens of
+    milliseconds.
+    """
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None

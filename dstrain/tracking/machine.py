@@ -18,16 +18,16 @@ _LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "numpy")
 
 
 def describe_machine(system: Path | None = None) -> dict[str, Any]:
-    """Returns ranks, device, host, versions and git commit of this command; of rank 0 where machines differ.
+    """Returns ranks, device, host, versions and git commit of this command; rank 0's values where machines differ.
 
-    system  the file of a system that is not of dstrain: with its own commit.
+    system  the file of a system from outside dstrain, whose own commit is added.
     """
     outside = {} if system is None else {"system": read_commit(system)}
     versions = {"dstrain": __version__, "python": platform.python_version(), "cuda": torch.version.cuda}
     for library in _LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[library] = importlib.metadata.version(library)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _name_processor()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _read_processor_name()
     return {
         "world": group.world(),
         "device": device,
@@ -40,12 +40,12 @@ def describe_machine(system: Path | None = None) -> dict[str, Any]:
 
 
 def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[str, Any]:
-    """Reads which `commit` of a package or module is checked out, and whether it is `dirty`: changed, or joined by
-    files that git neither has nor ignores. Empty where git does not know the file.
+    """Returns the `commit` of the checkout that holds a file, and whether it is `dirty`: with changed files, or files
+    that git neither tracks nor ignores. Returns {} if git does not track the file.
     """
     code = file.parent if file.name == "__init__.py" else file
 
-    def git(*words: str) -> str:
+    def run_git(*words: str) -> str:
         # Without the lock by which `status` would write down what it has seen: somebody may commit at this moment.
         return subprocess.run(
             ["git", "--no-optional-locks", "-C", code.parent, *words],
@@ -58,31 +58,33 @@ def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[
         ).stdout
 
     try:
-        git("ls-files", "--error-unmatch", file)  # else the repository is somebody else's
-        changed = git("status", "--porcelain", "--", code.name, "launch", "ds_configs")
-        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(changed.strip())}
+        run_git("ls-files", "--error-unmatch", file)  # else the repository is somebody else's
+        changed = run_git("status", "--porcelain", "--", code.name, "launch", "ds_configs")
+        return {"commit": run_git("rev-parse", "HEAD").strip(), "dirty": bool(changed.strip())}
     except (OSError, subprocess.SubprocessError):
         return {}
 
 
-def describe_memory() -> str:
-    """What this process holds, and what is free: a line for a person."""
+def describe_memory_use() -> str:
+    """Returns a line about the memory that this process uses, and what is free."""
     own = torch.cuda.is_available()
-    held = torch.cuda.memory_allocated() if own else _read_kilobytes().get("VmRSS", 0) * 1000
-    return f"memory: rank {group.rank()} holds {held / 1e9:.2f} GB{' of its GPU' if own else ''}; {describe_free()}"
+    held = torch.cuda.memory_allocated() if own else _read_memory_kilobytes().get("VmRSS", 0) * 1000
+    return (
+        f"memory: rank {group.rank()} holds {held / 1e9:.2f} GB{' of its GPU' if own else ''}; {describe_free_memory()}"
+    )
 
 
-def describe_free() -> str:
-    """What is free for this process: of its GPU, or of the machine."""
+def describe_free_memory() -> str:
+    """Returns a line about the free memory of this process's GPU, or of the machine."""
     if torch.cuda.is_available():
         left, total = torch.cuda.mem_get_info(group.device())
         return f"{left / 1e9:.2f} of the GPU's {total / 1e9:.2f} GB are free"
-    left, total = (_read_kilobytes().get(name, 0) / 1e6 for name in ("MemAvailable", "MemTotal"))
+    left, total = (_read_memory_kilobytes().get(name, 0) / 1e6 for name in ("MemAvailable", "MemTotal"))
     return f"{left:.2f} of {total:.2f} GB of this machine are free"
 
 
-def _read_kilobytes() -> dict[str, int]:
-    """What Linux tells of the machine's memory and of this process's, by its names."""
+def _read_memory_kilobytes() -> dict[str, int]:
+    """Reads the machine's and this process's memory from /proc, kB by Linux's names."""
     sizes = {}
     with suppress(OSError):
         for path in ("/proc/meminfo", "/proc/self/status"):
@@ -92,7 +94,7 @@ def _read_kilobytes() -> dict[str, int]:
     return sizes
 
 
-def _name_processor() -> str:
+def _read_processor_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))

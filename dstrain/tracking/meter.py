@@ -28,10 +28,10 @@ class Meter:
         self._prefixes = {part: f"{part}/" if len(parts) > 1 else "" for part in parts}
         self._sums: dict[_Key, Tensor] = {}  # (names, 1 or 5, 3): sum, count, non-finite
 
-    def add(self, part: str, terms: dict[str, Tensor]) -> None:
-        """Adds the terms of one micro-batch; never waits for the device.
+    def add_terms(self, part: str, terms: dict[str, Tensor]) -> None:
+        """Adds the terms of one micro-batch of `part`; never waits for the device.
 
-        ConfigError: a term that is neither a scalar nor (B,), or terms of different B.
+        Raises ConfigError if a term is neither a scalar nor (B,), or terms differ in B.
         """
         shapes = {name: tuple(term.shape) for name, term in terms.items() if term.ndim}
         if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
@@ -47,8 +47,8 @@ class Meter:
             size = next(iter(shapes.values()), (1,))[0]
             self._accumulate((part, (), scalars, False), values, None, size)
 
-    def clear(self) -> None:
-        """Forgets what was added since the last report."""
+    def clear_terms(self) -> None:
+        """Discards what was added since the last report."""
         self._sums = {}
 
     def _accumulate(self, key: _Key, values: Tensor, quartile: Tensor | None, weight: int = 1) -> None:
@@ -61,11 +61,11 @@ class Meter:
         total = torch.stack(sums, 1)  # (names, 1 or 5, 3)
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
-    def means(self) -> dict[str, float]:
-        """Returns means since the last call, and `nonfinite`, the number of values that were not finite, unless it is
-        0.
+    def compute_means(self) -> dict[str, float]:
+        """Returns the means since the last call, and `nonfinite`, the number of values that were not finite, if there
+        were any.
 
-        Call on all ranks, which must have added terms of the same names. Empty ones are left out.
+        All ranks call it, and all must have added terms of the same names. Terms without values are left out.
         """
         if not self._sums:
             return {}
@@ -89,7 +89,9 @@ class Meter:
 
 
 def _name_mean(name: str, quarter: int) -> str | None:
-    """Returns the name of a reported mean, None for none; quarter 0 is all samples, 1 to 4 are the quarters."""
+    """Returns the reported name of a mean, or None if it is not reported; quarter 0 is all samples, 1 to 4 are the
+    quarters.
+    """
     if quarter == 0:
         return None if name == "loss_each" else name
     return f"{'loss' if name == 'loss_each' else name}_q{quarter - 1}"

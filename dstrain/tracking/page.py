@@ -14,7 +14,9 @@ from dstrain.distributed.progress import phases
 
 
 class Page:
-    """Starts `python -m dstrain.tracking.report FOLDER` every `every` steps; 0 is never. A fault becomes one note."""
+    """Starts `python -m dstrain.tracking.report FOLDER` every `every` steps (0: never). An error becomes one line of
+    the log.
+    """
 
     def __init__(self, folder: Path, every: int, done: int, note: Callable[[str], None]) -> None:
         self._folder, self._every, self._note = folder.absolute(), every, note
@@ -23,32 +25,32 @@ class Page:
         self._errors: IO[bytes] | None = None
         self._failed = False
 
-    def at(self, done: int) -> None:
-        """Starts the writer where it is due after `done` steps, unless the last one is still at work."""
-        if self._every and done // self._every > self._written // self._every and self._ended():
-            self._start(done, niceness=19)
+    def write_if_due(self, done: int) -> None:
+        """Starts the writer if `every` says so after `done` steps and the previous writer has ended."""
+        if self._every and done // self._every > self._written // self._every and self._has_writer_ended():
+            self._start_writer(done, niceness=19)
 
-    def finish(self, done: int, seconds: float) -> None:
-        """Writes the page of the last step, in place of an earlier one that is being written, and waits for it, at most
+    def write_last(self, done: int, seconds: float) -> None:
+        """Writes the page of the last step, instead of an earlier one that is still being written; waits at most
         `seconds`.
 
-        A writer that takes longer goes on beside the end of the run; under Slurm, which ends a job's processes with its
+        A writer that takes longer continues after the run's end; under Slurm, which ends a job's processes with its
         last rank, the page then stays the earlier one.
         """
         if self._every and done > self._ended_at:
             self._ended_at = done
             phases().at("writing report.html")
-            if not self._ended():
+            if not self._has_writer_ended():
                 os.killpg(self._starter.pid, signal.SIGKILL)
-                self._forget()
-            self._start(done, niceness=0)
-            if not self._ended(seconds):
+                self._forget_writer()
+            self._start_writer(done, niceness=0)
+            if not self._has_writer_ended(seconds):
                 self._note(f"report.html is still being written after {seconds:g} s, which goes on beside the end")
 
-    def _start(self, done: int, niceness: int) -> None:
+    def _start_writer(self, done: int, niceness: int) -> None:
         self._written = done
         try:
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in _forget)
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in _forget_writer)
             root = str(Path(__file__).resolve().parents[2])  # a script may find dstrain by itself
             path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
             # In a session of its own: Ctrl-C in the terminal is for the training.
@@ -61,11 +63,11 @@ class Page:
                 stderr=self._errors,
             )
         except OSError as error:
-            self._fault(str(error))
+            self._note_fault(str(error))
 
-    def _ended(self, seconds: float = 0.0) -> bool:
-        """Tells whether no writer is at work, waiting for it at most as long: it holds its output open
-        until its end.
+    def _has_writer_ended(self, seconds: float = 0.0) -> bool:
+        """Waits at most `seconds` for the writer, which keeps its output open until its end; returns whether none runs
+        any more.
         """
         if self._starter is None:
             return True
@@ -74,17 +76,17 @@ class Page:
         if self._starter.stdout.read() != b"written":
             self._errors.seek(0)
             lines = self._errors.read().decode("utf-8", "replace").split("\n")
-            self._fault(next((line.strip() for line in reversed(lines) if line.strip()), "its process was ended"))
-        self._forget()
+            self._note_fault(next((line.strip() for line in reversed(lines) if line.strip()), "its process was ended"))
+        self._forget_writer()
         return True
 
-    def _forget(self) -> None:
+    def _forget_writer(self) -> None:
         self._errors.close()
         self._starter.stdout.close()
         self._starter.wait()
         self._starter = None
 
-    def _fault(self, reason: str) -> None:
+    def _note_fault(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
             self._note(f"report.html was not written, and training goes on: {reason}")

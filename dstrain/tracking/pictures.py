@@ -24,9 +24,10 @@ _MAX_LINES = 4  # of a caption that are shown
 
 
 def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Lays many pictures into one: uint8 (N, C, H, W) -> (H', W', C), row by row; columns None is near-square.
+    """Tiles images into one, row by row: uint8 (N, C, H, W) -> (H', W', C); columns None is near-square.
 
-    RGBA is laid on white, captions stand below. ConfigError: not uint8, not four axes, no picture, or other channels.
+    Composites RGBA on white and puts captions below. Raises ConfigError if the images are not uint8, not of four axes,
+    none at all, or of another number of channels.
     """
     shape = tuple(images.shape)
     if images.dtype != torch.uint8 or len(shape) != 4 or shape[1] not in (1, 3, 4) or 0 in shape:
@@ -38,14 +39,16 @@ def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str
 
 
 def enlarge_pictures(images: Tensor, side: int = _SIDE) -> np.ndarray:
-    """Enlarges by a whole factor to about `side` pixels, RGBA laid on white: (N, C, H, W) -> (N, H', W', 1 or 3)."""
+    """Enlarges images by an integer factor to about `side` pixels, RGBA on white: (N, C, H, W) -> (N, H',
+    W', 1 or 3).
+    """
     pictures = lay_on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
     factor = max(1, round(side / min(pictures.shape[1:3])))
     return pictures.repeat(factor, 1).repeat(factor, 2)
 
 
 def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarray:
-    """Lays uint8 (N, H, W, C) side by side, row by row: (H', W', C); columns None is near-square."""
+    """Tiles uint8 (N, H, W, C) side by side, row by row: (H', W', C); columns None is near-square."""
     num, height, width, channels = pictures.shape
     columns = columns or choose_columns(num)
     rows = math.ceil(num / columns)
@@ -58,7 +61,7 @@ def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarra
 
 
 def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
-    """Draws captions as white letters on black, in as many lines as the longest needs, at most 4: uint8 (N, H, width,
+    """Renders captions as white text on black, with as many lines as the longest needs, at most 4: uint8 (N, H, width,
     C).
     """
     font = ImageFont.load_default(_FONT_SIZE)
@@ -72,7 +75,7 @@ def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndar
 
 
 def _wrap_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Wraps a text at blanks, and within words that are too long; what 4 lines do not hold is cut off."""
+    """Wraps a text at blanks, or within words that are too long; cuts off what does not fit into 4 lines."""
     letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     words = "".join(letter if letter.isascii() else "?" for letter in letters).split()  # Pillow's font is ASCII only
     lines = [""]
@@ -94,7 +97,7 @@ def _wrap_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]
 
 
 def lay_on_white(images: Tensor) -> Tensor:
-    """Lays RGBA on white, uint8 (..., 4, H, W) -> (..., 3, H, W); other images as they are."""
+    """Composites RGBA on white, uint8 (..., 4, H, W) -> (..., 3, H, W); returns other images unchanged."""
     if images.shape[-3] != 4:
         return images
     colours, alpha = images[..., :3, :, :].float(), images[..., 3:, :, :].float() / 255
@@ -102,8 +105,8 @@ def lay_on_white(images: Tensor) -> Tensor:
 
 
 def choose_columns(num: int) -> int:
-    """Chooses the columns of a grid of `num`, at least as many as rows; all rows are full where the grid stays within 2
-    : 1.
+    """Returns the number of columns of a grid of `num`, at least that of its rows; all rows are full if such a grid is
+    not wider than 2 : 1.
     """
     least = math.isqrt(num - 1) + 1
     full = (columns for columns in range(least, num + 1) if num % columns == 0)
@@ -111,7 +114,7 @@ def choose_columns(num: int) -> int:
 
 
 def save_png(path: str | os.PathLike, pixels: np.ndarray) -> None:
-    """Writes uint8 (H, W, 1 or 3) whole or not at all; makes the folder."""
+    """Writes uint8 (H, W, 1 or 3) as a PNG in one step; creates its folder."""
     grey = pixels.shape[2] == 1
     with replace_file(path) as file:
         Image.fromarray(pixels[:, :, 0] if grey else pixels).save(file, format="PNG")
@@ -120,7 +123,7 @@ def save_png(path: str | os.PathLike, pixels: np.ndarray) -> None:
 class Album:
     """Writes FOLDER/samples_NxHxWxC.npz with `arr_0` uint8 (N, H, W, C), for videos (N, T, H, W, C).
 
-    It is written piece by piece, and gets its name once it is whole.
+    It is written piece by piece under a temporary name, and renamed when it is complete.
     """
 
     def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
@@ -133,12 +136,12 @@ class Album:
             self._member, {"descr": "|u1", "fortran_order": False, "shape": tuple(shape)}
         )
 
-    def add(self, pictures: np.ndarray) -> None:
-        """Adds the next pictures, uint8 (n, ...)."""
+    def add_pictures(self, pictures: np.ndarray) -> None:
+        """Appends pictures, uint8 (n, ...)."""
         self._member.write(np.ascontiguousarray(pictures).data)
 
     def close(self, **arrays: np.ndarray) -> None:
-        """Finishes the file; `arrays` are added to it, such as arr_1=labels for ADM's evaluator."""
+        """Completes and renames the file. `arrays` are added to it, such as arr_1=labels for ADM's evaluator."""
         self._member.close()
         for name, array in arrays.items():
             with self._zip.open(f"{name}.npy", "w") as member:

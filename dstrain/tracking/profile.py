@@ -18,10 +18,11 @@ _ALLOCATIONS = 200_000  # that a snapshot of memory goes back
 
 
 class Profile:
-    """Records the window once, while `at` is called after each step; not where a run goes on from within or behind it.
+    """Records the window of steps with torch's profiler, as `start_or_stop` is called after each step; not if the run
+    begins within or after the window.
 
-    window: A, B and N; None records nothing. done: steps that are done already. note: writes a line into the log, of
-    rank 0 alone.
+    window: A, B and N; None records nothing. done: steps done so far. note: writes a line into the log, on rank 0
+    alone.
     """
 
     def __init__(
@@ -35,16 +36,16 @@ class Profile:
             note(
                 f"--profile: steps {self._first + 1} to {self._last} are not recorded: the run goes on from step {done}"
             )
-        self.at(done)
+        self.start_or_stop(done)
 
-    def at(self, done: int) -> None:
-        """Begins or ends the record, where it is time."""
+    def start_or_stop(self, done: int) -> None:
+        """Starts recording after step A, and stops after step B."""
         if self._waits and self._first <= done < self._last:
-            self._begin()
+            self._start_recording()
         elif self._profiler is not None and done >= self._last:
-            self.close()
+            self.stop_recording()
 
-    def _begin(self) -> None:
+    def _start_recording(self) -> None:
         self._waits = False
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -54,8 +55,10 @@ class Profile:
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profiler.start()
 
-    def close(self) -> None:
-        """Ends a record and writes it, also of a run that ends before step B. Training goes on where it cannot."""
+    def stop_recording(self) -> None:
+        """Stops recording and writes the files, also when the run ends before step B. If they cannot be written,
+        training goes on.
+        """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

@@ -48,20 +48,20 @@ class Throughput:
         self._profile = Profile(folder, window, first, note)
         self._reports: deque[tuple[int, float]] = deque(maxlen=_REPORTS)  # steps done, and when
         self._utilization = None if system is None else Utilization(system, batch, precision, train_only)
-        self.begin(first)
+        self.start_interval(first)
 
-    def begin(self, done: int) -> None:
-        """Begins an interval after `done` steps, where none of this command came before or the run has gone back."""
+    def start_interval(self, done: int) -> None:
+        """Starts an interval after `done` steps: the first one of this command, or the first after a rollback."""
         self._reports.clear()
-        self._start(done)
+        self._reset_interval(done)
 
-    def _start(self, done: int) -> None:
+    def _reset_interval(self, done: int) -> None:
         self._done, self._begun, self._paused, self._waited_before = done, time.perf_counter(), 0.0, self._waited()
         self._compiled = _read_compile_seconds()
 
-    def at(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
-        """Counts a step, with the losses of its micro-batches by network: the first ones become a line."""
-        self._profile.at(done)
+    def count_step(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
+        """Counts a step, and logs a line about the first step's losses, those of its micro-batches by network."""
+        self._profile.start_or_stop(done)
         if losses and done == self._first + 1:
             means = (f"{part} {torch.stack(of_part).mean().item():.4g}" for part, of_part in losses.items())
             compiled = _read_compile_seconds() - self._compiled
@@ -69,12 +69,12 @@ class Throughput:
             self._note(f"first step: {time.perf_counter() - self._begun:.1f} s{blocks}, loss of {', '.join(means)}")
 
     def close(self) -> None:
-        """Writes what was recorded of a run that ended meanwhile."""
-        self._profile.close()
+        """Writes the profile of a run that ends within its window."""
+        self._profile.stop_recording()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves the time inside out of the training time."""
+    def exclude_time(self) -> Iterator[None]:
+        """Excludes the time spent within it from the training time."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         entered = time.perf_counter()
@@ -83,8 +83,8 @@ class Throughput:
         finally:
             self._paused += time.perf_counter() - entered
 
-    def figures(self, done: int) -> dict[str, float]:
-        """Returns figures of the interval that ends with `done` steps; then begins the next one."""
+    def compute_figures(self, done: int) -> dict[str, float]:
+        """Returns the figures of the interval that ends after `done` steps, and starts the next one."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = max(time.perf_counter() - self._begun - self._paused, 1e-9)
@@ -98,12 +98,12 @@ class Throughput:
             "peak_memory_gb": _read_peak_memory(),
         }
         if self._utilization is not None:
-            figures |= self._utilization.figures(self._done, done, seconds)
-        self._start(done)
-        return figures | {"seconds_left": self._left(done, figures["step_seconds"])}
+            figures |= self._utilization.compute_figures(self._done, done, seconds)
+        self._reset_interval(done)
+        return figures | {"seconds_left": self._estimate_seconds_left(done, figures["step_seconds"])}
 
-    def _left(self, done: int, step_seconds: float) -> float:
-        """Returns seconds to the run's end: as the last reports went, with their saves, pictures and evaluations."""
+    def _estimate_seconds_left(self, done: int, step_seconds: float) -> float:
+        """Estimates the seconds to the run's end from the last reports, with their saves, pictures and evaluations."""
         self._reports.append((done, time.perf_counter()))
         (first, then), (_, now) = self._reports[0], self._reports[-1]
         pace = (now - then) / (done - first) if done > first else step_seconds
@@ -111,7 +111,7 @@ class Throughput:
 
 
 def _read_peak_memory() -> float:
-    """Returns peak memory of this rank in GB: allocated on the GPU, or resident on the CPU."""
+    """Returns the peak memory of this rank in GB: allocated on the GPU, or resident on the CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
@@ -120,8 +120,6 @@ def _read_peak_memory() -> float:
 
 
 def _read_compile_seconds() -> float:
-    """Returns seconds that torch.compile has taken so far in this process; asked for without its import, which takes
-    long.
-    """
+    """Returns the seconds that torch.compile has taken in this process; does not import it, which would take long."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0

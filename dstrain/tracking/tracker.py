@@ -31,7 +31,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.recipe import ConfigError, Track, explain_write_errors
 from dstrain.tracking.figures import format_duration, plot_columns
-from dstrain.tracking.machine import describe_machine, describe_memory
+from dstrain.tracking.machine import describe_machine, describe_memory_use
 from dstrain.tracking.meter import Meter
 from dstrain.tracking.page import Page
 from dstrain.tracking.pictures import make_grid, save_png
@@ -87,15 +87,15 @@ class Tracker:
             return
         with explain_write_errors(self.folder / "metrics.jsonl", "make room there, or name another folder="):
             self.folder.mkdir(parents=True, exist_ok=True)
-            damaged = _drop_after(self.folder / "metrics.jsonl", resumed_step)
+            damaged = _remove_later_lines(self.folder / "metrics.jsonl", resumed_step)
             torn = lines.cut_torn_line(self.folder / "log.txt")
         if sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=steps, initial=resumed_step, unit="step", dynamic_ncols=True)
-            phases().through(self._print)
+            phases().through(self._print_line)
         for line in phases().logged():
-            self._write("log.txt", line + "\n")
+            self._append_to_file("log.txt", line + "\n")
         facts = describe_machine(system) | ({"weights": weights} if weights else {})
         sharding = {"deepspeed": settings or {}}
         if track.tensorboard:
@@ -108,65 +108,67 @@ class Tracker:
             self.folder, track, name=name, config=config | sharding | {"machine": facts}, note=self.note
         )
         if weights:
-            self.note(describe_memory())
+            self.note(describe_memory_use())
         if damaged or torn:
             self.note(f"half-written lines were dropped: {damaged} of metrics.jsonl, {int(torn > 0)} of log.txt")
         self._page = Page(self.folder, report_page, resumed_step, self.note)
-        self._event("start", resumed_step, facts)
+        self._write_event("start", resumed_step, facts)
 
-    def add(self, part: str, terms: dict[str, Tensor]) -> None:
+    def add_terms(self, part: str, terms: dict[str, Tensor]) -> None:
         """Adds the terms of one micro-batch of `part`, see Meter; never waits for the device."""
-        self._meter.add(part, terms)
+        self._meter.add_terms(part, terms)
 
-    def at(self, done: int) -> None:
-        """Moves the progress bar, where there is one, to `done` steps."""
+    def move_progress_bar(self, done: int) -> None:
+        """Moves the progress bar, if there is one, to `done` steps."""
         self._done = done
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
 
-    def report(self, done: int, figures: dict[str, float]) -> None:
-        """Writes one line: means since the last report, and the figures, as of `done` steps."""
-        values = self._meter.means() | figures
+    def report_means(self, done: int, figures: dict[str, float]) -> None:
+        """Writes a line of metrics.jsonl as of `done` steps: the means since the last report, and `figures`."""
+        values = self._meter.compute_means() | figures
         if not self._first:
             return
         timing = {name: value for name, value in values.items() if name.rpartition("/")[2].startswith(TIMING)}
         steady = {name: value for name, value in values.items() if name not in timing}
-        self._write("metrics.jsonl", _format_line({"step": done, **steady, "timing": timing | {"time": time.time()}}))
-        self.note(self._readable(done, values))
+        self._append_to_file(
+            "metrics.jsonl", _format_line({"step": done, **steady, "timing": timing | {"time": time.time()}})
+        )
+        self.note(self._format_for_person(done, values))
         phases().settle()
-        self._send(
+        self._send_values(
             {f"train/{name}": value for name, value in steady.items()}
             | {f"timing/{name}": value for name, value in timing.items()},
             done,
         )
-        self._page.at(done)
+        self._page.write_if_due(done)
 
-    def scores(
+    def report_scores(
         self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None, kind: str = "held_out"
     ) -> None:
-        """Reports figures of a kind, held_out or metrics, as of `done` steps; curves are drawn as
+        """Reports figures of a kind, held_out or metrics, as of `done` steps; plots curves as
         samples/step_N_NAME.png.
         """
         if not self._first:
             return
         named = {f"{kind}/{name}": value for name, value in scores.items()}
-        self._write("metrics.jsonl", _format_line({"step": done, **named}))
-        self.note(self._readable(done, named))
-        self._send(named, done)
+        self._append_to_file("metrics.jsonl", _format_line({"step": done, **named}))
+        self.note(self._format_for_person(done, named))
+        self._send_values(named, done)
         for name, values in (curves or {}).items():
             path = self.folder / "samples" / f"step_{done:08d}_{name}.png"
             try:
                 path.parent.mkdir(exist_ok=True)  # and never the run's folder, which may be taken away
                 plot_columns(path, f"{self._name} at step {done}, held out", {name: values})
             except OSError as error:
-                self._fault(path.parent.name, error)
+                self._note_write_error(path.parent.name, error)
                 return
-            self._wandb.media(f"held_out/{name}", path, done)
+            self._wandb.log_media(f"held_out/{name}", path, done)
             if self._board is not None:
                 with Image.open(path) as plot:
                     self._board.add_image(f"held_out/{name}", np.asarray(plot.convert("RGB")), done, dataformats="HWC")
 
-    def samples(
+    def save_samples(
         self,
         done: int,
         images: Tensor | None,
@@ -174,8 +176,8 @@ class Tracker:
         columns: int | None = None,
         captions: Sequence[str] | None = None,
     ) -> None:
-        """Writes a grid of uint8 (N, C, H, W) as samples/step_N.png, or step_N_NAME.png for another name than samples;
-        on rank 0, the other ranks have none.
+        """Writes a grid of uint8 (N, C, H, W) as samples/step_N.png, or step_N_NAME.png if NAME is not samples. Only
+        rank 0 has images.
 
         Videos uint8 (N, T, C, H, W) become step_N.gif, and their frames side by side step_N.png.
         """
@@ -193,26 +195,30 @@ class Tracker:
             if videos:
                 save_gif(path.with_suffix(".gif"), make_film_grid(images, columns, captions))
         except OSError as error:
-            self._fault(path.parent.name, error)
+            self._note_write_error(path.parent.name, error)
             return
-        self._wandb.media(name, path.with_suffix(".gif") if videos else path, done)
+        self._wandb.log_media(name, path.with_suffix(".gif") if videos else path, done)
         if self._board is not None:
             self._board.add_image(name, pixels, done, dataformats="HWC")
 
-    def go_back(self, step: int, done: int, trouble: str) -> None:
-        """Forgets what was reported of the steps from `step` to `done`, which are trained anew because of `trouble`."""
-        self._meter.clear()
+    def report_rollback(self, step: int, done: int, trouble: str) -> None:
+        """Writes a rollback event and removes the reports of steps `step` to `done`, which are trained again because of
+        `trouble`.
+        """
+        self._meter.clear_terms()
         if not self._first:
             return
-        self._event("rollback", step, {"done": done, "trouble": trouble})
+        self._write_event("rollback", step, {"done": done, "trouble": trouble})
         try:
-            _drop_after(self.folder / "metrics.jsonl", step)
+            _remove_later_lines(self.folder / "metrics.jsonl", step)
         except OSError as error:
-            self._fault("metrics.jsonl", error)
-        self.at(step)
+            self._note_write_error("metrics.jsonl", error)
+        self.move_progress_bar(step)
 
-    def holds(self, done: int) -> tuple[bool, bool, bool]:
-        """Tells whether pictures, held-out figures and metrics of a step are written already; on all ranks together."""
+    def has_written(self, done: int) -> tuple[bool, bool, bool]:
+        """Returns whether the pictures, held-out figures and metrics of a step are written already, equal on
+        all ranks.
+        """
         drawn = evaluated = measured = False
         if self._first and done:
             drawn = any((self.folder / "samples").glob(f"step_{done:08d}*"))
@@ -228,11 +234,11 @@ class Tracker:
             )
         return group.from_first((drawn, evaluated, measured))
 
-    def model(self, done: int, write: Callable[[Path], None]) -> None:
-        """Lets `write` fill the folder RUN/model, which goes to wandb as an artifact, where track.artifact
-        asks for it.
+    def log_model(self, done: int, write: Callable[[Path], None]) -> None:
+        """Calls `write` to fill the folder RUN/model and logs it to wandb as an artifact, if track.artifact asks for
+        it.
         """
-        if not (self._first and self._artifact and self._wandb.on):
+        if not (self._first and self._artifact and self._wandb.is_on):
             return
         folder = self.folder / "model"
         try:
@@ -240,38 +246,38 @@ class Tracker:
         except (OSError, ValueError) as error:
             self.note(f"track.artifact: the model was not logged: {error}")
         else:
-            self._wandb.artifact(self._name, folder, done)
+            self._wandb.log_artifact(self._name, folder, done)
 
-    def finish(self, done: int) -> None:
-        """Writes report.html of a run that ends, and waits for it: not so long that it looks hung, and where it was
-        stopped early not so long that whoever stopped it loses patience.
+    def write_last_report(self, done: int) -> None:
+        """Writes report.html of a run that ends, and waits for it at most 60 s, or _PATIENCE if the run was stopped
+        early.
         """
         if self._first:
-            self._page.finish(done, min(60.0 if done == self._steps else _PATIENCE, self._patience))
+            self._page.write_last(done, min(60.0 if done == self._steps else _PATIENCE, self._patience))
 
-    def fell(self, text: str, page: bool) -> None:
-        """Notes that an error ends the run; with `page`, report.html shows it."""
+    def note_failure(self, text: str, page: bool) -> None:
+        """Logs the error that ends the run; with `page`, writes report.html, which shows it."""
         self._faults.add("log.txt")  # it would be no news now that training goes on without it
         self.note(text)
         if self._first and page:
-            self._page.finish(self._done, _PATIENCE)
+            self._page.write_last(self._done, _PATIENCE)
 
     def note(self, text: str) -> None:
-        """Prints a line and writes it to log.txt, on rank 0; names in it may hold anything."""
+        """Prints a line and appends it to log.txt, on rank 0. Characters that a terminal would obey become ?."""
         if self._first:
             text = lines.make_printable(text, keep="\n\t")
-            self._print(text)
-            self._write("log.txt", text + "\n")
+            self._print_line(text)
+            self._append_to_file("log.txt", text + "\n")
 
     def close(self) -> None:
-        """Sends what is left, for at most 15 s; may be called again."""
+        """Sends what is left to wandb, for at most 15 s, and closes all outputs; may be called again."""
         for sink in (self._wandb, self._board, self._bar):
             if sink is not None:
                 sink.close()
         self._bar = self._board = None
 
-    def _readable(self, done: int, values: dict[str, float]) -> str:
-        """Returns one line for a person, without the means by quarter of the timesteps."""
+    def _format_for_person(self, done: int, values: dict[str, float]) -> str:
+        """Formats a report as one line of log.txt, without the means by quarter of the timesteps."""
         shown = [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in values.items()
@@ -280,13 +286,13 @@ class Tracker:
         left = [f"left {format_duration(values['seconds_left'])}"] if "seconds_left" in values else []
         return f"step {done}/{self._steps}  " + "  ".join(shown + left)
 
-    def _send(self, values: dict[str, float], done: int) -> None:
-        self._wandb.log(values, done)
+    def _send_values(self, values: dict[str, float], done: int) -> None:
+        self._wandb.log_values(values, done)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, done)
 
-    def _print(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         phases().heard()
         bar = self._bar  # which the main thread may close meanwhile
         with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
@@ -295,28 +301,28 @@ class Tracker:
             else:
                 print(text, flush=True)
 
-    def _event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
-        self._write("events.jsonl", _format_line({"event": kind, "time": time.time(), "step": step, **facts}))
+    def _write_event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
+        self._append_to_file("events.jsonl", _format_line({"event": kind, "time": time.time(), "step": step, **facts}))
 
-    def _write(self, name: str, text: str) -> None:
+    def _append_to_file(self, name: str, text: str) -> None:
         try:
             lines.append_lines(self.folder / name, text)
         except OSError as error:
-            self._fault(name, error)
+            self._note_write_error(name, error)
 
-    def _fault(self, name: str, error: OSError) -> None:
+    def _note_write_error(self, name: str, error: OSError) -> None:
         if name not in self._faults:
             self._faults.add(name)
-            self._print(f"{self.folder / name} can not be written: {error}; training goes on")
+            self._print_line(f"{self.folder / name} can not be written: {error}; training goes on")
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics.jsonl. What is half-written, as kill -9 may leave it, is skipped."""
+    """Reads the entries of a metrics.jsonl; skips half-written lines, as kill -9 may leave them."""
     return _read_entries(path)[0]
 
 
 def _read_entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
-    """Returns the entries of a metrics.jsonl, and the number of half-written ones."""
+    """Returns the entries of a metrics.jsonl, and the number of half-written lines."""
     entries, damaged = [], 0
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -336,8 +342,8 @@ def _parse_entry(line: str) -> dict[str, Any]:
     return entry
 
 
-def _drop_after(path: Path, step: int) -> int:
-    """Rewrites the file without the lines of later steps, whole or not at all; returns how many were half-written."""
+def _remove_later_lines(path: Path, step: int) -> int:
+    """Rewrites metrics.jsonl in one step without the lines of later steps; returns how many lines were half-written."""
     if not path.is_file():
         return 0
     entries, damaged = _read_entries(path)
@@ -346,11 +352,11 @@ def _drop_after(path: Path, step: int) -> int:
 
 
 def _format_line(entry: dict[str, Any]) -> str:
-    """Returns one line of strict JSON: numbers that are not finite become null."""
+    """Formats an entry as one line of strict JSON: numbers that are not finite become null."""
 
-    def strict(value: Any) -> Any:
+    def replace_nonfinite(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: strict(inner) for name, inner in value.items()}
+            return {name: replace_nonfinite(inner) for name, inner in value.items()}
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(strict(entry), allow_nan=False) + "\n"
+    return json.dumps(replace_nonfinite(entry), allow_nan=False) + "\n"

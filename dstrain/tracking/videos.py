@@ -25,20 +25,18 @@ _PALETTE_PIXELS = 1 << 16  # from which a palette is made
 
 
 def make_film(clip: Tensor) -> np.ndarray:
-    """Turns one clip uint8 (T, 1, 3 or 4, H, W) into a film of its own size, RGBA laid on white."""
+    """Converts one clip uint8 (T, 1, 3 or 4, H, W) to a film of the same size, RGBA on white."""
     return lay_on_white(clip).detach().cpu().permute(0, 2, 3, 1).numpy()
 
 
 def make_film_grid(clips: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Lays many clips side by side as one film: uint8 (N, T, C, H, W) -> (T, H', W', C). See pictures.make_grid."""
+    """Tiles many clips into one film: uint8 (N, T, C, H, W) -> (T, H', W', C). See pictures.make_grid."""
     _require_clips(clips)
     return np.stack([make_grid(frames, columns, captions) for frames in clips.unbind(1)])
 
 
 def make_strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Lays up to 9 frames a clip side by side, up to 16 clips below each other: uint8 (N, T, C, H, W)
-    -> (H', W', C).
-    """
+    """Tiles up to 9 frames of each of up to 16 clips, a row for each clip: uint8 (N, T, C, H, W) -> (H', W', C)."""
     _require_clips(clips)
     clips = clips[:_STRIP_CLIPS]
     shown = torch.linspace(0, clips.shape[1] - 1, min(_STRIP_FRAMES, clips.shape[1])).round().long()
@@ -55,14 +53,14 @@ def _require_clips(clips: Tensor) -> None:
 
 
 def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> None:
-    """Writes a film that is repeated without end, whole or not at all; makes the folder.
+    """Writes a film as a GIF that loops, in one step; creates its folder.
 
     Grey films and those of up to 256 colours are kept exactly. In others all frames share one palette, since with
     several palettes still parts would flicker.
     """
     duration = max(2, round(100 / fps)) * 10  # ms; browsers slow frames down that are shorter than 20 ms
     grey = frames.shape[3] == 1 or bool((frames == frames[..., :1]).all())
-    pictures = [Image.fromarray(frame[..., 0]) for frame in frames] if grey else _share_palette(frames)
+    pictures = [Image.fromarray(frame[..., 0]) for frame in frames] if grey else _reduce_to_palette(frames)
     # Pillow drops frames that equal the one before. So each frame is written as a file, and the files are joined: each
     # has the same header, of 13 bytes and 256 colours, and ends with one byte.
     files = []
@@ -75,14 +73,14 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
     atomic.write_file(path, b"".join([files[0][:-1], *(file[head:-1] for file in files[1:]), b";"]))
 
 
-def _share_palette(frames: np.ndarray) -> list[Image.Image]:
-    """Reduces frames (T, H, W, 3) to 256 colours: exactly where they have no more, else by a median cut and error
-    diffusion.
+def _reduce_to_palette(frames: np.ndarray) -> list[Image.Image]:
+    """Reduces frames (T, H, W, 3) to 256 colours: exactly if they have no more, else by median cut and
+    error diffusion.
     """
     pixels = frames.reshape(-1, 3)
     sample = pixels[:: -(-len(pixels) // _PALETTE_PIXELS)]
-    if len(np.unique(_encode_colours(sample))) <= 256:  # spares most large films the sorting of all pixels
-        codes, places = np.unique(_encode_colours(pixels), return_inverse=True)
+    if len(np.unique(_convert_colours_to_numbers(sample))) <= 256:  # spares most large films the sorting of all pixels
+        codes, places = np.unique(_convert_colours_to_numbers(pixels), return_inverse=True)
         if len(codes) <= 256:
             colours = np.zeros((256, 3), np.uint8)
             colours[: len(codes)] = np.stack((codes >> 16, codes >> 8 & 255, codes & 255), 1)
@@ -95,16 +93,16 @@ def _share_palette(frames: np.ndarray) -> list[Image.Image]:
     return [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG) for frame in frames]
 
 
-def _encode_colours(pixels: np.ndarray) -> np.ndarray:
-    """Returns a number for each colour: uint8 (n, 3) -> uint32 (n,)."""
+def _convert_colours_to_numbers(pixels: np.ndarray) -> np.ndarray:
+    """Converts each colour to a number: uint8 (n, 3) -> uint32 (n,)."""
     red, green, blue = pixels.astype(np.uint32).T
     return red << 16 | green << 8 | blue
 
 
 def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> None:
-    """Writes a film as H.264 that every player knows, whole or not at all; makes the folder.
+    """Writes a film as H.264, which every player knows, in one step; creates its folder.
 
-    An odd side is made even by repeating its last line.
+    Odd heights and widths are made even by repeating the last row or column.
     """
     import av  # slow to import, and pictures need none
 
@@ -122,6 +120,8 @@ def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> Non
 
 
 def make_safe_name(text: str) -> str:
-    """Returns a text as part of a file's name: lower-case ASCII letters, digits and single dashes, 0 to 60 of them."""
+    """Converts a text to part of a file name: lower-case ASCII letters, digits and single dashes, at most 60
+    characters.
+    """
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub("[^a-z0-9]+", "-", plain.lower()).strip("-")[:60].strip("-")

@@ -34,8 +34,8 @@ _FINISH_SECONDS = 10.0  # for the last uploads
 
 
 class WandbSink:
-    """Logs to one run of wandb; its id stands in folder/wandb_id and is the same after a resume, and below it how many
-    entries there may be already.
+    """Logs to one run of wandb. Its id stands in folder/wandb_id and stays the same after a resume; the line below it
+    is the number of entries reserved so far.
 
     track.wandb is auto, online, offline or disabled; WANDB_MODE can make it quieter. `note` gets the few lines that a
     person should read.
@@ -66,8 +66,8 @@ class WandbSink:
         try:
             # Not in the thread: workers that are forked while it holds an import lock would hang.
             self._wandb = importlib.import_module("wandb")
-            _set_empty_aside(folder / "wandb")
-            self._id, self._entries = _read_id(folder)
+            _rename_empty_runs(folder / "wandb")
+            self._id, self._entries = _read_or_make_id(folder)
             self._path, self._reserved = folder / "wandb_id", self._entries
             self._arguments = {
                 "id": self._id,
@@ -84,35 +84,37 @@ class WandbSink:
         except Exception as error:
             note(f"wandb: not used: {_shorten_error(error)}")
             return
-        self._thread = threading.Thread(target=self._work, args=(mode,), name="wandb", daemon=True)
+        self._thread = threading.Thread(target=self._work_off_queue, args=(mode,), name="wandb", daemon=True)
         self._thread.start()
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Logs numbers by name, as of `step`; returns at once."""
-        self._put(lambda run: self._log(run, {"train/step": step, **values}))
+    def log_values(self, values: dict[str, float], step: int) -> None:
+        """Queues numbers by name, as of `step`, for logging; returns at once."""
+        self._put_in_queue(lambda run: self._send_values(run, {"train/step": step, **values}))
 
-    def media(self, name: str, path: Path, step: int) -> None:
-        """Logs a picture (PNG) or a video (GIF, MP4) in a file that stays where it is; returns at once."""
+    def log_media(self, name: str, path: Path, step: int) -> None:
+        """Queues a picture (PNG) or a video (GIF, MP4) for logging; its file must stay. Returns at once."""
         kind = "Image" if path.suffix == ".png" else "Video"
-        self._put(lambda run: self._log(run, {"train/step": step, name: getattr(self._wandb, kind)(str(path))}))
+        self._put_in_queue(
+            lambda run: self._send_values(run, {"train/step": step, name: getattr(self._wandb, kind)(str(path))})
+        )
 
     @property
-    def on(self) -> bool:
-        """Tells whether anything is sent, or kept to be sent."""
+    def is_on(self) -> bool:
+        """Returns whether entries are sent, or kept to be sent."""
         return self._thread is not None
 
-    def artifact(self, name: str, folder: Path, step: int) -> None:
-        """Logs all files of a folder as a model; returns at once."""
+    def log_artifact(self, name: str, folder: Path, step: int) -> None:
+        """Queues all files of a folder for logging as a model; returns at once."""
 
-        def send(run: Any) -> None:
+        def send_artifact(run: Any) -> None:
             model = self._wandb.Artifact(name, type="model", metadata={"step": step})
             model.add_dir(str(folder))
             run.log_artifact(model)
 
-        self._put(send)
+        self._put_in_queue(send_artifact)
 
     def close(self, seconds: float = 15.0) -> None:
-        """Sends what is left, for at most `seconds`."""
+        """Sends the queued entries, for at most `seconds`, and ends wandb's run."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -124,7 +126,7 @@ class WandbSink:
         if self.dropped:
             self._note(f"wandb: {self.dropped} entries were not logged; metrics.jsonl holds all")
 
-    def _put(self, send: Callable[[Any], None]) -> None:
+    def _put_in_queue(self, send: Callable[[Any], None]) -> None:
         if self._thread is None:
             return
         try:
@@ -132,16 +134,16 @@ class WandbSink:
         except queue.Full:
             self.dropped += 1
 
-    def _log(self, run: Any, values: dict[str, Any]) -> None:
+    def _send_values(self, run: Any, values: dict[str, Any]) -> None:
         if self._entries >= self._reserved:  # written ahead, since a kill leaves no time to write
             self._reserved = self._entries + _RESERVED
             atomic.write_file(self._path, f"{self._id}\n{self._reserved}\n")
         run.log(values, step=self._entries, commit=True)
         self._entries += 1
 
-    def _work(self, mode: str) -> None:
+    def _work_off_queue(self, mode: str) -> None:
         try:
-            run = self._start(mode)
+            run = self._start_run(mode)
             self._entries = max(self._entries, run.step)  # of an online run that earlier versions began
         except BaseException as error:  # wandb also raises its own kinds
             self._note(f"wandb: could not start: {_shorten_error(error)}")
@@ -169,17 +171,17 @@ class WandbSink:
             with suppress(BaseException):
                 self._wandb.teardown()  # or wandb tries it again at the exit, with a traceback
 
-    def _start(self, mode: str) -> Any:
+    def _start_run(self, mode: str) -> Any:
         if mode == "online":
             try:
                 _probe_server(find_base_url())
-                return self._init("online")
+                return self._init_wandb("online")
             except BaseException as error:
                 self._note(f"wandb: offline, since online failed: {_shorten_error(error)}")
                 self._wandb.teardown()  # or the id would still be in use
-        return self._init("offline")
+        return self._init_wandb("offline")
 
-    def _init(self, mode: str) -> Any:
+    def _init_wandb(self, mode: str) -> Any:
         settings = self._wandb.Settings(
             silent=True,
             console="off",
@@ -205,7 +207,9 @@ def resolve_mode(setting: str) -> str:
 
 
 def find_base_url() -> str:
-    """Returns wandb's server: WANDB_BASE_URL, the one that `wandb login --host` has saved, or the public one."""
+    """Returns the URL of wandb's server: WANDB_BASE_URL, the one that `wandb login --host` has saved, or the public
+    one.
+    """
     if url := os.environ.get("WANDB_BASE_URL"):
         return url
     folder = Path(os.environ.get("WANDB_CONFIG_DIR", Path.home() / ".config" / "wandb"))
@@ -218,7 +222,7 @@ def find_base_url() -> str:
 
 
 def has_key() -> bool:
-    """Tells whether wandb would find a key for its server without asking for one."""
+    """Returns whether wandb would find an API key for its server without asking for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     variable = os.environ.get("NETRC")
@@ -232,20 +236,22 @@ def has_key() -> bool:
 
 
 def _probe_server(url: str) -> None:
-    """Raises where the server does not answer: wandb would wait for it long at its exit. Any answer will do."""
+    """Raises an error if the server does not answer, since wandb's exit would wait for it long. Any answer will do."""
     with suppress(urllib.error.HTTPError):
         urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()
 
 
-def _set_empty_aside(folder: Path) -> None:
-    """Renames parts of an offline run in which kill -9 has left no entry: with one `wandb sync` sends none of them."""
+def _rename_empty_runs(folder: Path) -> None:
+    """Renames offline runs without entries, as kill -9 may leave them: with one of them `wandb sync` sends
+    none at all.
+    """
     for path in folder.glob("offline-run-*/*.wandb"):
         if path.stat().st_size <= _HEADER:
             path.parent.rename(folder / path.parent.name.replace("offline-run-", "empty-run-", 1))
 
 
-def _read_id(folder: Path) -> tuple[str, int]:
-    """Returns the run's id and the number of its next entry; a fresh id is written down."""
+def _read_or_make_id(folder: Path) -> tuple[str, int]:
+    """Returns the run's wandb id and the number of its next entry; makes and saves a new id if there is none."""
     path = folder / "wandb_id"
     if path.is_file() and (words := path.read_text().split()):
         return words[0], int(words[1]) if words[1:] and words[1].isdigit() else 0

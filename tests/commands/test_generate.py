@@ -26,7 +26,7 @@ def test_album(tmp_path, pictures):
     """Oracle: numpy reads what was put in, in pieces; there is no file of that name before the end."""
     album = Album(tmp_path, pictures.shape)
     for piece in (pictures[:3], pictures[3:4], pictures[4:]):
-        album.add(piece)
+        album.add_pictures(piece)
         assert not list(tmp_path.glob("samples_*"))
     album.close()
     assert [path.name for path in tmp_path.iterdir()] == ["samples_7x5x5x3.npz"]
@@ -36,7 +36,7 @@ def test_album(tmp_path, pictures):
 def test_album_with_labels(tmp_path, pictures):
     """Oracle: numpy reads the arrays that were given, in the layout of ADM's evaluator."""
     album = Album(tmp_path, pictures.shape)
-    album.add(pictures)
+    album.add_pictures(pictures)
     album.close(arr_1=np.arange(7), prompts=np.array(["a hat", "\u00e9t\u00e9"]))
     with np.load(tmp_path / "samples_7x5x5x3.npz", allow_pickle=False) as file:
         assert file.files == ["arr_0", "arr_1", "prompts"] and np.array_equal(file["arr_0"], pictures)
@@ -68,7 +68,7 @@ def test_pictures_of_a_folder(tmp_path, pictures):
     with pytest.raises(ValueError, match="2 sizes"):
         read_pictures(tmp_path, 3)
     album = Album(tmp_path, pictures.shape)
-    album.add(pictures)
+    album.add_pictures(pictures)
     album.close()
     assert np.array_equal(read_pictures(tmp_path, 3).permute(0, 2, 3, 1).numpy(), pictures)
 

@@ -55,7 +55,7 @@ check_systems.CASES["brittle"] = (
 
 
 class Nobody:
-    def add(self, part: str, terms: dict) -> None:
+    def add_terms(self, part: str, terms: dict) -> None:
         pass
 
 

@@ -95,7 +95,7 @@ class Losses:
     def __init__(self) -> None:
         self.values: dict[str, list[Tensor]] = {}
 
-    def add(self, part: str, terms: dict[str, Tensor]) -> None:
+    def add_terms(self, part: str, terms: dict[str, Tensor]) -> None:
         self.values.setdefault(part, []).append(terms["loss"].double())
 
     def take(self) -> list[float]:

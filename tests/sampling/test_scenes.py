@@ -263,7 +263,7 @@ def broken(folder: Path) -> Path:
 def an_npz(folder: Path) -> Path:
     folder.mkdir()
     album = Album(folder, (1, 3, 8, 8, 3))
-    album.add(np.zeros((1, 3, 8, 8, 3), np.uint8))
+    album.add_pictures(np.zeros((1, 3, 8, 8, 3), np.uint8))
     album.close()
     return folder
 

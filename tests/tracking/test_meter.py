@@ -64,43 +64,43 @@ def test_means_over_uneven_batches(sizes, seed, bad):
     batches = [batch(seed + i, size, bad) for i, size in enumerate(sizes)]
     meter = Meter(["net"])
     for terms in batches:
-        meter.add("net", terms)
-    means = meter.means()
+        meter.add_terms("net", terms)
+    means = meter.compute_means()
     assert same(means, expected(batches)), (means, expected(batches))
-    assert meter.means() == {}
-    meter.add("net", batches[0])
-    assert same(meter.means(), expected(batches[:1]))
+    assert meter.compute_means() == {}
+    meter.add_terms("net", batches[0])
+    assert same(meter.compute_means(), expected(batches[:1]))
 
 
 def test_each_part_has_its_names():
     """Oracle: names and means by hand, two parts."""
     meter = Meter(["net", "critic"])
-    meter.add("net", {"loss": torch.tensor(1.0), "kl": torch.tensor([1.0, 3.0])})
-    meter.add("critic", {"loss": torch.tensor(5.0)})
-    meter.add("critic", {"loss": torch.tensor(6.0)})
-    assert meter.means() == {"net/loss": 1.0, "net/kl": 2.0, "critic/loss": 5.5}
+    meter.add_terms("net", {"loss": torch.tensor(1.0), "kl": torch.tensor([1.0, 3.0])})
+    meter.add_terms("critic", {"loss": torch.tensor(5.0)})
+    meter.add_terms("critic", {"loss": torch.tensor(6.0)})
+    assert meter.compute_means() == {"net/loss": 1.0, "net/kl": 2.0, "critic/loss": 5.5}
 
 
 def test_a_term_that_is_never_finite_is_counted_alone():
     """Oracle: by hand: one value is not finite, its name is left out, the other's mean stays."""
     meter = Meter(["net"])
-    meter.add("net", {"loss": torch.tensor(math.nan), "mse": torch.ones(3)})
-    assert meter.means() == {"mse": 1.0, "nonfinite": 1.0}
+    meter.add_terms("net", {"loss": torch.tensor(math.nan), "mse": torch.ones(3)})
+    assert meter.compute_means() == {"mse": 1.0, "nonfinite": 1.0}
 
 
 def test_half_precision_and_gradients_are_taken():
     """Oracle: the values handed in, which bfloat16 holds exactly."""
     meter = Meter(["net"])
-    meter.add("net", {"loss": torch.tensor(1.5, dtype=torch.bfloat16), "mse": torch.ones(2, requires_grad=True)})
-    assert meter.means() == {"loss": 1.5, "mse": 1.0}
+    meter.add_terms("net", {"loss": torch.tensor(1.5, dtype=torch.bfloat16), "mse": torch.ones(2, requires_grad=True)})
+    assert meter.compute_means() == {"loss": 1.5, "mse": 1.0}
 
 
 def test_a_long_interval_loses_nothing():
     """Oracle: the closed form (1e8 + 1000) / 1001, exactly; a float32 sum would stay at 1e8."""
     meter = Meter(["net"])
     for value in [1e8] + [1.0] * 1000:
-        meter.add("net", {"loss": torch.tensor(value)})
-    assert meter.means()["loss"] == (1e8 + 1000) / 1001
+        meter.add_terms("net", {"loss": torch.tensor(value)})
+    assert meter.compute_means()["loss"] == (1e8 + 1000) / 1001
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_long_interval_loses_nothing():
 def test_other_shapes_are_refused(terms):
     """Oracle: the contract, scalars or one value a sample, of one batch size."""
     with pytest.raises(ValueError, match="scalars or one value a sample"):
-        Meter(["net"]).add("net", terms)
+        Meter(["net"]).add_terms("net", terms)
 
 
 class NoWait(TorchDispatchMode):
@@ -138,15 +138,15 @@ def test_adding_never_waits_for_the_device(monkeypatch):
         with pytest.raises(AssertionError):
             torch.masked_select(terms["mse"], terms["quartile"] == 0)
         meter = Meter(["net"])
-        meter.add("net", terms)
-        meter.add("net", terms)
+        meter.add_terms("net", terms)
+        meter.add_terms("net", terms)
 
 
 def reported(rank: int) -> dict[str, float]:
     meter = Meter(["net"])
     for terms in of_rank(rank):
-        meter.add("net", terms)
-    return meter.means()
+        meter.add_terms("net", terms)
+    return meter.compute_means()
 
 
 def of_rank(rank: int) -> list[dict[str, torch.Tensor]]:

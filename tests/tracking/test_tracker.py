@@ -27,7 +27,7 @@ def train(folder, first: int, last: int) -> None:
     """Steps first .. last, a report each second one, and figures that differ from run to run."""
     track = tracker(folder, first)
     for done in range(first + 1, last + 1):
-        track.add(
+        track.add_terms(
             "denoiser",
             {
                 "loss": torch.tensor(done / 3),
@@ -37,7 +37,7 @@ def train(folder, first: int, last: int) -> None:
             },
         )
         if done % 2 == 0:
-            track.report(done, {"lr": 1e-4, "samples_per_second": float(np.random.default_rng().random())})
+            track.report_means(done, {"lr": 1e-4, "samples_per_second": float(np.random.default_rng().random())})
     track.close()
 
 
@@ -50,11 +50,11 @@ def steady(folder) -> list[str]:
 def test_a_report_is_one_line_everywhere(tmp_path, capsys):
     """Oracle: the line and the JSON object written out by hand; json reads the file."""
     track = tracker(tmp_path)
-    track.add(
+    track.add_terms(
         "denoiser",
         {"loss": torch.tensor(0.123456), "loss_each": torch.tensor([0.5, 1.0]), "quartile": torch.tensor([1, 1])},
     )
-    track.report(
+    track.report_means(
         10,
         {
             "lr": 1e-4,
@@ -93,7 +93,7 @@ def test_a_report_is_one_line_everywhere(tmp_path, capsys):
 def test_scores_and_notes(tmp_path, capsys):
     """Oracle: the lines and the entry written out by hand."""
     track = tracker(tmp_path)
-    track.scores(10, {"loss": 0.5, "raw/loss": 0.25})
+    track.report_scores(10, {"loss": 0.5, "raw/loss": 0.25})
     track.note("complete")
     track.close()
     track.close()
@@ -105,8 +105,8 @@ def test_samples_are_a_grid_in_the_folder(tmp_path):
     """Oracle: the library's own grid (see test_pictures), against the files as Pillow reads them."""
     images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
     track = tracker(tmp_path)
-    track.samples(500, images)
-    track.samples(500, images, "reconstructions", columns=5)
+    track.save_samples(500, images)
+    track.save_samples(500, images, "reconstructions", columns=5)
     for name, columns in (("step_00000500.png", None), ("step_00000500_reconstructions.png", 5)):
         assert np.array_equal(np.asarray(Image.open(tmp_path / "samples" / name)), make_grid(images, columns))
 
@@ -116,8 +116,8 @@ def test_videos_are_a_film_in_the_folder(tmp_path, captions):
     """Oracle: the library's own grid and strip (see test_videos), against the files as Pillow reads them."""
     clips = torch.randint(0, 256, (5, 4, 1, 16, 16), dtype=torch.uint8)
     track = tracker(tmp_path)
-    track.samples(500, clips, columns=5, captions=captions)
-    track.samples(500, clips[:, :1], "first", captions=captions)  # of one frame: a picture
+    track.save_samples(500, clips, columns=5, captions=captions)
+    track.save_samples(500, clips[:, :1], "first", captions=captions)  # of one frame: a picture
     folder = tmp_path / "samples"
     assert sorted(path.name for path in folder.iterdir()) == [
         "step_00000500.gif",
@@ -137,7 +137,7 @@ def test_curves_are_drawn(tmp_path):
     """Oracle: a file for each curve, the same for the same values and another for others."""
     track = tracker(tmp_path)
     for done, values in ((1, [0.5, 0.25, 0.25]), (2, [0.25, 0.25, 0.5]), (3, [0.9, 0.1, 0.0])):
-        track.scores(done, {"loss": 0.5}, {"usage": values})
+        track.report_scores(done, {"loss": 0.5}, {"usage": values})
     files = [tmp_path / "samples" / f"step_0000000{done}_usage.png" for done in (1, 2, 3)]
     assert sorted((tmp_path / "samples").iterdir()) == files
     first, second, third = (np.asarray(Image.open(path))[60:] for path in files)  # below the title
@@ -162,8 +162,8 @@ def test_a_terminal_has_a_bar(tmp_path, monkeypatch, capsys):
     """Oracle: the line and the bar's share and count written by hand; nothing on stdout."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     track = tracker(tmp_path, 4)
-    track.at(10)
-    track.report(10, {"lr": 1e-4})
+    track.move_progress_bar(10)
+    track.report_means(10, {"lr": 1e-4})
     track.close()
     printed = capsys.readouterr()
     assert printed.out == "" and "step 10/20  lr 0.0001" in printed.err
@@ -179,10 +179,10 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(group, "world", lambda: 2)
     monkeypatch.setattr(group, "sum_ranks", lambda values: 2 * values)
     track = tracker(tmp_path / "run")
-    track.add("denoiser", {"loss": torch.tensor(1.0)})
-    track.report(10, {})
-    track.scores(10, {})
-    track.samples(10, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    track.add_terms("denoiser", {"loss": torch.tensor(1.0)})
+    track.report_means(10, {})
+    track.report_scores(10, {})
+    track.save_samples(10, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
     track.note("x")
     track.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
@@ -194,10 +194,10 @@ def test_a_folder_that_can_not_be_written_is_said_once(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "samples").write_text("a file")
     for done in (1, 2):
-        track.report(done, {"lr": 1e-4})
-        track.samples(done, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
-        track.samples(done, torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8))
-        track.scores(done, {}, {"usage": [1.0, 0.0]})
+        track.report_means(done, {"lr": 1e-4})
+        track.save_samples(done, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+        track.save_samples(done, torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8))
+        track.report_scores(done, {}, {"usage": [1.0, 0.0]})
     track.close()
     printed = capsys.readouterr().out
     assert printed.count("metrics.jsonl can not be written") == printed.count("samples can not be written") == 1
@@ -235,9 +235,9 @@ def test_tensorboard_holds_the_curves(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     track = tracker(tmp_path, run=RUN.model_copy(update={"track": Track(wandb="disabled", tensorboard=True)}))
-    track.report(10, {"lr": 0.5})
-    track.scores(10, {"loss": 0.25}, {"usage": [0.5, 0.25]})
-    track.samples(10, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    track.report_means(10, {"lr": 0.5})
+    track.report_scores(10, {"loss": 0.25}, {"usage": [0.5, 0.25]})
+    track.save_samples(10, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
     track.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("held_out/loss")] == [(10, 0.25)]

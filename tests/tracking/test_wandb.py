@@ -92,11 +92,11 @@ handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.
 run = Run(steps=20, track=Track(wandb=sys.argv[2], tags=["a", "b"], group="sweep", notes="a first try"))
 track = track_run(run, Path(sys.argv[1]), settings={"zero_optimization": {"stage": 2}},
                   weights={"denoiser": 7})
-track.add("denoiser", {"loss": torch.tensor(0.5)})
-track.report(10, {"lr": 0.25})
-track.samples(10, torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
-track.samples(10, torch.zeros(4, 5, 3, 8, 8, dtype=torch.uint8), "films", captions=["a hat"] * 4)
-track.scores(10, {"loss": 0.125})
+track.add_terms("denoiser", {"loss": torch.tensor(0.5)})
+track.report_means(10, {"lr": 0.25})
+track.save_samples(10, torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
+track.save_samples(10, torch.zeros(4, 5, 3, 8, 8, dtype=torch.uint8), "films", captions=["a hat"] * 4)
+track.report_scores(10, {"loss": 0.125})
 track._wandb.close(patience)
 track.close()
 assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
@@ -215,8 +215,8 @@ def sent():
     while sink._queue.unfinished_tasks and sink._queue.qsize() and time.monotonic() < end:
         time.sleep(0.05)
 for done in range(first + 1, last + 1):
-    track.add("denoiser", {"loss": torch.tensor(1.0 / done)})
-    track.report(done, {"lr": 0.25})
+    track.add_terms("denoiser", {"loss": torch.tensor(1.0 / done)})
+    track.report_means(done, {"lr": 0.25})
     if done == kill:
         sent()
         time.sleep(0.5)
@@ -291,7 +291,7 @@ def test_a_model_becomes_an_artifact(tmp_path, monkeypatch):
     def trained(folder, **track):
         run = Run(name="vae", folder=folder, track=Track(wandb="offline", **track))
         tracker = track_run(run, folder, ("a",))
-        tracker.model(7, lambda into: (into.mkdir(), (into / "a.safetensors").write_bytes(b"weights")))
+        tracker.log_model(7, lambda into: (into.mkdir(), (into / "a.safetensors").write_bytes(b"weights")))
         tracker._wandb.close(PATIENCE)
         tracker.close()
         return b"".join(path.read_bytes() for path in (folder / "wandb").rglob("*.wandb"))
@@ -325,7 +325,7 @@ def test_a_server_that_never_answers_delays_no_step(tmp_path, monkeypatch):
         fake = Fake()
         begun = time.monotonic()
         sent, notes = sink(tmp_path, monkeypatch, fake, "auto")
-        sent.log({"a": 1.0}, 5)
+        sent.log_values({"a": 1.0}, 5)
         assert time.monotonic() - begun < 2  # the probe alone waits 3 s
         sent.close()
         assert fake.calls == ["teardown", "offline", {"train/step": 5, "a": 1.0}, "finish", "teardown"]
@@ -341,7 +341,7 @@ def test_an_init_that_hangs_delays_no_step(tmp_path, monkeypatch):
     sent, notes = sink(tmp_path, monkeypatch, Fake(init=lambda mode: held.wait()))
     begun = time.monotonic()
     for step in range(500):
-        sent.log({"a": 1.0}, step)
+        sent.log_values({"a": 1.0}, step)
     assert time.monotonic() - begun < 5  # 10 ms each would be a step's worth
     sent.close(0.3)
     assert time.monotonic() - begun < 30  # the held init would never end
@@ -358,17 +358,17 @@ def test_a_wandb_that_raises_ends_nothing(tmp_path, monkeypatch, kind):
         raise kind("broken\nmore")
 
     sent, notes = sink(tmp_path, monkeypatch, Fake(init=fail))
-    sent.log({"a": 1.0}, 1)
+    sent.log_values({"a": 1.0}, 1)
     sent.close()
     assert notes == [
         f"wandb: could not start: {kind.__name__}: broken",
         "wandb: 1 entries were not logged; metrics.jsonl holds all",
     ]
-    sent.log({"a": 1.0}, 2)
+    sent.log_values({"a": 1.0}, 2)
 
     sent, notes = sink(tmp_path, monkeypatch, Fake(log=fail))
-    sent.log({"a": 1.0}, 1)
-    sent.media("samples", tmp_path / "none.png", 1)
+    sent.log_values({"a": 1.0}, 1)
+    sent.log_media("samples", tmp_path / "none.png", 1)
     sent.close()
     assert sent.dropped == 2
 
@@ -423,7 +423,7 @@ def test_a_wandb_that_is_not_installed_is_said(tmp_path, monkeypatch, capsys):
     """Oracle: the name of Python's import error, in what is printed."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     track = run_of(tmp_path)
-    track.report(1, {"lr": 1.0})
+    track.report_means(1, {"lr": 1.0})
     track.close()
     assert "wandb: not used: ModuleNotFoundError" in capsys.readouterr().out
 
@@ -432,7 +432,7 @@ def test_disabled_leaves_no_trace(tmp_path, monkeypatch):
     """Oracle: the names of the files that a run without wandb leaves."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     track = run_of(tmp_path, "disabled")
-    track.report(1, {"lr": 1.0})
+    track.report_means(1, {"lr": 1.0})
     track.close()
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "events.jsonl", "log.txt"}
     assert "wandb" not in (tmp_path / "log.txt").read_text()  # it was not even tried

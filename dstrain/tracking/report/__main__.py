@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main(folder: Path, niceness: int) -> None:
-    """Writes the page in a process of its own; this one ends at once."""
+    """Starts a detached process that writes the page, and exits at once."""
     if os.fork():
         os._exit(0)
     os.nice(niceness)

@@ -28,20 +28,22 @@ class Metrics:
     foreign: int = 0  # lines that are half-written, or none of ours
     dropped: set[str] = field(default_factory=set)  # names beyond the most that are kept
 
-    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns steps and values of a column; empty where there is none."""
+    def read_series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the steps and values of a column; empty if there is none."""
         rows, values = self.columns.get(name, (np.empty(0, np.int64), np.empty(0)))
         return self.steps[rows], values
 
-    def last(self, name: str) -> float | None:
-        """Returns the newest value of a column that is a number."""
-        values = self.series(name)[1]
+    def find_last_value(self, name: str) -> float | None:
+        """Returns the newest value of a column that is a number, or None."""
+        values = self.read_series(name)[1]
         values = values[np.isfinite(values)]
         return float(values[-1]) if len(values) else None
 
 
 def read_columns(path: Path) -> Metrics:
-    """Returns the columns of a file; none where it is not there. OSError: no regular file, or not to be read."""
+    """Reads a metrics.jsonl as columns; none if it is missing. Raises OSError if it is not a regular file or not
+    readable.
+    """
     steps, times, rows, values = array("q"), array("d"), {}, {}
     foreign, dropped = 0, set()
     for entry in _read_entries(path):
@@ -73,7 +75,9 @@ def read_columns(path: Path) -> Metrics:
 
 
 def read_newest(path: Path) -> tuple[dict[str, float], float | None]:
-    """Returns the newest value of each name among the last lines, and the time of the last line. OSError as `read`."""
+    """Returns the newest value of each name among the last lines, and the time of the last line. Raises OSError as
+    `read_columns`.
+    """
     latest: dict[str, float] = {}
     for entry in _read_entries(path, _TAIL):
         if entry is not None:
@@ -83,7 +87,7 @@ def read_newest(path: Path) -> tuple[dict[str, float], float | None]:
 
 
 def is_time(value: Any) -> bool:
-    """Tells whether a value is a number of seconds since 1970 that a calendar can show."""
+    """Returns whether a value is a number of seconds since 1970 that a calendar can show."""
     return type(value) in (int, float) and 0 <= value < _LATEST
 
 
@@ -92,7 +96,9 @@ def _check_time(value: float) -> float:
 
 
 def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
-    """Returns the lines as dictionaries with a number of steps, None for others; of the last `tail` bytes alone."""
+    """Yields each line as a dictionary that has a step, or None for other lines; only those of the last
+    `tail` bytes.
+    """
     if not path.exists():
         return
     small.require_regular_file(path)
@@ -110,8 +116,8 @@ def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any
 
 
 def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Returns numbers of an entry by name, NaN for null; those of inner sections, such as timing, under their own
-    names.
+    """Returns an entry's numbers by name, NaN for null; those of inner sections, such as timing, under
+    their own names.
     """
     for name, value in entry.items():
         if isinstance(value, dict):
@@ -124,9 +130,7 @@ def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def thin_curve(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns indices of at most about `most` values that draw the same curve: the least and the largest of each
-    stretch.
-    """
+    """Returns indices of about `most` values that draw the same curve: the minimum and the maximum of each interval."""
     count = len(values)
     if count <= most:
         return np.arange(count)
@@ -142,10 +146,10 @@ def thin_curve(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def count_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
-    """Returns hours of running after each row, (rows,), without the pauses before `starts`, seconds since 1970 of each
-    start.
+    """Returns the hours of training at each row, (rows,), without the pauses before `starts`, seconds since 1970.
 
-    Where lines have no time, as those of earlier versions, the samples and their rate tell it. None: nothing does.
+    Where lines have no time, as those of earlier versions, samples and samples per second give it; None if neither
+    does.
     """
     rate, seen = np.full((2, len(metrics.steps)), np.nan)
     for target, name in ((rate, "samples_per_second"), (seen, "images_seen")):

@@ -31,9 +31,9 @@ _COLORS = ("#1f4e9c", "#c2571a", "#3a7d44", "#7b4aa0", "#b0343c", "#2b8a9e", "#8
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
-    """Writes the report of one run, or of several side by side; `out`, whole or not at all.
+    """Writes the report of one run, or of several side by side, to `out` in one step.
 
-    ConfigError: a folder is no run's, plotly is not installed, or `out` cannot be written.
+    Raises ConfigError if a folder is not a run's, plotly is not installed, or `out` cannot be written.
     """
     _read_plotly()
     if out.is_dir():
@@ -58,7 +58,7 @@ def _is_report(path: Path) -> bool:
 
 
 def render_page(records: Sequence[Record]) -> str:
-    """Returns the page of one or several runs."""
+    """Returns the HTML page of one or several runs."""
     from jinja2 import Environment, PackageLoader, select_autoescape
 
     environment = Environment(
@@ -101,12 +101,10 @@ def _read_plotly() -> str:
 
 
 def _describe_run(record: Record, place: int) -> dict[str, Any]:
-    """Returns what the page's script knows of a run: samples of a step, hours by step, and marks on the
-    axis of time.
-    """
+    """Returns what the page's script needs of a run: samples of a step, hours by step, and marks on the time axis."""
     clock = None
     if record.hours is not None:
-        rows = pictures.space_steps(range(len(record.hours)), _PER_CURVE)
+        rows = pictures.select_steps(range(len(record.hours)), _PER_CURVE)
         clock = {"steps": record.metrics.steps[rows].tolist(), "hours": [round(record.hours[row], 5) for row in rows]}
     marks = [("resume", start["step"]) for start in record.starts if start["step"] > 0]
     marks += [("rollback", event["step"]) for event in record.rollbacks]
@@ -122,8 +120,8 @@ def _describe_run(record: Record, place: int) -> dict[str, Any]:
 
 
 def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Returns curves by chart. Quarters of the timesteps share one, and so do the EMA and the training weights, held
-    out.
+    """Returns the curves of each chart. The quarters of the timesteps share a chart, and so do EMA and raw weights on
+    held-out data.
     """
     charts: dict[str, list[tuple[int, str, str]]] = {}  # title: run, column, name within the chart
     dull = _list_dull_curves(records)
@@ -140,7 +138,7 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
             charts.setdefault(title, []).append((place, column, name))
     most = max(50, min(_PER_CURVE, _POINTS // max(1, sum(map(len, charts.values())))))
 
-    def rank(title: str) -> tuple[int, int]:
+    def rank_title(title: str) -> tuple[int, int]:
         known = [place for place, first in enumerate(_FIRST) if title == first or title.startswith(f"{first} by ")]
         return known[0] if known else len(_FIRST), list(charts).index(title)
 
@@ -149,19 +147,19 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
             "title": title,
             "traces": [_make_trace(records[place], place, column, name, most) for place, column, name in charts[title]],
         }
-        for title in sorted(charts, key=rank)
+        for title in sorted(charts, key=rank_title)
     ]
 
 
 def _list_dull_curves(records: Sequence[Record]) -> dict[str, str]:
-    """Returns the columns that tell a reader nothing, of every run that has them, and why: they are 0 throughout, or
-    equal to an earlier column at all steps.
+    """Lists the columns that tell a reader nothing in every run, and why: 0 throughout, or equal to an
+    earlier column.
     """
     reasons: dict[str, list[str]] = {}
     for record in records:
         known: dict[tuple[bytes, bytes], str] = {}
         for column in record.metrics.columns:
-            steps, values = record.metrics.series(column)
+            steps, values = record.metrics.read_series(column)
             first = known.setdefault((steps.tobytes(), values.tobytes()), column)
             reason = "" if first == column or len(values) < 2 else f"as {first}"
             reasons.setdefault(column, []).append(reason if values.any() else "0 throughout")
@@ -169,24 +167,24 @@ def _list_dull_curves(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _make_trace(record: Record, place: int, column: str, name: str, most: int) -> dict[str, Any]:
-    steps, values = record.metrics.series(column)
+    steps, values = record.metrics.read_series(column)
     kept = metrics.thin_curve(values, most)
     numbers = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[kept]]
     return {"run": place, "name": name, "steps": steps[kept].tolist(), "values": numbers}
 
 
 def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
-    """Returns grids by kind: of each run the steps and their pictures; and the plots of evaluations, by path."""
+    """Returns each run's sample grids by kind, with steps and pictures; and the plots of evaluations by path."""
     most = max(4, _GRIDS // max(1, sum(len(record.pictures) for record in records)))
     chosen = [
-        (kind, place, pictures.space_steps(list(steps), most))
+        (kind, place, pictures.select_steps(list(steps), most))
         for place, record in enumerate(records)
         for kind, steps in record.pictures.items()
     ]
     plots = [(record, plot) for record in records for *_, plot in record.evaluations if plot.is_file()]
     share = _PICTURE_BYTES // max(1, len(plots) + sum(len(steps) for *_, steps in chosen))
 
-    def picture(record: Record, path: Path) -> str | None:
+    def embed_file(record: Record, path: Path) -> str | None:
         try:
             return pictures.embed_picture(path, share)
         except (OSError, ValueError) as error:
@@ -198,38 +196,38 @@ def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], 
         record = records[place]
         if len(steps) < len(record.pictures[kind]):
             record.remarks.append(f"of {len(record.pictures[kind])} pictures ({kind}) {len(steps)} are shown")
-        images = [(step, picture(record, record.pictures[kind][step])) for step in steps]
+        images = [(step, embed_file(record, record.pictures[kind][step])) for step in steps]
         images = [(step, image) for step, image in images if image]
         if images:
             grids.setdefault(kind, []).append(
                 {"run": place, "steps": [step for step, _ in images], "images": [image for _, image in images]}
             )
-    embedded = {plot: picture(record, plot) for record, plot in plots}
+    embedded = {plot: embed_file(record, plot) for record, plot in plots}
     return [{"title": kind, "runs": runs} for kind, runs in grids.items()], embedded
 
 
 def _list_facts(record: Record) -> dict[str, str]:
-    """Returns a run in a few figures: what the table on top shows."""
+    """Returns the few figures of a run that the table at the top shows."""
     state, columns = record.state, record.metrics
     step = "none" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
     facts = {"state": state.state, "step": step}
 
-    def put(name: str, column: str, text: str = "{:.4g}") -> None:
+    def add_fact(name: str, column: str, text: str = "{:.4g}") -> None:
         if (value := columns.last(column)) is not None:
             facts[name] = text.format(value)
 
-    put("samples seen", "images_seen", "{:,.0f}")
-    put("loss", "loss")
+    add_fact("samples seen", "images_seen", "{:,.0f}")
+    add_fact("loss", "loss")
     if state.loss is not None and not math.isfinite(state.loss):  # the column's last value is an older one
         facts["loss"] = str(state.loss)
-    put("held-out loss", "held_out/loss")
-    put("samples/s", "samples_per_second")
-    put("MFU", "mfu", "{:.1%}")
-    put("peak memory, GB", "peak_memory_gb", "{:.3g}")
+    add_fact("held-out loss", "held_out/loss")
+    add_fact("samples/s", "samples_per_second")
+    add_fact("MFU", "mfu", "{:.1%}")
+    add_fact("peak memory, GB", "peak_memory_gb", "{:.3g}")
     if record.hours is not None and len(record.hours):
         facts["running time"] = format_duration(3600 * record.hours[-1])
-    put("skipped steps", "skipped", "{:,.0f}")
-    put("rollbacks", "rollbacks", "{:,.0f}")
+    add_fact("skipped steps", "skipped", "{:,.0f}")
+    add_fact("rollbacks", "rollbacks", "{:,.0f}")
     facts["starts"] = f"{len(record.starts):,}" if record.starts else "unknown"
     facts["unreadable files"] = f"{len(record.bad_files):,}"
     facts["newest checkpoint"] = "none" if state.checkpoint is None else f"step {state.checkpoint:,}"
@@ -246,10 +244,10 @@ def _list_facts(record: Record) -> dict[str, str]:
 
 
 def _list_differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
-    """Returns entries of recipe and DeepSpeed settings in which runs differ: key, and the value of each run. Those that
-    a run does not have, as runs of two systems have other models, stand last.
+    """Lists the recipe and DeepSpeed entries in which runs differ: key, and each run's value. Entries that a run lacks,
+    such as those of another system's model, stand last.
     """
-    tables = [record.flat() for record in records]
+    tables = [record.flatten_settings() for record in records]
     keys = dict.fromkeys(key for table in tables for key in table if key not in ("name", "folder"))
     rows = [(key, [table.get(key, "absent") for table in tables]) for key in keys]
     differing = [(key, values) for key, values in rows if any(value != values[0] for value in values)]

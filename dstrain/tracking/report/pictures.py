@@ -18,10 +18,10 @@ _NAME = re.compile(r"step_(\d{1,18})(?:_(\w+))?\.(png|gif)")
 _KINDS = {"PNG": "image/png", "GIF": "image/gif", "WEBP": "image/webp"}
 
 
-def list_series(samples: Path) -> dict[str, dict[int, Path]]:
-    """Returns pictures of a run's samples/ by kind and step: {"samples": {500: PATH, ...}, "reconstruction": ...}.
+def list_picture_series(samples: Path) -> dict[str, dict[int, Path]]:
+    """Lists the pictures of a run's samples/ by kind and step: {"samples": {500: PATH, ...}, "reconstruction": ...}.
 
-    A film stands for the strip of its frames.
+    A GIF is preferred to the strip of its frames.
     """
     found: dict[str, dict[int, Path]] = {}
     for path in sorted(samples.glob("step_*"), key=lambda path: (path.suffix == ".gif", path.name)):
@@ -33,17 +33,17 @@ def list_series(samples: Path) -> dict[str, dict[int, Path]]:
     }
 
 
-def space_steps(steps: Sequence[int], most: int) -> list[int]:
-    """Returns at most `most` of the steps, evenly spaced, the first and the last among them."""
+def select_steps(steps: Sequence[int], most: int) -> list[int]:
+    """Returns at most `most` of the steps, evenly spaced, including the first and the last."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(place * (len(steps) - 1) / max(most - 1, 1))] for place in range(most)]
 
 
 def embed_picture(path: Path, most: int) -> str:
-    """Returns a picture or a film as a data: URL of about `most` bytes, before base64.
+    """Returns a picture or a GIF as a data: URL of about `most` bytes, before base64.
 
-    OSError, ValueError: it is no PNG, GIF or WebP that can be read.
+    Raises OSError or ValueError if it is not a readable PNG, GIF or WebP.
     """
     content = small.read_bytes(path, _LARGEST)
     try:
@@ -58,14 +58,14 @@ def embed_picture(path: Path, most: int) -> str:
 
 
 def _shrink_picture(image: Image.Image, most: int) -> bytes:
-    """Encodes as WebP, in the first of the widths in which it has at most `most` bytes, else in the last; films stay
-    films.
+    """Encodes as WebP at the first width that needs at most `most` bytes, else at the smallest width; animations stay
+    animated.
     """
     count = getattr(image, "n_frames", 1)
     widths = [min(width, image.width) for width in (_WIDTHS if count == 1 else _FILM_WIDTHS)]
     duration = image.info.get("duration", 100) * count // min(count, _FRAMES)
     frames = []
-    for number in space_steps(range(count), _FRAMES):
+    for number in select_steps(range(count), _FRAMES):
         image.seek(number)
         frames.append(_resize_width(image.convert("RGB"), widths[0]))  # as small as may be: a film has many frames
     for width in dict.fromkeys(widths):

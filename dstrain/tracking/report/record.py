@@ -43,7 +43,7 @@ class Record:
     data: str = ""  # fingerprint
     remarks: list[str] = field(default_factory=list)
 
-    def flat(self) -> dict[str, Any]:
+    def flatten_settings(self) -> dict[str, Any]:
         """Returns every entry of the recipe, and of the DeepSpeed settings below `deepspeed`, by dotted key."""
         return dict(flatten_entries(convert_to_plain_values(self.run) if self.run else {})) | dict(
             flatten_entries({"deepspeed": self.settings})
@@ -51,7 +51,7 @@ class Record:
 
 
 def read_record(folder: Path, label: str | None = None) -> Record:
-    """Reads all that a run's folder holds. Raises ConfigError if it is no run's."""
+    """Reads all that a run's folder holds. Raises ConfigError if it is not a run's folder."""
     if not (folder / "run.yaml").exists():
         if read_state(folder).state == "beginning":
             raise ConfigError(f"{folder}: the training that holds it has not begun yet: wait for its first report")
@@ -61,7 +61,7 @@ def read_record(folder: Path, label: str | None = None) -> Record:
         )
     remarks: list[str] = []
 
-    def attempt(name: str, reader: Callable[[Path], _Read], otherwise: _Read) -> _Read:
+    def read_or_remark(name: str, reader: Callable[[Path], _Read], otherwise: _Read) -> _Read:
         try:
             return reader(folder / name)
         except FileNotFoundError:
@@ -70,24 +70,26 @@ def read_record(folder: Path, label: str | None = None) -> Record:
             remarks.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
             return otherwise
 
-    run = attempt("run.yaml", load_recipe, None)
-    columns = attempt("metrics.jsonl", metrics.read_columns, metrics.Metrics(np.empty(0, np.int64), np.empty(0), {}))
+    run = read_or_remark("run.yaml", load_recipe, None)
+    columns = read_or_remark(
+        "metrics.jsonl", metrics.read_columns, metrics.Metrics(np.empty(0, np.int64), np.empty(0), {})
+    )
     record = Record(
         folder, label or (run.name if run else folder.name), read_state(folder), columns, run, remarks=remarks
     )
     if run is not None:
         record.differing, record.recipe = _list_changed(run, remarks), dump_run(run)
-    settings = attempt("ds_config.json", small.read_json, {})
+    settings = read_or_remark("ds_config.json", small.read_json, {})
     record.settings = settings if isinstance(settings, dict) else {}
-    events = attempt("events.jsonl", _read_events, [])
+    events = read_or_remark("events.jsonl", _read_events, [])
     record.starts = [event for event in events if event["event"] == "start"]
     record.rollbacks = [event for event in events if event["event"] == "rollback"]
     record.hours = metrics.count_hours(columns, [event["time"] for event in record.starts])
-    record.pictures = pictures.list_series(folder / "samples")
+    record.pictures = pictures.list_picture_series(folder / "samples")
     record.evaluations = _read_evaluations(folder / "evaluation", remarks)
-    record.bad_files = attempt("bad_files.txt", _read_lines, [])
-    record.log = [line for line in attempt("log.txt", _read_lines, []) if not _is_metrics(line)]
-    record.data = "\n".join(attempt("data.txt", _read_lines, []))
+    record.bad_files = read_or_remark("bad_files.txt", _read_lines, [])
+    record.log = [line for line in read_or_remark("log.txt", _read_lines, []) if not _is_metrics(line)]
+    record.data = "\n".join(read_or_remark("data.txt", _read_lines, []))
     if columns.foreign:
         remarks.append(f"half-written or foreign lines of metrics.jsonl, which are left out: {columns.foreign:,}")
     if columns.dropped:
@@ -113,7 +115,7 @@ def flatten_entries(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _list_changed(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
-    """Returns entries of a recipe that are not their schema's defaults: key, value, default."""
+    """Lists the entries of a recipe that differ from their schema's defaults: key, value, default."""
     from dstrain import systems  # loads torch, which nothing else here needs
 
     model = {}
@@ -138,7 +140,7 @@ def _list_changed(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
-    """Returns lines of events.jsonl, see tracking/tracker.py; others are passed over."""
+    """Reads the events of events.jsonl, see tracking/tracker.py; skips other lines."""
     events = []
     for line in _read_lines(path):
         try:
@@ -166,7 +168,9 @@ def _read_evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, 
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Returns the lines of a text file, the last 16 MB of it. OSError: no regular file, or not to be read."""
+    """Returns the lines of a text file, or of its last 16 MB. Raises OSError if it is not a regular file or not
+    readable.
+    """
     small.require_regular_file(path)
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 16 * small.MEGABYTE))
@@ -174,6 +178,6 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _is_metrics(line: str) -> bool:
-    """Tells whether a line of log.txt repeats one of metrics.jsonl: "step 25/1200  loss ..."."""
+    """Returns whether a line of log.txt repeats one of metrics.jsonl: "step 25/1200  loss ..."."""
     words = line.split(maxsplit=2)
     return len(words) > 1 and words[0] == "step" and words[1].replace("/", "").isdigit() and "/" in words[1]

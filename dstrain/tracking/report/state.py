@@ -19,7 +19,7 @@ _DEPTH = 4  # levels of folders in which runs are looked for
 
 @dataclass(frozen=True)
 class State:
-    """Says where a run stands; None: its folder does not say."""
+    """Holds what a run's folder says of its progress; None for what it does not say."""
 
     run: str
     state: str  # beginning (no report yet), running, complete, stopped, dead, imported, or
@@ -36,7 +36,9 @@ class State:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
-    """Returns the runs among folders and in them, but not in a run. ConfigError: a folder is not there."""
+    """Finds the runs among `folders` and below them, but not inside a run. Raises ConfigError if a folder
+    is missing.
+    """
     found: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
@@ -58,7 +60,7 @@ def _find_within(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def read_state(folder: Path) -> State:
-    """Reads where the run in a folder stands. A file that cannot be read leaves its entries None."""
+    """Reads the progress of the run in a folder. A file that cannot be read leaves its entries None."""
     try:
         run = load_recipe(folder / "run.yaml")
     except ConfigError:
@@ -96,7 +98,7 @@ def read_state(folder: Path) -> State:
 
 
 def format_states(states: list[State]) -> str:
-    """Returns states as lines of text, with the last line of its log for each dead run, and damaged recipes."""
+    """Formats the states of runs as lines of a table, with the last log line of each dead run, and damaged recipes."""
     rows = [("run", "state", "step", "loss", "samples/s", "left", "checkpoint", "last line", "last picture")]
     for one in states:
         step = "-" if one.step is None else f"{one.step:,} of {one.steps:,}" if one.steps else f"{one.step:,}"
@@ -125,8 +127,8 @@ def format_states(states: list[State]) -> str:
     return "\n".join(table)
 
 
-def make_json(one: State) -> dict[str, Any]:
-    """Returns a state as JSON has it: numbers that are not finite become null."""
+def convert_to_json(one: State) -> dict[str, Any]:
+    """Converts a state to a JSON object: numbers that are not finite become null."""
     return {
         name: None if isinstance(value, float) and not abs(value) < float("inf") else value
         for name, value in asdict(one).items()
@@ -134,9 +136,7 @@ def make_json(one: State) -> dict[str, Any]:
 
 
 def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
-    """Returns the last line of a log that says something of the run itself. None: there is none, or it
-    cannot be read.
-    """
+    """Returns the last line of a log that is about the run itself, or None if there is none or it cannot be read."""
     try:
         small.require_regular_file(path)
         with open(path, "rb") as file:
@@ -148,21 +148,21 @@ def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
 
 
 def list_checkpoints(folder: Path) -> list[int]:
-    """Returns steps of the checkpoints in a run's folder, ascending, whole or not."""
+    """Lists the steps of the checkpoints in a run's folder, ascending, complete or not."""
     names = [path.name[5:] for path in (folder / "checkpoints").glob("step_*")]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def _find_ending(note: str | None) -> str | None:
-    """Returns how a run ended by the last line of its log, see runs/folders.py (farewell); None: it does not say."""
+    """Returns how a run ended by the last line of its log, see runs/folders.py (farewell), or None if it
+    does not say.
+    """
     words = {"complete:": "complete", "stopped at step": "stopped"}
     return next((word for begins, word in words.items() if (note or "").startswith(begins)), None)
 
 
 def _has_stopped(folder: Path, note: str | None) -> bool:
-    """Tells whether a run has said that it was stopped, and no command has taken its folder since, see
-    runs/folders.py.
-    """
+    """Returns whether a run has logged that it was stopped, and no command has claimed its folder since."""
     try:
         written, taken = ((folder / name).stat().st_mtime_ns for name in ("log.txt", ".lock"))
         return _find_ending(note) == "stopped" and written > taken
@@ -171,9 +171,7 @@ def _has_stopped(folder: Path, note: str | None) -> bool:
 
 
 def _is_locked(lock: Path) -> bool | None:
-    """Tells whether a training holds the lock of its folder, see runs/folders.py (claim); None: locks
-    cannot be asked.
-    """
+    """Returns whether a training holds the lock of its folder, see runs/folders.py; None if locks cannot be queried."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -28,7 +28,7 @@ def made(folder: Path, *, steps: int = 40, lr: float = 1e-3, clips: bool = False
     folders.write_run(run, {"zero_optimization": {"stage": 2}, "gradient_clipping": lr}, "builtin:fashion n=2")
     tracker = track_run(run, folder)
     for done in range(1, steps + 1):
-        tracker.add(
+        tracker.add_terms(
             "denoiser",
             {
                 "loss": torch.tensor(1 / done),
@@ -37,14 +37,18 @@ def made(folder: Path, *, steps: int = 40, lr: float = 1e-3, clips: bool = False
             },
         )
         if done % 8 == 0:
-            tracker.report(done, {"lr": lr, "images_seen": 4 * done, "samples_per_second": 2.0, "skipped": done // 20})
-            tracker.scores(done, {"loss": 2 / done, "raw/loss": 3 / done})
+            tracker.report_means(
+                done, {"lr": lr, "images_seen": 4 * done, "samples_per_second": 2.0, "skipped": done // 20}
+            )
+            tracker.report_scores(done, {"loss": 2 / done, "raw/loss": 3 / done})
             shape = (3, 5, 3, 12, 12) if clips else (3, 3, 12, 12)
-            tracker.samples(done, torch.full(shape, 5 * done, dtype=torch.uint8), captions=["<b>a & b</b>", "", "c"])
+            tracker.save_samples(
+                done, torch.full(shape, 5 * done, dtype=torch.uint8), captions=["<b>a & b</b>", "", "c"]
+            )
         if done == 16:
             tracker.close()
             tracker = track_run(run, folder, resumed_step=16)
-    tracker.go_back(steps, steps + 6, "a loss of <NaN>")
+    tracker.report_rollback(steps, steps + 6, "a loss of <NaN>")
     tracker.note(f"complete: {steps} steps")
     tracker.close()
     (folder / "evaluation").mkdir()

@@ -28,12 +28,18 @@ def test_columns(tmp_path):
     path.write_bytes("\n".join([*lines, "free text", "{" * 5000, '{"step": 8, "lo']).encode() + b"\n\xff\n\n")
     columns = metrics.read_columns(path)
     assert columns.foreign == 10 and columns.steps.tolist() == [2, 2, 4, 6]
-    assert [array.tolist() for array in columns.series("loss")] == [
+    assert [array.tolist() for array in columns.read_series("loss")] == [
         [2, 4, 6],
         pytest.approx([0.5, 0.25, np.nan], nan_ok=True),
     ]
-    assert columns.series("samples_per_second")[1].tolist() == [8.0] and columns.series("none")[1].tolist() == []
-    assert columns.last("loss") == 0.25 and columns.last("huge") is None and columns.last("flag") is None
+    assert (
+        columns.read_series("samples_per_second")[1].tolist() == [8.0] and columns.read_series("none")[1].tolist() == []
+    )
+    assert (
+        columns.find_last_value("loss") == 0.25
+        and columns.find_last_value("huge") is None
+        and columns.find_last_value("flag") is None
+    )
     assert columns.times.tolist() == pytest.approx([100.0, np.nan, np.nan, np.nan], nan_ok=True)
     assert len(metrics.read_columns(tmp_path / "absent").steps) == 0
     latest, when = metrics.read_newest(path)

@@ -129,7 +129,7 @@ def test_one_run_in_a_browser(two, tmp_path):
     assert seen["xs"]["steps"] == [[8, 16, 24, 32]] and seen["xs"]["samples"] == [[32, 64, 96, 128]]
     assert all(hours >= 0 for hours in seen["xs"]["hours"][0])
     assert len(seen["lines"]) == 3  # two resumes and a rollback
-    level, low, high = float(read.metrics.last("lr")), *seen["ranges"]["lr"]
+    level, low, high = float(read.metrics.find_last_value("lr")), *seen["ranges"]["lr"]
     assert low == 0 and high == pytest.approx(2 * level) and seen["ranges"]["samples_per_second"][0] == 0
     assert seen["captions"] == ["step 8"] and len(seen["images"]) == 2 and min(seen["images"]) > 0
     for text in ("optimizer.lr", "a loss of <NaN>", "0.002", "deepspeed", "total", "back from step 38 to 32"):
