@@ -163,8 +163,8 @@ MISTAKES = [
     (
         "reversed time of samples",
         "dstrain/diffusion/flow.py",
-        "self.integrate(network, x, grid",
-        "self.integrate(lambda x, t: network(x, 1 - t), x, grid",
+        "self.integrate_ode(network, x, grid",
+        "self.integrate_ode(lambda x, t: network(x, 1 - t), x, grid",
         f"{PUBLISHED}::test_golden_trajectories[repa_trajectory]",
     ),
     (

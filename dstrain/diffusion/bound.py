@@ -12,7 +12,7 @@ from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Progress
 
 
-def measured_bits(
+def measure_bound(
     diffusion: GaussianDiffusion,
     network: Network,
     x_start: Tensor,
@@ -20,24 +20,24 @@ def measured_bits(
     num_steps: int | None = None,
     progress: Progress = iter,
 ) -> dict[str, Tensor]:
-    """Returns the terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1]; the noise is drawn from `key`
-    int64 (B,).
+    """Returns the terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1]; noise is drawn from `key` int64
+    (B,).
 
-    total, prior      (B,) in bits per dimension; total = prior + the sum of vb.
-    vb                (B, K) in bits per dimension, the bound's term of each timestep.
-    mse, x_start_mse  (B, K), of eps and of x_start.
-    timestep          int64 (B, K), ascending: the timestep of the original chain that a column belongs to.
+    total, prior      (B,) in bits per dimension; total = prior + the sum of vb. vb                (B, K) in bits per
+    dimension, the bound's term of each timestep. mse, x_start_mse  (B, K), of eps and of x_start. timestep
+    int64 (B, K), ascending: the timestep of the original chain that a column belongs to.
 
-    K is num_steps; None takes the whole chain. The network is called K times. Draw i of the noise, counted from the
-    last timestep down, is the stream bound/{i}. ConfigError: more steps than the chain has.
+    K is num_steps, or the length of the chain if that is None. The network is called K times. Draw i of the noise,
+    counted from the last timestep down, is the stream bound/{i}. Raises ConfigError if num_steps is above the chain's
+    length.
     """
     whole = num_steps in (None, diffusion.num_timesteps)
-    chain = diffusion if whole else diffusion.respaced(schedule.even_spec(diffusion.num_timesteps, num_steps))
+    chain = diffusion if whole else diffusion.respace(schedule.make_even_spec(diffusion.num_timesteps, num_steps))
 
-    def noise(i):
+    def draw_noise(i):
         return rng.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
 
-    terms = chain.bits_per_dim(network, x_start, noise, progress=progress)
+    terms = chain.compute_bits_per_dim(network, x_start, draw_noise, progress=progress)
     terms = {name: values.flip(1) if values.ndim == 2 else values for name, values in terms.items()}
     timestep = torch.tensor(chain.timestep_map, device=x_start.device)
     return {**terms, "timestep": timestep.expand(len(x_start), -1)}

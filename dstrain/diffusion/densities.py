@@ -18,9 +18,9 @@ REFERENCE_VALUES = 4096  # of a latent whose shift by dimension is 1 (RAE, after
 
 
 def draw_logit_normal(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns sigmoid(mean + std normal), of those at most `highest`.
+    """Returns times sigmoid(mean + std normal), truncated at `highest`.
 
-    On a straight path EDM's sigma, noise over signal, is exp(mean + std normal) so.
+    On a straight path EDM's sigma, noise over signal, is then exp(mean + std normal).
     """
     if highest < 1:
         share = torch.special.ndtr(torch.tensor((math.log(highest / (1 - highest)) - mean) / std).double())
@@ -33,13 +33,13 @@ def draw_uniform(uniforms: Tensor, mean: float, std: float, highest: float = 1.0
 
 
 def draw_mode(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """SD3's density with heavy tails: 1 - u - std (cos^2(pi u / 2) - 1 + u) at 1 - `uniforms`, never cut."""
+    """Returns times by SD3's density with heavy tails: 1 - u - std (cos^2(pi u / 2) - 1 + u) at u = 1 - `uniforms`."""
     u = 1 - uniforms
     return 1 - u - std * (torch.cos(math.pi / 2 * u).square() - 1 + u)
 
 
 def draw_cosmap(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """SD3's times under which log(signal / noise) is distributed as the cosine schedule's."""
+    """Returns SD3's times under which log(signal / noise) is distributed as under the cosine schedule."""
     share = 2 / math.pi * math.atan2(highest, 1 - highest)  # of times at most `highest`
     return 1 - 1 / (torch.tan(math.pi / 2 * share * uniforms) + 1)
 
@@ -52,9 +52,9 @@ DENSITIES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def stratify(uniforms: Tensor, position: Tensor, step: Tensor | None, strata: int) -> Tensor:
-    """Returns uniform numbers (B,) of which each of `strata` equal parts of [0, 1) holds one, of as many samples in a
-    row.
+def stratify_uniforms(uniforms: Tensor, position: Tensor, step: Tensor | None, strata: int) -> Tensor:
+    """Maps uniform numbers (B,) into `strata` equal parts of [0, 1), so that of `strata` samples in a row each part has
+    one.
 
     Which part is a sample's follows from its place `position` in the global batch and from the `step`, int64 (B,) each,
     so that a place meets all parts in turn; neighbours lie about a golden section apart, so that a micro-batch has some
@@ -69,6 +69,6 @@ def stratify(uniforms: Tensor, position: Tensor, step: Tensor | None, strata: in
     return ((number % strata + uniforms) / strata).clamp(max=_LARGEST)
 
 
-def shift_of_dimension(num_values: int) -> float:
-    """Returns the shift of times for an input of so many values: the square root of their number over 4096."""
+def compute_dimension_shift(num_values: int) -> float:
+    """Returns the time shift for an input of `num_values` values: sqrt(num_values / 4096)."""
     return math.sqrt(num_values / REFERENCE_VALUES)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion.densities import DENSITIES
-from dstrain.diffusion.gaussian import Network, Noise, Progress, at_boundary
-from dstrain.diffusion.interpolant import PATHS, Interpolant, time_of_noise
-from dstrain.diffusion.schedule import LARGEST_NOISE, below_the_top
-from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve_levels, steps_of
+from dstrain.diffusion.gaussian import Network, Noise, Progress, cast_output
+from dstrain.diffusion.interpolant import PATHS, Interpolant, find_time_of_noise
+from dstrain.diffusion.schedule import LARGEST_NOISE, make_levels_after_first
+from dstrain.diffusion.solvers import SOLVERS, Level, choose_eta, count_solver_steps, solve_levels
 from dstrain.recipe import ConfigError
 
 SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde-heun", "sde", "euler", "heun")  # the usual one last
@@ -72,57 +72,58 @@ class FlowMatching:
         self.shift, self.time_scale, self.noise_scale = shift, time_scale, noise_scale
         self.interpolant = Interpolant(**choices)
 
-    def times(self, uniforms: Tensor) -> Tensor:
-        """Returns training times by the inverse of their distribution: (B,) in [0, 1) -> (B,) in [0, 1]."""
-        return self._shifted(DENSITIES[self.density](uniforms, self.logit_mean, self.logit_std, self.t_max))
+    def draw_times(self, uniforms: Tensor) -> Tensor:
+        """Returns training times by the inverse of their distribution: uniforms (B,) in [0, 1) -> (B,) in [0, 1]."""
+        return self._shift_times(DENSITIES[self.density](uniforms, self.logit_mean, self.logit_std, self.t_max))
 
-    def _shifted(self, t: Tensor) -> Tensor:
+    def _shift_times(self, t: Tensor) -> Tensor:
         return (self.shift * t / (1 + (self.shift - 1) * t)).clamp(max=1)  # in float32 it may be above
 
-    def predict(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the network's prediction; channels beyond those of x_t (variances of a diffusion network) are left
-        unused.
+    def call_network(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
+        """Returns the network's prediction without channels beyond those of x_t, such as the variances of a diffusion
+        network.
         """
-        return at_boundary(network(x_t, t * self.time_scale))[:, : x_t.shape[1]]
+        return cast_output(network(x_t, t * self.time_scale))[:, : x_t.shape[1]]
 
-    def velocity(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the velocity that the network's prediction means."""
-        return self.interpolant.convert(self.predict(network, x_t, t), x_t, t, "velocity")
+    def predict_velocity(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
+        """Calls the network and converts its prediction to a velocity."""
+        return self.interpolant.convert_prediction(self.call_network(network, x_t, t), x_t, t, "velocity")
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Returns per-sample terms (B,): loss (with gradient) and mse, its detached value."""
-        noise = self.scaled(noise)
-        out = self.predict(network, self.interpolant.mix(x_start, noise, t), t)
-        mse = self.interpolant.losses(out, x_start, noise, t)
+        noise = self.scale_noise(noise)
+        out = self.call_network(network, self.interpolant.mix_noise(x_start, noise, t), t)
+        mse = self.interpolant.compute_losses(out, x_start, noise, t)
         return {"loss": mse, "mse": mse.detach()}
 
-    def scaled(self, noise: Tensor) -> Tensor:
-        """Returns noise of the flow's deviation from noise of deviation 1."""
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Scales noise of deviation 1 to the flow's noise_scale."""
         return noise if self.noise_scale == 1 else noise * self.noise_scale
 
-    def noise_of(self, x_t: Tensor, scaled: Tensor) -> Tensor:
-        """Returns sigma / alpha of x_t at the network's times (B,): (B, 1, ...)."""
+    def compute_noise_ratio(self, x_t: Tensor, scaled: Tensor) -> Tensor:
+        """Returns sigma / alpha (B, 1, ...) at the network's times (B,); x_t gives the number of axes."""
         if self.interpolant.path == "linear":
             return (scaled / (self.time_scale - scaled)).view(-1, *(1,) * (x_t.ndim - 1))
-        alpha, sigma, _, _ = self.interpolant.coefficients(scaled / self.time_scale, x_t)
+        alpha, sigma, _, _ = self.interpolant.compute_coefficients(scaled / self.time_scale, x_t)
         return sigma / alpha
 
-    def grid(
+    def make_time_grid(
         self, num_steps: int, like: Tensor, spacing: str | None = None, first: float = 1.0, last_size: float = 0.0
     ) -> Tensor:
-        """Returns sampling times from 1 to 0: (num_steps + 1,), evenly (None, linspace) and shifted, or by karras.
+        """Returns sampling times from 1 to 0, (num_steps + 1,): evenly spaced (None, linspace) and shifted, or by
+        karras.
 
-        first       the first time, before the shift.
-        last_size   length of the last step, before the shift; 0: as the others'. Of even times alone.
+        first       the first time, before the shift. last_size   length of the last step, before the shift; 0: as the
+        others'. Of even times alone.
         """
         if spacing == "karras":  # pure noise, then ever denser in t / (1 - t)
-            noises = below_the_top(num_steps, _LOWEST, LARGEST_NOISE)
-            inner = [time_of_noise(self.interpolant.path, noise) for noise in noises]
+            noises = make_levels_after_first(num_steps, _LOWEST, LARGEST_NOISE)
+            inner = [find_time_of_noise(self.interpolant.path, noise) for noise in noises]
             return torch.tensor([first, *inner, 0.0], dtype=like.dtype, device=like.device)
         times = torch.linspace(first, self.t_last, num_steps + 1, dtype=like.dtype, device=like.device)
         if last_size and num_steps > 1:
             times[:-1] = torch.linspace(first, last_size, num_steps, dtype=like.dtype, device=like.device)
-        return self._shifted(times)
+        return self._shift_times(times)
 
     def sample(
         self,
@@ -135,28 +136,28 @@ class FlowMatching:
         eta: float | None = None,
         progress: Progress = iter,
     ) -> Tensor:
-        """Returns x_start from noise x by the sampler of that name, with at most `num_calls` calls of the network
-        (heun: 2).
+        """Returns x_start from noise x by the named sampler, with at most `num_calls` calls of the network (heun takes
+        2 a step).
         """
-        x, eta = self.scaled(x), eta_of(sampler, eta)
+        x, eta = self.scale_noise(x), choose_eta(sampler, eta)
 
-        def scaled_noise(step: int) -> Tensor:
-            return self.scaled(noise(step))
+        def draw_scaled_noise(step: int) -> Tensor:
+            return self.scale_noise(noise(step))
 
-        num_steps = max(num_calls // 2, 1) if sampler == "heun" else steps_of(sampler, num_calls)
+        num_steps = max(num_calls // 2, 1) if sampler == "heun" else count_solver_steps(sampler, num_calls)
         if sampler in ("sde", "sde-heun"):
             if sampler == "sde-heun":  # A last step to the data, or of another kind, is one call.
                 num_steps = num_calls // 2 if self.last == "none" and self.t_last else (num_calls - 1) // 2 + 1
                 num_steps = max(num_steps, 1)
             first = _BEGIN if self.coefficient == "sbdm" and self.interpolant.path != "vp" else 1.0
-            grid = self.grid(num_steps, x, spacing, first, 0.0 if self.last == "none" else self.last_size)
-            return self.stochastic(network, x, grid, scaled_noise, eta, progress, sampler)
-        grid = self.grid(num_steps, x, spacing)
+            grid = self.make_time_grid(num_steps, x, spacing, first, 0.0 if self.last == "none" else self.last_size)
+            return self.integrate_sde(network, x, grid, draw_scaled_noise, eta, progress, sampler)
+        grid = self.make_time_grid(num_steps, x, spacing)
         if sampler in ("euler", "heun"):
-            return self.integrate(network, x, grid, sampler, progress)
+            return self.integrate_ode(network, x, grid, sampler, progress)
         denoise = _Denoiser(self, network)
-        levels = [*map(denoise.level, grid[:-1].tolist()), Level.data()]
-        return solve_levels(sampler, denoise, levels, x, scaled_noise, eta, progress)
+        levels = [*map(denoise.make_level, grid[:-1].tolist()), Level.make_data_level()]
+        return solve_levels(sampler, denoise, levels, x, draw_scaled_noise, eta, progress)
 
     def invert(
         self,
@@ -167,38 +168,42 @@ class FlowMatching:
         spacing: str | None = None,
         eta: float | None = None,
     ) -> Tensor:
-        """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError for no method
-        of the plain ODE.
+        """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError if the sampler
+        is not one of the plain ODE.
         """
-        eta_of(sampler, eta)
+        choose_eta(sampler, eta)
         if sampler not in ("euler", "heun"):
             raise ConfigError(f"sampler={sampler} cannot be inverted: take --sampler euler or heun")
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else num_calls
-        x = self.integrate(network, x_start, self.grid(num_steps, x_start, spacing).flip(0), sampler)
+        x = self.integrate_ode(network, x_start, self.make_time_grid(num_steps, x_start, spacing).flip(0), sampler)
         return x / self.noise_scale
 
     @torch.no_grad()
-    def integrate(self, network: Network, x: Tensor, grid: Tensor, method: str, progress: Progress = iter) -> Tensor:
-        """Carries x along times `grid` (n + 1,), from noise or from data, by euler (n calls) or heun (2 n calls)."""
+    def integrate_ode(
+        self, network: Network, x: Tensor, grid: Tensor, method: str, progress: Progress = iter
+    ) -> Tensor:
+        """Integrates the ODE from x along times `grid` (n + 1,), in either direction, by euler (n calls) or heun (2 n
+        calls).
+        """
         times = grid.tolist()
         for step in progress(range(len(grid) - 1)):
             length = grid[step + 1] - grid[step]
-            first = self.velocity(network, x, grid[step].expand(len(x)))
+            first = self.predict_velocity(network, x, grid[step].expand(len(x)))
             # At the data other predictions say little of the velocity: the step there is Euler's.
             at_data = self.interpolant.prediction != "velocity" and not (times[step] and times[step + 1])
             if method == "euler" or at_data:
                 x = x + length * first
                 continue
-            second = self.velocity(network, x + length * first, grid[step + 1].expand(len(x)))
+            second = self.predict_velocity(network, x + length * first, grid[step + 1].expand(len(x)))
             x = x + length * (first + second) / 2
         return x
 
-    def euler(self, network: Network, x: Tensor, num_steps: int, progress: Progress = iter) -> Tensor:
-        """Returns x_start from noise x by Euler's method: num_steps calls of the network."""
-        return self.integrate(network, x, self.grid(num_steps, x), "euler", progress)
+    def sample_euler(self, network: Network, x: Tensor, num_steps: int, progress: Progress = iter) -> Tensor:
+        """Returns x_start from noise x by Euler's method with num_steps calls of the network."""
+        return self.integrate_ode(network, x, self.make_time_grid(num_steps, x), "euler", progress)
 
     @torch.no_grad()
-    def stochastic(
+    def integrate_sde(
         self,
         network: Network,
         x: Tensor,
@@ -211,8 +216,8 @@ class FlowMatching:
         """Returns x_start from noise x by Euler-Maruyama (sde, one call a step) or Heun's method after the noise
         (sde-heun, two); eta 0 is the ODE's method.
 
-        dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with w = eta times the coefficient, so that
-        w score = -eta eps for the usual one, sigma. What the last step does is a choice, see `last`.
+        dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with w = eta times the coefficient, so that w
+        score = -eta eps for the usual one, sigma. What the last step does is a choice, see `last`.
         """
         times = grid.tolist()
         for step in progress(range(len(times) - 1)):
@@ -220,33 +225,37 @@ class FlowMatching:
             length, last = here - there, self.last if step == len(times) - 2 else "none"
             at = grid[step].expand(len(x))
             if last == "tweedie":
-                return self.interpolant.convert(self.predict(network, x, at), x, at, "x")
-            rate = 0.5 * eta * self.score_rate(here) if last != "euler" else 0.0
+                return self.interpolant.convert_prediction(self.call_network(network, x, at), x, at, "x")
+            rate = 0.5 * eta * self.compute_score_rate(here) if last != "euler" else 0.0
             added = 0.0
             if rate and last == "none":
-                added = math.sqrt(2 * rate * self.interpolant.level(here)[1] * length) * noise(step)
+                added = math.sqrt(2 * rate * self.interpolant.compute_level(here)[1] * length) * noise(step)
             if method == "sde" or last != "none":
-                velocity, eps = self._directions(network, x, at)
+                velocity, eps = self._predict_velocity_and_eps(network, x, at)
                 x = x - length * velocity
                 if rate:
                     x = x - rate * length * eps + added
                 continue
             x = x + added
-            velocity, eps = self._directions(network, x, at)
+            velocity, eps = self._predict_velocity_and_eps(network, x, at)
             change = velocity + rate * eps
             if there:
-                velocity, eps = self._directions(network, x - length * change, grid[step + 1].expand(len(x)))
-                change = (change + velocity + 0.5 * eta * self.score_rate(there) * eps) / 2
+                velocity, eps = self._predict_velocity_and_eps(
+                    network, x - length * change, grid[step + 1].expand(len(x))
+                )
+                change = (change + velocity + 0.5 * eta * self.compute_score_rate(there) * eps) / 2
             x = x - length * change
         return x
 
-    def _directions(self, network: Network, x: Tensor, t: Tensor) -> list[Tensor]:
-        """Returns velocity and eps at times (B,) by one call."""
-        out = self.predict(network, x, t)
-        return [self.interpolant.convert(out, x, t, wanted) for wanted in ("velocity", "eps")]
+    def _predict_velocity_and_eps(self, network: Network, x: Tensor, t: Tensor) -> list[Tensor]:
+        """Returns velocity and eps at times (B,), from one call of the network."""
+        out = self.call_network(network, x, t)
+        return [self.interpolant.convert_prediction(out, x, t, wanted) for wanted in ("velocity", "eps")]
 
-    def score_rate(self, t: float) -> float:
-        """Returns the SDE's coefficient over sigma: times eps it is minus the coefficient's product with the score."""
+    def compute_score_rate(self, t: float) -> float:
+        """Returns the SDE's coefficient over sigma at time t; times eps it is minus the product of coefficient and
+        score.
+        """
         alpha, sigma, alpha_slope, sigma_slope = PATHS[self.interpolant.path](torch.tensor(t, dtype=torch.float64))
         if self.coefficient == "sbdm":
             return float(sigma_slope - sigma * alpha_slope / alpha)
@@ -261,7 +270,7 @@ class FlowMatching:
 
 
 def check_spacing(spacing: str | None) -> None:
-    """Raises ConfigError for no spacing of a flow's times."""
+    """Raises ConfigError if a flow has no spacing of times of that name."""
     if spacing not in (None, *SPACINGS):
         raise ConfigError(
             f"spacing={spacing}: a flow's times are spaced by {' or '.join(SPACINGS)}, which begin with "
@@ -270,17 +279,17 @@ def check_spacing(spacing: str | None) -> None:
 
 
 class _Denoiser:
-    """The network of a flow as solvers call it. It knows every noise level."""
+    """Adapts a flow's network to the interface of solvers.Denoiser. It knows every noise level."""
 
     def __init__(self, flow: FlowMatching, network: Network) -> None:
         self.flow, self.network = flow, network
 
-    def level(self, t: float) -> Level:
-        return Level(*self.flow.interpolant.level(t), t)
+    def make_level(self, t: float) -> Level:
+        return Level(*self.flow.interpolant.compute_level(t), t)
 
-    def nearest(self, s: float) -> Level:
-        return self.level(time_of_noise(self.flow.interpolant.path, s))
+    def find_nearest_level(self, s: float) -> Level:
+        return self.make_level(find_time_of_noise(self.flow.interpolant.path, s))
 
     def __call__(self, x: Tensor, level: Level) -> Tensor:
         t = x.new_full((len(x),), level.time)
-        return self.flow.interpolant.convert(self.flow.predict(self.network, x, t), x, t, "x")
+        return self.flow.interpolant.convert_prediction(self.flow.call_network(self.network, x, t), x, t, "x")

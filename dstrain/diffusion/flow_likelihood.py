@@ -25,7 +25,7 @@ _LEVEL = 2 / 255  # width of a pixel's level in [-1, 1]
 
 
 @torch.no_grad()
-def measured_bits(
+def measure_likelihood(
     flow: FlowMatching,
     network: Network,
     x_start: Tensor,
@@ -35,8 +35,8 @@ def measured_bits(
 ) -> dict[str, Tensor]:
     """Returns the terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1], in bits per dimension.
 
-    bits_per_dim, prior_bits   (B,): bits_per_dim = prior_bits - the integral of divergence over t.
-    divergence, timestep       (B, K): div v in each of the K steps from data to noise, and 1000 t in its middle, int64.
+    bits_per_dim, prior_bits   (B,): bits_per_dim = prior_bits - the integral of divergence over t. divergence, timestep
+    (B, K): div v in each of the K steps from data to noise, and 1000 t in its middle, int64.
 
     num_calls  of the network, each with one backward through it, in steps of Heun's method, two calls each; None: 100.
     key        int64 (B,): streams dequantize and probe.
@@ -44,7 +44,7 @@ def measured_bits(
     shape = tuple(x_start.shape[1:])
     x = x_start + _LEVEL * (rng.uniform(key, "dequantize", shape) - 0.5).to(x_start)
     probe = torch.where(rng.uniform(key, "probe", shape) < 0.5, -1.0, 1.0).to(x_start)
-    grid = flow.grid(max((num_calls or USUAL_CALLS) // 2, 1), x).flip(0)  # 0 to 1
+    grid = flow.make_time_grid(max((num_calls or USUAL_CALLS) // 2, 1), x).flip(0)  # 0 to 1
     divergences = []
     for step in progress(range(len(grid) - 1)):
         length = grid[step + 1] - grid[step]
@@ -53,12 +53,15 @@ def measured_bits(
         x = x + length * (first + second) / 2
         divergences.append((divergence + later) / 2)
 
-    def bits(nats):
+    def convert_to_bits(nats):
         return nats / (math.prod(shape) * math.log(2))
 
     constant = math.log(2 * math.pi) + 2 * math.log(flow.noise_scale)
     normal = 0.5 * ((x / flow.noise_scale).square() + constant).flatten(1).sum(dim=1)  # -log p(x_1)
-    prior, curve = bits(normal) - math.log2(_LEVEL), bits(torch.stack(divergences, dim=1))  # (B,), (B, K)
+    prior, curve = (
+        convert_to_bits(normal) - math.log2(_LEVEL),
+        convert_to_bits(torch.stack(divergences, dim=1)),
+    )  # (B,), (B, K)
     timestep = (500 * (grid[1:] + grid[:-1])).round().long().expand(len(x), -1)
     return {
         "bits_per_dim": prior - (curve * grid.diff()).sum(dim=1),
@@ -71,9 +74,9 @@ def measured_bits(
 def _estimate_divergence(
     flow: FlowMatching, network: Network, x: Tensor, t: Tensor, probe: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the velocity (B, ...) and its estimated divergence (B,)."""
+    """Returns the velocity (B, ...) and its divergence (B,), estimated with `probe`."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        velocity = flow.velocity(network, x, t.expand(len(x)))
+        velocity = flow.predict_velocity(network, x, t.expand(len(x)))
         (product,) = torch.autograd.grad(velocity, x, probe)
     return velocity.detach(), (product * probe).flatten(1).sum(dim=1)

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion import schedule
-from dstrain.diffusion.likelihood import discretized_log_likelihood, expm1, is_readable, mean_flat, normal_kl
+from dstrain.diffusion.likelihood import (
+    average_over_dimensions,
+    can_read_values,
+    compute_discretized_log_likelihood,
+    compute_expm1,
+    compute_normal_kl,
+)
 from dstrain.recipe import ConfigError
 
 Network = Callable[[Tensor, Tensor], Tensor]
@@ -93,12 +99,12 @@ class GaussianDiffusion:
         self._stacked: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
         self._times: dict[torch.device, Tensor] = {}
 
-    def respaced(self, spec: str | Sequence[int]) -> "GaussianDiffusion":
-        """Returns the chain over the subset `spec` of this one's timesteps (schedule.space_timesteps)."""
-        return self.over(schedule.space_timesteps(self.num_timesteps, spec))
+    def respace(self, spec: str | Sequence[int]) -> "GaussianDiffusion":
+        """Returns the chain over the subset `spec` of this one's timesteps, see schedule.space_timesteps."""
+        return self.select_timesteps(schedule.space_timesteps(self.num_timesteps, spec))
 
-    def over(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
-        """Returns the chain over these timesteps of this one, ascending."""
+    def select_timesteps(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
+        """Returns the chain over `timesteps` of this one, ascending."""
         return GaussianDiffusion(
             schedule.respace_betas(self.tables["betas"], timesteps),
             prediction=self.prediction,
@@ -110,9 +116,9 @@ class GaussianDiffusion:
             min_snr=self.min_snr,
         )
 
-    def call(self, network: Network, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns (prediction, variance values or None), float32, each of x_t's shape."""
-        out = at_boundary(network(x_t, self.times(t)))
+    def call_network(self, network: Network, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns (prediction, variance values or None) of the network, float32, each of x_t's shape."""
+        out = cast_output(network(x_t, self.scale_timesteps(t)))
         if not self.learns_variance:
             return out, None
         if out.shape[1] != 2 * x_t.shape[1]:
@@ -123,8 +129,8 @@ class GaussianDiffusion:
         prediction, values = out.chunk(2, dim=1)
         return prediction, values
 
-    def times(self, t: Tensor) -> Tensor:
-        """Returns the network's second argument: timesteps of the original chain, (B,) int64, or float32 where
+    def scale_timesteps(self, t: Tensor) -> Tensor:
+        """Returns t as the network sees it: timesteps of the original chain, (B,) int64, or float32 if they are
         rescaled.
         """
         if t.device not in self._times:
@@ -136,26 +142,26 @@ class GaussianDiffusion:
         return self._times[t.device].index_select(0, t)
 
     def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Returns x_t given x_start and eps. Equation 4 of DDPM."""
-        signal, sigma = self._at(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+        """Returns x_t from x_start and noise eps. Equation 4 of DDPM."""
+        signal, sigma = self._gather_columns(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return (signal * x_start).addcmul_(sigma, noise)
 
     def q_posterior(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean and log variance (clipped at t = 0) of q(x_{t-1} | x_t, x_start). Equation 7 of DDPM."""
-        first, second, log_variance = self._at(
+        first, second, log_variance = self._gather_columns(
             t, x_t, "posterior_mean_coef1", "posterior_mean_coef2", "posterior_log_variance_clipped"
         )
         return torch.addcmul(first * x_start, second, x_t), log_variance
 
-    def target(self, x_start: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Returns what the network should predict."""
+    def make_target(self, x_start: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """Returns what the network should predict: eps, x_start, v or previous_x."""
         if self.prediction == "eps":
             return noise
         if self.prediction == "x_start":
             return x_start
         if self.prediction == "previous_x":
             return self.q_posterior(x_start, x_t, t)[0]
-        signal, sigma = self._at(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+        signal, sigma = self._gather_columns(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return signal * noise - sigma * x_start
 
     def p_mean_variance(
@@ -165,46 +171,48 @@ class GaussianDiffusion:
 
         clip_denoised keeps the predicted x_start in [-1, 1]: for pixels, not for latents.
         """
-        prediction, values = self.call(network, x_t, t)
-        x_start = self.x_start_of(prediction, x_t, t)
+        prediction, values = self.call_network(network, x_t, t)
+        x_start = self.predict_x_start(prediction, x_t, t)
         if clip_denoised:
             x_start = x_start.clamp(-1, 1)
         mean = prediction if self.prediction == "previous_x" else self.q_posterior(x_start, x_t, t)[0]
-        return mean, self._log_variance(values, x_t, t), x_start
+        return mean, self._compute_log_variance(values, x_t, t), x_start
 
-    def x_start_of(self, prediction: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the x_start that follows from a prediction at x_t."""
+    def predict_x_start(self, prediction: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """Returns the x_start that a prediction at x_t implies."""
         if self.prediction == "x_start":
             return prediction
         if self.prediction == "eps":
-            of_x_t, of_prediction = self._at(t, x_t, "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod")
+            of_x_t, of_prediction = self._gather_columns(
+                t, x_t, "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod"
+            )
         elif self.prediction == "v":
-            of_x_t, of_prediction = self._at(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+            of_x_t, of_prediction = self._gather_columns(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         else:  # the posterior mean, solved for x_start
-            first, second = self._at(t, x_t, "posterior_mean_coef1", "posterior_mean_coef2")
+            first, second = self._gather_columns(t, x_t, "posterior_mean_coef1", "posterior_mean_coef2")
             return (prediction - second * x_t) / first
         return of_x_t * x_t - of_prediction * prediction
 
-    def eps_of(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the eps that leads from x_start to x_t; also defined where x_t is noise alone."""
-        signal, sigma = self._at(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+    def predict_eps(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """Returns the eps that leads from x_start to x_t; also defined if x_t is pure noise."""
+        signal, sigma = self._gather_columns(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return (x_t - signal * x_start) / sigma
 
-    def noise_of(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns sigma / alpha of x_t, (B, 1, ...), at times (B,) as the network sees them; of whole chains, not
-        respaced.
+    def compute_noise_ratio(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """Returns sigma / alpha (B, 1, ...) at times (B,) as the network sees them; for whole chains, not respaced
+        ones.
         """
         if self.rescale_timesteps:
             t = (t * (self.original_steps / 1000)).round().long()
-        return self._at(t, x_t, "sqrt_recipm1_alphas_cumprod")[0]
+        return self._gather_columns(t, x_t, "sqrt_recipm1_alphas_cumprod")[0]
 
-    def _log_variance(self, values: Tensor | None, x_t: Tensor, t: Tensor) -> Tensor:
+    def _compute_log_variance(self, values: Tensor | None, x_t: Tensor, t: Tensor) -> Tensor:
         if self.variance == "learned":
             return values
         if self.variance == "learned_range":  # Equation 15 of IDDPM, about the middle of the range
-            middle, half = self._at(t, x_t, "range_middle", "range_half")
+            middle, half = self._gather_columns(t, x_t, "range_middle", "range_half")
             return (half * values).add_(middle)
-        return self._at(t, x_t, "fixed_log_variance")[0]
+        return self._gather_columns(t, x_t, "fixed_log_variance")[0]
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Returns per-sample terms (B,): loss (with gradient), mse, and vb in bits where the bound is computed.
@@ -213,29 +221,29 @@ class GaussianDiffusion:
         serves mse and bound alike. The predicted x_start is not formed: in float32 its difference would cancel.
         """
         x_t = self.q_sample(x_start, t, noise)
-        prediction, values = self.call(network, x_t, t)
-        error = prediction - self.target(x_start, x_t, t, noise)
+        prediction, values = self.call_network(network, x_t, t)
+        error = prediction - self.make_target(x_start, x_t, t, noise)
         squares = error.square()
-        mse = mean_flat(squares)
+        mse = average_over_dimensions(squares)
         if self.loss in ("kl", "rescaled_kl"):
-            vb = self._bound(error, squares, mse, values, x_start, t)
+            vb = self._compute_bound_term(error, squares, mse, values, x_start, t)
             loss = vb * self.num_timesteps if self.loss == "rescaled_kl" else vb
             return {"loss": loss, "mse": mse.detach(), "vb": vb.detach()}
         weighted = mse
         if self.min_snr is not None:
-            weighted = self._at(t, x_start, "mse_weight")[0].flatten() * mse
+            weighted = self._gather_columns(t, x_start, "mse_weight")[0].flatten() * mse
         if not self.learns_variance:
             return {"loss": weighted, "mse": mse.detach()}
         # The bound trains the variance only: the mean gets no gradient from it.
-        vb = self._bound(error.detach(), squares.detach(), mse.detach(), values, x_start, t)
+        vb = self._compute_bound_term(error.detach(), squares.detach(), mse.detach(), values, x_start, t)
         if self.loss == "rescaled_mse":
             vb = vb * (self.num_timesteps / 1000.0)
         return {"loss": weighted + vb, "mse": mse.detach(), "vb": vb.detach()}
 
-    def _bound(
+    def _compute_bound_term(
         self, error: Tensor, squares: Tensor, mse: Tensor, values: Tensor | None, x_start: Tensor, t: Tensor
     ) -> Tensor:
-        """Returns one term of the variational bound, in bits per dimension (B,): the KL, at t = 0 the decoder's NLL.
+        """Returns the variational bound's term at t, in bits per dimension (B,): the KL, at t = 0 the decoder's NLL.
 
         With u = log variance - log posterior variance and G = gain^2 / posterior variance,
 
@@ -243,39 +251,45 @@ class GaussianDiffusion:
 
         where nothing cancels for small u. In the difference of two log variances it would.
         """
-        share = self._at(t, x_start, "mean_gain_share")[0]
-        ratio = self._log_ratio(values, x_start, t)  # -u
-        rest = torch.addcmul(ratio, expm1(ratio), torch.mul(share, squares).add_(1), value=-1)
-        kl = 0.5 * (share.flatten() * mse - mean_flat(rest))
-        if is_readable(t):  # the costly NLL only for samples at t = 0
+        share = self._gather_columns(t, x_start, "mean_gain_share")[0]
+        ratio = self._compute_log_ratio(values, x_start, t)  # -u
+        rest = torch.addcmul(ratio, compute_expm1(ratio), torch.mul(share, squares).add_(1), value=-1)
+        kl = 0.5 * (share.flatten() * mse - average_over_dimensions(rest))
+        if can_read_values(t):  # the costly NLL only for samples at t = 0
             if not t.all():
                 first = (t == 0).nonzero().flatten()
-                nll = self._decoder_bound(error[first], ratio[first], x_start[first], t[first])
+                nll = self._compute_decoder_nll(error[first], ratio[first], x_start[first], t[first])
                 kl = kl.index_copy(0, first, nll)
         else:  # both for all samples: reading t would wait for the device
-            kl = torch.where(t == 0, self._decoder_bound(error, ratio, x_start, t), kl)
+            kl = torch.where(t == 0, self._compute_decoder_nll(error, ratio, x_start, t), kl)
         return kl * (1 / math.log(2.0))
 
-    def _decoder_bound(self, error: Tensor, ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
-        """Returns the decoder's NLL in nats (B,). It is for t = 0, where the posterior's mean is x_start."""
-        gain, log_variance = self._at(t, x_start, "mean_gain", "posterior_log_variance_clipped")
+    def _compute_decoder_nll(self, error: Tensor, ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
+        """Returns the decoder's NLL in nats (B,), the bound's term at t = 0, where the posterior's mean is x_start."""
+        gain, log_variance = self._gather_columns(t, x_start, "mean_gain", "posterior_log_variance_clipped")
         log_variance = log_variance - ratio
-        return mean_flat(-discretized_log_likelihood(x_start, x_start + gain * error, 0.5 * log_variance))
+        return average_over_dimensions(
+            -compute_discretized_log_likelihood(x_start, x_start + gain * error, 0.5 * log_variance)
+        )
 
-    def _log_ratio(self, values: Tensor | None, x: Tensor, t: Tensor) -> Tensor:
-        """Returns the log of (posterior variance / p's), broadcastable to x."""
+    def _compute_log_ratio(self, values: Tensor | None, x: Tensor, t: Tensor) -> Tensor:
+        """Returns log(posterior variance / variance of p), broadcastable to x."""
         if self.variance == "learned_range":
-            return (values + 1) * -self._at(t, x, "range_half")[0]
-        return self._at(t, x, "posterior_log_variance_clipped")[0] - self._log_variance(values, x, t)
+            return (values + 1) * -self._gather_columns(t, x, "range_half")[0]
+        return self._gather_columns(t, x, "posterior_log_variance_clipped")[0] - self._compute_log_variance(
+            values, x, t
+        )
 
-    def prior_bits(self, x_start: Tensor) -> Tensor:
+    def compute_prior_bits(self, x_start: Tensor) -> Tensor:
         """Returns the KL of q(x_T | x_start) from N(0, I), bits per dimension (B,)."""
         last = torch.full((len(x_start),), self.num_timesteps - 1, device=x_start.device)
-        signal, log_variance = self._at(last, x_start, "sqrt_alphas_cumprod", "log_one_minus_alphas_cumprod")
-        return mean_flat(normal_kl(signal * x_start, log_variance, 0.0, 0.0)) / math.log(2.0)
+        signal, log_variance = self._gather_columns(
+            last, x_start, "sqrt_alphas_cumprod", "log_one_minus_alphas_cumprod"
+        )
+        return average_over_dimensions(compute_normal_kl(signal * x_start, log_variance, 0.0, 0.0)) / math.log(2.0)
 
     @torch.no_grad()
-    def bits_per_dim(
+    def compute_bits_per_dim(
         self, network: Network, x_start: Tensor, noise: Noise, clip_denoised: bool = True, progress: Progress = iter
     ) -> dict[str, Tensor]:
         """Returns the whole variational bound: total, prior (B,) in bits/dim; vb (bits), mse, x_start_mse (B, T).
@@ -289,18 +303,18 @@ class GaussianDiffusion:
             x_t = self.q_sample(x_start, t, eps)
             mean, log_variance, predicted = self.p_mean_variance(network, x_t, t, clip_denoised)
             if step == 0:
-                bound = -discretized_log_likelihood(x_start, mean, 0.5 * log_variance)
+                bound = -compute_discretized_log_likelihood(x_start, mean, 0.5 * log_variance)
             else:
-                bound = normal_kl(*self.q_posterior(x_start, x_t, t), mean, log_variance)
-            columns["vb"].append(mean_flat(bound) / math.log(2.0))
-            columns["mse"].append(mean_flat((self.eps_of(predicted, x_t, t) - eps).square()))
-            columns["x_start_mse"].append(mean_flat((predicted - x_start).square()))
+                bound = compute_normal_kl(*self.q_posterior(x_start, x_t, t), mean, log_variance)
+            columns["vb"].append(average_over_dimensions(bound) / math.log(2.0))
+            columns["mse"].append(average_over_dimensions((self.predict_eps(predicted, x_t, t) - eps).square()))
+            columns["x_start_mse"].append(average_over_dimensions((predicted - x_start).square()))
         terms = {name: torch.stack(column, dim=1) for name, column in columns.items()}
-        prior = self.prior_bits(x_start)
+        prior = self.compute_prior_bits(x_start)
         return {"total": terms["vb"].sum(dim=1) + prior, "prior": prior, **terms}
 
-    def _at(self, t: Tensor, x: Tensor, *names: str) -> list[Tensor]:
-        """Columns `names` at the timesteps t, in x's precision: (B,) -> (B, 1, ...) each."""
+    def _gather_columns(self, t: Tensor, x: Tensor, *names: str) -> list[Tensor]:
+        """Returns the table's columns `names` at timesteps t, in x's precision: (B,) -> (B, 1, ...) each."""
         dtype = x.dtype if x.dtype == torch.float64 else torch.float32
         key = (x.device, dtype, x.ndim)
         if key not in self._stacked:
@@ -312,7 +326,7 @@ class GaussianDiffusion:
 
 
 def _compute_tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
-    """Returns all coefficients by name, float64 (T,)."""
+    """Computes all coefficients by name, float64 (T,)."""
     one = torch.ones(1, dtype=torch.float64)
     alphas_cumprod = torch.cumprod(1 - betas, dim=0)
     previous = torch.cat((one, alphas_cumprod[:-1]))
@@ -349,6 +363,6 @@ def _compute_tables(betas: Tensor, prediction: str, variance: str) -> dict[str, 
     }
 
 
-def at_boundary(out: Tensor) -> Tensor:
-    """Brings a network's output to the precision of losses and samplers: float32; float64 stays."""
+def cast_output(out: Tensor) -> Tensor:
+    """Casts a network's output to float32, the precision of losses and samplers; float64 stays."""
     return out if out.dtype == torch.float64 else out.float()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dstrain.diffusion.likelihood import mean_flat
+from dstrain.diffusion.likelihood import average_over_dimensions
 
 Coefficients = tuple[Tensor, Tensor, Tensor, Tensor]  # alpha, sigma and their derivatives, (B, 1, ...) or scalars
 PREDICTIONS = ("velocity", "x", "eps", "score")
@@ -23,20 +23,22 @@ LOSSES = ("velocity", "x", "eps", "likelihood")
 _VP_LOW, _VP_HIGH = 0.1, 20.0  # betas at both ends
 
 
-def linear_path(t: Tensor) -> Coefficients:
+def compute_linear_path(t: Tensor) -> Coefficients:
     one = torch.ones_like(t)
     return 1 - t, t, -one, one
 
 
-def gvp_path(t: Tensor) -> Coefficients:
-    """Returns a path of constant variance: alpha and sigma are cosine and sine."""
+def compute_gvp_path(t: Tensor) -> Coefficients:
+    """Returns alpha, sigma and their derivatives of the path of constant variance: cosine and sine."""
     angle = math.pi / 2 * t
     alpha, sigma = angle.cos(), angle.sin()
     return alpha, sigma, -math.pi / 2 * sigma, math.pi / 2 * alpha
 
 
-def vp_path(t: Tensor) -> Coefficients:
-    """Returns the path of DDPM's linear betas, 0.1 to 20, in continuous time (Song et al. 2020, VP-SDE)."""
+def compute_vp_path(t: Tensor) -> Coefficients:
+    """Returns alpha, sigma and their derivatives of the path of DDPM's linear betas, 0.1 to 20, in continuous time
+    (Song et al. 2020, VP-SDE).
+    """
     half_log = -(t.square()) * (_VP_HIGH - _VP_LOW) / 4 - t * _VP_LOW / 2
     slope = -t * (_VP_HIGH - _VP_LOW) / 2 - _VP_LOW / 2
     alpha = half_log.exp()
@@ -44,11 +46,15 @@ def vp_path(t: Tensor) -> Coefficients:
     return alpha, sigma, slope * alpha, -slope * alpha.square() / sigma
 
 
-PATHS: dict[str, Callable[[Tensor], Coefficients]] = {"linear": linear_path, "gvp": gvp_path, "vp": vp_path}
+PATHS: dict[str, Callable[[Tensor], Coefficients]] = {
+    "linear": compute_linear_path,
+    "gvp": compute_gvp_path,
+    "vp": compute_vp_path,
+}
 
 
-def time_of_noise(path: str, noise: float) -> float:
-    """Returns the time at which sigma / alpha of a path is `noise`."""
+def find_time_of_noise(path: str, noise: float) -> float:
+    """Returns the time at which sigma / alpha of a path equals `noise`."""
     if path == "linear":
         return noise / (1 + noise)
     if path == "gvp":
@@ -80,37 +86,37 @@ class Interpolant:
         self._space = {"score": "eps"}.get(prediction, prediction)  # a score is taken as the noise that it stands for
         self.loss = loss or self._space
 
-    def coefficients(self, t: Tensor, like: Tensor) -> Coefficients:
-        """Returns alpha, sigma and their derivatives at t (B,), to multiply tensors such as `like` (B, ...)."""
+    def compute_coefficients(self, t: Tensor, like: Tensor) -> Coefficients:
+        """Returns alpha, sigma and their derivatives at t (B,), broadcastable to tensors such as `like` (B, ...)."""
         return PATHS[self.path](t.to(like.dtype).view(-1, *(1,) * (like.ndim - 1)))
 
-    def level(self, t: float) -> tuple[float, float]:
-        """Returns alpha and sigma at a time."""
+    def compute_level(self, t: float) -> tuple[float, float]:
+        """Returns alpha and sigma at a time, a Python number."""
         alpha, sigma, _, _ = PATHS[self.path](torch.tensor(t, dtype=torch.float64))
         return float(alpha), float(sigma)
 
-    def mix(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Returns x_t for times (B,)."""
+    def mix_noise(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """Returns x_t = alpha x_start + sigma noise at times (B,)."""
         if self.path == "linear":
             return torch.lerp(x_start, noise, t.to(x_start.dtype).view(-1, *(1,) * (x_start.ndim - 1)))
-        alpha, sigma, _, _ = self.coefficients(t, x_start)
+        alpha, sigma, _, _ = self.compute_coefficients(t, x_start)
         return alpha * x_start + sigma * noise
 
-    def convert(self, out: Tensor, x_t: Tensor, t: Tensor, wanted: str) -> Tensor:
-        """Returns what a prediction means as velocity, x, eps or score, at times (B,)."""
+    def convert_prediction(self, out: Tensor, x_t: Tensor, t: Tensor, wanted: str) -> Tensor:
+        """Converts a network's prediction at times (B,) to velocity, x, eps or score."""
         if wanted == self.prediction:
             return out
-        coefficients = self.coefficients(self._inside(t), out)
+        coefficients = self.compute_coefficients(self._clamp_times(t), out)
         if self.prediction == "score":  # it is infinite at the data, and the noise that it stands for is not
             out = -coefficients[1] * out
         if wanted == self._space:
             return out
-        of_x_t, of_out = self._weights(coefficients, wanted)
+        of_x_t, of_out = self._compute_weights(coefficients, wanted)
         return of_x_t * x_t + of_out * out
 
-    def losses(self, out: Tensor, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Returns mean squared errors (B,) of predictions (B, C, ...) in the space of the loss."""
-        coefficients = self.coefficients(self._inside(t), out)
+    def compute_losses(self, out: Tensor, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """Returns the mean squared error (B,) of predictions (B, C, ...) in the space of the loss."""
+        coefficients = self.compute_coefficients(self._clamp_times(t), out)
         alpha, sigma, alpha_slope, sigma_slope = coefficients
         if self.prediction == "velocity":
             target = noise - x_start if self.path == "linear" else alpha_slope * x_start + sigma_slope * noise
@@ -121,16 +127,16 @@ class Interpolant:
         error = out - target
         wanted = "eps" if self.loss == "likelihood" else self.loss
         if wanted != self._space:
-            error = self._weights(coefficients, wanted)[1] * error
-        losses = mean_flat(error.square())
+            error = self._compute_weights(coefficients, wanted)[1] * error
+        losses = average_over_dimensions(error.square())
         if self.loss == "likelihood":
             losses = losses * ((sigma_slope - sigma * alpha_slope / alpha) / sigma).flatten()
         if self.cosine:
-            losses = losses + self.cosine * mean_flat(1 - torch.cosine_similarity(out, target, dim=1))
+            losses = losses + self.cosine * average_over_dimensions(1 - torch.cosine_similarity(out, target, dim=1))
         return losses
 
-    def _inside(self, t: Tensor) -> Tensor:
-        """Returns times as far from an end as t_min, if conversions divide by 0 there: by alpha for a network that
+    def _clamp_times(self, t: Tensor) -> Tensor:
+        """Clamps times to at least t_min from the ends at which conversions divide by 0: by alpha for a network that
         gives noise, by sigma for one that gives x, and by sigma for the slope of sigma on the path vp; by both for the
         weight of a likelihood.
         """
@@ -139,8 +145,8 @@ class Interpolant:
         high = 1 - self.t_min if self.prediction in ("eps", "score") or likelihood else 1.0
         return t.clamp(low, high) if self.t_min else t
 
-    def _weights(self, coefficients: Coefficients, wanted: str) -> tuple[Tensor, Tensor]:
-        """Returns by what x_t and a prediction are multiplied, so that their sum is what is wanted."""
+    def _compute_weights(self, coefficients: Coefficients, wanted: str) -> tuple[Tensor, Tensor]:
+        """Returns the factors of x_t and of the prediction whose weighted sum is `wanted`."""
         alpha, sigma, alpha_slope, sigma_slope = coefficients
         zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
         of_x_and_eps = {

@@ -1,6 +1,6 @@
 """Terms of the variational bound: divergence of two Gaussians, and the likelihood of 8-bit data under one.
 
-Elementwise and in nats; mean_flat averages over dimensions. Source: Ho et al. 2020 (DDPM), section 3.3, appendix A.
+Elementwise and in nats. Source: Ho et al. 2020 (DDPM), section 3.3, appendix A.
 """
 
 import math
@@ -11,47 +11,51 @@ import torch
 from torch import Tensor
 
 
-def mean_flat(x: Tensor) -> Tensor:
-    """Averages over all but the batch: (B, ...) -> (B,)."""
+def average_over_dimensions(x: Tensor) -> Tensor:
+    """Averages over all axes but the batch: (B, ...) -> (B,)."""
     return x.flatten(1).mean(dim=1)
 
 
-def normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor | float, log_variance2: Tensor | float) -> Tensor:
+def compute_normal_kl(
+    mean1: Tensor, log_variance1: Tensor, mean2: Tensor | float, log_variance2: Tensor | float
+) -> Tensor:
     """Returns KL(N(mean1, e^log_variance1) || N(mean2, e^log_variance2)) in nats, elementwise."""
     log_variance2 = torch.as_tensor(log_variance2, dtype=mean1.dtype, device=mean1.device)
     difference = log_variance1 - log_variance2
     return 0.5 * (-1.0 - difference + difference.exp() + (mean1 - mean2).square() * torch.exp(-log_variance2))
 
 
-def discretized_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Returns the log probability (nats) of x in [-1, 1] as one of 256 levels under a Gaussian; the end levels take the
+def compute_discretized_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
+    """Returns the log probability (nats) of x in [-1, 1], one of 256 levels, under a Gaussian; the end levels take the
     tails.
 
     DDPM, Equation 13, with the tanh approximation of the normal CDF that published bits/dim were computed with.
     """
     centered, inverse = x - mean, torch.exp(-log_scale)
-    above = _normal_cdf(inverse * (centered + 1 / 255))
-    below = _normal_cdf(inverse * (centered - 1 / 255))
+    above = _compute_normal_cdf(inverse * (centered + 1 / 255))
+    below = _compute_normal_cdf(inverse * (centered - 1 / 255))
     probability = torch.where(x < -0.999, above, torch.where(x > 0.999, 1 - below, above - below))
     return probability.clamp(min=1e-12).log()
 
 
-def _normal_cdf(x: Tensor) -> Tensor:
+def _compute_normal_cdf(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-def expm1(x: Tensor) -> Tensor:
+def compute_expm1(x: Tensor) -> Tensor:
     """Returns e^x - 1 without cancellation, elementwise."""
-    return _HostExpm1.apply(x) if is_readable(x) else torch.expm1(x)
+    return _HostExpm1.apply(x) if can_read_values(x) else torch.expm1(x)
 
 
-def is_readable(x: Tensor) -> bool:
-    """Returns whether the host can read values now: they lie on the CPU, and no graph is being compiled."""
+def can_read_values(x: Tensor) -> bool:
+    """Returns whether the host can read values now: x lies on the CPU, and no graph is being compiled."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class _HostExpm1(torch.autograd.Function):
-    """By numpy. On a CPU with AVX-512 torch's takes 3 times as long, in some runs 50 times: most of a loss's time."""
+    """Computes e^x - 1 by numpy. On a CPU with AVX-512 torch takes 3 times as long, in some runs 50 times: most of a
+    loss's time.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.diffusion import bound, flow, flow_likelihood, samplers
-from dstrain.diffusion.densities import DENSITIES, shift_of_dimension, stratify
+from dstrain.diffusion.densities import DENSITIES, compute_dimension_shift, stratify_uniforms
 from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress
 from dstrain.diffusion.interpolant import LOSSES, PATHS, PREDICTIONS
-from dstrain.diffusion.published import even_steps, scheduler_arguments
-from dstrain.diffusion.solvers import steps_of
+from dstrain.diffusion.published import choose_even_steps, make_scheduler_arguments
+from dstrain.diffusion.solvers import count_solver_steps
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.recipe import MAY_CHANGE, ConfigError, Section
 
@@ -28,12 +28,11 @@ Terms = dict[str, Tensor]
 
 
 class _Process:
-    """What both kinds have in common.
+    """Declares what both kinds of process have in common.
 
-    samplers     their names, the usual one last.
-    scheduler    the class of diffusers that draws; in `card_steps` steps it draws what `draw_plain` does.
-    diffusion    the GaussianDiffusion of a chain.
-    strata       training times of so many samples in a row lie in as many equal parts; 0: each is drawn alone.
+    samplers     their names, the usual one last. scheduler    the class of diffusers that draws; in `card_steps` steps
+    it draws what `draw_as_diffusers` does. diffusion    the GaussianDiffusion of a chain. strata       training times
+    of so many samples in a row lie in as many equal parts; 0: each is drawn alone.
     """
 
     samplers: ClassVar[tuple[str, ...]]
@@ -43,22 +42,22 @@ class _Process:
     strata: int = 0
 
     def draw_losses(self: "Process", network: Network, example: Mapping[str, Tensor], t: Tensor | None = None) -> Terms:
-        """Returns `losses` under noise of the samples' keys, at times t (B,), None: at theirs, too: streams noise and
-        timestep.
+        """Returns `compute_losses` at times t (B,) and noise drawn from the samples' keys, streams noise and timestep.
+        t None draws the times, too.
         """
         key, x_start = example["key"], example["x_start"]
         if t is None:
             uniforms = rng.uniform(key, "timestep")
             if self.strata and "position" in example:
-                uniforms = stratify(uniforms, example["position"], example.get("step"), self.strata)
-            t = self.times(uniforms)
-        return self.losses(network, x_start, t, rng.normal(key, "noise", tuple(x_start.shape[1:])))
+                uniforms = stratify_uniforms(uniforms, example["position"], example.get("step"), self.strata)
+            t = self.draw_times(uniforms)
+        return self.compute_losses(network, x_start, t, rng.normal(key, "noise", tuple(x_start.shape[1:])))
 
 
 class ChainProcess(_Process):
     """A chain of discrete-time diffusion.
 
-    schedule    name of its betas, for `scheduler_arguments`.
+    schedule    name of its betas, for `make_scheduler_arguments`.
     clip        whether the predicted x_start is kept in [-1, 1]: for pixels, not for latents.
     respacing   timesteps of samples and bits where as many are asked for; "" for none, see schedule.space_timesteps.
     """
@@ -69,27 +68,27 @@ class ChainProcess(_Process):
     def __init__(self, diffusion: GaussianDiffusion, schedule: str, clip: bool, respacing: str = "") -> None:
         self.diffusion, self.schedule, self.clip = diffusion, schedule, clip
         self.uniform = UniformSampler(diffusion.num_timesteps)
-        self.respaced = diffusion.respaced(respacing) if respacing else diffusion
-        self.card_steps = even_steps(diffusion.num_timesteps)
+        self.respaced = diffusion.respace(respacing) if respacing else diffusion
+        self.card_steps = choose_even_steps(diffusion.num_timesteps)
 
-    def times(self, uniforms: Tensor) -> Tensor:
+    def draw_times(self, uniforms: Tensor) -> Tensor:
         """Returns training times (B,) by the inverse of their distribution at uniform numbers (B,) in [0, 1)."""
         return self.uniform.sample(uniforms)[0]
 
-    def losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
-        """Returns terms (B,): loss (with gradient), others of the process, and the quartile of the time."""
+    def compute_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
+        """Returns per-sample terms (B,): loss (with gradient), others of the process, and the quartile of the time."""
         terms = self.diffusion.training_losses(network, x_start, t, noise)
         return terms | {"quartile": 4 * t // self.diffusion.num_timesteps}
 
-    def timesteps(self, sampler: str, num_calls: int, spacing: str | None) -> list[int]:
-        """Returns the timesteps of a chain of `num_calls` calls of the network.
+    def choose_timesteps(self, sampler: str, num_calls: int, spacing: str | None) -> list[int]:
+        """Returns the timesteps of a sampler with `num_calls` calls of the network, ascending.
 
         They are those of the recipe's respacing if it keeps so many; else they follow `spacing`, or lie evenly.
         """
         is_respaced = self.respaced is not self.diffusion and spacing is None
-        if is_respaced and self.respaced.num_timesteps == steps_of(sampler, num_calls):
+        if is_respaced and self.respaced.num_timesteps == count_solver_steps(sampler, num_calls):
             return self.respaced.timestep_map
-        return samplers.timesteps_of(self.diffusion, sampler, num_calls, spacing)
+        return samplers.choose_timesteps(self.diffusion, sampler, num_calls, spacing)
 
     def sample(
         self,
@@ -101,8 +100,8 @@ class ChainProcess(_Process):
         spacing: str | None = None,
         eta: float | None = None,
     ) -> Tensor:
-        """Returns x_start from noise x by the sampler of that name, with at most `num_calls` calls of the network."""
-        timesteps = self.timesteps(sampler, num_calls, spacing)
+        """Returns x_start from noise x by the named sampler, with at most `num_calls` calls of the network."""
+        timesteps = self.choose_timesteps(sampler, num_calls, spacing)
         return samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, eta, self.clip)
 
     def invert(
@@ -115,37 +114,39 @@ class ChainProcess(_Process):
         eta: float | None = None,
     ) -> Tensor:
         """Returns the noise that `sample` maps to about x_start. Raises ConfigError for samplers that draw noise."""
-        timesteps = self.timesteps(sampler, num_calls, spacing)
+        timesteps = self.choose_timesteps(sampler, num_calls, spacing)
         return samplers.invert_chain(self.diffusion, network, x_start, sampler, timesteps, eta)
 
-    def draw_plain(self, network: Network, x: Tensor) -> Tensor:
-        """Returns x_start from noise x as diffusers' scheduler finds it in `card_steps` steps."""
-        return samplers.ddim(self.diffusion.respaced(f"ddim{self.card_steps}"), network, x, clip_denoised=self.clip)
+    def draw_as_diffusers(self, network: Network, x: Tensor) -> Tensor:
+        """Returns x_start from noise x as diffusers' scheduler computes it in `card_steps` steps."""
+        return samplers.sample_ddim(
+            self.diffusion.respace(f"ddim{self.card_steps}"), network, x, clip_denoised=self.clip
+        )
 
-    def noise_of(self, x_t: Tensor, scaled: Tensor) -> Tensor:
-        """Returns sigma / alpha of x_t, (B, 1, ...), at times (B,) as the network sees them."""
-        return self.diffusion.noise_of(x_t, scaled)
+    def compute_noise_ratio(self, x_t: Tensor, scaled: Tensor) -> Tensor:
+        """Returns sigma / alpha (B, 1, ...) at times (B,) as the network sees them."""
+        return self.diffusion.compute_noise_ratio(x_t, scaled)
 
     def spread_times(self, count: int, device: torch.device) -> Tensor:
-        """Returns times from data to noise as the network sees them: (count,)."""
+        """Returns `count` times from data to noise as the network sees them."""
         return torch.linspace(0, self.diffusion.num_timesteps - 1, count, device=device).long()
 
     def check_spacing(self, spacing: str | None) -> None:
-        """Raises ConfigError for a spacing of another process; `timesteps` refuses unknown ones."""
+        """Raises ConfigError if the spacing is of another process; `choose_timesteps` refuses unknown ones."""
 
-    def measured_bits(
+    def measure_bits(
         self, network: Network, x_start: Tensor, key: Tensor, num_calls: int | None = None, progress: Progress = iter
     ) -> Terms:
         """Returns the terms of System.measure for pixels in [-1, 1], in bits per dimension."""
         chain = self.respaced if num_calls is None else self.diffusion
-        return bound.measured_bits(chain, network, x_start, key, num_calls, progress)
+        return bound.measure_bound(chain, network, x_start, key, num_calls, progress)
 
-    def scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
+    def make_scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
         """Returns the keyword arguments of diffusers' scheduler. Raises ConfigError for what it cannot express.
 
         velocities: the exported network gives velocities, whatever the trained one predicts; of flows alone.
         """
-        return scheduler_arguments(self.diffusion, self.schedule, self.clip)
+        return make_scheduler_arguments(self.diffusion, self.schedule, self.clip)
 
 
 class FlowProcess(FlowMatching, _Process):
@@ -159,25 +160,25 @@ class FlowProcess(FlowMatching, _Process):
         super().__init__(**arguments)
         self.strata = strata
 
-    def losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
+    def compute_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
         terms = self.training_losses(network, x_start, t, noise)
         return terms | {"quartile": (4 * t).long().clamp(max=3)}
 
-    def draw_plain(self, network: Network, x: Tensor) -> Tensor:
-        return self.euler(network, x, self.card_steps)
+    def draw_as_diffusers(self, network: Network, x: Tensor) -> Tensor:
+        return self.sample_euler(network, x, self.card_steps)
 
     def spread_times(self, count: int, device: torch.device) -> Tensor:
         return torch.linspace(0, self.time_scale, count, device=device)
 
-    def measured_bits(
+    def measure_bits(
         self, network: Network, x_start: Tensor, key: Tensor, num_calls: int | None = None, progress: Progress = iter
     ) -> Terms:
-        return flow_likelihood.measured_bits(self, network, x_start, key, num_calls, progress)
+        return flow_likelihood.measure_likelihood(self, network, x_start, key, num_calls, progress)
 
     def check_spacing(self, spacing: str | None) -> None:
         flow.check_spacing(spacing)
 
-    def scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
+    def make_scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
         path = self.interpolant
         for name, found, known in (
             ("path", "linear" if velocities else path.path, "linear"),
@@ -247,7 +248,7 @@ class Flow(Section):
     """Read by the samplers sde and sde-heun."""
 
     @model_validator(mode="after")
-    def _check(self) -> "Flow":
+    def _check_agreement(self) -> "Flow":
         if not self.t_min and (self.prediction != "velocity" or self.path == "vp" or self.loss == "likelihood"):
             raise ConfigError(
                 f"flow.t_min: 0 divides by 0 where prediction={self.prediction}, path={self.path} and loss={self.loss} "
@@ -262,8 +263,8 @@ class Flow(Section):
             )
         return self
 
-    def conflicts(self, global_batch: int) -> list[str]:
-        """Lists what does not go with a batch of so many samples."""
+    def list_batch_conflicts(self, global_batch: int) -> list[str]:
+        """Lists the problem, if any, of `strata` with a global batch of so many samples."""
         if not self.strata or global_batch % self.strata == 0:
             return []
         return [
@@ -271,8 +272,8 @@ class Flow(Section):
         ]
 
     def make_process(self, shape: tuple[int, ...]) -> FlowProcess:
-        """Returns the flow of inputs (C, H, W)."""
+        """Builds the flow for inputs (C, H, W)."""
         arguments = {**self.model_dump(exclude={"sde"}), **self.sde.model_dump()}
         if self.shift == "dimension":
-            arguments["shift"] = shift_of_dimension(math.prod(shape))
+            arguments["shift"] = compute_dimension_shift(math.prod(shape))
         return FlowProcess(**arguments)

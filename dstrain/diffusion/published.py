@@ -14,9 +14,9 @@ from dstrain.recipe import ConfigError
 PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}  # dstrain's -> diffusers'
 
 
-def scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool) -> dict[str, Any]:
-    """Returns what DDIMScheduler and DDPMScheduler both take; `schedule` names the betas, `clip` keeps x_start in [-1,
-    1].
+def make_scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool) -> dict[str, Any]:
+    """Returns the arguments that both DDIMScheduler and DDPMScheduler take. `schedule` names the betas; `clip`: clips
+    x_start.
 
     Raises ConfigError for a prediction that these schedulers do not know.
     """
@@ -35,15 +35,15 @@ def scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool)
     return common | {"trained_betas": diffusion.tables["betas"].float().tolist()}
 
 
-def add_to_index(folder: Path, **entries: Any) -> None:
-    """Writes entries into a pipeline's model_index.json."""
+def add_to_model_index(folder: Path, **entries: Any) -> None:
+    """Adds entries to a pipeline's model_index.json."""
     path = folder / "model_index.json"
     index = json.loads(path.read_text(encoding="utf-8")) | entries
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def even_steps(count: int, most: int = 20) -> int:
-    """Returns the largest divisor of `count` up to `most`: with so many steps DDIM visits the same timesteps in
-    diffusers.
+def choose_even_steps(count: int, most: int = 20) -> int:
+    """Returns the largest divisor of `count` up to `most`: with so many steps diffusers' DDIM visits the same
+    timesteps.
     """
     return max(steps for steps in range(1, most + 1) if count % steps == 0)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion import schedule
-from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress, at_boundary
-from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve_levels, steps_of
+from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress, cast_output
+from dstrain.diffusion.solvers import SOLVERS, Level, choose_eta, count_solver_steps, solve_levels
 from dstrain.recipe import ConfigError
 
 
 @torch.no_grad()
-def ancestral(
+def sample_ancestral(
     diffusion: GaussianDiffusion,
     network: Network,
     x: Tensor,
@@ -29,8 +29,8 @@ def ancestral(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Draws x_start from noise x (B, C, ...) by the chain's own conditionals. DDPM, Algorithm 2."""
-    for draw, (step, t) in enumerate(_walk_down(diffusion, x, progress)):
+    """Returns x_start from noise x (B, C, ...) by ancestral sampling. DDPM, Algorithm 2."""
+    for draw, (step, t) in enumerate(_iterate_timesteps(diffusion, x, progress)):
         mean, log_variance, _ = diffusion.p_mean_variance(network, x, t, clip_denoised)
         eps = noise(draw)
         x = mean + torch.exp(0.5 * log_variance) * eps if step > 0 else mean
@@ -38,7 +38,7 @@ def ancestral(
 
 
 @torch.no_grad()
-def ddim(
+def sample_ddim(
     diffusion: GaussianDiffusion,
     network: Network,
     x: Tensor,
@@ -47,15 +47,15 @@ def ddim(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns x_start from noise x (B, C, ...): eta 0 is a deterministic map that needs no noise, eta 1 is as noisy as
+    """Returns x_start from noise x (B, C, ...) by DDIM: eta 0 is deterministic and needs no noise, eta 1 is as noisy as
     DDPM.
     """
     if eta and noise is None:
         raise ConfigError("eta: above 0 DDIM draws noise at each step; pass `noise`, or eta 0")
-    for draw, (step, t) in enumerate(_walk_down(diffusion, x, progress)):
+    for draw, (step, t) in enumerate(_iterate_timesteps(diffusion, x, progress)):
         _, _, x_start = diffusion.p_mean_variance(network, x, t, clip_denoised)
-        direction = diffusion.eps_of(x_start, x, t)
-        current, previous = diffusion._at(t, x, "alphas_cumprod", "alphas_cumprod_previous")
+        direction = diffusion.predict_eps(x_start, x, t)
+        current, previous = diffusion._gather_columns(t, x, "alphas_cumprod", "alphas_cumprod_previous")
         sigma = eta * ((1 - previous) / (1 - current) * (1 - current / previous)).sqrt()  # Equation 16
         x = x_start * previous.sqrt() + (1 - previous - sigma.square()).clamp(min=0).sqrt() * direction
         if eta:
@@ -64,22 +64,24 @@ def ddim(
     return x
 
 
-CHAINS: dict[str, Callable[..., Tensor]] = {"ddpm": ancestral, "ddim": ddim}
+CHAINS: dict[str, Callable[..., Tensor]] = {"ddpm": sample_ancestral, "ddim": sample_ddim}
 SAMPLERS = (*SOLVERS, *CHAINS)  # names, the usual one last
 
 
-def timesteps_of(diffusion: GaussianDiffusion, sampler: str, num_calls: int, spacing: str | None = None) -> list[int]:
+def choose_timesteps(
+    diffusion: GaussianDiffusion, sampler: str, num_calls: int, spacing: str | None = None
+) -> list[int]:
     """Returns the timesteps that a sampler visits with `num_calls` calls of the network, ascending.
 
     spacing is one of schedule.SPACINGS. None: for ddim strides from 0 on, where a stride exists, and else evenly, as
     for ddpm; karras for solvers, which it suits best, but trailing for fewer than schedule.FEW steps. A single step is
     at the last timestep. Raises ConfigError if the chain has fewer.
     """
-    total, count = diffusion.num_timesteps, steps_of(sampler, num_calls)
+    total, count = diffusion.num_timesteps, count_solver_steps(sampler, num_calls)
     if spacing is None and (sampler in SOLVERS or count == 1):
         spacing = "trailing" if count < schedule.FEW else "karras"
     if spacing is None:
-        return schedule.space_timesteps(total, schedule.even_spec(total, count, strided=sampler == "ddim"))
+        return schedule.space_timesteps(total, schedule.make_even_spec(total, count, strided=sampler == "ddim"))
     return schedule.space_by_noise(diffusion.tables["sqrt_recipm1_alphas_cumprod"].tolist(), count, spacing)
 
 
@@ -94,17 +96,21 @@ def sample_chain(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns x_start from noise x (B, C, ...) by the sampler of that name over these timesteps of the chain,
-    ascending.
-    """
-    eta = eta_of(sampler, eta)
+    """Returns x_start from noise x (B, C, ...) by the named sampler over these timesteps of the chain, ascending."""
+    eta = choose_eta(sampler, eta)
     if sampler in CHAINS:
         arguments = {"eta": eta} if sampler == "ddim" else {}
         return CHAINS[sampler](
-            diffusion.over(timesteps), network, x, noise, clip_denoised=clip_denoised, progress=progress, **arguments
+            diffusion.select_timesteps(timesteps),
+            network,
+            x,
+            noise,
+            clip_denoised=clip_denoised,
+            progress=progress,
+            **arguments,
         )
     denoise = ChainDenoiser(diffusion, network, clip_denoised)
-    levels = [*map(denoise.level, reversed(timesteps)), Level.data()]
+    levels = [*map(denoise.make_level, reversed(timesteps)), Level.make_data_level()]
     return solve_levels(sampler, denoise, levels, x, noise, eta, progress)
 
 
@@ -116,59 +122,59 @@ def invert_chain(
     timesteps: Sequence[int],
     eta: float | None = None,
 ) -> Tensor:
-    """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError for a sampler that
-    draws noise.
+    """Returns the noise that `sample_chain` with these arguments maps to about x_start. Raises ConfigError for a
+    sampler that draws noise.
     """
     if sampler != "ddim" or eta:
         raise ConfigError(
             f"sampler={sampler}{f', eta={eta:g}' if eta else ''} cannot be inverted: take --sampler ddim with eta 0"
         )
-    return encode_ddim(diffusion.over(timesteps), network, x_start)
+    return invert_ddim(diffusion.select_timesteps(timesteps), network, x_start)
 
 
 class ChainDenoiser:
-    """The network of a chain as solvers call it. Its noise levels are the chain's timesteps."""
+    """Adapts a chain's network to the interface of solvers.Denoiser. Its noise levels are the chain's timesteps."""
 
     def __init__(self, diffusion: GaussianDiffusion, network: Network, clip_denoised: bool = False) -> None:
         self.diffusion, self.network, self.clip_denoised = diffusion, network, clip_denoised
         names = ("sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         self.alphas, self.sigmas = (diffusion.tables[name].tolist() for name in names)
 
-    def level(self, t: int) -> Level:
+    def make_level(self, t: int) -> Level:
         return Level(self.alphas[t], self.sigmas[t], t)
 
-    def nearest(self, s: float) -> Level:
-        above = bisect.bisect_left(range(len(self.alphas) - 1), s, key=lambda t: self.level(t).s)
-        candidates = [self.level(t) for t in (max(above - 1, 0), above)]
+    def find_nearest_level(self, s: float) -> Level:
+        above = bisect.bisect_left(range(len(self.alphas) - 1), s, key=lambda t: self.make_level(t).s)
+        candidates = [self.make_level(t) for t in (max(above - 1, 0), above)]
         return min(candidates, key=lambda level: abs(level.s - s))
 
     def __call__(self, x: Tensor, level: Level) -> Tensor:
         t = torch.full((len(x),), level.time, device=x.device)
-        x_start = self.diffusion.x_start_of(self.diffusion.call(self.network, x, t)[0], x, t)
+        x_start = self.diffusion.predict_x_start(self.diffusion.call_network(self.network, x, t)[0], x, t)
         return x_start.clamp(-1, 1) if self.clip_denoised else x_start
 
 
 @torch.no_grad()
-def encode_ddim(
+def invert_ddim(
     diffusion: GaussianDiffusion,
     network: Network,
     x_start: Tensor,
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns the noise that `ddim` with eta 0 maps to about x_start: the same ODE run from data to noise."""
+    """Returns the noise that `sample_ddim` with eta 0 maps to about x_start: the same ODE run from data to noise."""
     x = x_start
     for step in progress(range(diffusion.num_timesteps)):
         t = torch.full((len(x),), step, device=x.device)
         _, _, predicted = diffusion.p_mean_variance(network, x, t, clip_denoised)
-        direction = diffusion.eps_of(predicted, x, t)
-        following = diffusion._at(t, x, "alphas_cumprod_next")[0]
+        direction = diffusion.predict_eps(predicted, x, t)
+        following = diffusion._gather_columns(t, x, "alphas_cumprod_next")[0]
         x = predicted * following.sqrt() + (1 - following).sqrt() * direction
     return x
 
 
-def _walk_down(diffusion: GaussianDiffusion, x: Tensor, progress: Progress) -> Iterator[tuple[int, Tensor]]:
-    """Timesteps from the last to 0, as a number and as int64 (B,)."""
+def _iterate_timesteps(diffusion: GaussianDiffusion, x: Tensor, progress: Progress) -> Iterator[tuple[int, Tensor]]:
+    """Yields the timesteps from the last to 0, each as a number and as int64 (B,)."""
     for step in progress(range(diffusion.num_timesteps - 1, -1, -1)):
         yield step, torch.full((len(x),), step, device=x.device)
 
@@ -184,7 +190,7 @@ def guide_network(
     guide: Callable[..., Tensor] | None = None,
     active: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Network:
-    """Guides the network away from something weaker: weaker + scale * (conditional - weaker).
+    """Returns a network with guidance away from something weaker: weaker + scale * (conditional - weaker).
 
     Classifier-free guidance, where weaker is the network without conditions, is one call of twice the batch.
 
@@ -201,16 +207,16 @@ def guide_network(
         return lambda x_t, t: network(x_t, t, **conditions)
     both = {name: torch.cat((value, null[name])) for name, value in conditions.items()}
 
-    def guided_network(x_t: Tensor, t: Tensor) -> Tensor:
+    def call_guided_network(x_t: Tensor, t: Tensor) -> Tensor:
         count = channels or x_t.shape[1]
         acts = None if active is None else active(x_t, t)
         if acts is not None and not acts.any():
-            return at_boundary(network(x_t, t, **conditions))
+            return cast_output(network(x_t, t, **conditions))
         if guide is None:
-            out = at_boundary(network(torch.cat((x_t, x_t)), torch.cat((t, t)), **both))  # (2B, C or 2C, ...)
+            out = cast_output(network(torch.cat((x_t, x_t)), torch.cat((t, t)), **both))  # (2B, C or 2C, ...)
             conditional, weaker = out.chunk(2)
         else:
-            conditional, weaker = (at_boundary(net(x_t, t, **conditions)) for net in (network, guide))
+            conditional, weaker = (cast_output(net(x_t, t, **conditions)) for net in (network, guide))
         plain = conditional[:, :count]
         leading = torch.lerp(weaker[:, :count], plain, scale)
         if rescale:
@@ -223,21 +229,22 @@ def guide_network(
             leading = torch.where(acts, leading, plain)
         return torch.cat((leading, conditional[:, count:]), dim=1)
 
-    return guided_network
+    return call_guided_network
 
 
 def limit_guidance(
     interval: tuple[float, float] | None, noise_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Returns `active` of `guide_network` for an interval (low, high) of noise sigma / alpha; None is everywhere.
+    """Returns the argument `active` of `guide_network` for an interval (low, high) of noise sigma / alpha; None is
+    everywhere.
 
     noise_of  (x_t, t) -> sigma / alpha (B, 1, ...), t as the network sees it.
     """
     if interval is None:
         return None
 
-    def active(x_t: Tensor, t: Tensor) -> Tensor:
+    def is_active(x_t: Tensor, t: Tensor) -> Tensor:
         noise = noise_of(x_t, t)
         return (interval[0] <= noise) & (noise <= interval[1])
 
-    return active
+    return is_active

@@ -37,31 +37,33 @@ BETA_START, BETA_END = 1e-4, 0.02  # DDPM, for 1000 steps
 
 
 def make_betas(name: str, num_timesteps: int) -> Tensor:
-    """Returns the schedule `name` over `num_timesteps` steps: float64 (T,).
+    """Returns the betas of the schedule `name` over `num_timesteps` steps: float64 (T,).
 
     `linear`, `quadratic` and `sigmoid` are scaled by 1000 / T, so that any T ends at about the same noise; other
-    schedules keep their end points, as published. ConfigError: an unknown name, or scaled betas outside (0, 1].
+    schedules keep their end points, as published. Raises ConfigError for an unknown name, or scaled betas outside (0,
+    1].
     """
     if num_timesteps < 1:
         raise ConfigError(f"num_steps: {num_timesteps} is not a number of timesteps; give 1 or more")
     if name not in SCHEDULES:
         raise ConfigError(f"schedule: {name!r} is unknown; one of {', '.join(SCHEDULES)}")
 
-    def line(start, end):
+    def make_line(start, end):
         return torch.linspace(start, end, num_timesteps, dtype=torch.float64)
 
-    scale, quad = 1000 / num_timesteps, line(BETA_START**0.5, BETA_END**0.5) ** 2
+    scale, quad = 1000 / num_timesteps, make_line(BETA_START**0.5, BETA_END**0.5) ** 2
     table = {
-        "linear": line(scale * BETA_START, scale * BETA_END),
-        "cosine": _cosine_betas(num_timesteps),
-        "squaredcos_cap_v2": _cosine_betas(num_timesteps),
+        "linear": make_line(scale * BETA_START, scale * BETA_END),
+        "cosine": _make_cosine_betas(num_timesteps),
+        "squaredcos_cap_v2": _make_cosine_betas(num_timesteps),
         "quad": quad,
-        "warmup10": _warmup_betas(num_timesteps, 0.1),
-        "warmup50": _warmup_betas(num_timesteps, 0.5),
-        "const": line(BETA_END, BETA_END),
-        "jsd": 1 / line(num_timesteps, 1),  # 1/T, 1/(T-1), ..., 1
+        "warmup10": _make_warmup_betas(num_timesteps, 0.1),
+        "warmup50": _make_warmup_betas(num_timesteps, 0.5),
+        "const": make_line(BETA_END, BETA_END),
+        "jsd": 1 / make_line(num_timesteps, 1),  # 1/T, 1/(T-1), ..., 1
         "quadratic": scale * quad,
-        "sigmoid": scale * (BETA_START + (BETA_END - BETA_START) * line(-6, 6).sigmoid()),  # the ends are not reached
+        "sigmoid": scale
+        * (BETA_START + (BETA_END - BETA_START) * make_line(-6, 6).sigmoid()),  # the ends are not reached
     }[name]
     if not bool(((table > 0) & (table <= 1)).all()):
         raise ConfigError(
@@ -71,15 +73,17 @@ def make_betas(name: str, num_timesteps: int) -> Tensor:
     return table
 
 
-def _warmup_betas(num_timesteps: int, fraction: float) -> Tensor:
+def _make_warmup_betas(num_timesteps: int, fraction: float) -> Tensor:
     table = torch.full((num_timesteps,), BETA_END, dtype=torch.float64)
     length = max(int(num_timesteps * fraction), 1)
     table[:length] = torch.linspace(BETA_START, BETA_END, length, dtype=torch.float64)
     return table
 
 
-def _cosine_betas(num_timesteps: int, offset: float = 0.008, largest: float = 0.999) -> Tensor:
-    """Lets alphas_cumprod follow a squared cosine; the cap avoids a singularity at the end. Equation 17."""
+def _make_cosine_betas(num_timesteps: int, offset: float = 0.008, largest: float = 0.999) -> Tensor:
+    """Returns betas whose alphas_cumprod follows a squared cosine; the cap avoids a singularity at the end. Equation
+    17.
+    """
     time = torch.arange(num_timesteps + 1, dtype=torch.float64) / num_timesteps
     remaining = torch.cos((time + offset) / (1 + offset) * (math.pi / 2)) ** 2
     return (1 - remaining[1:] / remaining[:-1]).clamp(max=largest)
@@ -119,14 +123,14 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
 
 
 def _stride_timesteps(num_timesteps: int, count: int) -> list[int]:
-    """Returns every k-th timestep from 0 on, `count` of them; [] where there is no such k."""
+    """Returns `count` timesteps at a constant stride from 0 on, or [] if no stride gives exactly so many."""
     chains = (range(0, num_timesteps, stride) for stride in range(1, num_timesteps + 1))
     return next((list(chain) for chain in chains if len(chain) == count), [])
 
 
-def even_spec(num_timesteps: int, count: int, strided: bool = False) -> str:
-    """Returns the spec of `count` evenly spaced timesteps; `strided`: ddimN where it exists. Raises ConfigError if
-    there are fewer.
+def make_even_spec(num_timesteps: int, count: int, strided: bool = False) -> str:
+    """Returns the spec of `count` evenly spaced timesteps; `strided`: as ddimN if that exists. Raises ConfigError if
+    the chain has fewer.
     """
     if not 1 <= count <= num_timesteps:
         raise ConfigError(f"num_steps: {count} is not between 1 and the {num_timesteps} timesteps of the chain")
@@ -138,8 +142,8 @@ def space_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int
     timestep.
 
     leading   multiples of T // count, from 0 on          linspace  evenly, the first and the last among them
-    trailing  evenly, the last among them                 karras    the last one, then `below_the_top` of
-                                                                    LARGEST_NOISE and the noise of t = 0
+    trailing  evenly, the last among them                 karras    the last one, then EDM's levels from
+                                                                    LARGEST_NOISE to the noise of t = 0
 
     A single one is the last, where the noise that samples begin from belongs.
     Sources: Lin et al. 2023, Table 2; Karras et al. 2022 (EDM), Equation 5. Raises ConfigError if there are fewer.
@@ -147,7 +151,7 @@ def space_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int
     if spacing not in SPACINGS:
         raise ConfigError(f"spacing={spacing} is none of {', '.join(SPACINGS)}: name one of them")
     total = len(noise)
-    even_spec(total, count)  # refuses other numbers
+    make_even_spec(total, count)  # refuses other numbers
     if count == 1:
         return [total - 1]
     if spacing == "leading":
@@ -156,28 +160,34 @@ def space_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int
         return [round((i + 1) * total / count) - 1 for i in range(count)]
     if spacing == "linspace":
         return space_timesteps(total, str(count))
-    values = below_the_top(count, noise[0], min(LARGEST_NOISE, noise[-1]))[::-1]
+    values = make_levels_after_first(count, noise[0], min(LARGEST_NOISE, noise[-1]))[::-1]
     nearest = [min(range(total), key=lambda t: abs(math.log(noise[t] / value))) for value in values] + [total - 1]
     # Where the chain is coarser than the spacing, timesteps fall together: each then takes the next free one.
     timesteps = list(itertools.accumulate(nearest, lambda before, t: max(before + 1, t)))
     return [min(t, total - count + i) for i, t in enumerate(timesteps)]
 
 
-def karras_levels(count: int, lowest: float, highest: float, rho: float = 7.0) -> list[float]:
+def make_karras_levels(count: int, lowest: float, highest: float, rho: float = 7.0) -> list[float]:
     """Returns `count` noise levels from `highest` to `lowest`, ever denser. EDM, Equation 5."""
     first, last = highest ** (1 / rho), lowest ** (1 / rho)
     return [(first + i / max(count - 1, 1) * (last - first)) ** rho for i in range(count)]
 
 
-def below_the_top(count: int, lowest: float, highest: float) -> list[float]:
-    """Returns the noise levels of `count` steps but the first, which begins with noise alone, by `karras_levels`. Few
-    steps leave out its ends, which are almost noise alone and almost data.
+def make_levels_after_first(count: int, lowest: float, highest: float) -> list[float]:
+    """Returns the noise levels of `count` steps but the first, which begins with pure noise, by `make_karras_levels`.
+    For few steps it omits the range's ends, which are almost pure noise and almost data.
     """
-    return karras_levels(count + 1, lowest, highest)[1:-1] if count < FEW else karras_levels(count - 1, lowest, highest)
+    return (
+        make_karras_levels(count + 1, lowest, highest)[1:-1]
+        if count < FEW
+        else make_karras_levels(count - 1, lowest, highest)
+    )
 
 
 def respace_betas(original: Tensor, timesteps: Sequence[int]) -> Tensor:
-    """Betas of the chain that visits only `timesteps`, with the same marginals there: (T,), K of T -> float64 (K,)."""
+    """Returns the betas of the chain that visits only `timesteps`, with the same marginals there: (T,), K of T ->
+    float64 (K,).
+    """
     alphas_cumprod = torch.cumprod(1 - original.double(), dim=0)[list(timesteps)]
     previous = torch.cat((torch.ones(1, dtype=torch.float64), alphas_cumprod[:-1]))
     return 1 - alphas_cumprod / previous

@@ -28,7 +28,7 @@ CHURN, CHURN_RANGE = 40.0, (0.05, 50.0)  # EDM's S_churn, S_min and S_max for Im
 
 @dataclass(frozen=True)
 class Level:
-    """One noise level: alpha, sigma, and the time by which the network knows it."""
+    """Holds one noise level: alpha, sigma, and the time by which the network knows it."""
 
     alpha: float
     sigma: float
@@ -45,22 +45,22 @@ class Level:
         return math.log(self.alpha / self.sigma)
 
     @classmethod
-    def data(cls) -> "Level":
-        """Returns the level where every solver ends."""
+    def make_data_level(cls) -> "Level":
+        """Returns the level of data, where every solver ends."""
         return cls(1.0, 0.0, 0.0)
 
 
 class Denoiser(Protocol):
-    """A network with its noise levels."""
+    """Declares a network together with its noise levels."""
 
     def __call__(self, x: Tensor, level: Level) -> Tensor:
-        """Returns the predicted x_start."""
+        """Returns the predicted x_start of x at a level."""
 
-    def nearest(self, s: float) -> Level:
-        """Returns the level nearest to s that the network knows."""
+    def find_nearest_level(self, s: float) -> Level:
+        """Returns the level nearest to noise s that the network knows."""
 
 
-def dpmpp(
+def solve_dpmpp(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
     """Solves by DPM-Solver++(2M), of second order; eta 1 is its SDE (the midpoint form). One call a step."""
@@ -79,11 +79,11 @@ def dpmpp(
     return x
 
 
-def unipc(
+def solve_unipc(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Solves by UniPC-2: a predictor of second order, 2M, corrected to third order by the call of the next step. One
-    call a step.
+    """Solves by UniPC-2: a predictor of second order, 2M, corrected to third order by the next step's call. One call a
+    step.
     """
     known: list[tuple[float, Tensor]] = []  # lambda and x_start of the last two levels, the newer one last
     x_before = x
@@ -98,35 +98,37 @@ def unipc(
             ratio = (known[0][0] - known[1][0]) / (there.half_log_snr - known[1][0])
             estimate = x_start + (known[0][1] - x_start) / (2 * ratio)
         x_before = x
-        x = there.sigma / here.sigma * x + there.alpha * _gain(here, there) * estimate
+        x = there.sigma / here.sigma * x + there.alpha * _compute_gain(here, there) * estimate
     return x
 
 
 def _correct_step(here: Level, there: Level, x: Tensor, known: list[tuple[float, Tensor]], following: Tensor) -> Tensor:
-    """Brings x at `here` to `there` with the prediction `following` that was made there. UniPC, Algorithm 1 (UniC)."""
+    """Corrects the step of x from `here` to `there` with the prediction `following` made there. UniPC, Algorithm 1
+    (UniC).
+    """
     newest, x_start = known[-1]
     h = there.half_log_snr - newest
     change = (following - x_start) / 2
     if len(known) == 2:  # weights that make the step exact for a quadratic x_start(lambda)
-        gain = _gain(here, there)
+        gain = _compute_gain(here, there)
         first = (1 - gain / h) / gain
         second = (1 - 2 * first * gain / h) / gain
         ratio = (known[0][0] - newest) / h
         of_earlier = (second - first) / (ratio - 1)
         change = of_earlier * (known[0][1] - x_start) / ratio + (first - of_earlier) * (following - x_start)
-    return there.sigma / here.sigma * x + there.alpha * _gain(here, there) * (x_start + change)
+    return there.sigma / here.sigma * x + there.alpha * _compute_gain(here, there) * (x_start + change)
 
 
-def _gain(here: Level, there: Level) -> float:
-    """Returns 1 - e^-h."""
+def _compute_gain(here: Level, there: Level) -> float:
+    """Returns 1 - e^-h for the step h from `here` to `there`."""
     return 1 - there.s * here.alpha / here.sigma
 
 
-def heun(
+def solve_heun(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Heun's method in s, of second order: two calls a step, but one for a first step from far above EDM's range, which
-    is of first order since s changes too much there, and one for the last.
+    """Solves by Heun's method in s, of second order: two calls a step. The last step takes one call; so does a first
+    step from far above EDM's range, which is of first order since s changes too much there.
 
     eta above 0 is EDM's stochastic sampler: within CHURN_RANGE noise is added before a step, which begins at the higher
     level then, the nearest that the network knows.
@@ -136,7 +138,7 @@ def heun(
     for i in progress(range(steps)):
         here, there = levels[i], levels[i + 1]
         if gamma and CHURN_RANGE[0] <= here.s <= CHURN_RANGE[1]:
-            raised = denoise.nearest(here.s * (1 + gamma))
+            raised = denoise.find_nearest_level(here.s * (1 + gamma))
             if raised.s > here.s:
                 added = math.sqrt(raised.s**2 - here.s**2)
                 here, x = raised, raised.alpha * (x / here.alpha + added * noise(i))
@@ -151,20 +153,18 @@ def heun(
 
 # By name; all take the same arguments. `dpm++sde` and `edm` are their neighbours with eta.
 SOLVERS: dict[str, Callable[..., Tensor]] = {
-    "dpm++": dpmpp,
-    "dpm++sde": dpmpp,
-    "unipc": unipc,
-    "heun": heun,
-    "edm": heun,
+    "dpm++": solve_dpmpp,
+    "dpm++sde": solve_dpmpp,
+    "unipc": solve_unipc,
+    "heun": solve_heun,
+    "edm": solve_heun,
 }
 # Samplers whose noise can be scaled, and its usual amount.
 ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0, "sde-heun": 1.0}
 
 
-def eta_of(sampler: str, eta: float | None) -> float:
-    """Returns the amount of noise: `eta`, None for the sampler's usual. Raises ConfigError if its noise cannot be
-    chosen.
-    """
+def choose_eta(sampler: str, eta: float | None) -> float:
+    """Returns eta, or the sampler's usual one for None. Raises ConfigError if the sampler has no choice of eta."""
     if eta is not None and sampler not in ETAS:
         raise ConfigError(
             f"eta={eta:g}: the noise of sampler {sampler} cannot be chosen; leave it out, or take one of "
@@ -173,9 +173,9 @@ def eta_of(sampler: str, eta: float | None) -> float:
     return ETAS.get(sampler, 0.0) if eta is None else eta
 
 
-def steps_of(sampler: str, num_calls: int) -> int:
-    """Returns how many steps a solver may take for so many calls of the network."""
-    return (num_calls + 1) // 2 if SOLVERS.get(sampler) is heun else num_calls
+def count_solver_steps(sampler: str, num_calls: int) -> int:
+    """Returns how many steps a solver can take with `num_calls` calls of the network."""
+    return (num_calls + 1) // 2 if SOLVERS.get(sampler) is solve_heun else num_calls
 
 
 @torch.no_grad()
@@ -188,5 +188,5 @@ def solve_levels(
     eta: float,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns x_start from noise x (B, ...), which belongs to levels[0], by the solver of that name."""
+    """Returns x_start from noise x (B, ...), which belongs to levels[0], by the named solver."""
     return SOLVERS[sampler](denoise, levels, x, noise, eta, progress)

@@ -15,29 +15,30 @@ Array = np.ndarray | Tensor
 
 
 class TimestepSampler(ABC):
-    """A distribution over timesteps, sampled by each sample's own uniform number."""
+    """Declares a distribution over timesteps, sampled by each sample's own uniform number."""
 
     def __init__(self, num_timesteps: int) -> None:
         self.num_timesteps = num_timesteps
 
     @abstractmethod
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Draws timesteps from uniform numbers float32 (B,) in [0, 1), one of each sample's key: timesteps int64 (B,),
-        weights float32 (B,). The mean of weight * loss is the mean loss over all timesteps.
+        """Draws timesteps int64 (B,) and weights float32 (B,) from uniform numbers float32 (B,) in [0, 1), one of each
+        sample's key. The mean of weight * loss is the mean loss over all timesteps.
 
         A timestep is the inverse of the cumulative distribution at its uniform number: a function of it and of the
         state alone, never of batch, rank or device. The host never waits for the device.
         """
 
     def observe(self, t: Tensor, losses: Tensor) -> None:
-        """Learns from unweighted losses at timesteps, (N,) each: those of all ranks and micro-batches of a step, in the
-        order of the global batch. Equal arguments on all ranks leave equal states, however the batch was split.
+        """Updates the distribution with unweighted losses at timesteps, (N,) each: those of all ranks and micro-batches
+        of a step, in the order of the global batch. Equal arguments on all ranks leave equal states, however the batch
+        was split.
 
         Entries with t < 0 are padding. Losses that are not finite are ignored: they would stay in the history.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors that a checkpoint keeps; {} where nothing is learned."""
+        """Returns the tensors that a checkpoint keeps; {} if nothing is learned."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -49,7 +50,7 @@ class TimestepSampler(ABC):
 
 
 class UniformSampler(TimestepSampler):
-    """Every timestep alike, weight 1."""
+    """Draws every timestep with equal probability and weight 1."""
 
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         # The largest float32 below 1 is 1 - 2^-24. Its product with T is below T by at least half the spacing of floats
@@ -73,15 +74,15 @@ class LossSecondMomentSampler(TimestepSampler):
         self.history_per_term, self.uniform_prob = history_per_term, uniform_prob
         self._history = torch.zeros(history_per_term, num_timesteps + 1, dtype=torch.float64)
         self._seen = torch.zeros(num_timesteps + 1, dtype=torch.int64)
-        self._refresh()
+        self._update_probabilities()
 
-    def probabilities(self) -> Tensor:
+    def compute_probabilities(self) -> Tensor:
         """Returns p(t), float64 (T,)."""
         return torch.as_tensor(self._p).clone()
 
-    def _refresh(self) -> None:
-        """Probabilities from the history; on the CPU by numpy, which is faster there."""
-        on_host, history, seen = _on_host(self._history), self._history, self._seen
+    def _update_probabilities(self) -> None:
+        """Computes p(t) from the history; on the CPU by numpy, which is faster there."""
+        on_host, history, seen = _move_to_host(self._history), self._history, self._seen
         if on_host:
             history, seen = history.numpy(), seen.numpy()
         weights = (history * history).sum(0)[:-1] ** 0.5  # the root mean square, times a constant
@@ -98,17 +99,17 @@ class LossSecondMomentSampler(TimestepSampler):
         self._guide: np.ndarray | None = None  # made by the first large draw
 
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        self._move(uniforms.device)
-        if _on_host(uniforms):
-            t = self._search(uniforms.numpy())
+        self._move_to_device(uniforms.device)
+        if _move_to_host(uniforms):
+            t = self._search_timesteps(uniforms.numpy())
             weights = 1 / (self.num_timesteps * self._p.take(t))
             return torch.from_numpy(t), torch.from_numpy(weights.astype(np.float32))
         cumulative, p = torch.as_tensor(self._cumulative), torch.as_tensor(self._p)
         t = torch.searchsorted(cumulative, uniforms.double(), right=True)
         return t, (self.num_timesteps * p.index_select(0, t)).reciprocal().float()
 
-    def _search(self, uniforms: np.ndarray) -> np.ndarray:
-        """Searches as searchsorted with a guide table (Chen & Asau 1974): bucket j of [0, 1) begins in timestep
+    def _search_timesteps(self, uniforms: np.ndarray) -> np.ndarray:
+        """Searches like searchsorted, with a guide table (Chen & Asau 1974): bucket j of [0, 1) begins in timestep
         guide[j].
         """
         if 8 * len(uniforms) < self.num_timesteps:  # the table would cost more than it saves
@@ -124,15 +125,15 @@ class LossSecondMomentSampler(TimestepSampler):
         return t
 
     def observe(self, t: Tensor, losses: Tensor) -> None:
-        self._move(t.device)
+        self._move_to_device(t.device)
         losses = losses.detach().double()
-        if _on_host(t):
-            self._append(t.numpy(), losses.numpy())
+        if _move_to_host(t):
+            self._append_losses(t.numpy(), losses.numpy())
         else:
-            self._append_on_device(t, losses)
-        self._refresh()
+            self._append_losses_on_device(t, losses)
+        self._update_probabilities()
 
-    def _append(self, t: np.ndarray, losses: np.ndarray) -> None:
+    def _append_losses(self, t: np.ndarray, losses: np.ndarray) -> None:
         length, history, seen = self.history_per_term, self._history.numpy(), self._seen.numpy()
         valid = (t >= 0) & np.isfinite(losses)
         if not valid.all():
@@ -150,8 +151,8 @@ class LossSecondMomentSampler(TimestepSampler):
         history.reshape(-1)[nth % length * len(seen) + t] = losses
         seen += counts
 
-    def _append_on_device(self, t: Tensor, losses: Tensor) -> None:
-        """Appends as `_append` without reading a value, which would wait for the device."""
+    def _append_losses_on_device(self, t: Tensor, losses: Tensor) -> None:
+        """Appends as `_append_losses` without reading a value, which would wait for the device."""
         length, unused = self.history_per_term, self.num_timesteps
         t = torch.where((t >= 0) & losses.isfinite(), t, unused)
         order = torch.argsort(t, stable=True)
@@ -166,10 +167,10 @@ class LossSecondMomentSampler(TimestepSampler):
         self._seen += counts
         self._seen[unused:] = 0  # with a number as index, a GPU would be waited for
 
-    def _move(self, device: torch.device) -> None:
+    def _move_to_device(self, device: torch.device) -> None:
         if self._history.device != device:
             self._history, self._seen = self._history.to(device), self._seen.to(device)
-            self._refresh()
+            self._update_probabilities()
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"history": self._history[:, :-1].t().contiguous(), "seen": self._seen[:-1].clone()}
@@ -184,8 +185,8 @@ class LossSecondMomentSampler(TimestepSampler):
             )
         self._history[:, :-1] = state["history"].to(self._history).t()
         self._seen[:-1] = state["seen"].to(self._seen)
-        self._refresh()
+        self._update_probabilities()
 
 
-def _on_host(values: Tensor) -> bool:
+def _move_to_host(values: Tensor) -> bool:
     return type(values) is Tensor and values.device.type == "cpu"  # other types may have no values

@@ -15,7 +15,7 @@ from dstrain.data.builtin.fashion import Fashion
 from dstrain.data.builtin.moving import MovingFashion
 from dstrain.data.views import Spread
 from dstrain.diffusion import schedule
-from dstrain.diffusion.bound import measured_bits
+from dstrain.diffusion.bound import measure_bound
 from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Batch, Example, Nets, Progress, System, Terms
@@ -151,14 +151,14 @@ def test_the_bound_of_a_plain_loop(num_steps, changes):
     system, source = systems.build("dit", PIXELS | changes), Spread(Fashion(8, 1, "held_out"), 9)
     network = network_of(system)
     found = measure_source(system, {"denoiser": network}, source, batch=4, seed=3, num_steps=num_steps)
-    chain = system.diffusion.respaced("" if num_steps is None else str(num_steps))
+    chain = system.diffusion.respace("" if num_steps is None else str(num_steps))
     rows = []
     for index in range(9):
         item = Fashion(8, 1, "held_out")[index * 500 // 9]
         key, label = rng.keys(3, -1, torch.tensor([index])), torch.tensor([item["label"]])
         with torch.no_grad():
             rows.append(
-                chain.bits_per_dim(
+                chain.compute_bits_per_dim(
                     lambda x, t: network(x, t, label),
                     item["image"][None] / 127.5 - 1,
                     lambda i: rng.normal(key, f"bound/{i}", (1, 8, 8)),
@@ -178,7 +178,7 @@ def test_steps_beyond_the_chain(num_steps):
     """Oracle: a ValueError that says how many there are."""
     diffusion = GaussianDiffusion(schedule.make_betas("cosine", 12), variance="fixed_small")
     with pytest.raises(ValueError, match=f"num_steps: {num_steps} is not between 1 and the 12 timesteps of the chain"):
-        measured_bits(diffusion, lambda x, t: x, torch.zeros(2, 1, 4, 4), torch.arange(2), num_steps)
+        measure_bound(diffusion, lambda x, t: x, torch.zeros(2, 1, 4, 4), torch.arange(2), num_steps)
 
 
 def test_progress_is_told():

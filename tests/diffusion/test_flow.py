@@ -33,8 +33,8 @@ def test_the_flow_of_gaussian_data(shift):
     def error(out):
         return float((out - exact).abs().max())
 
-    euler = [error(flow.euler(optimal, x, steps)) for steps in (50, 100)]
-    heun = [error(flow.integrate(optimal, x, flow.grid(steps, x), "heun")) for steps in (50, 100)]
+    euler = [error(flow.sample_euler(optimal, x, steps)) for steps in (50, 100)]
+    heun = [error(flow.integrate_ode(optimal, x, flow.make_time_grid(steps, x), "heun")) for steps in (50, 100)]
     assert euler[1] < 0.05 and 1.7 < euler[0] / euler[1] < 2.3
     assert heun[1] < 0.003 and 3.4 < heun[0] / heun[1] < 4.6
 
@@ -72,20 +72,22 @@ def test_times():
     logit-normal where nothing is chosen.
     """
     uniforms = torch.tensor([0.0, 0.5, 0.8413447, 1 - 2**-24])
-    t = FlowMatching(logit_mean=0.5, logit_std=2.0).times(uniforms)
+    t = FlowMatching(logit_mean=0.5, logit_std=2.0).draw_times(uniforms)
     assert t[0] == 0 and t[1] == pytest.approx(1 / (1 + math.exp(-0.5)))
     assert t[2] == pytest.approx(1 / (1 + math.exp(-2.5)), rel=1e-5) and t[3] <= 1
-    shifted = FlowMatching(logit_mean=0.5, logit_std=2.0, shift=3.0).times(uniforms)
+    shifted = FlowMatching(logit_mean=0.5, logit_std=2.0, shift=3.0).draw_times(uniforms)
     torch.testing.assert_close(shifted, 3 * t / (1 + 2 * t))
-    assert torch.equal(FlowMatching(logit_std=None).times(uniforms), uniforms)
-    assert FlowMatching().times(uniforms)[1:3].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1))], rel=1e-5)
+    assert torch.equal(FlowMatching(logit_std=None).draw_times(uniforms), uniforms)
+    assert FlowMatching().draw_times(uniforms)[1:3].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1))], rel=1e-5)
 
 
 def test_noise_of_a_time():
     """Oracle: by hand: t / (1 - t) at the times that the network sees, a number for each sample of any shape."""
     for scale in (1000.0, 10.0):
         for shape in ((3, 2), (3, 2, 4, 4)):
-            noise = FlowMatching(time_scale=scale).noise_of(torch.zeros(shape), scale * torch.tensor([0.0, 0.5, 0.8]))
+            noise = FlowMatching(time_scale=scale).compute_noise_ratio(
+                torch.zeros(shape), scale * torch.tensor([0.0, 0.5, 0.8])
+            )
             assert noise.shape == (3, *[1] * (len(shape) - 1)) and noise.flatten().tolist() == pytest.approx([0, 1, 4])
 
 
@@ -116,21 +118,21 @@ def test_calls_of_heun(calls, made):
 @pytest.mark.parametrize("eta", [0.5, 1.0])
 def test_steps_of_the_sde(eta):
     """Oracle: the SDE of Ma et al. 2024 in its own terms, the score -eps / t and the coefficient w = eta t, step by
-    step. The last step is the ODE's, which ends in the predicted x_start. eta 1 is what `stochastic` takes by itself.
+    step. The last step is the ODE's, which ends in the predicted x_start. eta 1 is the default of `integrate_sde`.
     """
     flow, start, noise = FlowMatching(shift=2.0), randn(0, (4, 1)), lambda step: randn(step + 1, (4, 1))
 
     def velocity(x, scaled):
         return 0.3 * x + scaled.view(-1, 1) / 2000
 
-    x, grid = start, [float(t) for t in flow.grid(3, start)]
+    x, grid = start, [float(t) for t in flow.make_time_grid(3, start)]
     for step, (t, following) in enumerate(itertools.pairwise(grid)):
         v, w, length = 0.3 * x + t / 2, eta * t * (following > 0), t - following
         score = -(x + (1 - t) * v) / t
         x = x - (v - w / 2 * score) * length + math.sqrt(w * length) * noise(step)
     torch.testing.assert_close(flow.sample(velocity, start, noise, "sde", 3, eta=eta), x)
     if eta == 1:
-        torch.testing.assert_close(flow.stochastic(velocity, start, flow.grid(3, start), noise), x)
+        torch.testing.assert_close(flow.integrate_sde(velocity, start, flow.make_time_grid(3, start), noise), x)
 
 
 def test_the_last_step_adds_no_noise():
@@ -139,14 +141,18 @@ def test_the_last_step_adds_no_noise():
     """
     flow, x = FlowMatching(), randn(0, (2, 1))
     drawn = {
-        (steps, size): flow.stochastic(optimal, x, flow.grid(steps, x), lambda step: size * torch.ones_like(x))
+        (steps, size): flow.integrate_sde(
+            optimal, x, flow.make_time_grid(steps, x), lambda step: size * torch.ones_like(x)
+        )
         for steps in (1, 2)
         for size in (0, 1)
     }
     assert torch.equal(drawn[1, 0], drawn[1, 1]) and not torch.equal(drawn[2, 0], drawn[2, 1])
     assert torch.equal(
         drawn[2, 1],
-        flow.stochastic(optimal, x, flow.grid(2, x), lambda step: torch.full_like(x, 1.0 if step == 0 else torch.nan)),
+        flow.integrate_sde(
+            optimal, x, flow.make_time_grid(2, x), lambda step: torch.full_like(x, 1.0 if step == 0 else torch.nan)
+        ),
     )
 
 
@@ -154,7 +160,7 @@ def test_levels_that_solvers_may_take():
     """Oracle: sigma / alpha = t / (1 - t) of the level that the network is called with, which is the one asked for."""
     denoiser = _Denoiser(FlowMatching(), optimal)
     for s in (0.05, 1.0, 7.0):
-        level = denoiser.nearest(s)
+        level = denoiser.find_nearest_level(s)
         assert level.s == pytest.approx(s) and level.time / (1 - level.time) == pytest.approx(s)
 
 
@@ -195,8 +201,8 @@ def test_the_way_back_of_loud_noise():
 def test_shifted_times_stay_within(shift):
     """Oracle: the interval: in float32 a shift of 1 may come out above it, where a path has no alpha."""
     flow = FlowMatching(shift=shift, path="gvp")
-    grid = flow.grid(20, torch.zeros(1))
+    grid = flow.make_time_grid(20, torch.zeros(1))
     assert grid[0] <= 1 and grid[-1] == 0 and (grid.diff() < 0).all()
-    assert flow.times(torch.tensor([0.0, 0.5, 1 - 2**-24])).max() <= 1
+    assert flow.draw_times(torch.tensor([0.0, 0.5, 1 - 2**-24])).max() <= 1
     drawn = flow.sample(lambda x, t: -x, torch.ones(2, 1), lambda i: torch.ones(2, 1), "dpm++", 8)
     assert drawn.isfinite().all()

@@ -7,7 +7,7 @@ import torch
 
 from dstrain import rng
 from dstrain.diffusion.flow import FlowMatching
-from dstrain.diffusion.flow_likelihood import measured_bits
+from dstrain.diffusion.flow_likelihood import measure_likelihood
 
 MEAN, SHAPE = 0.1, (1, 4, 4)
 STDS = torch.linspace(0.1, 0.4, 16, dtype=torch.float64)  # of the data, along the columns of TURN
@@ -34,7 +34,7 @@ def test_bits_of_a_gaussian():
     keys = rng.keys(0, 0, torch.arange(2000))
     pixels = torch.randint(90, 170, (1, *SHAPE), generator=torch.Generator().manual_seed(1)).double() / 127.5 - 1
     x = pixels.expand(len(keys), *SHAPE)
-    terms = measured_bits(FlowMatching(), network, x, keys, 200)
+    terms = measure_likelihood(FlowMatching(), network, x, keys, 200)
     continuous = x + 2 / 255 * (rng.uniform(keys, "dequantize", SHAPE).double() - 0.5)
     difference = terms["bits_per_dim"] - exact(continuous)
     error = float(difference.std()) / math.sqrt(len(keys))
@@ -58,7 +58,7 @@ def test_a_field_that_one_probe_sees_through():
     continuous = x + 2 / 255 * (rng.uniform(keys, "dequantize", SHAPE).double() - 0.5)
     z = (continuous.flatten(1) - MEAN) / STDS
     nats = 0.5 * (z.square() + math.log(2 * math.pi)).sum(1) + STDS.log().sum()
-    found = measured_bits(FlowMatching(), alone, x, keys, 400)["bits_per_dim"]
+    found = measure_likelihood(FlowMatching(), alone, x, keys, 400)["bits_per_dim"]
     torch.testing.assert_close(found, nats / (16 * math.log(2)) - math.log2(2 / 255), rtol=0, atol=1e-3)
 
 
@@ -72,10 +72,10 @@ def test_calls_and_keys(num_calls):
         return network(x, t)
 
     keys, x = rng.keys(0, 0, torch.arange(3)), torch.zeros(3, *SHAPE, dtype=torch.float64)
-    whole = measured_bits(FlowMatching(), counted, x, keys, num_calls)["bits_per_dim"]
+    whole = measure_likelihood(FlowMatching(), counted, x, keys, num_calls)["bits_per_dim"]
     assert calls == [3] * ({None: 100, 1: 2, 2: 2, 11: 10}[num_calls])
     torch.testing.assert_close(
-        measured_bits(FlowMatching(), counted, x[1:2], keys[1:2], num_calls)["bits_per_dim"], whole[1:2]
+        measure_likelihood(FlowMatching(), counted, x[1:2], keys[1:2], num_calls)["bits_per_dim"], whole[1:2]
     )
 
 
@@ -93,5 +93,5 @@ def test_bits_of_loud_noise():
     continuous = x + 2 / 255 * (rng.uniform(keys, "dequantize", SHAPE).double() - 0.5)
     z = (continuous.flatten(1) - MEAN) / STDS
     nats = 0.5 * (z.square() + math.log(2 * math.pi)).sum(1) + STDS.log().sum()
-    found = measured_bits(FlowMatching(noise_scale=scale), alone, x, keys, 1000)["bits_per_dim"]
+    found = measure_likelihood(FlowMatching(noise_scale=scale), alone, x, keys, 1000)["bits_per_dim"]
     torch.testing.assert_close(found, nats / (16 * math.log(2)) - math.log2(2 / 255), rtol=0, atol=2e-3)

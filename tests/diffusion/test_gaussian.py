@@ -7,7 +7,7 @@ import torch
 
 from dstrain.diffusion import gaussian, likelihood, schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.likelihood import is_readable
+from dstrain.diffusion.likelihood import can_read_values
 from tests.support import golden
 
 SHAPE = (5, 2, 4, 4)
@@ -81,11 +81,11 @@ def test_conventions_agree(data, prediction):
     x_start, t, noise = data
     diffusion = chain(prediction=prediction, variance="fixed_small")
     x_t = diffusion.q_sample(x_start, t, noise)
-    target = diffusion.target(x_start, x_t, t, noise)
+    target = diffusion.make_target(x_start, x_t, t, noise)
     mean, _, predicted = diffusion.p_mean_variance(lambda x, times: target, x_t, t)
     torch.testing.assert_close(predicted, x_start, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(mean, diffusion.q_posterior(x_start, x_t, t)[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(diffusion.eps_of(x_start, x_t, t), noise, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(diffusion.predict_eps(x_start, x_t, t), noise, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("prediction", gaussian.PREDICTIONS)
@@ -104,7 +104,7 @@ def test_bound(data, prediction, variance):
         return torch.distributions.Normal(mean, (0.5 * log).exp().expand_as(mean))
 
     kl = torch.distributions.kl_divergence(normal(true_mean, true_log), normal(mean, log_variance))
-    nll = -likelihood.discretized_log_likelihood(x_start, mean, 0.5 * log_variance)
+    nll = -likelihood.compute_discretized_log_likelihood(x_start, mean, 0.5 * log_variance)
     expected = torch.where(t.view(-1, 1, 1, 1) == 0, nll, kl).flatten(1).mean(1) / math.log(2)
     torch.testing.assert_close(terms["vb"], expected, rtol=1e-6, atol=1e-8)
     scaled = chain(prediction=prediction, variance=variance, loss="rescaled_kl")
@@ -121,7 +121,7 @@ def test_hybrid_gradient(data, prediction):
         terms = diffusion.training_losses(lambda x, times: out, x_start, t, noise)
         torch.testing.assert_close(terms["loss"].detach(), terms["mse"] + terms["vb"])
         terms["loss"].sum().backward()
-        target = diffusion.target(x_start, diffusion.q_sample(x_start, t, noise), t, noise)
+        target = diffusion.make_target(x_start, diffusion.q_sample(x_start, t, noise), t, noise)
         means = out.detach()[:, :2]
         torch.testing.assert_close(out.grad[:, :2], 2 * (means - target) / means[0].numel())
         kl = chain(prediction=prediction, loss="kl")
@@ -135,7 +135,7 @@ def test_accelerator_path_is_the_same(data, monkeypatch):
     x_start, t, noise = data
     diffusion, found = chain(loss="kl"), []
     for readable in (True, False):
-        monkeypatch.setattr(gaussian, "is_readable", lambda t, readable=readable: readable)
+        monkeypatch.setattr(gaussian, "can_read_values", lambda t, readable=readable: readable)
         out = randn(4, (5, 4, 4, 4)).requires_grad_()
         terms = diffusion.training_losses(lambda x, times: out, x_start, t, noise)
         terms["loss"].sum().backward()
@@ -146,27 +146,29 @@ def test_accelerator_path_is_the_same(data, monkeypatch):
 
 def test_what_the_host_may_read():
     """Oracle: by hand: plain tensors on the CPU; not those of a device or of a kind of their own."""
-    assert is_readable(torch.ones(1)) and not is_readable(torch.ones(1, device="meta"))
-    assert not is_readable(torch.nn.Parameter(torch.ones(1)))
+    assert can_read_values(torch.ones(1)) and not can_read_values(torch.ones(1, device="meta"))
+    assert not can_read_values(torch.nn.Parameter(torch.ones(1)))
 
 
 def test_expm1():
     """Oracle: torch's own in float64; finite differences for both derivatives; infinities without a warning."""
     x = torch.cat((torch.linspace(-90, 88, 1001), torch.logspace(-30, 0, 301), -torch.logspace(-30, 0, 301)))
-    torch.testing.assert_close(likelihood.expm1(x).double(), torch.expm1(x.double()), rtol=5e-7, atol=0)
+    torch.testing.assert_close(likelihood.compute_expm1(x).double(), torch.expm1(x.double()), rtol=5e-7, atol=0)
     ends = torch.tensor([-torch.inf, 1000.0, torch.inf, torch.nan])
-    assert torch.equal(likelihood.expm1(ends)[:3], torch.tensor([-1, torch.inf, torch.inf]))
-    assert bool(likelihood.expm1(ends)[3].isnan())
-    assert likelihood.expm1(torch.ones(2, device="meta")).shape == (2,)  # no value of a device is read
+    assert torch.equal(likelihood.compute_expm1(ends)[:3], torch.tensor([-1, torch.inf, torch.inf]))
+    assert bool(likelihood.compute_expm1(ends)[3].isnan())
+    assert likelihood.compute_expm1(torch.ones(2, device="meta")).shape == (2,)  # no value of a device is read
     few = torch.tensor([-3.0, -1e-3, 0.0, 0.5], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(likelihood.expm1, few) and torch.autograd.gradgradcheck(likelihood.expm1, few)
+    assert torch.autograd.gradcheck(likelihood.compute_expm1, few) and torch.autograd.gradgradcheck(
+        likelihood.compute_expm1, few
+    )
 
 
 def test_discretized_likelihood_sums_to_one():
     """Oracle: the probabilities of all 256 levels sum to 1."""
     levels = torch.linspace(-1, 1, 256, dtype=torch.float64)[:, None]
     mean, log_scale = torch.tensor([[-0.98, 0.1, 0.7]]).double(), torch.tensor([[-2.0, -3.0, 0.0]]).double()
-    total = likelihood.discretized_log_likelihood(levels, mean, log_scale).exp().sum(0)
+    total = likelihood.compute_discretized_log_likelihood(levels, mean, log_scale).exp().sum(0)
     torch.testing.assert_close(total, torch.ones(3).double(), rtol=1e-6, atol=1e-6)
 
 
@@ -178,7 +180,9 @@ def test_discretized_likelihood_is_a_gaussians():
         torch.linspace(-1, 1, 256, dtype=torch.float64)[:, None],
         torch.tensor([[-2.0, -1.0, 0.5]]).double(),
     )
-    below = likelihood.discretized_log_likelihood(levels, torch.tensor([[-0.5, 0.1, 0.7]]), scales).exp().cumsum(0)
+    below = (
+        likelihood.compute_discretized_log_likelihood(levels, torch.tensor([[-0.5, 0.1, 0.7]]), scales).exp().cumsum(0)
+    )
     exact = torch.special.ndtr((levels + 1 / 255 - torch.tensor([[-0.5, 0.1, 0.7]])) / scales.exp())
     assert float((below - exact)[:-1].abs().max()) < 3e-4
 
@@ -188,7 +192,7 @@ def test_the_least_likelihood():
     bits were published.
     """
     x = torch.tensor([-1.0, 0.0, 1.0])
-    found = likelihood.discretized_log_likelihood(x, -x.sign() + (x == 0), torch.full((3,), -9.0))
+    found = likelihood.compute_discretized_log_likelihood(x, -x.sign() + (x == 0), torch.full((3,), -9.0))
     assert found.tolist() == pytest.approx([math.log(1e-12)] * 3)
 
 
@@ -215,9 +219,9 @@ def test_network_sees_the_original_timesteps(data):
         return torch.cat((x, x), dim=1)
 
     for rescale in (False, True):
-        diffusion = chain(rescale_timesteps=rescale).respaced("5")
+        diffusion = chain(rescale_timesteps=rescale).respace("5")
         diffusion.training_losses(network, x_start, torch.arange(5), noise)
-        assert diffusion.respaced("").timestep_map == diffusion.timestep_map
+        assert diffusion.respace("").timestep_map == diffusion.timestep_map
     assert seen[0].tolist() == [0, 12, 24, 37, 49] and seen[0].dtype == torch.int64
     assert seen[1].tolist() == [0, 240, 480, 740, 980] and seen[1].dtype == torch.float32
 
@@ -227,7 +231,7 @@ def test_bits_per_dim_of_a_perfect_network(data):
     x_start, _, noise = data
     diffusion = chain(prediction="x_start", variance="fixed_small")
     shown = []
-    terms = diffusion.bits_per_dim(
+    terms = diffusion.compute_bits_per_dim(
         lambda x, t: x_start, x_start, lambda i: noise, progress=lambda steps: (shown.append(s) or s for s in steps)
     )
     assert shown == list(range(49, -1, -1)) and terms["vb"].shape == (5, 50)
@@ -261,6 +265,6 @@ def test_one_step_chain(data):
     """Oracle: everything is finite where the chain has a single timestep."""
     x_start, t, noise = data
     for variance in gaussian.VARIANCES:
-        diffusion = chain(variance=variance).respaced("1")
+        diffusion = chain(variance=variance).respace("1")
         terms = diffusion.training_losses(network_of(diffusion), x_start, t * 0, noise)
         assert all(bool(term.isfinite().all()) for term in terms.values())

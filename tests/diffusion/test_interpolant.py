@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from scipy.stats import kstest, norm
 from torch import Tensor
 
-from dstrain.diffusion.densities import DENSITIES, shift_of_dimension
+from dstrain.diffusion.densities import DENSITIES, compute_dimension_shift
 from dstrain.diffusion.flow import FlowMatching
-from dstrain.diffusion.interpolant import PATHS, PREDICTIONS, Interpolant, time_of_noise
+from dstrain.diffusion.interpolant import PATHS, PREDICTIONS, Interpolant, find_time_of_noise
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dit"
 OURS = {"velocity": "velocity", "noise": "eps", "score": "score"}  # SiT's words for predictions
@@ -26,7 +26,7 @@ def test_sit_losses(key: str) -> None:
     _, path, target, weight, _ = key.split("/")
     out = -SIT["in/model_output"] if target == "velocity" else SIT["in/model_output"]
     interpolant = Interpolant(path.lower(), OURS[target], None if weight == "none" else weight)
-    losses = interpolant.losses(out, SIT["in/x1_data"], SIT["in/x0_noise"], 1 - SIT["in/t"])
+    losses = interpolant.compute_losses(out, SIT["in/x1_data"], SIT["in/x0_noise"], 1 - SIT["in/t"])
     torch.testing.assert_close(losses, SIT[key], rtol=1e-5, atol=0)
 
 
@@ -35,11 +35,11 @@ def test_sit_drifts_and_scores(path: str, target: str) -> None:
     """Oracle: what SiT takes a prediction to mean as the drift of its ODE, which runs backwards here, and as score."""
     interpolant, t = Interpolant(path.lower(), OURS[target]), 1 - SIT["in/t"]
     out = -SIT["in/model_output"] if target == "velocity" else SIT["in/model_output"]
-    x_t = interpolant.mix(SIT["in/x1_data"], SIT["in/x0_noise"], t)
+    x_t = interpolant.mix_noise(SIT["in/x1_data"], SIT["in/x0_noise"], t)
     torch.testing.assert_close(x_t, SIT[f"out/{path}/xt"], rtol=1e-5, atol=1e-6)
     for wanted, name, sign in (("velocity", "drift", -1), ("score", "score", 1)):
         expected = SIT[f"out/{path}/{target}/{name}"]
-        found = sign * interpolant.convert(out, x_t, t, wanted)
+        found = sign * interpolant.convert_prediction(out, x_t, t, wanted)
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -50,14 +50,16 @@ def test_conversions_invert_each_other(path: str, given: str, wanted: str) -> No
     x, eps = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64)
     t = torch.linspace(0.05, 0.95, 6, dtype=torch.float64)
     there, back = Interpolant(path, given), Interpolant(path, wanted)
-    x_t = there.mix(x, eps, t)
+    x_t = there.mix_noise(x, eps, t)
     out = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-    again = back.convert(there.convert(out, x_t, t, wanted), x_t, t, given)
+    again = back.convert_prediction(there.convert_prediction(out, x_t, t, wanted), x_t, t, given)
     torch.testing.assert_close(again, out, rtol=1e-9, atol=1e-9)
-    _, sigma, alpha_slope, sigma_slope = there.coefficients(t, x)
+    _, sigma, alpha_slope, sigma_slope = there.compute_coefficients(t, x)
     truth = {"velocity": alpha_slope * x + sigma_slope * eps, "x": x, "eps": eps, "score": -eps / sigma}
-    torch.testing.assert_close(there.convert(truth[given], x_t, t, wanted), truth[wanted], rtol=1e-9, atol=1e-9)
-    loss = Interpolant(path, given, "x").losses(truth[given], x, eps, t)
+    torch.testing.assert_close(
+        there.convert_prediction(truth[given], x_t, t, wanted), truth[wanted], rtol=1e-9, atol=1e-9
+    )
+    loss = Interpolant(path, given, "x").compute_losses(truth[given], x, eps, t)
     assert loss.abs().max() < 1e-18
 
 
@@ -65,8 +67,8 @@ def test_conversions_invert_each_other(path: str, given: str, wanted: str) -> No
 def test_times_of_noise(path: str) -> None:
     """Oracle: the path's own sigma / alpha, and central differences for its derivatives."""
     for t in (0.01, 0.3, 0.9):
-        alpha, sigma = Interpolant(path).level(t)
-        assert time_of_noise(path, sigma / alpha) == pytest.approx(t, rel=1e-9)
+        alpha, sigma = Interpolant(path).compute_level(t)
+        assert find_time_of_noise(path, sigma / alpha) == pytest.approx(t, rel=1e-9)
     t, step = torch.tensor([0.2, 0.7], dtype=torch.float64), 1e-6
     above, below, here = (PATHS[path](at) for at in (t + step, t - step, t))
     for value in (0, 1):
@@ -77,24 +79,26 @@ def test_jit_losses_and_times() -> None:
     """Oracle: JiT: predictions of x, measured as velocities whose divisor is clipped, and logit-normal times."""
     tensors = load_file(GOLDEN / "jit.safetensors")
     interpolant = Interpolant("linear", "x", "velocity", t_min=0.05)
-    losses = interpolant.losses(tensors["out/x_pred"], tensors["in/x"], tensors["in/noise"], 1 - tensors["in/t"])
+    losses = interpolant.compute_losses(
+        tensors["out/x_pred"], tensors["in/x"], tensors["in/noise"], 1 - tensors["in/t"]
+    )
     torch.testing.assert_close(losses.mean(), tensors["out/loss"].squeeze(), rtol=1e-5, atol=0)
     uniforms = torch.special.ndtr(
         -tensors["in/time_normals"].double()
     )  # its normal numbers, its time counts from noise
-    times = FlowMatching(0.8, 0.8).times(uniforms)
+    times = FlowMatching(0.8, 0.8).draw_times(uniforms)
     torch.testing.assert_close(1 - times.float(), tensors["out/times"], rtol=1e-5, atol=1e-6)
 
 
 def test_rae_times_and_losses() -> None:
     """Oracle: RAE: logit-normal times up to 0.999, shifted by the dimension of its latents."""
     tensors = load_file(GOLDEN / "rae_transport.safetensors")
-    shift = shift_of_dimension(768 * 16 * 16)
+    shift = compute_dimension_shift(768 * 16 * 16)
     assert shift == pytest.approx(6.928203)
     flow = FlowMatching(shift=shift, t_max=0.999, time_scale=1)
-    times = flow.times(tensors["in/uniform"])
+    times = flow.draw_times(tensors["in/uniform"])
     torch.testing.assert_close(times, tensors["out/t"], rtol=1e-5, atol=1e-6)
-    losses = Interpolant().losses(tensors["in/model_output"], tensors["in/data"], tensors["in/noise"], times)
+    losses = Interpolant().compute_losses(tensors["in/model_output"], tensors["in/data"], tensors["in/noise"], times)
     torch.testing.assert_close(losses, tensors["out/loss"], rtol=1e-5, atol=0)
 
 
@@ -102,8 +106,8 @@ def test_lightningdit_losses() -> None:
     """Oracle: LightningDiT's loss with its cosine over channels."""
     tensors = load_file(GOLDEN / "lightningdit_losses.safetensors")
     inputs = (-tensors["in/model_output"], tensors["in/x1_data"], tensors["in/x0_noise"], 1 - tensors["in/t"])
-    torch.testing.assert_close(Interpolant().losses(*inputs), tensors["out/loss"], rtol=1e-5, atol=0)
-    both = Interpolant(cosine=1.0).losses(*inputs)
+    torch.testing.assert_close(Interpolant().compute_losses(*inputs), tensors["out/loss"], rtol=1e-5, atol=0)
+    both = Interpolant(cosine=1.0).compute_losses(*inputs)
     torch.testing.assert_close(both, tensors["out/loss"] + tensors["out/cos_loss"], rtol=1e-5, atol=0)
 
 
@@ -163,7 +167,7 @@ def test_losses_at_the_ends(path: str, prediction: str, loss: str | None) -> Non
     x, noise, out = torch.randn(3, 4, 3, 2, 2, generator=generator)
     t = torch.tensor([0.0, 1e-6, 1 - 1e-6, 1.0])
     interpolant = Interpolant(path, prediction, loss, t_min=0.05)
-    assert interpolant.losses(out, x, noise, t).isfinite().all()
-    assert interpolant.convert(out, interpolant.mix(x, noise, t), t, "velocity").isfinite().all()
+    assert interpolant.compute_losses(out, x, noise, t).isfinite().all()
+    assert interpolant.convert_prediction(out, interpolant.mix_noise(x, noise, t), t, "velocity").isfinite().all()
     if prediction == "velocity" and path != "vp" and loss != "likelihood":
-        assert Interpolant(path, prediction, loss).losses(out, x, noise, t).isfinite().all()
+        assert Interpolant(path, prediction, loss).compute_losses(out, x, noise, t).isfinite().all()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from scipy.stats import kstest, norm
 
 from dstrain import rng
-from dstrain.diffusion.densities import stratify
+from dstrain.diffusion.densities import stratify_uniforms
 from dstrain.diffusion.flow import COEFFICIENTS, FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.process import Flow
@@ -69,7 +69,7 @@ def test_sit_odes(key):
     last = 1.0 if path != "VP" and target == "velocity" else 1 - 1e-3
     flow = FlowMatching(path=path.lower(), prediction=OURS[target], time_scale=1.0)
     grid = 1 - torch.linspace(first, last, int(count), dtype=torch.float64)
-    drawn = flow.integrate(toy(target), DRAWN["in/start"], grid, method.removesuffix("2"))
+    drawn = flow.integrate_ode(toy(target), DRAWN["in/start"], grid, method.removesuffix("2"))
     assert_close(drawn, DRAWN[key])
 
 
@@ -78,8 +78,8 @@ def test_an_sde_without_noise():
     flow, start, network = FlowMatching(time_scale=1.0), DRAWN["in/start"], toy("velocity")
     euler = flow.sample(network, start, torch.randn, "euler", 5)
     assert torch.equal(flow.sample(network, start, torch.randn, "sde", 5, eta=0.0), euler)
-    grid = flow.grid(4, start)
-    heun = flow.integrate(network, flow.integrate(network, start, grid[:-1], "heun"), grid[-2:], "euler")
+    grid = flow.make_time_grid(4, start)
+    heun = flow.integrate_ode(network, flow.integrate_ode(network, start, grid[:-1], "heun"), grid[-2:], "euler")
     torch.testing.assert_close(flow.sample(network, start, torch.randn, "sde-heun", 7, eta=0.0), heun)
 
 
@@ -132,17 +132,17 @@ def test_each_part_has_one_time():
     for step in (0, 1, 7):
         position = torch.arange(3 * STRATA)
         uniforms = rng.uniform(rng.keys(0, step, position), "timestep")
-        found = stratify(uniforms, position, torch.full_like(position, step), STRATA)
+        found = stratify_uniforms(uniforms, position, torch.full_like(position, step), STRATA)
         for begin in (0, 5, STRATA):
             assert sorted((found[begin : begin + STRATA] * STRATA).long().tolist()) == list(range(STRATA))
         assert len(set((found[:4] * 4).long().tolist())) >= 3
         parts = [
-            stratify(uniforms[ranks], position[ranks], torch.full((len(ranks),), step), STRATA)
+            stratify_uniforms(uniforms[ranks], position[ranks], torch.full((len(ranks),), step), STRATA)
             for ranks in position.split(9)
         ]
         assert torch.equal(torch.cat(parts), found)
     largest = torch.tensor([1 - 2**-24])
-    assert max(float(stratify(largest, torch.tensor([place]), None, 1000)) for place in range(1000)) < 1
+    assert max(float(stratify_uniforms(largest, torch.tensor([place]), None, 1000)) for place in range(1000)) < 1
 
 
 def test_times_keep_their_density():
@@ -151,7 +151,7 @@ def test_times_keep_their_density():
     """
     steps = torch.arange(2000)
     keys = torch.stack([rng.keys(0, int(step), torch.tensor([5]))[0] for step in steps])
-    place = stratify(rng.uniform(keys, "timestep"), torch.full_like(steps, 5), steps, STRATA)
+    place = stratify_uniforms(rng.uniform(keys, "timestep"), torch.full_like(steps, 5), steps, STRATA)
     assert kstest(place.numpy(), "uniform").pvalue > 0.01
 
     process = Flow(strata=STRATA, logit_mean=0.4, logit_std=1.2).make_process((1, 2, 2))
@@ -179,14 +179,14 @@ def test_min_snr(prediction, gamma):
     terms = diffusion.training_losses(lambda x, t: out, x_start, t, noise)
     x_t = diffusion.q_sample(x_start, t, noise)
     signal2 = torch.cumprod(1 - betas, 0)
-    error = (diffusion.x_start_of(out, x_t, t) - x_start).square().flatten(1).mean(1)
+    error = (diffusion.predict_x_start(out, x_t, t) - x_start).square().flatten(1).mean(1)
     torch.testing.assert_close(terms["loss"], (signal2 / (1 - signal2)).clamp(max=gamma) * error)
     plain = GaussianDiffusion(betas, **chosen).training_losses(lambda x, t: out, x_start, t, noise)
     torch.testing.assert_close(terms["mse"], plain["loss"])
     learned = GaussianDiffusion(betas, min_snr=gamma, prediction=prediction, variance="learned_range")
     both = learned.training_losses(lambda x, t: torch.cat((out, out), 1), x_start, t, noise)
     torch.testing.assert_close(both["loss"], terms["loss"] + both["vb"])
-    assert diffusion.respaced("5").min_snr == gamma
+    assert diffusion.respace("5").min_snr == gamma
 
 
 @pytest.mark.parametrize("choice", [{"loss": "kl"}, {"prediction": "previous_x"}])
@@ -202,5 +202,7 @@ def test_choices_of_a_flow():
     """
     with pytest.raises(ValueError, match=r"flow.sde.last_size: 0.01 is not above flow.t_last 0.02"):
         Flow(t_last=0.02, sde={"last_size": 0.01})
-    assert Flow(strata=8).conflicts(64) == [] == Flow().conflicts(3)
-    assert Flow(strata=24).conflicts(64) == ["model.flow.strata=24 does not divide batch.global=64: take 64, or 0"]
+    assert Flow(strata=8).list_batch_conflicts(64) == [] == Flow().list_batch_conflicts(3)
+    assert Flow(strata=24).list_batch_conflicts(64) == [
+        "model.flow.strata=24 does not divide batch.global=64: take 64, or 0"
+    ]

@@ -8,7 +8,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DMod
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.published import add_to_index, even_steps, scheduler_arguments
+from dstrain.diffusion.published import add_to_model_index, choose_even_steps, make_scheduler_arguments
 from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 
 
@@ -17,7 +17,7 @@ from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 def test_the_same_betas(tmp_path, name, kind):
     """Oracle: diffusers' own tables, after a way through scheduler_config.json, against ours in float64."""
     diffusion = GaussianDiffusion(schedule.make_betas(name, 500), prediction="v", variance="fixed_small")
-    kind(**scheduler_arguments(diffusion, name, clip=False)).save_pretrained(tmp_path)
+    kind(**make_scheduler_arguments(diffusion, name, clip=False)).save_pretrained(tmp_path)
     found = kind.from_pretrained(tmp_path)
     torch.testing.assert_close(found.betas.double(), diffusion.tables["betas"], rtol=1e-6, atol=1e-8)
     assert found.config.prediction_type == "v_prediction" and not found.config.clip_sample
@@ -28,13 +28,13 @@ def test_what_they_do_not_know():
     """Oracle: the contract: the prediction and what is known, by name."""
     diffusion = GaussianDiffusion(schedule.make_betas("linear", 100), prediction="previous_x", variance="fixed_small")
     with pytest.raises(ValueError, match="prediction: previous_x .* know eps, x_start, v .*safetensors"):
-        scheduler_arguments(diffusion, "linear", clip=True)
+        make_scheduler_arguments(diffusion, "linear", clip=True)
 
 
 @pytest.mark.parametrize("count, steps", [(1000, 20), (400, 20), (420, 20), (99, 11), (97, 1), (14, 14), (996, 12)])
 def test_steps_that_stride_alike(count, steps):
     """Oracle: diffusers' timesteps of so many steps against ours of the same name, and division by hand."""
-    assert even_steps(count) == steps
+    assert choose_even_steps(count) == steps
     scheduler = DDIMScheduler(num_train_timesteps=count)
     scheduler.set_timesteps(steps)
     assert scheduler.timesteps.tolist() == schedule.space_timesteps(count, f"ddim{steps}")[::-1]
@@ -56,9 +56,9 @@ def test_a_pipeline_of_ours(tmp_path):
         up_block_types=("UpBlock2D",),
     )
     diffusion = GaussianDiffusion(schedule.make_betas("cosine", 10), variance="fixed_small")
-    scheduler = DDPMScheduler(**scheduler_arguments(diffusion, "cosine", clip=True))
+    scheduler = DDPMScheduler(**make_scheduler_arguments(diffusion, "cosine", clip=True))
     ConditionalUNetPipeline(unet, scheduler).save_pretrained(tmp_path)
-    add_to_index(tmp_path, id2label={"0": "cat", "1": "dog"})
+    add_to_model_index(tmp_path, id2label={"0": "cat", "1": "dog"})
     text = (tmp_path / "model_index.json").read_text(encoding="utf-8")
     assert text == json.dumps(json.loads(text), indent=2) + "\n"
     loaded = DiffusionPipeline.from_pretrained(tmp_path, trust_remote_code=True)

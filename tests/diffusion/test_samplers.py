@@ -15,7 +15,7 @@ MEAN, STD = 0.3, 0.2  # of the data: a Gaussian
 
 def chain(count, **kwargs):
     full = GaussianDiffusion(schedule.make_betas("linear", 1000), **{"variance": "fixed_small"} | kwargs)
-    return full.respaced(str(count))
+    return full.respace(str(count))
 
 
 def optimal(diffusion):
@@ -38,9 +38,11 @@ def test_gaussian_data(sampler):
     """Oracle: mean and deviation of the data, up to the chain's discretization and the number of samples."""
     diffusion = chain(1000)
     if sampler == "ancestral":
-        x = samplers.ancestral(diffusion, optimal(diffusion), randn(0), lambda i: randn(i + 1))
+        x = samplers.sample_ancestral(diffusion, optimal(diffusion), randn(0), lambda i: randn(i + 1))
     else:
-        x = samplers.ddim(diffusion, optimal(diffusion), randn(0), lambda i: randn(i + 1), eta=float("eta" in sampler))
+        x = samplers.sample_ddim(
+            diffusion, optimal(diffusion), randn(0), lambda i: randn(i + 1), eta=float("eta" in sampler)
+        )
     assert float(x.mean()) == pytest.approx(MEAN, abs=0.01)
     assert float(x.std()) == pytest.approx(STD, rel=0.05)
 
@@ -49,8 +51,8 @@ def test_ddim_with_eta_one_is_ancestral():
     """Oracle: the ancestral chain with the posterior's variance (Song et al. 2020, section 4.1)."""
     diffusion, noise = chain(50), lambda i: randn(i + 1)
     torch.testing.assert_close(
-        samplers.ddim(diffusion, optimal(diffusion), randn(0), noise, eta=1.0),
-        samplers.ancestral(diffusion, optimal(diffusion), randn(0), noise),
+        samplers.sample_ddim(diffusion, optimal(diffusion), randn(0), noise, eta=1.0),
+        samplers.sample_ancestral(diffusion, optimal(diffusion), randn(0), noise),
     )
 
 
@@ -58,7 +60,7 @@ def test_encode_inverts_ddim():
     """Oracle: the noise that was decoded."""
     diffusion, x = chain(1000), randn(0, (64, 1))
     network = optimal(diffusion)
-    back = samplers.encode_ddim(diffusion, network, samplers.ddim(diffusion, network, x))
+    back = samplers.invert_ddim(diffusion, network, samplers.sample_ddim(diffusion, network, x))
     assert float((back - x).abs().max()) < 0.05
 
 
@@ -69,7 +71,7 @@ def test_clipping():
     def wild(x, t):
         return 3 * x
 
-    out = samplers.ddim(diffusion, wild, randn(0, (64, 1)), clip_denoised=True)
+    out = samplers.sample_ddim(diffusion, wild, randn(0, (64, 1)), clip_denoised=True)
     assert float(out.abs().max()) <= 1 + 1e-9
 
 
@@ -84,17 +86,17 @@ def test_latents_are_not_clipped():
             out = samplers.sample_chain(diffusion, network, x, noise, name, timesteps, **clip)
             torch.testing.assert_close(out, torch.full_like(x, end))
         for out in (
-            samplers.ancestral(diffusion, network, x, noise, **clip),
-            samplers.ddim(diffusion, network, x, **clip),
+            samplers.sample_ancestral(diffusion, network, x, noise, **clip),
+            samplers.sample_ddim(diffusion, network, x, **clip),
             samplers.ChainDenoiser(diffusion, network, **clip)(x, samplers.Level(1.0, 0.0, 5)),
             diffusion.p_mean_variance(network, x, torch.full((8,), 5), **clip)[2],
         ):
             torch.testing.assert_close(out, torch.full_like(x, end))
-        encoded = samplers.encode_ddim(diffusion, network, x, **clip)
-        decoded = samplers.ddim(diffusion, network, encoded, **clip)
+        encoded = samplers.invert_ddim(diffusion, network, x, **clip)
+        decoded = samplers.sample_ddim(diffusion, network, encoded, **clip)
         torch.testing.assert_close(decoded, torch.full_like(x, end))
     ends = diffusion.tables["sqrt_alphas_cumprod"][0], diffusion.tables["sqrt_one_minus_alphas_cumprod"][0]
-    torch.testing.assert_close(samplers.encode_ddim(diffusion, network, x), (x - ends[0] * 3) / ends[1])
+    torch.testing.assert_close(samplers.invert_ddim(diffusion, network, x), (x - ends[0] * 3) / ends[1])
 
 
 def test_noise_and_calls():
@@ -108,12 +110,12 @@ def test_noise_and_calls():
     def noise(i):
         return drawn.append(i) or randn(i, (3, 1))
 
-    samplers.ancestral(diffusion, network, randn(0, (3, 1)), noise)
+    samplers.sample_ancestral(diffusion, network, randn(0, (3, 1)), noise)
     assert drawn == list(range(5)) and called == [((3, 1), [t]) for t in (999, 749, 500, 250, 0)]
-    samplers.ddim(diffusion, network, randn(0, (3, 1)), noise)
+    samplers.sample_ddim(diffusion, network, randn(0, (3, 1)), noise)
     assert drawn == list(range(5)) and len(called) == 10
     with pytest.raises(ValueError, match="eta"):
-        samplers.ddim(diffusion, network, randn(0, (3, 1)), eta=0.5)
+        samplers.sample_ddim(diffusion, network, randn(0, (3, 1)), eta=0.5)
 
 
 @pytest.mark.parametrize("channels", [None, 3])
@@ -143,10 +145,12 @@ def test_bfloat16_network():
     """Oracle: the chain's own precision: float32 in, float32 out."""
     diffusion = chain(5)
     network = samplers.guide_network(lambda x, t, y: x.bfloat16(), {"y": torch.ones(2)}, {"y": torch.zeros(2)}, 2.0)
-    assert samplers.ddim(diffusion, network, randn(0, (2, 1)).float()).dtype == torch.float32
+    assert samplers.sample_ddim(diffusion, network, randn(0, (2, 1)).float()).dtype == torch.float32
     assert math.isfinite(
         float(
-            samplers.ancestral(diffusion, network, randn(0, (2, 1)).float(), lambda i: randn(i, (2, 1)).float()).sum()
+            samplers.sample_ancestral(
+                diffusion, network, randn(0, (2, 1)).float(), lambda i: randn(i, (2, 1)).float()
+            ).sum()
         )
     )
 
@@ -188,7 +192,7 @@ def test_guidance_interval(sampler, guide):
         {"y": torch.zeros(3)},
         3.0,
         guide=guide and counted(guide),
-        active=samplers.limit_guidance((0.2, 5.0), diffusion.noise_of),
+        active=samplers.limit_guidance((0.2, 5.0), diffusion.compute_noise_ratio),
     )
 
     def watched(x, t):
@@ -196,7 +200,7 @@ def test_guidance_interval(sampler, guide):
         guided_at[int(t[0])] = float(out[0])
         return out
 
-    timesteps = samplers.timesteps_of(diffusion, sampler, 10, "trailing")
+    timesteps = samplers.choose_timesteps(diffusion, sampler, 10, "trailing")
     samplers.sample_chain(diffusion, watched, randn(0, (3, 1)), None, sampler, timesteps)
     alphas = torch.cumprod(1 - schedule.make_betas("linear", 1000), 0)
     inside = {t: 0.2 <= float((1 / alphas[t] - 1).sqrt()) <= 5.0 for t in timesteps}
@@ -212,8 +216,8 @@ def test_the_noise_of_a_chain(rescaled):
     betas = schedule.make_betas("cosine", 400)
     diffusion, kept = GaussianDiffusion(betas, rescale_timesteps=rescaled), torch.cumprod(1 - betas, 0)
     t = torch.arange(400)
-    found = diffusion.noise_of(torch.zeros(400, 2, 3), diffusion.times(t))
-    assert found.shape == (400, 1, 1) and (float(diffusion.times(t)[4]) == 10.0) == rescaled
+    found = diffusion.compute_noise_ratio(torch.zeros(400, 2, 3), diffusion.scale_timesteps(t))
+    assert found.shape == (400, 1, 1) and (float(diffusion.scale_timesteps(t)[4]) == 10.0) == rescaled
     torch.testing.assert_close(found.flatten(), (1 / kept - 1).sqrt().float())
 
 
@@ -250,7 +254,7 @@ def test_spacings(spacing, count):
     scheduler = DDIMScheduler(timestep_spacing=spacing)
     scheduler.set_timesteps(count)
     diffusion = chain(1000)
-    found = samplers.timesteps_of(diffusion, "dpm++", count, spacing)
+    found = samplers.choose_timesteps(diffusion, "dpm++", count, spacing)
     assert found == [int(t) for t in scheduler.timesteps.flip(0)]
 
 
@@ -258,7 +262,7 @@ def test_spacings(spacing, count):
 def test_karras_spacing(name, count):
     """Oracle: Karras et al. 2022, Equation 5, from sigma 80 to the chain's lowest; all are different timesteps."""
     diffusion = GaussianDiffusion(schedule.make_betas(name, 1000), variance="fixed_small")
-    found = samplers.timesteps_of(diffusion, "dpm++", count, "karras")
+    found = samplers.choose_timesteps(diffusion, "dpm++", count, "karras")
     assert found == sorted(set(found)) and len(found) == count and found[-1] == 999 and found[0] >= 0
     if count == 10:
         sigma = diffusion.tables["sqrt_recipm1_alphas_cumprod"].numpy()
@@ -272,7 +276,7 @@ def test_karras_spacing(name, count):
 @pytest.mark.parametrize("spacing", [None, *schedule.SPACINGS])
 def test_one_step(sampler, spacing):
     """Oracle: the timestep that noise alone belongs to."""
-    assert samplers.timesteps_of(chain(1000), sampler, 1, spacing) == [999]
+    assert samplers.choose_timesteps(chain(1000), sampler, 1, spacing) == [999]
 
 
 def test_few_steps():
@@ -288,11 +292,13 @@ def test_few_steps():
         ("edm", 4, [499, 999]),
         ("dpm++sde", 5, [199, 399, 599, 799, 999]),
     ):
-        assert samplers.timesteps_of(diffusion, sampler, calls) == visited
-    assert samplers.timesteps_of(diffusion, "dpm++", 6) == samplers.timesteps_of(diffusion, "dpm++", 6, "karras")
+        assert samplers.choose_timesteps(diffusion, sampler, calls) == visited
+    assert samplers.choose_timesteps(diffusion, "dpm++", 6) == samplers.choose_timesteps(
+        diffusion, "dpm++", 6, "karras"
+    )
     low, high = noise[0] ** (1 / 7), 80 ** (1 / 7)
     for count in (2, 3, 5):
-        *inner, last = samplers.timesteps_of(diffusion, "dpm++", count, "karras")
+        *inner, last = samplers.choose_timesteps(diffusion, "dpm++", count, "karras")
         expected = [(low + i / count * (high - low)) ** 7 for i in range(1, count)]
         assert last == 999 and noise[inner] == pytest.approx(expected, rel=0.02)
 
@@ -302,14 +308,16 @@ def test_few_steps():
 
     for count in (2, 3):
         for spacing in (None, "karras"):
-            timesteps = samplers.timesteps_of(diffusion, "dpm++", count, spacing)
+            timesteps = samplers.choose_timesteps(diffusion, "dpm++", count, spacing)
             assert error(timesteps) < 0.95 * error([0, 991, 999][-count:])
 
 
 def test_few_steps_of_a_flow():
     """Oracle: Equation 5 from 80 to 0.002 without its ends, in t / (1 - t)."""
     for count in (1, 2, 4):
-        first, *inner, last = FlowMatching().grid(count, torch.zeros(1, dtype=torch.float64), "karras").tolist()
+        first, *inner, last = (
+            FlowMatching().make_time_grid(count, torch.zeros(1, dtype=torch.float64), "karras").tolist()
+        )
         low, high = 0.002 ** (1 / 7), 80 ** (1 / 7)
         expected = [(high + i / count * (low - high)) ** 7 for i in range(1, count)]
         assert (first, last) == (1, 0) and [t / (1 - t) for t in inner] == pytest.approx(expected)
@@ -318,16 +326,16 @@ def test_few_steps_of_a_flow():
 def test_timesteps_of_a_chain():
     """Oracle: by hand: DDIM's strides from 0 on, where there are such; else evenly from one end to the other."""
     diffusion = chain(1000)
-    assert samplers.timesteps_of(diffusion, "ddim", 10) == [*range(0, 1000, 100)]
-    assert samplers.timesteps_of(diffusion, "ddpm", 10) == [*range(0, 1000, 111)]
+    assert samplers.choose_timesteps(diffusion, "ddim", 10) == [*range(0, 1000, 100)]
+    assert samplers.choose_timesteps(diffusion, "ddpm", 10) == [*range(0, 1000, 111)]
 
 
 def test_inverted_by_name():
-    """Oracle: encode_ddim over the chain of these timesteps; sampled again, it comes back."""
+    """Oracle: invert_ddim over the chain of these timesteps; sampled again, it comes back."""
     diffusion, x_start = chain(1000), MEAN + STD * randn(0, (16, 1))
-    network, timesteps = optimal(diffusion), samplers.timesteps_of(diffusion, "ddim", 100)
+    network, timesteps = optimal(diffusion), samplers.choose_timesteps(diffusion, "ddim", 100)
     noise = samplers.invert_chain(diffusion, network, x_start, "ddim", timesteps)
-    assert torch.equal(noise, samplers.encode_ddim(diffusion.over(timesteps), network, x_start))
+    assert torch.equal(noise, samplers.invert_ddim(diffusion.select_timesteps(timesteps), network, x_start))
     again = samplers.sample_chain(diffusion, network, noise, None, "ddim", timesteps)
     assert float((again - x_start).abs().max()) < 0.1
 
@@ -338,15 +346,15 @@ def test_the_level_nearest():
     denoiser = samplers.ChainDenoiser(diffusion, None)
     noise = diffusion.tables["sqrt_recipm1_alphas_cumprod"]
     for s in (1e-3, 0.0101, 0.3, 1.0, 79.5, 150.0, 1e4):
-        assert denoiser.nearest(s).time == int((noise - s).abs().argmin())
+        assert denoiser.find_nearest_level(s).time == int((noise - s).abs().argmin())
 
 
 def test_wrong_choices():
     """Oracle: one line that names the value and what there is."""
     diffusion = chain(1000)
     for call, words in (
-        (lambda: samplers.timesteps_of(diffusion, "ddim", 5, "karas"), "spacing=karas is none of"),
-        (lambda: samplers.timesteps_of(diffusion, "dpm++", 1001), "1001 is not between 1 and the 1000"),
+        (lambda: samplers.choose_timesteps(diffusion, "ddim", 5, "karas"), "spacing=karas is none of"),
+        (lambda: samplers.choose_timesteps(diffusion, "dpm++", 1001), "1001 is not between 1 and the 1000"),
         (lambda: samplers.sample_chain(diffusion, None, randn(0), None, "unipc", [0], 0.5), "eta=0.5.*unipc"),
         (lambda: samplers.invert_chain(diffusion, None, randn(0), "ddpm", [0]), "sampler=ddpm cannot be inv"),
         (lambda: samplers.invert_chain(diffusion, None, randn(0), "ddim", [0], 0.5), "ddim, eta=0.5 cannot"),

@@ -46,14 +46,14 @@ def test_impossible_spacing(spec, words):
 
 def test_even_spec():
     """Oracle: 10 timesteps have a stride for 5 and none for 7."""
-    assert [schedule.even_spec(10, count, strided) for count, strided in ((5, True), (7, True), (5, False))] == [
+    assert [schedule.make_even_spec(10, count, strided) for count, strided in ((5, True), (7, True), (5, False))] == [
         "ddim5",
         "7",
         "5",
-    ] and schedule.even_spec(10, 5) == "5"
+    ] and schedule.make_even_spec(10, 5) == "5"
     for count in (0, 11):
         with pytest.raises(ValueError, match=f"{count} is not between 1 and the 10"):
-            schedule.even_spec(10, count)
+            schedule.make_even_spec(10, count)
 
 
 def test_cosine():
@@ -143,11 +143,11 @@ def test_respaced_marginals(name):
 
 def test_noise_levels_of_edm():
     """Oracle: by hand: both ends, and Equation 5 of Karras et al. 2022 for a number between them."""
-    assert schedule.karras_levels(1, 0.002, 80.0) == pytest.approx([80.0])
-    assert schedule.karras_levels(2, 0.002, 80.0) == pytest.approx([80.0, 0.002])
+    assert schedule.make_karras_levels(1, 0.002, 80.0) == pytest.approx([80.0])
+    assert schedule.make_karras_levels(2, 0.002, 80.0) == pytest.approx([80.0, 0.002])
     middle = ((80 ** (1 / 7) + 0.002 ** (1 / 7)) / 2) ** 7
-    assert schedule.karras_levels(3, 0.002, 80.0) == pytest.approx([80.0, middle, 0.002])
-    assert schedule.karras_levels(3, 1.0, 4.0, rho=1.0) == pytest.approx([4.0, 2.5, 1.0])
+    assert schedule.make_karras_levels(3, 0.002, 80.0) == pytest.approx([80.0, middle, 0.002])
+    assert schedule.make_karras_levels(3, 1.0, 4.0, rho=1.0) == pytest.approx([4.0, 2.5, 1.0])
 
 
 def test_a_chain_coarser_than_its_spacing():

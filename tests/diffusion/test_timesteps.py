@@ -20,7 +20,7 @@ def test_original_weights():
     sampler = LossSecondMomentSampler(meta["num_timesteps"], meta["history_per_term"], meta["uniform_prob"])
     for t, losses in zip(tensors["timesteps"], tensors["losses"]):
         sampler.observe(t, losses)
-    torch.testing.assert_close(sampler.probabilities(), tensors["weights"], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(sampler.compute_probabilities(), tensors["weights"], rtol=1e-10, atol=1e-12)
 
 
 def filled(sampler, seed=0):
@@ -76,7 +76,7 @@ def test_uneven_split_changes_nothing():
     whole.observe(t, losses)
     for part in (slice(0, 7), slice(7, 8), slice(8, 50)):
         parts.observe(t[part], losses[part])
-    assert torch.equal(whole.probabilities(), parts.probabilities())
+    assert torch.equal(whole.compute_probabilities(), parts.compute_probabilities())
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,9 @@ def test_inverse_distribution_and_weights(make):
     t, weight = sampler.sample(uniforms)
     assert t.dtype == torch.int64 and weight.dtype == torch.float32
     shares = t.bincount(minlength=sampler.num_timesteps).double() / len(t)
-    expected = sampler.probabilities() if isinstance(sampler, LossSecondMomentSampler) else 1 / sampler.num_timesteps
+    expected = (
+        sampler.compute_probabilities() if isinstance(sampler, LossSecondMomentSampler) else 1 / sampler.num_timesteps
+    )
     assert float((shares - expected).abs().max()) < 1e-5
     assert float((weight.double() * (shares * sampler.num_timesteps)[t] - 1).abs().max()) < 0.02
     ends, _ = sampler.sample(torch.tensor([0.0, 1 - 2**-24]))
@@ -111,16 +113,16 @@ def test_probabilities(readable, monkeypatch):
     """Oracle: the formula by hand: sqrt of the mean square, normalized, a share mixed with 1 / T; the same for losses
     of any size, and uniform where all are 0.
     """
-    monkeypatch.setattr(timesteps, "_on_host", lambda values: readable)
+    monkeypatch.setattr(timesteps, "_move_to_host", lambda values: readable)
     for scale in (1.0, 1e-6, 1e6):
         sampler = LossSecondMomentSampler(3, 2, uniform_prob=0.25)
         sampler.observe(torch.tensor([0, 1, 2, 0, 1, 2]), scale * torch.tensor([3.0, 0.0, 1.0, 4.0, 0.0, 7.0]))
         roots = [math.sqrt(12.5), 0.0, 5.0]
         expected = [0.75 * root / sum(roots) + 0.25 / 3 for root in roots]
-        assert sampler.probabilities().tolist() == pytest.approx(expected, rel=1e-6)
+        assert sampler.compute_probabilities().tolist() == pytest.approx(expected, rel=1e-6)
     sampler = LossSecondMomentSampler(3, 1)
     sampler.observe(torch.arange(3), torch.zeros(3))
-    assert sampler.probabilities().tolist() == pytest.approx([1 / 3] * 3)
+    assert sampler.compute_probabilities().tolist() == pytest.approx([1 / 3] * 3)
     t, weights = sampler.sample(torch.tensor([0.1, 0.5, 0.9]))
     assert t.tolist() == [0, 1, 2] and weights.tolist() == pytest.approx([1.0] * 3)
     halves = LossSecondMomentSampler(2, 1).sample(torch.tensor([0.0, 0.5]))[0]  # where one ends, the next begins
@@ -143,10 +145,10 @@ def test_state():
     sampler = filled(LossSecondMomentSampler(40, 4))
     other = LossSecondMomentSampler(40, 4)
     other.load_state_dict(sampler.state_dict())
-    assert torch.equal(other.probabilities(), sampler.probabilities())
+    assert torch.equal(other.compute_probabilities(), sampler.compute_probabilities())
     sampler.observe(torch.tensor([3, 3]), torch.tensor([1.0, 2.0]))
     other.observe(torch.tensor([3, 3]), torch.tensor([1.0, 2.0]))
-    assert torch.equal(other.probabilities(), sampler.probabilities())
+    assert torch.equal(other.compute_probabilities(), sampler.compute_probabilities())
     with pytest.raises(ValueError, match=r"\(40, 4\) in the checkpoint, \(40, 10\)"):
         LossSecondMomentSampler(40).load_state_dict(sampler.state_dict())
     state = sampler.state_dict()
@@ -161,7 +163,7 @@ def test_state():
 @pytest.mark.parametrize("readable", [True, False])
 def test_losses_that_are_not_finite_are_padding(readable, monkeypatch):
     """Oracle: the same batch without them; one of each kind, in every place of a ring that the batch overruns."""
-    monkeypatch.setattr(timesteps, "_on_host", lambda values: readable)
+    monkeypatch.setattr(timesteps, "_move_to_host", lambda values: readable)
     with_them, without = filled(LossSecondMomentSampler(3, 4)), filled(LossSecondMomentSampler(3, 4))
     t = torch.tensor([0, 1, 0, 2, 0, 0, 0, 0, 1, 0, 2])
     losses = torch.arange(1.0, 12.0)
@@ -172,8 +174,8 @@ def test_losses_that_are_not_finite_are_padding(readable, monkeypatch):
     for name, kept in without.state_dict().items():
         assert torch.equal(with_them.state_dict()[name], kept)
     with_them.observe(torch.tensor([1]), torch.tensor([torch.nan]))
-    assert torch.equal(with_them.probabilities(), without.probabilities())
-    assert bool(with_them.probabilities().isfinite().all())
+    assert torch.equal(with_them.compute_probabilities(), without.compute_probabilities())
+    assert bool(with_them.compute_probabilities().isfinite().all())
 
 
 def test_accelerator_path_is_the_same(monkeypatch):
@@ -186,7 +188,7 @@ def test_accelerator_path_is_the_same(monkeypatch):
         losses[::17] = torch.nan
         drawn = {}
         for readable, sampler in paths.items():
-            monkeypatch.setattr(timesteps, "_on_host", lambda values: readable)
+            monkeypatch.setattr(timesteps, "_move_to_host", lambda values: readable)
             sampler.observe(t, losses)
             drawn[readable] = sampler.sample(uniforms % 1)
         assert torch.equal(drawn[True][0], drawn[False][0])
@@ -215,11 +217,13 @@ def test_large_draws_search_as_small_ones(num_timesteps, spread):
     sampler = LossSecondMomentSampler(num_timesteps, 1)
     losses = np.exp(spread * draw.standard_normal(num_timesteps))
     sampler.observe(torch.arange(num_timesteps), torch.from_numpy(losses))
-    ends = sampler.probabilities().cumsum(0)[:-1].numpy().astype(np.float32)
+    ends = sampler.compute_probabilities().cumsum(0)[:-1].numpy().astype(np.float32)
     near = np.concatenate([np.nextafter(ends, 0), ends, np.nextafter(ends, 1), [0, 1 - 2**-24, 2**-30]])
     uniforms = torch.from_numpy(np.concatenate([draw.random(1000, np.float32), near[near < 1].astype(np.float32)]))
     t, weights = sampler.sample(uniforms)
-    assert torch.equal(t, torch.searchsorted(sampler.probabilities().cumsum(0)[:-1], uniforms.double(), right=True))
+    assert torch.equal(
+        t, torch.searchsorted(sampler.compute_probabilities().cumsum(0)[:-1], uniforms.double(), right=True)
+    )
     for i in range(0, len(t), 1 + len(t) // 200):
         one, weight = sampler.sample(uniforms[i : i + 1])
         assert one == t[i] and weight == weights[i]

@@ -111,7 +111,7 @@ def test_a_plain_loop(run, tmp_path, evaluate, words, kind, split):
         key, label = rng.keys(0, -1, torch.tensor([index])), torch.tensor([item["label"]])
         with torch.no_grad():
             rows.append(
-                system.diffusion.bits_per_dim(
+                system.diffusion.compute_bits_per_dim(
                     lambda x, t: network(x, t, label),
                     item["image"][None] / 127.5 - 1,
                     lambda i: rng.normal(key, f"bound/{i}", (1, 32, 32)),
@@ -191,7 +191,7 @@ def test_images_of_another_folder(run, tmp_path, evaluate):
     network.load_state_dict(read_weights(run / "checkpoints" / "step_00000006", "denoiser", "ema.0.9"))
     pixels = torch.stack([torch.from_numpy(np.array(Image.open(images / "sneaker" / f"{i}.png"))) for i in range(2)])
     key = rng.keys(0, -1, torch.arange(2))
-    terms = system.diffusion.bits_per_dim(
+    terms = system.diffusion.compute_bits_per_dim(
         lambda x, t: network(x, t, torch.tensor([7, 7])),
         pixels[:, None] / 127.5 - 1,
         lambda i: rng.normal(key, f"bound/{i}", (1, 32, 32)),

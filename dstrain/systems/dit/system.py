@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dstrain import rng
 from dstrain.diffusion import samplers
 from dstrain.diffusion.gaussian import Network
-from dstrain.diffusion.solvers import eta_of
+from dstrain.diffusion.solvers import choose_eta
 from dstrain.encoders.autoencoder import draw_latents
 from dstrain.encoders.reader import NAMES, Reader
 from dstrain.nn.fitting import Fitted
@@ -124,7 +124,7 @@ class DiTSystem(System):
         """
         if self.config.models_pixels:
             network = partial(nets["denoiser"], **self._read_conditions(example))
-            terms = self.process.measured_bits(network, example["x_start"], example["key"], num_steps, progress)
+            terms = self.process.measure_bits(network, example["x_start"], example["key"], num_steps, progress)
             if "mse" not in terms:  # a chain's bound has the error at every timestep
                 terms["loss"] = self.evaluate(nets, example)["loss"]
             return terms
@@ -293,7 +293,7 @@ class DiTSystem(System):
         super().check_sampling(samples)
         with reword_errors("--size or samples.size: "):
             self.config.shape(samples.size)
-        eta_of(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
+        choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
         self.process.check_spacing(samples.spacing)
 
     def require_guide(self, other: System) -> None:
@@ -334,7 +334,7 @@ class DiTSystem(System):
             self.config.guidance_channels,
             rescale=request.guidance_rescale,
             guide=guide,
-            active=samplers.limit_guidance(request.guidance_interval, self.process.noise_of),
+            active=samplers.limit_guidance(request.guidance_interval, self.process.compute_noise_ratio),
         )
 
     def cannot_draw(self) -> str | None:
@@ -391,7 +391,7 @@ class DiTSystem(System):
 
     def require_expressible(self) -> None:
         weights.require_expressible(self.config)
-        self.process.scheduler_arguments(velocities=True)
+        self.process.make_scheduler_arguments(velocities=True)
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Returns what System says, but no learned token decays, nor the places of words, nor a table of shifts."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers
-from dstrain.diffusion.published import add_to_index
+from dstrain.diffusion.published import add_to_model_index
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.encoders.text import load_t5
@@ -176,7 +176,7 @@ def save_export(
     else:
         ClassPipeline(transformer, scheduler, vae, guidance_channels=config.guidance_channels).save_pretrained(folder)
     if names := classes():
-        add_to_index(folder, id2label={str(number): name for number, name in enumerate(names)})
+        add_to_model_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 
 def _save_pixart(system: DiTSystem, network: DiT, folder: Path) -> None:
@@ -248,7 +248,7 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     prompts = system.conditions_from_texts(_PROMPTS) if config.reads_texts else {}
     told, null = system.read_request(Request(seeds, prompts))
     network = samplers.guide_network(_predict(system, nets), told, null, _choose_scale(system), channels)
-    x = system.process.draw_plain(network, noise)
+    x = system.process.draw_as_diffusers(network, noise)
     if system.cannot_draw():  # latents that no autoencoder decodes
         return x
     return to_uint8(system.first_stage.decode(x) if system.first_stage else x)
@@ -268,7 +268,7 @@ def _predict_as_exported(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Ca
 
     def predicted(x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
         out, channels = network(x, t, **conditions), x.shape[1]
-        velocity = process.interpolant.convert(out[:, :channels], x, t / process.time_scale, "velocity")
+        velocity = process.interpolant.convert_prediction(out[:, :channels], x, t / process.time_scale, "velocity")
         return torch.cat((velocity, out[:, channels:]), dim=1)
 
     return predicted
@@ -375,7 +375,7 @@ def _import_class(path: Path) -> type[Any]:
 def _build_scheduler(system: DiTSystem) -> Any:
     import diffusers
 
-    return getattr(diffusers, system.process.scheduler)(**system.process.scheduler_arguments(velocities=True))
+    return getattr(diffusers, system.process.scheduler)(**system.process.make_scheduler_arguments(velocities=True))
 
 
 def _load_first_stage(config: Config) -> nn.Module | None:

@@ -37,7 +37,7 @@ class ClassTransformer(ModelMixin, DiT, ConfigMixin):
             found = found["base"] + scale * (found["out"] - found["base"])
         if self.flow is not None:
             channels, t = hidden_states.shape[1], timestep / self.time_scale
-            velocity = self.flow.convert(found[:, :channels], hidden_states, t, "velocity")
+            velocity = self.flow.convert_prediction(found[:, :channels], hidden_states, t, "velocity")
             found = torch.cat((velocity, found[:, channels:]), dim=1)
         return Transformer2DModelOutput(sample=found)
 

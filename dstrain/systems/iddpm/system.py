@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dstrain import rng
 from dstrain.diffusion import samplers
 from dstrain.diffusion.gaussian import Network
-from dstrain.diffusion.solvers import eta_of
+from dstrain.diffusion.solvers import choose_eta
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
@@ -125,18 +125,18 @@ class IDDPMSystem(System):
             arguments | null,
             request.guidance_scale,
             rescale=request.guidance_rescale,
-            active=samplers.limit_guidance(request.guidance_interval, self.process.noise_of),
+            active=samplers.limit_guidance(request.guidance_interval, self.process.compute_noise_ratio),
         )
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Measures bits/dim over `num_steps` timesteps, see measured_bits; None: those of timestep_respacing, by
+        """Measures bits/dim over `num_steps` timesteps, see diffusion/bound.py; None: those of timestep_respacing, by
         default all.
 
         For super-resolution they are conditioned on the small picture.
         """
         network = self.network(nets, example)
-        terms = self.process.measured_bits(network, example["x_start"], example["key"], num_steps, progress)
+        terms = self.process.measure_bits(network, example["x_start"], example["key"], num_steps, progress)
         if "mse" not in terms:  # a chain's bound has the error at every timestep
             terms["loss"] = self.evaluate(nets, example)["loss"]
         return terms
@@ -171,7 +171,7 @@ class IDDPMSystem(System):
         super().check_sampling(samples)
         with reword_errors("--size or samples.size: "):
             self.config.shape(samples.size)
-        eta_of(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
+        choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
         self.process.check_spacing(samples.spacing)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ class IDDPMSystem(System):
     def require_expressible(self) -> None:
         """Checks the network and the chain."""
         weights.make_arguments(self.config)
-        self.process.scheduler_arguments()
+        self.process.make_scheduler_arguments()
         if self.diffusion is None:
             raise ConfigError("objective: the pipelines of a UNet draw by a chain alone; take --format safetensors")
 

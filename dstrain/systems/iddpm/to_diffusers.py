@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers
-from dstrain.diffusion.published import add_to_index, even_steps
+from dstrain.diffusion.published import add_to_model_index, choose_even_steps
 from dstrain.distributed import group
 from dstrain.nn.measures import relative_error
 from dstrain.nn.pixels import to_uint8
@@ -76,7 +76,7 @@ def describe_export(system: IDDPMSystem) -> tuple[str, str, str]:
     if system.starts_from_data:
         code += _LOW_RES.format(shape=", ".join(map(str, _choose_small_shape(system))))
     arguments = ", ".join(inputs or [f"batch_size={_DRAWN}"])
-    code += _DRAW.format(inputs=arguments, steps=even_steps(config.diffusion_steps))
+    code += _DRAW.format(inputs=arguments, steps=choose_even_steps(config.diffusion_steps))
     return "UNet2DModel" if inputs else "DDPMPipeline", "; ".join(notes), code
 
 
@@ -109,7 +109,7 @@ def save_export(
     pipeline = ConditionalUNetPipeline(unet, scheduler, enlarges=system.starts_from_data, has_null=config.has_null)
     pipeline.save_pretrained(folder)
     if config.class_cond and (names := classes()):
-        add_to_index(folder, id2label={str(number): name for number, name in enumerate(names)})
+        add_to_model_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def measure_errors(
     return {
         name: relative_error(
             exported(seen, t, class_labels=label).sample,
-            system.network(nets, conditions | {"label": label})(x, system.diffusion.times(t)),
+            system.network(nets, conditions | {"label": label})(x, system.diffusion.scale_timesteps(t)),
         )
         for name, label in given.items()
     }
@@ -148,7 +148,7 @@ def measure_errors(
 def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """Draws what the card's code draws, by the trained network and our ancestral sampler: uint8 (B, C, H, W)."""
     generator, device, conditions = torch.Generator().manual_seed(0), group.device(), {}
-    labels, steps = _choose_labels(system), even_steps(system.config.diffusion_steps)
+    labels, steps = _choose_labels(system), choose_even_steps(system.config.diffusion_steps)
     if system.starts_from_data:
         conditions["low_res"] = (torch.rand(_choose_small_shape(system), generator=generator) * 2 - 1).to(device)
     if system.config.class_cond:
@@ -160,7 +160,7 @@ def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     scale = _SCALE if system.config.has_null else 1.0
     network = system.guided(nets, conditions, Request(torch.arange(_DRAWN), guidance_scale=scale))
     return to_uint8(
-        samplers.ancestral(system.diffusion.respaced(str(steps)), network, normal(), normal, clip_denoised=True)
+        samplers.sample_ancestral(system.diffusion.respace(str(steps)), network, normal(), normal, clip_denoised=True)
     )
 
 
@@ -177,5 +177,7 @@ def _build_scheduler(system: IDDPMSystem) -> Any:
     from diffusers import DDPMScheduler
 
     return DDPMScheduler(
-        **system.process.scheduler_arguments(), variance_type=system.diffusion.variance, timestep_spacing="linspace"
+        **system.process.make_scheduler_arguments(),
+        variance_type=system.diffusion.variance,
+        timestep_spacing="linspace",
     )

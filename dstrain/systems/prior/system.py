@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers, schedule
-from dstrain.diffusion.gaussian import GaussianDiffusion, Network, at_boundary
-from dstrain.diffusion.solvers import eta_of
+from dstrain.diffusion.gaussian import GaussianDiffusion, Network, cast_output
+from dstrain.diffusion.solvers import choose_eta
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders import emoji
 from dstrain.encoders.autoencoder import hash_network
@@ -171,13 +171,13 @@ class PriorSystem(System):
         if self.config.self_cond:
             # Every rank makes both calls, whichever of its samples use the first one's result.
             with torch.no_grad():
-                first = at_boundary(nets["denoiser"](x_t, t, **inputs, self_cond=torch.zeros_like(x_t)))
+                first = cast_output(nets["denoiser"](x_t, t, **inputs, self_cond=torch.zeros_like(x_t)))
             shown = rng.uniform(key, "self_cond") < 0.5
-            inputs["self_cond"] = torch.where(shown[:, None], self.diffusion.x_start_of(first, x_t, t), 0.0)
-        prediction = at_boundary(nets["denoiser"](x_t, t, **inputs))
+            inputs["self_cond"] = torch.where(shown[:, None], self.diffusion.predict_x_start(first, x_t, t), 0.0)
+        prediction = cast_output(nets["denoiser"](x_t, t, **inputs))
         if self.config.training_clamp_l2norm:
             prediction = self._rescaled(prediction)
-        target = self.diffusion.target(x_start, x_t, t, noise)
+        target = self.diffusion.make_target(x_start, x_t, t, noise)
         losses = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
         loss = losses[self.config.loss](prediction, target, reduction="none").mean(dim=1)  # (B,)
         return {"loss": loss, "quartile": 4 * t // self.config.timesteps}
@@ -246,7 +246,7 @@ class PriorSystem(System):
             x = self._rescaled(x)
         sampler, noise = self.sampler(request.sampler), lambda i: normal(f"noise/{i}")
         spacing = request.spacing or ("linspace" if sampler == "ddim" else None)
-        timesteps = samplers.timesteps_of(self.diffusion, sampler, request.num_steps, spacing)
+        timesteps = samplers.choose_timesteps(self.diffusion, sampler, request.num_steps, spacing)
         x = samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, progress=progress)
         if self.config.sampling_final_clamp_l2norm:
             x = self._rescaled(x)
@@ -254,13 +254,13 @@ class PriorSystem(System):
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
-        eta_of(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
+        choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
 
     def _chained(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns the guided network of one chain. With self_cond it remembers the last x_start for its next call."""
         scale, active = (
             request.guidance_scale,
-            samplers.limit_guidance(request.guidance_interval, self.diffusion.noise_of),
+            samplers.limit_guidance(request.guidance_interval, self.diffusion.compute_noise_ratio),
         )
         if scale != 1 and not self.config.text_cond_drop_prob:
             raise ConfigError(
@@ -273,15 +273,15 @@ class PriorSystem(System):
 
         def network(x_t: Tensor, t: Tensor) -> Tensor:
             own = {"self_cond": last.pop() if last else torch.zeros_like(x_t)} if self.config.self_cond else {}
-            out = at_boundary(
+            out = cast_output(
                 samplers.guide_network(
                     nets["denoiser"], inputs | own, null | own, scale, active=active, rescale=request.guidance_rescale
                 )(x_t, t)
             )
-            x_start = self.diffusion.x_start_of(out, x_t, t)  # both t and these tables are the whole chain's
+            x_start = self.diffusion.predict_x_start(out, x_t, t)  # both t and these tables are the whole chain's
             if self.config.sampling_clamp_l2norm:
                 x_start = self._rescaled(x_start)
-                out = self.diffusion.target(x_start, x_t, t, self.diffusion.eps_of(x_start, x_t, t))
+                out = self.diffusion.make_target(x_start, x_t, t, self.diffusion.predict_eps(x_start, x_t, t))
             last[:] = [x_start]
             return out
 

@@ -156,7 +156,7 @@ def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
         return normal(2 * count, *system.shape)
 
     x = system._rescaled(noise()) if config.init_image_embed_l2norm else noise()
-    x = samplers.ancestral(system.diffusion.respaced(str(_count_steps(system))), network, x, noise)
+    x = samplers.sample_ancestral(system.diffusion.respace(str(_count_steps(system))), network, x, noise)
     x = system._rescaled(x) if config.sampling_final_clamp_l2norm else x
     candidates = system._embedding(x).view(count, 2, -1)
     nearest = F.cosine_similarity(candidates, conditions["text_embed"][None], dim=2).argmax(dim=0) if count > 1 else 0

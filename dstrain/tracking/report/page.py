@@ -213,7 +213,7 @@ def _list_facts(record: Record) -> dict[str, str]:
     facts = {"state": state.state, "step": step}
 
     def add_fact(name: str, column: str, text: str = "{:.4g}") -> None:
-        if (value := columns.last(column)) is not None:
+        if (value := columns.find_last_value(column)) is not None:
             facts[name] = text.format(value)
 
     add_fact("samples seen", "images_seen", "{:,.0f}")

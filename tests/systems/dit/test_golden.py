@@ -85,9 +85,9 @@ def test_chains(tiny, diffusion, chain):
         return golden.stream(f"noise/{i}", x.shape)
 
     if chain == "ddim10":
-        out = samplers.ddim(diffusion.respaced("ddim10"), guided, x)
+        out = samplers.sample_ddim(diffusion.respace("ddim10"), guided, x)
     else:
-        out = samplers.ancestral(diffusion.respaced("10"), guided, x, noise)
+        out = samplers.sample_ancestral(diffusion.respace("10"), guided, x, noise)
     torch.testing.assert_close(out, tensors[f"sample.{chain}"], **CHAIN)
 
 
@@ -95,7 +95,7 @@ def test_bits_per_dim(tiny, diffusion):
     """Oracle: the original's variational bound over 20 timesteps."""
     network, tensors, _ = tiny
     x = tensors["x"].clamp(-1, 1)
-    terms = diffusion.respaced("20").bits_per_dim(
+    terms = diffusion.respace("20").compute_bits_per_dim(
         lambda x_t, t: network(x_t, t, tensors["y"]), x, lambda i: golden.stream(f"noise/{i}", x.shape)
     )
     for name in ("total", "prior", "vb"):

@@ -250,9 +250,9 @@ def test_flow_matching(tmp_path, case):
         assert (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "out" / "scheduler")
     scheduler.set_timesteps(sigmas=[1 - step / 8 for step in range(8)])
-    torch.testing.assert_close(scheduler.sigmas, system.process.grid(8, torch.zeros(1)))
+    torch.testing.assert_close(scheduler.sigmas, system.process.make_time_grid(8, torch.zeros(1)))
     scale = system.process.time_scale
-    torch.testing.assert_close(scheduler.timesteps, scale * system.process.grid(8, torch.zeros(1))[:-1])
+    torch.testing.assert_close(scheduler.timesteps, scale * system.process.make_time_grid(8, torch.zeros(1))[:-1])
 
 
 def test_latents_that_nothing_decodes(tmp_path):

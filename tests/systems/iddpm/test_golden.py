@@ -64,7 +64,7 @@ def test_tiny_names(tiny):
 def test_network(tiny):
     """Oracle: the original network's output, at the timesteps that rescale_timesteps makes."""
     system, network, tensors, _ = tiny
-    times = system.diffusion.times(tensors["t"])
+    times = system.diffusion.scale_timesteps(tensors["t"])
     assert torch.equal(times, tensors["t"] * 10.0)
     torch.testing.assert_close(network(tensors["x"], times), tensors["out"], **CLOSE)
 
@@ -97,13 +97,13 @@ def test_chains(tiny, chain):
     system, network, tensors, _ = tiny
     x = tensors["x"]
     if chain == "ddim10":
-        out = samplers.ddim(system.diffusion.respaced("10"), network, x, clip_denoised=True)
+        out = samplers.sample_ddim(system.diffusion.respace("10"), network, x, clip_denoised=True)
     else:
 
         def noise(i):
             return golden.stream(f"noise/{i}", x.shape, torch.float32)
 
-        out = samplers.ancestral(system.diffusion.respaced("10"), network, x, noise, clip_denoised=True)
+        out = samplers.sample_ancestral(system.diffusion.respace("10"), network, x, noise, clip_denoised=True)
     torch.testing.assert_close(out, tensors[f"sample.{chain}"], **CHAIN)
 
 
@@ -115,6 +115,6 @@ def test_bits_per_dim(tiny):
     def noise(i):
         return golden.stream(f"noise/{i}", x.shape, torch.float32)
 
-    terms = system.diffusion.respaced("10").bits_per_dim(network, x, noise)
+    terms = system.diffusion.respace("10").compute_bits_per_dim(network, x, noise)
     for name in ("total", "vb", "mse"):
         torch.testing.assert_close(terms[name], tensors[f"bpd10.{name}"], **CLOSE)

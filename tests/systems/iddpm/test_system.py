@@ -19,7 +19,7 @@ from tests.support.tiny_iddpm import AWARE, LABELS, build, random, warm
 def test_expectation_of_the_weighed_loss(monkeypatch):
     """Oracle: the mean over all timesteps: the sum of p(t) * (weight * loss)(t), t by t, under known p(t)."""
     system = warm(build(learn_sigma=True, **AWARE))
-    nets, p = random(system), system.timesteps.probabilities()
+    nets, p = random(system), system.timesteps.compute_probabilities()
     assert float(p.max() / p.min()) > 5  # far from uniform
     one = system.encode(system.synthetic(1))
     example = {name: tensor.expand(20, *tensor.shape[1:]) for name, tensor in one.items()}
@@ -48,7 +48,7 @@ def test_observe():
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     again = build(**AWARE)
     again.load_state_dict(found)
-    assert torch.equal(again.timesteps.probabilities(), system.timesteps.probabilities())
+    assert torch.equal(again.timesteps.compute_probabilities(), system.timesteps.compute_probabilities())
 
 
 def test_held_out_figures_know_no_history():
@@ -174,7 +174,7 @@ def test_guidance(changes):
         def draw(name):
             return rng.normal(keys, name, (1, 8, 8))
 
-        x = samplers.ancestral(system.diffusion, network, draw("start"), lambda i: draw(f"noise/{i}"), True)
+        x = samplers.sample_ancestral(system.diffusion, network, draw("start"), lambda i: draw(f"noise/{i}"), True)
         return to_uint8(x)
 
     levels = (float(noise[4]), float(noise[11]))
@@ -295,7 +295,7 @@ def test_measure():
     def noise(i):
         return rng.normal(example["key"], f"bound/{i}", (1, 8, 8))
 
-    expected = system.diffusion.respaced("5").bits_per_dim(nets["denoiser"], example["x_start"], noise)
+    expected = system.diffusion.respace("5").compute_bits_per_dim(nets["denoiser"], example["x_start"], noise)
     assert torch.equal(terms["total"], expected["total"]) and torch.equal(terms["vb"], expected["vb"].flip(1))
     assert terms["timestep"].tolist() == [[0, 5, 10, 14, 19]] * 3
     torch.testing.assert_close(terms["total"], terms["prior"] + terms["vb"].sum(1))

@@ -201,13 +201,13 @@ def test_num_steps_and_their_alphas(sampler):
         times = [int(call["t"][0]) for call in network.calls]
         assert len(times) == steps and times == sorted(times, reverse=True) and times[0] == 999
         assert steps == 1 or times[-1] == 0
-    chain = system.diffusion.respaced("1000")
+    chain = system.diffusion.respace("1000")
     keys = rng.keys_of_seeds(torch.arange(4))
     x, noise = rng.normal(keys, "start", (6,)), lambda i: rng.normal(keys, f"noise/{i}", (6,))
     plain = (
-        samplers.ddim(chain, lambda x, t: 0.5 * x, x)
+        samplers.sample_ddim(chain, lambda x, t: 0.5 * x, x)
         if sampler == "ddim"
-        else samplers.ancestral(chain, lambda x, t: 0.5 * x, x, noise)
+        else samplers.sample_ancestral(chain, lambda x, t: 0.5 * x, x, noise)
     )
     torch.testing.assert_close(found, plain / math.sqrt(6))
 
@@ -234,7 +234,7 @@ def test_perfect_predictions_are_reached(prediction):
     goal = 4 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
     def knows(x, t, **_):
-        return system.diffusion.target(goal, x, t, system.diffusion.eps_of(goal, x, t))
+        return system.diffusion.make_target(goal, x, t, system.diffusion.predict_eps(goal, x, t))
 
     for sampler in ("ddim", "ddpm"):
         found = system.sample({"denoiser": knows}, request(system, sampler=sampler, num_steps=20))
@@ -288,14 +288,16 @@ def test_self_conditioning():
     first, second = network.calls
     seen = rng.uniform(example["key"], "self_cond") < 0.5
     assert not bool(first["self_cond"].any()) and 150 < int(seen.sum()) < 250
-    expected = torch.where(seen[:, None], system.diffusion.x_start_of(0.5 * first["x"], first["x"], first["t"]), 0.0)
+    expected = torch.where(
+        seen[:, None], system.diffusion.predict_x_start(0.5 * first["x"], first["x"], first["t"]), 0.0
+    )
     torch.testing.assert_close(second["self_cond"], expected)
     network.calls.clear()
     system.sample({"denoiser": network}, request(system, guidance_scale=2.0))
     before = torch.zeros(8, 6)
     for call in network.calls:
         torch.testing.assert_close(call["self_cond"], before)
-        before = system.diffusion.x_start_of(0.5 * call["x"], call["x"], call["t"])
+        before = system.diffusion.predict_x_start(0.5 * call["x"], call["x"], call["t"])
     torch.manual_seed(0)
     learned = system.networks()["denoiser"]
     with torch.no_grad():
