@@ -23,9 +23,10 @@ def measure_bound(
     """Returns the terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1]; noise is drawn from `key` int64
     (B,).
 
-    total, prior      (B,) in bits per dimension; total = prior + the sum of vb. vb                (B, K) in bits per
-    dimension, the bound's term of each timestep. mse, x_start_mse  (B, K), of eps and of x_start. timestep
-    int64 (B, K), ascending: the timestep of the original chain that a column belongs to.
+    total, prior      (B,) in bits per dimension; total = prior + the sum of vb.
+    vb                (B, K) in bits per dimension, the bound's term of each timestep.
+    mse, x_start_mse  (B, K), of eps and of x_start.
+    timestep          int64 (B, K), ascending: the timestep of the original chain that a column belongs to.
 
     K is num_steps, or the length of the chain if that is None. The network is called K times. Draw i of the noise,
     counted from the last timestep down, is the stream bound/{i}. Raises ConfigError if num_steps is above the chain's

@@ -113,8 +113,8 @@ class FlowMatching:
         """Returns sampling times from 1 to 0, (num_steps + 1,): evenly spaced (None, linspace) and shifted, or by
         karras.
 
-        first       the first time, before the shift. last_size   length of the last step, before the shift; 0: as the
-        others'. Of even times alone.
+        first       the first time, before the shift.
+        last_size   length of the last step, before the shift; 0: as the others'. Of even times alone.
         """
         if spacing == "karras":  # pure noise, then ever denser in t / (1 - t)
             noises = make_levels_after_first(num_steps, _LOWEST, LARGEST_NOISE)

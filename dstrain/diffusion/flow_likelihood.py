@@ -35,8 +35,8 @@ def measure_likelihood(
 ) -> dict[str, Tensor]:
     """Returns the terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1], in bits per dimension.
 
-    bits_per_dim, prior_bits   (B,): bits_per_dim = prior_bits - the integral of divergence over t. divergence, timestep
-    (B, K): div v in each of the K steps from data to noise, and 1000 t in its middle, int64.
+    bits_per_dim, prior_bits   (B,): bits_per_dim = prior_bits - the integral of divergence over t.
+    divergence, timestep       (B, K): div v in each of the K steps from data to noise, and 1000 t in its middle, int64.
 
     num_calls  of the network, each with one backward through it, in steps of Heun's method, two calls each; None: 100.
     key        int64 (B,): streams dequantize and probe.

@@ -30,9 +30,10 @@ Terms = dict[str, Tensor]
 class _Process:
     """Declares what both kinds of process have in common.
 
-    samplers     their names, the usual one last. scheduler    the class of diffusers that draws; in `card_steps` steps
-    it draws what `draw_as_diffusers` does. diffusion    the GaussianDiffusion of a chain. strata       training times
-    of so many samples in a row lie in as many equal parts; 0: each is drawn alone.
+    samplers     their names, the usual one last.
+    scheduler    the class of diffusers that draws; in `card_steps` steps it draws what `draw_as_diffusers` does.
+    diffusion    the GaussianDiffusion of a chain.
+    strata       training times of so many samples in a row lie in as many equal parts; 0: each is drawn alone.
     """
 
     samplers: ClassVar[tuple[str, ...]]
