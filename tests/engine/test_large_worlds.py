@@ -1,16 +1,27 @@
-"""Who owns what in worlds of up to 4,096 ranks."""
+"""What a rank does in worlds of up to 4,096 ranks: who owns what, and what a start and a step take of its Python."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dstrain import recipe
+from dstrain import recipe, systems
+from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.masters import cut_into_shares
+from dstrain.engine.planning.fake_ranks import FakeEngines, fake_world
+from dstrain.planning.step import choose_step
+from dstrain.planning.synthetic import NoTracker, Repeated
+from dstrain.train import build_engines, take_step
 from tests.support.engines import resolve
+from tests.support.launch import ROOT
 from tests.support.tiny import Tiny
+
+LARGE = ("model.size=null", "model.patch_size=2", "model.hidden_size=4096", "model.depth=33", "model.num_heads=32")
+WORLDS = (64, 4096)
 
 
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=12), st.integers(1, 4096), st.booleans(), st.data())
@@ -32,6 +43,60 @@ def test_shares_cover_each_weight_once(sizes, world, together, data):
         assert ends == sum(line)
         own = [piece for piece in pieces if piece[1] == rank]
         assert list(cut_into_shares(line, share, range(rank, rank + 1))) == own
+
+
+class Operations(TorchDispatchMode):
+    """Counts what a rank asks torch for: operations, views, exchanges with other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        views = any(arg.alias_info and not arg.alias_info.is_write for arg in func._schema.arguments)
+        kind = "exchanges" if func.namespace == "c10d" else "views" if views else "operations"
+        self.number[kind] += func.namespace != "prim"  # a question for a device, which fake tensors alone get
+        return func(*args, **(kwargs or {}))
+
+
+def count(out: Path, stage: int, steps: int, optimizer: str) -> None:
+    """Counts a start, or a start and steps, as rank 0 of both worlds."""
+    found = {}
+    for world in WORLDS:
+        words = [*LARGE, "model.recompute=all", "model.first_stage=null", "model.in_channels=4", "model.image_size=32"]
+        words += [f"batch.global={world}", f"optimizer.name={optimizer}", "compile=off"]
+        run = recipe.load_recipe(ROOT / "launch" / "recipes" / "dit-xl2-imagenet256.yaml", words)
+        run = recipe.check_model(run, systems.config_class(run.system))
+        config = resolve({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}, run, world, "cuda")
+        system = systems.build(run.system, run.model)
+        system.observe = lambda rows: None  # it would read values
+        with fake_world(world), Operations() as counted:
+            engines = build_engines(run, config, system, kind=FakeEngines)
+            ema = EmaShadow(engines.masters, run.ema, system.averaged)
+            batches = Repeated(system, config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
+            for number in range(steps):
+                take_step(choose_step(run, system) - number, run, system, engines, batches, NoTracker())
+                ema.update(number, engines.applied())
+            owned = sum(fragment.numel for fragment, *_ in engines.masters["denoiser"].fragments)
+        found[world] = {**counted.number, "owned": owned}
+        del engines, ema
+    out.write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage, steps, optimizer", [(2, 1, "adamw"), (3, 0, "adamw")])
+def test_work_does_not_grow_with_the_world(in_fork, tmp_path, stage, steps, optimizer):
+    """Oracle: rank 0 of 64 ranks, with 10 billion weights: rank 0 of 4,096 asks torch for at most a tenth more
+    operations and for no more exchanges; and a rank owns a share of all weights.
+
+    Views are DeepSpeed's own: at stage 2 some 20 for each rank of the world. So is the step at stage 3, which cuts each
+    weight into as many tensors as there are ranks, and is left out.
+    """
+    in_fork(count, tmp_path / "found.json", stage, steps, optimizer)
+    few, many = json.loads((tmp_path / "found.json").read_text()).values()
+    assert many["operations"] <= 1.1 * few["operations"], (few, many)
+    assert many.get("exchanges", 0) <= few.get("exchanges", 0)
+    assert few["owned"] == pytest.approx(64 * many["owned"], rel=0.01)
 
 
 def compare(out: Path) -> None:
