@@ -75,7 +75,7 @@ def test_moved(on_ranks, trained):
 def test_muon_needs_matrices():
     """Oracle: the system's list of repeated blocks, which is empty."""
     run = Run.model_validate({"optimizer": {"name": "muon"}})
-    with pytest.raises(ConfigError, match="Linear has no matrices in repeated blocks"):
+    with pytest.raises(ConfigError, match="Linear has no matrices that learn in repeated blocks"):
         list(optimizers.group_weights(torch.nn.Linear(3, 3), run.optimizer, lambda name, weight: weight.ndim >= 2, ()))
 
 
