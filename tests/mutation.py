@@ -154,6 +154,13 @@ TESTS = {
 # What is easily got wrong about transformers: what, the file, the change, and the test that notices it.
 MISTAKES = [
     (
+        "alpha forgotten when adapters are merged",
+        "dstrain/nn/lora.py",
+        "merged[base] + lora.scale * update",
+        "merged[base] + update",
+        "tests/nn/test_lora.py::test_merged_is_unmerged[dit]",
+    ),
+    (
         "reversed time of published weights",
         "dstrain/systems/dit/layouts.py",
         "    if layout.from_noise:",

@@ -385,7 +385,7 @@ BUDGETS = {
     "encoders": 672,  # with the one reader of texts, moved from systems, its empty text, and T5 for exports
     "engine": 2631,  # with a decision on every key of the JSON, inputs on the host, and frozen weights
     "metrics": 1205,
-    "nn": 971,  # with tokens that ranks share
+    "nn": 1058,  # with tokens that ranks share, and adapters
     "planning": 758,  # with ranks that share samples, inputs on the host, and frozen weights
     "recipe": 831,  # with every key checked whether it is used or not, and messages for each type
     "runs": 1033,  # with checkpoints that name their run, universal folders of DeepSpeed, and hosts that answer

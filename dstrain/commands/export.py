@@ -6,6 +6,7 @@ safetensors    PART.safetensors of every part, which init_from takes, and the ru
 """
 
 import importlib
+import json
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dstrain import recipe, systems
@@ -30,6 +31,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import phases
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.engine.checkpoint import read_weights
+from dstrain.nn.lora import Lora, describe_for_peft, merge_adapters
 from dstrain.nn.measures import relative_error
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
@@ -69,6 +71,11 @@ def export(options: ExportOptions) -> Exported:
     if options.statistics and options.format != "diffusers":
         raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")
     run = trained.read_recipe(options.run)
+    lora = getattr(systems.config(run.system, run.model), "lora", None)
+    if options.format == "peft":
+        _require_adapters(options.run, run, lora)
+    if lora is not None:  # what is written has none
+        run = run.model_copy(update={"model": {key: value for key, value in run.model.items() if key != "lora"}})
     system = systems.build(run.system, run.model)
     writer = None
     if options.format == "diffusers":
@@ -84,10 +91,13 @@ def export(options: ExportOptions) -> Exported:
         kinds = {first: kinds[first]}
     phases().at(f"writing {options.out}")
     with make_folder(options.out) as folder:
-        if writer is None:
-            exported = _export_parts(run, checkpoint, kinds, folder)
+        if options.format == "peft" and lora is not None:
+            exported = _export_adapters(run, checkpoint, kinds, lora, folder)
+        elif writer is None:
+            exported = _export_parts(run, checkpoint, kinds, lora, folder)
         else:
-            nets = trained.load_networks(system, checkpoint, kinds, torch.float32)
+            states = ((part, _read_merged(checkpoint, part, kind, lora)) for part, kind in kinds.items())
+            nets = trained.place_networks(system, states, torch.float32, group.device())
             exported = _export_to_diffusers(options, run, system, nets, writer, folder)
         _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
@@ -140,12 +150,40 @@ def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float
         )
 
 
-def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> Exported:
+def _require_adapters(folder: Path, run: Run, lora: Lora | None) -> None:
+    """Raises ConfigError if a run has no adapters, or has learned other weights beside them."""
+    if lora is None:
+        raise ConfigError(f"--format peft: {folder} was trained without model.lora: take --format safetensors")
+    if run.train_only is not None:
+        raise ConfigError(
+            f"--format peft holds adapters alone, and {folder} has also learned train_only={list(run.train_only)}: "
+            "take --format safetensors, which is merged"
+        )
+
+
+def _read_merged(checkpoint: Path, part: str, kind: str, lora: Lora | None) -> dict[str, torch.Tensor]:
+    """Reads the weights of a part, its adapters merged into them."""
+    weights = read_weights(checkpoint, part, kind)
+    return merge_adapters(weights, lora) if lora else weights
+
+
+def _export_adapters(run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora, out: Path) -> Exported:
+    """Writes the adapters of the first part as peft does: adapter_model.safetensors and adapter_config.json."""
+    part, kind = next(iter(kinds.items()))
+    adapters, described = describe_for_peft(read_weights(checkpoint, part, kind), lora, str(run.init_from))
+    save_file(adapters, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    (out / "adapter_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
+    copy = load_file(out / "adapter_model.safetensors")
+    same = all(torch.equal(copy[name], value) for name, value in adapters.items())
+    return Exported("peft", {part: 0.0 if same else math.inf}, {})
+
+
+def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora | None, out: Path) -> Exported:
     (out / "recipe.yaml").write_text(recipe.dump_run(run), encoding="utf-8")
     assert recipe.load_recipe(out / "recipe.yaml") == run
     errors = {}
     for part, kind in kinds.items():
-        path, weights = out / f"{part}.safetensors", read_weights(checkpoint, part, kind)
+        path, weights = out / f"{part}.safetensors", _read_merged(checkpoint, part, kind, lora)
         save_file(weights, path, metadata={"weights": kind, "checkpoint": checkpoint.name})
         copy = read_state(path)
         same = copy.keys() == weights.keys() and all(torch.equal(copy[name], weights[name]) for name in weights)

@@ -35,6 +35,16 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
+class Pointwise(nn.Conv1d):
+    """A linear layer over tokens whose weight has the shape of a 1 x 1 convolution: (B, N, C) -> (B, N, D)."""
+
+    def __init__(self, channels: int, out_channels: int, bias: bool = True) -> None:
+        super().__init__(channels, out_channels, 1, bias=bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(tokens, self.weight.squeeze(2), self.bias)
+
+
 class Patches(nn.Conv2d):
     """Non-overlapping patches through one linear map: (B, C, H, W) -> (B, dim, H/p, W/p).
 

@@ -14,10 +14,15 @@ def fits_pattern(pattern: str, part: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(f"{part}/{name}", pattern)
 
 
+def is_adapter(name: str) -> bool:
+    """Tells whether a weight of a state dict is an adapter's, see nn/lora.py."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
 def is_learned(train_only: Sequence[str] | None, part: str, name: str, built: bool) -> bool:
     """Tells whether a weight learns: one that a pattern names, or of an adapter (nn/lora.py). Without patterns it is as
     its network was `built`.
     """
     if train_only is None:
         return built
-    return ".lora_" in name or any(fits_pattern(pattern, part, name) for pattern in train_only)
+    return is_adapter(name) or any(fits_pattern(pattern, part, name) for pattern in train_only)

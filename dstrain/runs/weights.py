@@ -29,6 +29,7 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_ema_decays, read_weights
 from dstrain.engine.ema import snapshots
 from dstrain.recipe import WIDEST, ConfigError
+from dstrain.recipe.patterns import is_adapter
 from dstrain.systems.base import System
 
 Adapted = dict[str, tuple[dict[str, Tensor], list[str]]]
@@ -158,8 +159,21 @@ def _read_universal(folder: Path) -> dict[str, Tensor]:
 def _adapt_part(
     system: System, part: str, state: dict[str, Tensor], origin: object
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns what the system makes of a part's weights, and notes on it, first how many came unchanged."""
-    values, notes = system.adapt(part, state)
+    """Returns what the system makes of a part's weights, and notes on it, first how many came unchanged. Adapters that
+    the file lacks begin anew. Raises ConfigError for those that the network lacks, or that have another shape.
+    """
+    adapters = {name: value for name, value in system.on_meta(part).state_dict().items() if is_adapter(name)}
+    given = {name: tuple(value.shape) for name, value in state.items() if is_adapter(name)}
+    if given and given != {name: tuple(value.shape) for name, value in adapters.items()}:
+        raise ConfigError(
+            f"weights: the file holds other adapters than the network, such as {min(given)} {given[min(given)]}: set "
+            "model.lora to what it was made with, or name what dstrain export --format safetensors writes of that run, "
+            "which is merged"
+        )
+    values, notes = system.adapt(part, state | ({} if given else adapters))
+    if not given and adapters:
+        values = {name: value for name, value in values.items() if name not in adapters}
+        notes = [*notes, f"{len(adapters)} tensors of adapters begin anew"]
     before, after = ({_locate_tensor(tensor) for tensor in tensors.values()} for tensors in (state, values))
     loaded = sum(_locate_tensor(tensor) in before for tensor in values.values())
     left = sum(_locate_tensor(tensor) not in after for name, tensor in state.items() if name not in values)

@@ -12,6 +12,7 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints, read_weights
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.initial import draw_weights
+from dstrain.nn.lora import Lora, add_adapters
 from dstrain.recipe import Run
 from tests.engine.check_elastic import History
 from tests.engine.check_engines import CLIP, GLOBAL, SEED, batch, decays, furthest, gathered, recipe, rows
@@ -23,10 +24,39 @@ TRAIN_ONLY = ("first.weight", "tiny/hidden.1.*", "last*")
 RATES = {"last*": 0.1, "*.bias": 3.0}
 
 
-def frozen_recipe(**optimizer) -> Run:
+def frozen_recipe(lora: bool, **optimizer) -> Run:
     words = recipe(GLOBAL // group.world()).model_dump(by_alias=True)
+    if lora:
+        return Run.model_validate(words)
     words["optimizer"] |= {"rates": RATES} | optimizer
     return Run.model_validate(words | {"train_only": TRAIN_ONLY})
+
+
+def adapted() -> Tiny:
+    """Tiny with adapters around its linear layers."""
+    return add_adapters(Tiny(), Lora(rank=2, alpha=6.0), ("first", "hidden.*", "last"))
+
+
+def adapted_reference() -> dict[str, torch.Tensor]:
+    """Plain torch on the whole batch: W + 3 B A by hand, of which AdamW has A and B alone."""
+    network = adapted()
+    weights = {name: value.clone() for name, value in draw_weights(network, SEED)}
+    learning = [value.requires_grad_() for name, value in weights.items() if ".lora_" in name]
+    optimizer = torch.optim.AdamW(learning, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    plain = Tiny()
+    for step in range(BEFORE + AFTER):
+        x, y = batch(step)
+        whole = {}
+        for name in plain.state_dict():
+            whole[name] = weights[name]
+            if name.endswith(".weight"):
+                layer = name.removesuffix(".weight")
+                whole[name] = weights[name] + 3 * weights[f"{layer}.lora_B.weight"] @ weights[f"{layer}.lora_A.weight"]
+        (torch.func.functional_call(plain, whole, (x,)) - y).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(learning, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: weights[name].detach() for name, _ in network.named_parameters()}
 
 
 def factor(name: str) -> float:
@@ -56,8 +86,11 @@ def reference() -> dict[str, torch.Tensor]:
 
 
 class Trial:
-    def __init__(self, stage: int, precision: str, folder: Path, offload: bool = False, **optimizer):
-        run = frozen_recipe(**optimizer)
+    def __init__(
+        self, stage: int, precision: str, folder: Path, offload: bool = False, lora: bool = False, **optimizer
+    ):
+        run = frozen_recipe(lora, **optimizer)
+        network = adapted if lora else Tiny
         config = {"zero_optimization": {"stage": stage}, "gradient_clipping": "auto"}
         if offload:
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
@@ -66,7 +99,7 @@ class Trial:
         if stage == 3:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
         self.run = run
-        self.engines = engines_for(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
+        self.engines = engines_for(lambda: {"tiny": network()}, run, resolve(config, run, group.world(), "cpu"), decays)
         self.masters = self.engines.masters["tiny"]
         self.ema = EmaShadow(self.engines.masters, run.ema, ("tiny",))
         self.saves = Checkpoints(folder, self.engines, self.ema, History())
@@ -114,21 +147,22 @@ def measure(stage: int, precision: str, expected: dict, folder: Path, other: int
     resumed["further"] = same(again.weights(), ended)
     elsewhere = Trial(other, precision, folder, **words)
     elsewhere.saves.resume()
-    full = dict(draw_weights(Tiny(), SEED))
-    still = [name for name in held if not any(name == row[0].name for row in trial.masters.fragments)]
+    plain = adapted() if words.get("lora") else Tiny()
+    full = dict(draw_weights(plain, SEED))
+    owners = gathered(trial.masters, trial.masters.flats)
+    still = sorted(held.keys() - owners.keys())
     if precision == "bf16":
         full = {name: value.bfloat16().float() for name, value in full.items()}
     read = {kind: read_weights(path, "tiny", kind) for kind in ("master", "ema.0.9")}
-    owners = gathered(trial.masters, trial.masters.flats)
     return {
         "weights": furthest(ended, expected),
         "learned": sorted(owners),
-        "still": all(torch.equal(ended[name], full[name]) for name in ended.keys() - owners.keys()),
-        "frozen": len(ended.keys() - owners.keys()) and len(still),
+        "still": all(torch.equal(ended[name], full[name]) for name in still),
+        "frozen": len(still),
         "empty": any(flat.numel() == 0 for flat in trial.masters.flats),
         "resumed": resumed,
         "elsewhere": same(elsewhere.weights(), held),
-        "read": [sorted(weights) == sorted(Tiny().state_dict()) for weights in read.values()],
+        "read": [sorted(weights) == sorted(plain.state_dict()) for weights in read.values()],
         "kept": all(torch.equal(weights[name], held[name]) for weights in read.values() for name in still),
         "counts": trial.engines.counts(()),
         "norm": trial.engines.figures()["param_norm"],
@@ -145,6 +179,10 @@ def main(folder: Path) -> None:
     }
     for name in ("lion", "adamw8bit"):
         figures[name] = measure(2, "fp32", expected, folder / name, 3, name=name)
+    for stage in range(4):
+        figures[f"lora-{stage}"] = measure(
+            stage, "fp32", adapted_reference(), folder / f"lora{stage}", 3 - stage, lora=True
+        )
     figures["offload"] = measure(2, "fp32", expected, folder / "offload", 2, offload=True)
     if group.rank() == 0:
         (folder / "figures.json").write_text(json.dumps(figures))

@@ -28,18 +28,28 @@ def test_weights(figures, stage):
     assert figures[f"{stage}-fp32"]["weights"] < 1e-6
 
 
-@pytest.mark.parametrize("case", CASES + OTHERS)
-class TestEveryCase:
-    def test_what_learns(self, figures, case):
-        """Oracle: the patterns read by hand; the keyed initialization, in the precision of the network, to the bit."""
-        found = figures[case]
-        assert found["learned"] == ["first.weight", "hidden.1.bias", "hidden.1.weight", "last.weight"]
-        assert found["still"] and found["frozen"] and not found["empty"]
-        learned = 5 * 17 + 17 * 17 + 17 + 17 * 3
-        whole = sum(weight.numel() for weight in Tiny().parameters())
-        assert found["counts"] == {"tiny": learned, "frozen": whole - learned}
-        assert found["norm"] == pytest.approx(found["true_norm"], rel=1e-6)
+@pytest.mark.parametrize("stage", range(4))
+def test_adapters(figures, stage):
+    """Oracle: plain torch with W + alpha / rank * B A by hand, within 1e-6; A and B alone learn."""
+    found = figures[f"lora-{stage}"]
+    assert found["weights"] < 1e-6 and found["still"]
+    assert len(found["learned"]) == 8 and all(".lora_" in name for name in found["learned"])
 
+
+@pytest.mark.parametrize("case", CASES + OTHERS)
+def test_what_learns(figures, case):
+    """Oracle: the patterns read by hand; the keyed initialization, in the precision of the network, to the bit."""
+    found = figures[case]
+    assert found["learned"] == ["first.weight", "hidden.1.bias", "hidden.1.weight", "last.weight"]
+    assert found["still"] and found["frozen"] and not found["empty"]
+    learned = 5 * 17 + 17 * 17 + 17 + 17 * 3
+    whole = sum(weight.numel() for weight in Tiny().parameters())
+    assert found["counts"] == {"tiny": learned, "frozen": whole - learned}
+    assert found["norm"] == pytest.approx(found["true_norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES + OTHERS + [f"lora-{stage}" for stage in range(4)])
+class TestEveryCase:
     def test_resumes(self, figures, case):
         """Oracle: the run that saved and went on, to the bit: all weights, what the network computes, and the weights
         after the further steps.

@@ -35,7 +35,12 @@ class ExportOptions(Weights):
     out: Path = option(
         None, "a new folder", Path, metavar="DIR", missing="name the folder to write: --out DIR; --help shows how"
     )
-    format: str = option("diffusers", "diffusers or safetensors", metavar="NAME", choices=("diffusers", "safetensors"))
+    format: str = option(
+        "diffusers",
+        "diffusers, safetensors, or peft: the adapters of model.lora alone, which the others merge into the weights",
+        metavar="NAME",
+        choices=("diffusers", "safetensors", "peft"),
+    )
     statistics: Path | None = option(
         None,
         "an autoencoder's scaling_factor from what `dstrain encode` has written there; without, it is measured over "

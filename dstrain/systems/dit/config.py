@@ -12,6 +12,7 @@ from dstrain.encoders import autoencoder
 from dstrain.encoders.frozen import is_here
 from dstrain.encoders.precision import find_problem
 from dstrain.encoders.reader import Reader, ReadsTexts, complete_texts, replace_encoder
+from dstrain.nn.lora import Lora, list_lora_conflicts
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, mark_filled_in, mark_fixed
 from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig, list_indivisible
@@ -69,6 +70,8 @@ class Config(SystemConfig, ReadsTexts):
     embedding_dim: int = Field(0, ge=0)
     """Width of the image embedding that pictures are drawn from, as DALL-E 2's decoder does; 0: from none. Images come
     with theirs by data.embeddings."""
+    lora: Lora | None = None
+    """Adapters that learn in the place of the weights of init_from; None: all weights learn."""
     learn_sigma: bool = True
     """Whether the network also predicts variances, by twice as many output channels."""
     objective: Literal["diffusion", "flow"] = "diffusion"
@@ -293,7 +296,7 @@ class Config(SystemConfig, ReadsTexts):
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size"), run.samples
-        problems += list_clip_problems(self.video, run, self.image_size)
+        problems += list_clip_problems(self.video, run, self.image_size) + list_lora_conflicts(self.lora, run)
         if self.objective == "flow":
             problems += self.flow.list_batch_conflicts(run.batch.global_)
         elif samples.num_steps > self.diffusion.num_steps:

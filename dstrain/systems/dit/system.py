@@ -20,6 +20,7 @@ from dstrain.diffusion.solvers import choose_eta
 from dstrain.encoders.autoencoder import draw_latents
 from dstrain.encoders.reader import NAMES, Reader
 from dstrain.nn.fitting import Fitted
+from dstrain.nn.lora import add_adapters
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
@@ -67,7 +68,8 @@ class DiTSystem(System):
             self.inverts = False
 
     def networks(self) -> dict[str, nn.Module]:
-        return {"denoiser": DiT(**self.config.network_arguments())}
+        network = DiT(**self.config.network_arguments())
+        return {"denoiser": add_adapters(network, self.config.lora, ("*.attn.*", "*.cross.*", "*.mlp.*"))}
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:

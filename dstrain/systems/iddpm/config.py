@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import LOSSES, PREDICTIONS, GaussianDiffusion
 from dstrain.diffusion.process import ChainProcess, Flow, Process
+from dstrain.nn.lora import Lora, list_lora_conflicts
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, mark_fixed
 from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig
@@ -40,6 +41,8 @@ class Config(SystemConfig):
     """Attention heads on the way up; -1 means num_heads."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of values dropped in a residual block."""
+    lora: Lora | None = None
+    """Adapters that learn in the place of the weights of init_from; None: all weights learn."""
     learn_sigma: bool = False
     """Whether the network also predicts variances (twice the output channels)."""
     class_cond: bool = False
@@ -182,6 +185,7 @@ class Config(SystemConfig):
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size", channels="in_channels"), run.samples
+        problems += list_lora_conflicts(self.lora, run)
         if self.objective == "flow":
             problems += self.flow.list_batch_conflicts(run.batch.global_)
         elif samples.num_steps > self.diffusion_steps:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import make_dropout, name_layers, timestep_features
+from dstrain.nn.layers import Pointwise, make_dropout, name_layers, timestep_features
 
 GROUPS = 32  # of every normalization
 
@@ -186,16 +186,6 @@ class AttentionBlock(nn.Module):
         h = attend(query, key, value)  # (B, h, N, d)
         h = self.proj_out(h.transpose(1, 2).reshape(batch, height * width, channels))  # (B, N, C)
         return x + h.transpose(1, 2).reshape(x.shape)
-
-
-class Pointwise(nn.Conv1d):
-    """A linear layer over tokens whose weight has the shape of a 1 x 1 convolution: (B, N, C) -> (B, N, D)."""
-
-    def __init__(self, channels: int, out_channels: int) -> None:
-        super().__init__(channels, out_channels, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.linear(tokens, self.weight.squeeze(2), self.bias)
 
 
 class StartsAtZero:

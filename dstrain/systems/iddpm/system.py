@@ -20,6 +20,7 @@ from dstrain.diffusion.gaussian import Network
 from dstrain.diffusion.solvers import choose_eta
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
 from dstrain.nn.fitting import Fitted
+from dstrain.nn.lora import add_adapters
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
@@ -53,7 +54,8 @@ class IDDPMSystem(System):
 
     def networks(self) -> dict[str, nn.Module]:
         kind = SuperResUNet if self.starts_from_data else UNet
-        return {"denoiser": kind(**self.config.network_arguments())}
+        network = kind(**self.config.network_arguments())
+        return {"denoiser": add_adapters(network, self.config.lora, ("*.qkv", "*.proj_out"))}
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:

@@ -1,0 +1,129 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) around layers of a network, under peft's names.
+
+A layer of weight W, which is frozen, computes (W + alpha / rank * B A) x. A and B are children of the layer, so that
+its own weights keep their names: NAME.weight, NAME.lora_A.weight, NAME.lora_B.weight; peft writes base_model.model.
+before them. A starts as torch's layers do (Kaiming), B at zero: a network computes at first what it did.
+
+    linear        A (rank, in), B (out, rank)
+    Pointwise     A (rank, in, 1), B (out, rank, 1)
+    convolution   A (rank, in, height, width) with the layer's stride and padding, B (out, rank, 1, 1)
+"""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from dstrain.nn.layers import Linear, Pointwise, make_dropout
+from dstrain.recipe import ConfigError, Run, Section
+from dstrain.recipe.patterns import Pattern, is_adapter
+
+
+class Lora(Section):
+    """Adapters that learn in the place of the network, whose weights init_from gives and which are frozen."""
+
+    rank: int = Field(16, ge=1)
+    """Inner width of an adapter."""
+    alpha: float = Field(16.0, gt=0)
+    """An adapter's output is multiplied by this / rank."""
+    targets: tuple[Pattern, ...] | None = None
+    """Patterns of the layers' names, such as blocks.*.attn.*; * takes dots, too. None: the attention, and of a DiT the
+    MLPs."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that is dropped in training."""
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor of an adapter's output."""
+        return self.alpha / self.rank
+
+
+def list_lora_conflicts(lora: Lora | None, run: Run) -> list[str]:
+    """Lists what of the recipe does not go with adapters, as SystemConfig.conflicts does."""
+    if lora is not None and run.init_from is None:
+        return ["model.lora adapts trained weights, and init_from names none: write init_from=FILE"]
+    return []
+
+
+class _ZeroPointwise(Pointwise):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class _ZeroConv2d(nn.Conv2d):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) -> nn.Module:
+    """Freezes a network and puts adapters around the layers that lora.targets names, or `usual`; None: leaves it.
+
+    Raises ConfigError for a pattern that fits no layer which can have one.
+    """
+    if lora is None:
+        return network
+    layers = {name: module for name, module in network.named_modules() if _can_have(module)}
+    chosen: dict[str, nn.Module] = {}
+    for pattern in lora.targets or usual:
+        found = {name: module for name, module in layers.items() if fnmatchcase(name, pattern)}
+        if lora.targets and not found:
+            raise ConfigError(
+                f"model.lora.targets: {pattern} fits no linear layer or convolution, such as {', '.join(layers)[:300]}"
+            )
+        chosen |= found
+    if not chosen:
+        raise ConfigError("model.lora: this network has no attention: write model.lora.targets")
+    network.requires_grad_(False)
+    for layer in chosen.values():
+        layer.lora_A, layer.lora_B = _make_factors(layer, lora.rank)
+        layer.lora_dropout, layer.lora_scale = make_dropout(lora.dropout), lora.scale
+        layer.register_forward_hook(_add_update)
+    return network
+
+
+def _can_have(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, Pointwise)) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+
+
+def _make_factors(layer: Any, rank: int) -> tuple[nn.Module, nn.Module]:
+    if isinstance(layer, nn.Linear):
+        factors = nn.Linear(layer.in_features, rank, bias=False), Linear(rank, layer.out_features, False, "zero")
+    elif isinstance(layer, Pointwise):
+        factors = Pointwise(layer.in_channels, rank, False), _ZeroPointwise(rank, layer.out_channels, False)
+    else:
+        shape = layer.in_channels, rank, layer.kernel_size, layer.stride, layer.padding
+        factors = nn.Conv2d(*shape, bias=False), _ZeroConv2d(rank, layer.out_channels, 1, bias=False)
+    return factors
+
+
+def _add_update(layer: Any, inputs: tuple, output: Tensor) -> Tensor:
+    return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(inputs[0])))
+
+
+def merge_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
+    """Returns the state dict of the network without adapters that computes the same."""
+    merged = {name: value for name, value in state.items() if not is_adapter(name)}
+    for name, down in state.items():
+        if ".lora_A." in name:
+            up, base = state[name.replace(".lora_A.", ".lora_B.")], name.replace(".lora_A.", ".")
+            update = up.flatten(1) @ down.flatten(1)  # (out, in, or in times the filter's pixels)
+            merged[base] = merged[base] + lora.scale * update.view(merged[base].shape)
+    return merged
+
+
+def describe_for_peft(state: dict[str, Tensor], lora: Lora, base: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the adapters of a state dict under peft's names, and its adapter_config.json; `base`: what is adapted."""
+    adapters = {f"base_model.model.{name}": value.contiguous() for name, value in state.items() if is_adapter(name)}
+    return adapters, {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": [name.removesuffix(".lora_A.weight") for name in state if ".lora_A." in name],
+        "bias": "none",
+        "task_type": None,
+        "inference_mode": True,
+    }
