@@ -107,8 +107,8 @@ class Batches(AbstractContextManager):
             yield batch
 
     def drawn(self, steps: int) -> dict[str, int]:
-        """Returns samples of each source of a mixture in the first `steps` global batches, as `samples/NAME`; else
-        none.
+        """Returns how many samples of each source of a mixture the first `steps` global batches hold, as
+        `samples/NAME`; {} without a mixture.
         """
         global_batch, seed, source = self._layout[0], self._stream.seed, self._stream.source
         return {f"samples/{name}": count for name, count in source.drawn(seed, steps * global_batch).items()}

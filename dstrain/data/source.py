@@ -109,7 +109,9 @@ class Source(ABC):
         return f"{len(self):,} {self.noun}, {self._class_words()}, {self._caption_words()}"
 
     def drawn(self, seed: int, positions: int) -> dict[str, int]:
-        """Returns, of a mixture, how many of the first `positions` of the stream come from each source, by its name."""
+        """Returns how many of the first `positions` of the stream come from each source of a mixture, by its name; else
+        {}.
+        """
         return {}
 
     def class_counts(self) -> np.ndarray | None:

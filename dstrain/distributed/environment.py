@@ -23,7 +23,7 @@ _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 
 def prepare_process() -> list[str]:
     """Mends the environment of this process where it can, and returns what is wrong with the rest of it."""
-    problems = [*_check_place(), *_check_temporary(), *_check_debugging()]
+    problems = [*_check_place(), *_check_temporary(), *_check_debug_level()]
     if not problems:
         _replace_home()
         problems += _shorten_sockets()
@@ -130,8 +130,8 @@ def _check_temporary() -> Iterator[str]:
         yield f"TMPDIR: no folder for temporary files can be written ({error.strerror}): set TMPDIR to one that can"
 
 
-def _check_debugging() -> Iterator[str]:
-    """Checks a word that torch refuses while it is imported."""
+def _check_debug_level() -> Iterator[str]:
+    """Yields a problem if TORCH_DISTRIBUTED_DEBUG has a value that torch refuses while it is imported."""
     level = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
     if level and level.upper() not in _DEBUG_LEVELS:
         yield f"TORCH_DISTRIBUTED_DEBUG={level} in the environment is none of {', '.join(_DEBUG_LEVELS)}: unset it"

@@ -63,7 +63,9 @@ class Presence:
         return found
 
     def leave(self) -> None:
-        """Ends this rank as it should: the others go on. Its file stays as long as another's does."""
+        """Marks this rank as ended in order, so that the others go on. The last rank to leave removes the
+        files of all.
+        """
         mine, self._file = self._file, None
         if mine:
             with contextlib.suppress(OSError):

@@ -166,7 +166,12 @@ class Updates:
         if self._torch_fp32:
             # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
             self._check(
-                [_norm_rows(weight.grad) for weight in self.engine.module.parameters() if weight.grad is not None], None
+                [
+                    _compute_row_norms(weight.grad)
+                    for weight in self.engine.module.parameters()
+                    if weight.grad is not None
+                ],
+                None,
             )
         if self._torch_fp32 and not self._check_on_device and not self._norm.isfinite().item():
             self._skip()
@@ -264,7 +269,7 @@ class Updates:
             norms.append(
                 torch.stack(torch._foreach_norm(pieces, dtype=torch.float32))
                 if master.is_cuda
-                else _norm_rows(master.grad)
+                else _compute_row_norms(master.grad)
             )
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
@@ -287,7 +292,7 @@ class Updates:
         zero._pre_step()
         if any(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in self._scattered):
             zero._partition_all_parameters()
-        self._check([_norm_rows(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
+        self._check([_compute_row_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
         zero.zero_grad(set_to_none=True)
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             zero._prepare_sub_group(number, set())
@@ -374,8 +379,8 @@ class Updates:
             vars(self._zero.loss_scaler).update(state)
 
 
-def _norm_rows(values: Tensor) -> Tensor:
-    """Lengths (n,) in fp32 of pieces of a tensor, which together have its length."""
+def _compute_row_norms(values: Tensor) -> Tensor:
+    """Returns the fp32 norms (n,) of rows of a flattened tensor; their norm is the tensor's."""
     values = values.reshape(-1)
     whole = values.numel() // _ROW * _ROW
     rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)

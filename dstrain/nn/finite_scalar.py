@@ -81,7 +81,7 @@ def levels_of(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 
 def code_of(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Integers to about [-1, 1], what the decoder sees: (..., d) -> (..., d)."""
+    """Scales integers to about [-1, 1], what the decoder sees: (..., d) -> (..., d)."""
     return rounded / _level_middles(levels, rounded.device)
 
 

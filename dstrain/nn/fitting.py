@@ -38,7 +38,7 @@ def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], 
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Returns a key that sorts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
+    """Returns a sort key that puts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 

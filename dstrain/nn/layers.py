@@ -73,7 +73,9 @@ class Embedding(nn.Embedding):
 
 
 def make_dropout(share: float) -> nn.Module:
-    """Drops this share of values in training. 0 is no work, and a graph that does not ask whether it is training."""
+    """Returns a layer that drops this share of values in training; for 0 one that does nothing and does not ask whether
+    it is training.
+    """
     return nn.Dropout(share) if share else nn.Identity()
 
 
@@ -92,7 +94,7 @@ def timestep_frequencies(
 
 
 def timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: int = 0) -> Tensor:
-    """Sinusoids of timesteps, cosines first, always float32: (B,) -> (B, dim).
+    """Returns sinusoids of timesteps, cosines first, always float32: (B,) -> (B, dim).
 
     shift 0 spaces frequencies as DDPM's successors do, so that the lowest is not quite 1 / max_period; 1 is the
     `downscale_freq_shift` of diffusers' DiT, which reaches it.

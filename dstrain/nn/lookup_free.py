@@ -165,7 +165,7 @@ def bits_of(codebook_size: int) -> int:
 
 
 def split_bits(bits: int) -> list[int]:
-    """Bits of each group: the fewest groups of at most 10 bits, as equal as possible."""
+    """Returns the bits of each group: the fewest groups of at most 10 bits, as equal as possible."""
     count = -(-bits // _GROUP)
     return [bits // count + (number < bits % count) for number in range(count)]
 
@@ -177,7 +177,7 @@ def tokens_of(z: Tensor) -> Tensor:
 
 
 def code_of(tokens: Tensor, bits: int) -> Tensor:
-    """Signs float32 of tokens: int64 (...) -> (..., d)."""
+    """Converts tokens to signs, float32: int64 (...) -> (..., d)."""
     places = torch.arange(bits - 1, -1, -1, device=tokens.device)
     return ((tokens[..., None] >> places) & 1).float() * 2 - 1
 

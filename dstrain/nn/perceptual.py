@@ -48,7 +48,7 @@ class Distance(nn.Module):
         return distance
 
     def _stages(self, x: Tensor) -> list[Tensor]:
-        """Features of pictures in [-1, 1], (B, c, h, w) by stage."""
+        """Returns the features of pictures in [-1, 1], (B, c, h, w) by stage."""
         raise NotImplementedError
 
 

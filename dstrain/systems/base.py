@@ -76,8 +76,8 @@ class SystemConfig(Section):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section as written, with what the rest of the recipe says where it is silent, such as the image
-        size.
+        """Returns the section with values from the rest of the recipe, such as the image size, for the fields that it
+        leaves out.
 
         `run.data.codes` holds what the index of a cache says. What is added is written into the run's folder.
         """
@@ -85,7 +85,7 @@ class SystemConfig(Section):
 
     @classmethod
     def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
-        """Fills defaults of older versions into the section of a run's own run.yaml."""
+        """Returns the section of a saved run.yaml with defaults for fields that older versions did not write."""
         return model
 
     @classmethod
@@ -96,11 +96,11 @@ class SystemConfig(Section):
         return run, ""
 
     def conflicts(self, run: Run) -> list[str]:
-        """Lists what in the rest of the recipe does not fit this section, a line each, with keys and remedy."""
+        """Lists the problems between this section and the rest of the recipe, a line each, with keys and remedy."""
         return []
 
     def conflicts_at(self, stage: int) -> list[str]:
-        """Lists what does not go with a ZeRO stage, 0 to 3, as `conflicts` does."""
+        """Lists the problems of this section with a ZeRO stage, 0 to 3, as `conflicts` does."""
         return []
 
     def conflicts_among(self, ranks: int) -> list[str]:
@@ -171,13 +171,13 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:
-        """Returns fresh modules, keys as `parts`; may run with all tensors, or the parameters alone, on the meta
+        """Builds fresh networks, keys as `parts`; may be called with all tensors, or the parameters alone, on the meta
         device.
         """
 
     @abstractmethod
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of the right shapes and random content, for bench, export and tests."""
+        """Returns a batch of the right shapes and random content, for benchmarks, exports and tests."""
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """Draws uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32 embeddings (N, D), from the seeds."""
@@ -208,12 +208,12 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return by_sample | {"loss": loss}
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """Returns the parts that learn at `step`, in order."""
+        """Returns the names of the parts that learn at `step`, in order."""
         return tuple(self.parts)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        """Returns how much is to do at `step`, the larger the more; steps of equal workload and turns take equal
-        operations.
+        """Returns a measure of the operations of `step`, larger for more; steps of equal workload and turns take
+        equally many.
         """
         return (len(self.turns(step)),)
 
@@ -239,11 +239,11 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
             )
 
     def accepts(self, source: Any) -> None:
-        """Meets a data source before anything is trained. Raises ConfigError if its samples do not fit."""
+        """Checks a data source before anything is trained. Raises ConfigError if its samples do not fit the model."""
 
     def fingerprint(self, source: Any) -> str:
-        """Returns what is learned from, as a run writes it down to notice a change: the source's own fingerprint, then
-        those of what the recipe names without fixing it, such as the encoder of captions that are not cached.
+        """Returns a hash of the training data, by which a resumed run notices a change: the source's own, then hashes
+        of what the recipe names without fixing it, such as the encoder of captions that are not cached.
         """
         return source.fingerprint()
 
@@ -258,11 +258,11 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return ()
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        """Networks that are moved to the device and never trained, averaged or saved."""
+        """Returns the networks that are moved to the device and never trained, averaged or saved."""
         return ()
 
     def cannot_draw(self) -> str | None:
-        """Returns why `sample` cannot be called, with the remedy; None where it can."""
+        """Returns why `sample` cannot be called, with the remedy, or None if it can."""
         return None if type(self).sample is not System.sample else f"a {type(self).__name__} draws no samples"
 
     def sampler(self, name: str | None, key: str = "sampler") -> str:
@@ -279,7 +279,7 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
 
 
 def require_names(name: str, system: System) -> None:
-    """Raises ConfigError if an attribute of the system `name` that lists names is something else."""
+    """Raises ConfigError if an attribute of the system `name` that should list names is something else."""
     for member in ("averaged", "samplers", "sampling", "watched"):
         names = getattr(system, member, None)
         if not isinstance(names, (tuple, list)) or not all(isinstance(item, str) for item in names):

@@ -88,7 +88,8 @@ class Codec(Frozen):
         """Encodes as System.codes: tokens int64, or latent_mean and latent_std float32, (B, *codes_shape) each.
 
         pixels: images (B, C, H, W) or videos (B, T, C, H, W), float in [-1, 1]. frames: how many frames of each video
-        are real, int64 (B,), None for all; tokens of the others mean nothing. ConfigError: pixels of another shape.
+        are real, int64 (B,), None for all; tokens of the others mean nothing. Raises ConfigError for pixels of another
+        shape.
         """
         self.require_shape(tuple(pixels.shape[-3:]))
         if pixels.ndim == 5 and not self.of_videos:
@@ -110,10 +111,10 @@ class Codec(Frozen):
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
-        """Images (B, C, H, W) or videos (B, T, C, H, W), float32 in [-1, 1].
+        """Decodes codes to images (B, C, H, W) or videos (B, T, C, H, W), float32 in [-1, 1].
 
         codes: tokens int64, or latents float (a mean, or a draw from the posterior), (B, *codes_shape); videos may have
-        another number of latent frames. ConfigError: another kind or shape, or token ids beyond the codebook.
+        another number of latent frames. Raises ConfigError for another kind or shape, or token ids beyond the codebook.
         """
         of_tokens, inner = self.kind == "tokens", 2 if self.of_videos else 1
         if (

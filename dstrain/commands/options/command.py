@@ -64,8 +64,8 @@ def words(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any
     return field(default=(), metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="*", **more)})
 
 
-def behind(metavar: str, text: str) -> Any:
-    """Returns a field for the command line behind --, a tuple of words."""
+def make_trailing_field(metavar: str, text: str) -> Any:
+    """Returns a dataclass field that takes the words after -- on the command line, a tuple."""
     return field(default=(), metadata={_SPEC: Spec(text, metavar=metavar, positional=_BEHIND)})
 
 

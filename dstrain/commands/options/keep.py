@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_count, parse_scale
-from dstrain.commands.options.command import Command, behind, option, parse_options
+from dstrain.commands.options.command import Command, make_trailing_field, option, parse_options
 from dstrain.commands.options.train import TrainOptions
 from dstrain.recipe import ConfigError
 
@@ -25,7 +25,7 @@ class KeepOptions(Command):
 
     usage: ClassVar[str] = "dstrain keep [options] -- deepspeed [...] --module dstrain train [...]"
 
-    words: tuple[str, ...] = behind("-- COMMAND", "the training command, with its launcher")
+    words: tuple[str, ...] = make_trailing_field("-- COMMAND", "the training command, with its launcher")
     max_restarts: int = option(20, "restarts at most", parse_count, metavar="N")
     backoff: float = option(
         5.0, "seconds before a restart; doubled with each start that saved no step", parse_scale, metavar="S", shown="5"

@@ -74,8 +74,8 @@ def is_folder(entry: os.DirEntry) -> bool:
         return False
 
 
-def list_below(names: Iterable[str], folder: str) -> list[tuple[str, bool]]:
-    """Returns (name, whether it is a folder) of what stands directly in a folder, of relative names, sorted."""
+def list_children(names: Iterable[str], folder: str) -> list[tuple[str, bool]]:
+    """Returns (name, whether it is a folder) of each direct child of a folder, sorted, from relative names of files."""
     start = len(folder) + 1 if folder else 0
     below = [name[start:] for name in names if not folder or name.startswith(f"{folder}/")]
     return sorted({(name.split("/")[0], "/" in name) for name in below})
@@ -101,7 +101,7 @@ class LocalFiles(Files):
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
         if self.listed:
-            return list_below(self.listed, folder)
+            return list_children(self.listed, folder)
         with os.scandir(os.path.join(self.root, folder)) as entries:
             names = sorted((entry.name, is_folder(entry)) for entry in entries if not is_hidden(entry.name))
         return names if self.pattern is None else select_names(names, self.pattern)

@@ -27,7 +27,7 @@ from dstrain.data.files.local import (
     find_base,
     find_pattern,
     is_hidden,
-    list_below,
+    list_children,
     select_names,
 )
 from dstrain.data.files.storage import retry
@@ -125,7 +125,7 @@ class RemoteFiles(Files):
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
         if self._addresses:
-            return list_below(self._addresses, folder)
+            return list_children(self._addresses, folder)
         address = self._address(folder).rstrip("/")
         names = set()
         listed = f"{address}/" if self._store.of_the_web else address  # of the web a page of links

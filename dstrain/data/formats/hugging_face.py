@@ -234,8 +234,8 @@ class ArrowTables(Tables):
         names = {name for name, _ in self.files.names()}
         if "dataset_dict.json" in names:
             splits = [str(name) for name in self._read_list("dataset_dict.json", "splits")]
-            return self._name_splits({name: self._saved(f"{name}/") for name in splits}, "/")
-        return {"": self._saved("")} if "state.json" in names else super()._splits
+            return self._name_splits({name: self._list_saved_files(f"{name}/") for name in splits}, "/")
+        return {"": self._list_saved_files("")} if "state.json" in names else super()._splits
 
     def _name_splits(self, splits: dict[str, list[str]], mark: str) -> dict[str, list[str]]:
         """Returns files by the names that splits have here. Raises ConfigError if two of them mean the same."""
@@ -256,8 +256,8 @@ class ArrowTables(Tables):
             return f"{self.root}/{folder}"
         return super()._path_of(split, names)
 
-    def _saved(self, folder: str) -> list[str]:
-        """Returns the files that save_to_disk has written into a folder."""
+    def _list_saved_files(self, folder: str) -> list[str]:
+        """Lists the Arrow files that save_to_disk has written into a folder."""
         files = self._read_list(f"{folder}state.json", "_data_files")
         return [f"{folder}{os.path.basename(str(file['filename']))}" for file in files]
 

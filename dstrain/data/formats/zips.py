@@ -118,7 +118,7 @@ class Zips(Layout):
                     tables.append(member)
                     continue
                 folder = name[: name.rfind("/") + 1]
-                top = folder if top is None else _find_common(top, folder)
+                top = folder if top is None else _find_common_folder(top, folder)
                 members.add(member)
                 if self.request.captions:
                     stems.add(os.path.splitext(name)[0])
@@ -130,7 +130,11 @@ class Zips(Layout):
         if top is None:  # which is refused in the end
             return members, None, ""
         top = next(
-            (folder for folder in _list_above(top) if any(folder + LABELS == table.orig_filename for table in tables)),
+            (
+                folder
+                for folder in _list_parent_folders(top)
+                if any(folder + LABELS == table.orig_filename for table in tables)
+            ),
             top,
         )
         labels = None
@@ -165,13 +169,13 @@ class Zips(Layout):
         return ConfigError(f"{self.request.key}={self.root}: {text}")
 
 
-def _find_common(one: str, other: str) -> str:
-    """Returns the folder that holds two folders; each ends in a slash, but for the root, which is empty."""
+def _find_common_folder(one: str, other: str) -> str:
+    """Returns the innermost folder that holds two folders; each ends in a slash, but for the root, which is ""."""
     common = os.path.commonpath([one, other])
     return f"{common}/" if common else ""
 
 
-def _list_above(folder: str) -> Iterator[str]:
-    """Returns a folder and those that hold it, the root first."""
+def _list_parent_folders(folder: str) -> Iterator[str]:
+    """Yields the folders that hold a folder, and itself, the root first."""
     words = folder.split("/")[:-1]
     return ("".join(f"{word}/" for word in words[:count]) for count in range(len(words) + 1))

@@ -141,7 +141,7 @@ class DiT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Positions only: all weights belong to submodules."""
+        """Sets the table of positions only: all weights belong to submodules."""
         if self.sines:
             with torch.no_grad():
                 self.pos_embed.copy_(sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid))

@@ -83,7 +83,7 @@ class ClassPipeline(DiffusionPipeline):
         ).parameters and scheduler.config.variance_type.startswith("learned")
         low, high = guidance_interval or (0, float("inf"))
         for t in self.progress_bar(scheduler.timesteps):
-            out = self._guided(x, t.to(device), y, guidance_scale if low <= self._noise(t) <= high else 1)
+            out = self._guided(x, t.to(device), y, guidance_scale if low <= self._compute_noise_ratio(t) <= high else 1)
             x = scheduler.step(out if learned else out[:, : shape[1]], t, x, **options).prev_sample
         if self.vae is not None and output_type != "latent":
             config = self.vae.config
@@ -96,7 +96,7 @@ class ClassPipeline(DiffusionPipeline):
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images)
 
-    def _noise(self, t):
+    def _compute_noise_ratio(self, t):
         """Returns sigma / alpha at a timestep."""
         if hasattr(self.scheduler, "alphas_cumprod"):
             kept = float(self.scheduler.alphas_cumprod[int(t)])

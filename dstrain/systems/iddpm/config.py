@@ -240,7 +240,7 @@ class Config(SystemConfig):
         return self.num_heads if self.num_heads_upsample == -1 else self.num_heads_upsample
 
     def respaced_steps(self) -> int:
-        """Timesteps that timestep_respacing keeps."""
+        """Counts the timesteps that timestep_respacing keeps."""
         return len(schedule.space_timesteps(self.diffusion_steps, self.timestep_respacing))
 
     def network_arguments(self) -> dict[str, Any]:

@@ -166,7 +166,9 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms (B,) with no text dropped, also those of a critic that learns; `loss` is its own if it learns alone."""
+        """Returns terms (B,) with no text dropped, also those of a critic that learns; `loss` is its own if it learns
+        alone.
+        """
         example = dict(example)
         passed, terms = self._masked_pass(nets, example, None)
         if self.config.critic is None or self.config.train == "maskgit":  # no ids were drawn for a critic
@@ -291,7 +293,9 @@ class PhenakiSystem(System):
         return video if prime is None else torch.cat((prime, video[:, prime.shape[1] :]), dim=1)
 
     def draw_tokens(self, nets: Nets, tokens: Tensor, known: Tensor, request: Request) -> Tensor:
-        """Tokens int64 (N, t, h, w) for a request; those that are `known`, bool (N, t, h, w), stay. See decoding.py."""
+        """Draws tokens int64 (N, t, h, w) for a request; those that are `known`, bool (N, t, h, w), stay. See
+        decoding.py.
+        """
         network, real = nets["maskgit"], request.conditions.get("real")
         text = self.texts.of_batch(select_texts(request.conditions) or self.texts.of_nothing(len(tokens)))
         text = {name: value.to(tokens.device) for name, value in text.items()}
@@ -353,7 +357,9 @@ class PhenakiSystem(System):
         return {"prime": video}
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Matrices and filters; not the embeddings of places and of the null text, which are single vectors."""
+        """Returns whether weight decay applies: to matrices and filters, not to the embeddings of places and of the
+        null text.
+        """
         return weight.ndim >= 2 and not any(part in name for part in ("positions.", "places.", "null."))
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
@@ -363,7 +369,7 @@ class PhenakiSystem(System):
         return tuple(network for network in (self._tokenizer, self.texts.encoder) if network is not None)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Tokens and texts as a cache holds them, clips of random length."""
+        """Returns random tokens and texts as a cache holds them, of clips of random length."""
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
         config = self.config

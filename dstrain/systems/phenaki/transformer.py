@@ -267,7 +267,7 @@ class PositionBias(nn.Module):
         )
 
     def forward(self, *sides: int) -> Tensor:
-        """(heads, N, N), N the product of the sides, tokens in row-major order."""
+        """Returns the biases (heads, N, N), N the product of the sides, tokens in row-major order."""
         like = self.net[0].weight
         distances = [torch.arange(1 - side, side, device=like.device) for side in sides]
         grid = torch.stack(torch.meshgrid(*distances, indexing="ij"), dim=-1).flatten(0, -2)  # (differences, axes)

@@ -89,7 +89,7 @@ def _pad_rows(rows: Tensor | None) -> Tensor | None:
 
 
 def _chunk_logits(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Logits (C, V) of each chunk of rows, computed in the precision of the layer."""
+    """Computes the logits (C, V) of each chunk of rows, in the precision of the layer."""
     for first in range(0, len(x), size):
         rows = slice(first, first + size)
         yield rows, widen_precision(torch.addmm(bias, x[rows], weight.t()))

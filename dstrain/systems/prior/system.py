@@ -288,7 +288,9 @@ class PriorSystem(System):
         return network
 
     def _similarities(self, nets: Nets, example: Example, steps: tuple[int, ...], progress: Progress = iter) -> Terms:
-        """Cosines (B,) of DDIM's embeddings (one candidate, no guidance) with image, text and another pair's text."""
+        """Returns cosines (B,) of DDIM's embeddings (one candidate, no guidance) with image, text and another pair's
+        text.
+        """
         if not steps:
             return {}
         image = self._embedding(example["x_start"])
@@ -337,7 +339,7 @@ class PriorSystem(System):
         return weights.adapt_weights(state, self.on_meta(part), self.config, self.mean, self.std)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        """Keeps names as they are."""
+        """Returns the state dict itself: its names are the same in diffusers."""
         weights.require_same(diffusers_config, self.config)
         return state, []
 
@@ -345,14 +347,16 @@ class PriorSystem(System):
         weights.require_expressible(self.config)
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Matrices alone: positions, query and null texts are single vectors."""
+        """Returns whether weight decay applies: to matrices, not to positions, query and null texts, which are single
+        vectors.
+        """
         return weight.ndim >= 2 and name.endswith("weight")
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (PriorBlock if self.config.lucidrains is None else LucidrainsBlock,)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Embeddings, texts of random lengths, and the text of another pair."""
+        """Returns random embeddings, texts of random lengths, and the text of another pair."""
         config, key = self.config, rng.keys(0, 0, torch.arange(batch_size))
         batch = {"key": key, "image_embed": rng.normal(key, "image", self.shape)}
         for name in ("text_embed", "other_text_embed"):

@@ -170,12 +170,12 @@ class Config(SystemConfig):
 
     @property
     def kind(self) -> "Discrete | KL":
-        """Returns the section of this autoencoder's kind."""
+        """Returns the section discrete or kl, whichever is given."""
         return self.discrete or self.kl
 
     @property
     def kind_name(self) -> Literal["discrete", "kl"]:
-        """Returns the name of that section."""
+        """Returns the name of that section, discrete or kl."""
         return "discrete" if self.discrete else "kl"
 
     @property
@@ -185,7 +185,7 @@ class Config(SystemConfig):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
+        """Returns channels, height and width of an image."""
         return self.channels, self.image_size, self.image_size
 
     @classmethod

@@ -108,7 +108,7 @@ class DiscreteVAE(nn.Module):
         return self.quantizer.encode(self._encoded(x).movedim(1, -1))
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Images in [0, 1]: int64 (B, h, w) -> (B, C, H, W)."""
+        """Decodes tokens to images in [0, 1]: int64 (B, h, w) -> (B, C, H, W)."""
         vectors = self.codebook(tokens) if self.quantizer is None else channels_first(self.quantizer.decode(tokens))
         return self.pixels(widen_precision(self.decoder(vectors))).clamp(0, 1)
 
@@ -153,7 +153,7 @@ class Normalize(nn.Module):
 
 
 def default_normalization(channels: int) -> Normalization:
-    """Colours to [-1, 1]; alpha stays in [0, 1]."""
+    """Returns the usual means and deviations by channel: colours go to [-1, 1], alpha stays in [0, 1]."""
     return ((0.5,) * 3 + (0.0,))[:channels], ((0.5,) * 3 + (1.0,))[:channels]
 
 

@@ -65,7 +65,9 @@ class DiscreteSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms at the final temperature and weight; psnr and ssim by the likeliest tokens; their usage (B, K)."""
+        """Returns terms at the final temperature and weight; psnr and ssim by the likeliest tokens; their
+        usage (B, K).
+        """
         passed = self._pass(nets, example)
         terms, coding = self._coding(passed, example)
         terms |= self.distance(nets, passed.out, example)
@@ -141,7 +143,7 @@ class DiscreteSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """tokens: the likeliest, int64 (B, h, w)."""
+        """Returns the likeliest tokens, int64 (B, h, w)."""
         return {"tokens": nets["autoencoder"].encode((example["x_start"] + 1) / 2)}
 
     @torch.no_grad()

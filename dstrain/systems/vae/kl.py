@@ -61,7 +61,7 @@ class KLAutoencoder(nn.Module):
         return Pass(self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and logarithm of the variance of the posterior: (B, C, H, W) -> float32 (B, c, h, w) each."""
+        """Returns mean and log variance of the posterior: (B, C, H, W) -> float32 (B, c, h, w) each."""
         moments = self.encoder(x.to(self.encoder.conv_in.weight.dtype))  # (B, 2c, h, w)
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
@@ -69,7 +69,7 @@ class KLAutoencoder(nn.Module):
         return mean, log_variance.clamp(*_LOG_VARIANCE)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images, about in [-1, 1], of unscaled latents: (B, c, h, w) -> float32 (B, C, H, W)."""
+        """Decodes unscaled latents to images, about in [-1, 1]: (B, c, h, w) -> float32 (B, C, H, W)."""
         latents = latents.to(self.decoder.conv_in.weight.dtype)
         if self.post_quant_conv is not None:
             latents = self.post_quant_conv(latents)

@@ -64,7 +64,9 @@ class KLSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms without the adversary; psnr and ssim of the reconstruction; moments of posterior samples by channel."""
+        """Returns terms without the adversary; psnr and ssim of the reconstruction; moments of posterior samples by
+        channel.
+        """
         passed = self._pass(nets, example)
         terms = {"kl": _kl_to_normal(passed)} | self.distance(nets, passed.picture, example)
         loss = self.picture_loss.total(terms) + self._weighted(terms["kl"])
@@ -114,7 +116,7 @@ class KLSystem(AutoencoderSystem):
 
 
 def latent_std(means: dict[str, Tensor]) -> float:
-    """Returns the deviation over all places and channels, from the means over data of `_average_moments`, (c,) each."""
+    """Computes the deviation over all places and channels from the means over data of `_average_moments`, (c,) each."""
     variance = means["latent_square"].double().mean() - means["latent_mean"].double().mean().square()
     return variance.sqrt().item()
 

@@ -31,13 +31,15 @@ def temperature_at(schedule: Temperature, step: Tensor) -> Tensor:
 
 
 def final_temperature(schedule: Temperature) -> float:
-    """Returns the end of the schedule. Held-out data always use it, so that their figures can be compared between
-    steps.
+    """Returns the temperature at the end of the schedule. Held-out data always use it, so that figures of all steps
+    compare.
     """
     return schedule.start if schedule.schedule == "constant" else schedule.minimum
 
 
 def weight_at(weight: float, warmup: int, step: Tensor) -> Tensor:
-    """Grows a weight linearly from 0 at step 0 to its value at step `warmup`: int64 (B,) -> float32 (B,)."""
+    """Returns a weight that grows linearly from 0 at step 0 to its value at step `warmup`: int64 (B,) ->
+    float32 (B,).
+    """
     progress = (step.double() / warmup).clamp(max=1) if warmup else torch.ones_like(step, dtype=torch.float64)
     return (weight * progress).float()

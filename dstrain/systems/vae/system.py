@@ -115,7 +115,7 @@ class AutoencoderSystem(System):
         return weights.adapt_weights(state, self.on_meta(part), self.remedies[part])
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        """Leaves the names as they are."""
+        """Returns the state dict itself: its names are the same in diffusers."""
         weights.require_same(diffusers_config, getattr(self.on_meta("autoencoder"), "config", {}))
         return state, []
 
@@ -123,7 +123,7 @@ class AutoencoderSystem(System):
         raise ConfigError("diffusers has a class for model.kl alone, not for a discrete VAE: take --format safetensors")
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Pixels with keys, of step 0."""
+        """Returns random pixels with keys, of step 0."""
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
         image = rng.integers(key, "image", 256, self.config.shape).to(torch.uint8)

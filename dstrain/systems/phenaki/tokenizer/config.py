@@ -104,7 +104,7 @@ class Config(SystemConfig):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a frame."""
+        """Returns channels, height and width of a frame."""
         return self.channels, *self.size
 
     def network_arguments(self) -> dict[str, Any]:

@@ -163,7 +163,9 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms without adversary and diversity; psnr and ssim, means over real frames; usage (B, K), shares of ids."""
+        """Returns terms without adversary and diversity; psnr and ssim, means over real frames; usage (B, K), shares of
+        ids.
+        """
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
         terms = self._of_codes(passed) | self._distances(passed.video, example)
         counted, tokens = self._counted(example), passed.tokens
@@ -192,7 +194,7 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """tokens: int64 (B, t, h, w); those of frames that are not real mean nothing."""
+        """Returns tokens int64 (B, t, h, w); those of frames that are not real mean nothing."""
         return {"tokens": nets["tokenizer"].encode_tokens(example["x_start"], example["frames"])}
 
     @torch.no_grad()
@@ -245,7 +247,7 @@ class TokenizerSystem(System):
             self._usage.q = state["usage"].clone()
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Clips with keys, in turn whole, half and an image; images alone where clips have one frame."""
+        """Returns random clips with keys, in turn whole, half and an image; images alone if clips have one frame."""
         positions, total, p = torch.arange(batch_size), self.config.num_frames, self.temporal_patch_size
         key = rng.keys(0, 0, positions)
         video = rng.integers(key, "video", 256, (total, *self.config.shape)).to(torch.uint8)
