@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from dstrain import recipe, systems
@@ -10,6 +11,7 @@ from dstrain.commands.encode import encode
 from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.recipe import ConfigError
+from dstrain.systems.dit.network import DiT
 from tests.data.cached.test_latents import write
 from tests.support import clips, first_stage, towers
 from tests.support.launch import ROOT
@@ -121,6 +123,29 @@ def test_pixart_begins_from_published_weights(tmp_path: Path) -> None:
     assert not any("null" in remark for remark in remarks)
     remarks = dry_run("pixart-xl2-finetune", *words, "model.null_text=learned")
     assert any("the empty text of" in remark for remark in remarks)
+
+
+def test_adapters_begin_from_published_weights(tmp_path: Path) -> None:
+    """Oracle: --dry-run on what the recipe's first command writes, by a tiny autoencoder, from a tiny file under the
+    published names with 1,000 classes: fresh are the rows of labels and the adapters; without the file,
+    the entry is named.
+    """
+    stage = first_stage.save(tmp_path / "stage", channels=3, depth=4, latent_channels=4, scaling_factor=0.18215)
+    (tmp_path / "images").mkdir()
+    for number in range(2):
+        Image.new("RGB", (256, 256), (60 * number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
+    names = {"first_stage": str(stage), "data": str(tmp_path / "images")}
+    encode(EncodeOptions(**names, image_size=256, out=tmp_path / "cache", batch=4))
+    words = (f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={stage}", f"folder={tmp_path / 'run'}")
+    assert "init_from=weights/DiT-XL-2-256x256.pt" in find_error("dit-xl2-lora", *words)
+    tiny = {"size": None, "patch_size": 2, "hidden_size": 16, "depth": 2, "num_heads": 2}
+    network = DiT(input_size=32, patch_size=2, hidden_size=16, depth=2, num_heads=2)
+    torch.save(network.state_dict(), tmp_path / "published.pt")
+    words += tuple(f"model.{name}={'null' if value is None else value}" for name, value in tiny.items())
+    remarks = dry_run("dit-xl2-lora", *words, f"init_from={tmp_path / 'published.pt'}", "batch.global=8")
+    assert any(" 31 tensors loaded, 1 replaced" in remark for remark in remarks)
+    assert any("y_embedder.embedding_table.weight: 1001 rows" in remark for remark in remarks)
+    assert any("20 tensors of adapters begin anew" in remark for remark in remarks)
 
 
 def find_error(name: str, *words: str) -> str:
