@@ -144,7 +144,7 @@ class Trial:
         micros, told = Micros(batch, self.run.batch.micro), []
         for step in range(first, last):
             losses = take_step(
-                step, self.run, self.system, self.engines, micros, SimpleNamespace(add=lambda part, terms: None)
+                step, self.run, self.system, self.engines, micros, SimpleNamespace(add_terms=lambda part, terms: None)
             )
             told.append(group.sum_ranks(sum(losses["denoiser"]).double()).item() / group.world())
         return told

@@ -87,7 +87,7 @@ class Trial:
         self.batches = Micros(batch, micro)
 
     def steps(self, first: int, last: int) -> None:
-        tracker = SimpleNamespace(add=lambda part, terms: None)
+        tracker = SimpleNamespace(add_terms=lambda part, terms: None)
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
             self.ema.update(step, self.engines.applied())

@@ -93,7 +93,7 @@ def trained(stage: int, micro: int, form: str, bf16: bool = False) -> dict:
         system.networks, run, resolve(config, run, group.world(), "cpu"), system.decays, system.blocks()
     )
     seen = []
-    tracker = SimpleNamespace(add=lambda part, terms: seen.append((part, terms["loss"].item())))
+    tracker = SimpleNamespace(add_terms=lambda part, terms: seen.append((part, terms["loss"].item())))
     found = {"begun": {part: gathered(masters, masters.flats) for part, masters in engines.masters.items()}}
     for step in range(STEPS):
         take_step(step, run, system, engines, Micros(batch, micro), tracker)

@@ -175,7 +175,7 @@ class Trial:
             def add(part, terms):
                 return losses.setdefault(part, []).append(terms["loss"].double())
 
-            take_step(step, self.run, self.system, self.engines, self.batches, SimpleNamespace(add=add))
+            take_step(step, self.run, self.system, self.engines, self.batches, SimpleNamespace(add_terms=add))
             self.ema.update(step, self.engines.applied())
             means = {
                 part: (group.sum_ranks(sum(found)) / len(found) / group.world()).item()

@@ -79,7 +79,7 @@ class Trial:
         self.batches, self.seen, self.applied = Micros(batch, micro), [], []
 
     def steps(self, first: int, last: int) -> None:
-        tracker = SimpleNamespace(add=lambda part, terms: self.seen.append((part, terms["loss"])))
+        tracker = SimpleNamespace(add_terms=lambda part, terms: self.seen.append((part, terms["loss"])))
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
             self.ema.update(step, self.engines.applied())
