@@ -121,9 +121,10 @@ def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
         with _Unfilled():
             return system.networks_on_meta()
     except (RuntimeError, TypeError) as error:  # a constructor that asks for values, mostly
-        if "overflow" in str(error):
+        reason = str(error).partition("\n")[0]
+        if "overflow" in reason.lower():
             raise ConfigError(
-                f"{name}: the model has more than any machine holds ({error}): lower the sizes in the model section"
+                f"{name}: the model has more than any machine holds ({reason}): lower the sizes in the model section"
             ) from None
         return system.networks()
     finally:

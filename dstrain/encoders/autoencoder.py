@@ -185,7 +185,7 @@ def _load_autoencoder(path: str) -> nn.Module:
         "AutoencoderKL.from_pretrained(NAME).save_pretrained(FOLDER), or give a name on the hub, as "
         "stabilityai/sd-vae-ft-mse"
     )
-    with explain_loading("AutoencoderKL", "first_stage.path", path, "config.json and *.safetensors", remedy):
+    with explain_loading("AutoencoderKL", "model.first_stage.path", path, "config.json and *.safetensors", remedy):
         folder = Path(path)
         if not (folder / "config.json").is_file() and (folder / "vae").is_dir():
             folder = folder / "vae"
@@ -194,7 +194,9 @@ def _load_autoencoder(path: str) -> nn.Module:
         refuse_quantized(config)
         name = _OF_REPRESENTATIONS if config.get("_class_name") == _OF_REPRESENTATIONS else "AutoencoderKL"
         if not hasattr(diffusers, name):
-            raise ConfigError(f"first_stage.path: {path} is an {name}, which comes with diffusers 0.42: install that")
+            raise ConfigError(
+                f"model.first_stage.path: {path} is an {name}, which comes with diffusers 0.42: install that"
+            )
         # low_cpu_mem_usage=False keeps diffusers from warning that accelerate is missing.
         options = {"use_safetensors": True, "low_cpu_mem_usage": False, "output_loading_info": True}
         vae, report = getattr(diffusers, name).from_pretrained(str(folder), local_files_only=local, **options)

@@ -39,7 +39,7 @@ class ReadsTexts(Section):
     """Width of the encodings of text_encoder (768 for t5-v1_1-base) or of the data; None where words are hashed."""
     text_encoder_fingerprint: Annotated[str | None, mark_filled_in()] = None
     """The only text encoder that is accepted; filled in from the cache; None accepts any."""
-    max_text_len: int = Field(64, ge=1)
+    max_text_len: int = Field(64, ge=1, le=100_000)
     """Words, or tokens of the encoder, that are read of a text; filled in from cached encodings."""
     num_words: int = Field(8192, ge=2)
     """Rows of the table of hashed words."""

@@ -94,7 +94,7 @@ def load_text_encoder(path: str | None, max_length: int | None = None, expected:
     encoder = TextEncoder(path, max_length)
     if expected is not None and (loaded := encoder.fingerprint()) != expected:
         raise ConfigError(
-            f"text_encoder: {path} is the encoder {loaded}, the encodings of the data are of {expected} "
+            f"model.text_encoder: {path} is the encoder {loaded}, the encodings of the data are of {expected} "
             "(text_encoder_fingerprint); name the one of the data"
         )
     return encoder
@@ -140,7 +140,9 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
 
     # T5's alone reads a folder without a decoder, as pipelines of diffusers hold, and leaves a decoder on the disk.
     kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection, "t5": T5EncoderModel}
-    with explain_loading("text encoder", "text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
+    with explain_loading(
+        "text encoder", "model.text_encoder", path, "config.json, *.safetensors and the tokenizer's files"
+    ):
         config = read_config(path)
         kind = kinds.get(config.model_type, AutoModel)
         model, tokenizer = read_network(kind, path, config), read_pretrained(AutoTokenizer, path)
@@ -157,7 +159,7 @@ def load_t5(path: str) -> tuple[nn.Module, Any]:
     """Returns T5's encoder and its tokenizer, as pipelines of diffusers hold them. Raises ConfigError for others."""
     from transformers import AutoTokenizer, T5EncoderModel
 
-    with explain_loading("T5", "text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
+    with explain_loading("T5", "model.text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
         config = read_config(path)
         if config.model_type != "t5":
             raise ValueError(f"its model_type is {config.model_type}, and PixArt's pipeline reads texts by T5")
@@ -170,7 +172,7 @@ def _set_padding(tokenizer: Any, path: str) -> None:
     """Makes a tokenizer pad short texts at their end. Raises ConfigError if it has neither pad_token nor eos_token."""
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ConfigError(
-            f"text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to pad short "
+            f"model.text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to pad short "
             "texts with; name one as pad_token in its tokenizer_config.json"
         )
     if tokenizer.pad_token is None:
@@ -180,14 +182,14 @@ def _set_padding(tokenizer: Any, path: str) -> None:
 
 def _read_pooling(path: str) -> str:
     """Reads how a sentence encoder makes one vector of its token states. Raises ConfigError unless by mean or cls."""
-    for module in read_json("text_encoder", path, "modules.json") or []:
+    for module in read_json("model.text_encoder", path, "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):
             raise ConfigError(
-                f"text_encoder: {path} ends with a layer of kind {kind} (modules.json), which is not "
+                f"model.text_encoder: {path} ends with a layer of kind {kind} (modules.json), which is not "
                 "read here; take an encoder without it"
             )
-    config = read_json("text_encoder", path, "1_Pooling/config.json")
+    config = read_json("model.text_encoder", path, "1_Pooling/config.json")
     if config is None:
         return "mean"
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
@@ -200,7 +202,7 @@ def _read_pooling(path: str) -> str:
     }
     if len(modes) != 1 or modes[0] not in known:
         raise ConfigError(
-            f"text_encoder: 1_Pooling/config.json of {path} says {', '.join(modes)}; only the mean of "
+            f"model.text_encoder: 1_Pooling/config.json of {path} says {', '.join(modes)}; only the mean of "
             "all tokens or the first one (cls) is known here; take another encoder"
         )
     return known[modes[0]]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dstrain import rng
 from dstrain.nn import adversarial, perceptual
 from dstrain.nn.perceptual import Distance
-from dstrain.recipe import ConfigError, Section
+from dstrain.recipe import ConfigError, Section, format_value
 
 Nets = Mapping[str, Callable[..., Tensor]]  # part -> its engine, or its bare network
 Loss = Callable[[Nets, dict[str, Tensor]], dict[str, Tensor]]
@@ -37,7 +37,7 @@ class Discriminator(Section):
     """First optimizer step at which it learns and is learned from."""
     weight: float = Field(0.5, ge=0)
     """Length of the adversarial gradient / length of the reconstruction's, by sample, for pictures of any size."""
-    n_layers: int = Field(3, ge=1)
+    n_layers: int = Field(3, ge=1, le=16)
     """Halvings of the side; a patch is about 2 ** (n_layers + 2) pixels wide (3: 70)."""
     base_channels: int = Field(64, ge=1)
     """Width of the first layer."""
@@ -76,9 +76,11 @@ def missing_weights(judge: Perceptual | None, key: str) -> list[str]:
     """Returns a line for `conflicts` where the perceptual distance of the section `key` counts and its weights are
     absent.
     """
-    if judge is None or not judge.weight or judge.path == perceptual.BUILTIN or Path(judge.path).expanduser().exists():
+    if judge is None or not judge.weight or judge.path == perceptual.BUILTIN:
         return []
-    return [f"{key}.path={judge.path}: no weights are there: {perceptual.REMEDY}"]
+    if judge.path and Path(judge.path).expanduser().exists():  # pathlib takes "" for the present folder
+        return []
+    return [f"{key}.path={format_value(judge.path)}: no weights are there: {perceptual.REMEDY}"]
 
 
 class LastLayer(NamedTuple):

@@ -88,12 +88,18 @@ def _merge_choices(items: Iterable[Any]) -> list[Any]:
     """Returns pydantic's errors, those of a value that may have several types as one."""
     merged: list[Any] = []
     for item in items:
-        location = item["loc"]
-        while location and isinstance(location[-1], str) and _TRIED.fullmatch(location[-1]):
-            location = location[:-1]
-        if location != item["loc"] and merged and merged[-1]["loc"] == location:
-            wanted = item["msg"].removeprefix("Input should be ")
-            merged[-1]["msg"] = f"{merged[-1]['msg'].partition(', unable')[0]}, or {wanted}"
+        whole = item["loc"]
+        tried = next((i for i, part in enumerate(whole) if isinstance(part, str) and _TRIED.fullmatch(part)), None)
+        location = whole[:tried]
+        if tried is not None and merged and merged[-1]["loc"] == location:
+            of_entry = any(isinstance(part, int) for part in whole[tried:])
+            wanted = "a list of such values" if of_entry else item["msg"].removeprefix("Input should be ")
+            if item["type"] == "tuple_type":
+                wanted = "a list"
+            elif item["type"] in ("too_long", "too_short"):
+                wanted = "a list of another length"
+            if not merged[-1]["msg"].endswith(f", or {wanted}"):  # each entry of a list has an error of its own
+                merged[-1]["msg"] = f"{merged[-1]['msg'].partition(', unable')[0]}, or {wanted}"
         else:
             merged.append({**item, "loc": location})
     return merged

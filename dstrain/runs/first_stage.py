@@ -85,7 +85,7 @@ def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp
     Raises ConfigError if it cannot be loaded, or takes pictures of another size.
     """
     with reword_errors(
-        options={"model.first_stage.path=": "--first-stage ", "first_stage.path:": f"--first-stage {path}:"}
+        options={"model.first_stage.path=": "--first-stage ", "model.first_stage.path:": f"--first-stage {path}:"}
     ):
         vae = autoencoder.Autoencoder(path).to(group.device())
     if image_size is not None and vae.image_size not in (None, image_size):

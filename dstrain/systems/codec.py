@@ -36,7 +36,9 @@ class Codec(Frozen):
         codes_shape          latents (c, h, w), tokens of images (h, w), tokens of the longest video (t, h, w)
     """
 
-    def __init__(self, network: nn.Module, system: System, run: Run, path: str, key: str = "first_stage.path") -> None:
+    def __init__(
+        self, network: nn.Module, system: System, run: Run, path: str, key: str = "model.first_stage.path"
+    ) -> None:
         super().__init__()
         self.run, self.path, self.key, self._system = run, path, key, system
         self.network = network.float()
@@ -56,7 +58,7 @@ class Codec(Frozen):
         self.codes_shape = tuple(next(iter(codes.values())).shape[1:])
 
     @classmethod
-    def load(cls, path: str | Path, key: str = "first_stage.path") -> "Codec":
+    def load(cls, path: str | Path, key: str = "model.first_stage.path") -> "Codec":
         """Loads a folder that dstrain export RUN --format safetensors or dstrain consolidate has written.
 
         Raises ConfigError if the folder is absent, holds something else or damaged weights, or encodes nothing.

@@ -9,6 +9,7 @@ from dstrain.commands.job import prepare_job
 from dstrain.commands.options.train import JobOptions
 from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.section import iterate_fields
+from tests.support import tokenizer
 
 ROOT = Path(__file__).parents[2]
 SYSTEM = systems.config_class("dit")
@@ -23,10 +24,10 @@ FREE_LISTS = {"track.tags"}
 FOREIGN = ("tuple", "Tuple", "constrained", "literal[", "[key]", ".bool=", ".str=", "dictionary", "instance")
 
 
-def refuse(tmp_path, *words: str) -> list[str]:
+def refuse(tmp_path, *words: str, recipe: str = "tiny") -> list[str]:
     """The lines of the refusal of a recipe with these overrides; [] if it is taken."""
     options = JobOptions(
-        ROOT / "tests/launch/tiny.yaml",
+        ROOT / f"tests/launch/{recipe}.yaml",
         ROOT / "ds_configs/zero2_fp32.json",
         (f"folder={tmp_path / 'run'}", *words),
         print_config=True,
@@ -69,6 +70,55 @@ def test_every_key_with_nonsense(tmp_path, monkeypatch, value, free):
 
 
 EMPTY = {"model.text_encoder"}  # no encoder
+
+
+# What is taken of nonsense, by system: names that need no file until texts are encoded, lists that may be empty, and
+# numbers of which every size has a meaning.
+TAKEN = {
+    "iddpm": {
+        *("model.attention_resolutions=''", "model.timestep_respacing=''", "model.flow.logit_mean=-7.5"),
+        *(f"model.{key}={2**63 - 1}" for key in ("recompute", "flow.strata")),
+    },
+    "vae": {
+        f"model.{key}={2**63 - 1}" for key in ("recompute", "kl.discriminator.start", "discrete.temperature.start")
+    },
+    "phenaki.tokenizer": {
+        *("model.train=''",),
+        *(f"model.{key}={2**63 - 1}" for key in ("recompute", "codebook_dim", "discriminator.start")),
+    },
+    "phenaki": {f"model.{key}={2**63 - 1}" for key in ("recompute", "loss_chunk")},
+    "prior": {
+        *(f"model.text_encoder={value}" for value in ("-7.5", "''", str(2**63 - 1))),
+        *(f"model.{key}={2**63 - 1}" for key in ("recompute", "text_encodings_dim")),
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", TAKEN)
+def test_the_sections_of_all_systems(tmp_path, monkeypatch, system):
+    """Oracle: the schema of each system: every key is tried with nonsense, and with the largest number there is. It is
+    refused by a line that names the key, its section or the model, in no word of pydantic's, or is in a list above."""
+    monkeypatch.chdir(tmp_path)
+    words: tuple[str, ...] = ()
+    if system == "phenaki":
+        tokenizer.save(tmp_path / "tokenizer")
+        words = ("data.path=builtin:moving-fashion", "data.image_size=12", "data.height=8", "data.held_out=0")
+        words += (f"model.tokenizer.path={tmp_path / 'tokenizer'}", "every.evaluate=0", "every.metrics=0")
+    recipe = f"tiny-{system.replace('.', '-')}"
+    assert refuse(tmp_path, *words, recipe=recipe) == []
+    taken, wrong = set(), []
+    for key in [key for key, _ in iterate_fields(systems.config_class(system), "model")]:
+        for value in ("[nonsense]", "{nonsense: 1}", "-7.5", "''", str(2**63 - 1)):
+            override = f"{key}={value}"
+            lines = refuse(tmp_path, *words, override, recipe=recipe)
+            taken |= set() if lines else {override}
+            beginnings = (key, f"{key.rpartition('.')[0]}:", f"{key.rpartition('.')[0]}=", "model", f"{system}: ")
+            foreign = [word for word in FOREIGN if any(word in line for line in lines)]
+            if lines and (foreign or not any(line.startswith(beginnings) or f"{key}=" in line for line in lines)):
+                wrong.append((override, lines))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert taken <= TAKEN[system]
 
 
 @pytest.mark.parametrize(

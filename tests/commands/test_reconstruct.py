@@ -179,9 +179,9 @@ def test_two_parts(tmp_path):
     assert first_stage.open_run(folder, 0.15).fingerprint not in (first_stage.open_run(folder).fingerprint, None)
 
 
-def test_sweep(made):
+def test_sweep(made, capsys):
     """Oracle: each average's own held-out loss, as a notebook measures it; the lowest is named; only widths that the
-    snapshots make are taken.
+    snapshots make are taken; more samples than are held out are told, as many are not.
     """
     folder, _ = made
     widths = [one.width for one in make_averages(ReconstructOptions(folder))]
@@ -196,6 +196,14 @@ def test_sweep(made):
     assert losses[1] == pytest.approx(
         sweep_loss(folder, 7, widths[1:2], num=16, batch=16)[1]["scores"]["loss"][0], rel=1e-6
     )
+    number = sweep_loss(folder, 7, widths[:1], batch=16)[1]["samples"]
+    for asked, told in (
+        (number, ""),
+        (number + 1, f"--num-samples {number + 1}: {number} are held out"),
+    ):
+        capsys.readouterr()
+        assert sweep_loss(folder, 7, widths[:1], num=asked, batch=16)[1]["samples"] == number
+        assert capsys.readouterr().err.startswith(told) and bool(told) == ("--num-samples" in told)
 
 
 def test_sweep_by_a_metric(made):

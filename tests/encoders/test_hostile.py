@@ -54,7 +54,9 @@ def test_nothing_of_a_folder_runs(tmp_path, monkeypatch, loader, way):
             error = str(raised)
     assert found == [] and not list(tmp_path.rglob("EXECUTED"))
     if way in REFUSED - (_OF_DIFFUSERS if loader == "autoencoder" else set()):
-        assert error.startswith(("text_encoder: ", "image_encoder: ", "first_stage.path: ", "--features")), error
+        assert error.startswith(
+            ("model.text_encoder: ", "image_encoder: ", "model.first_stage.path: ", "--features")
+        ), error
         assert "trust_remote_code" not in error and "\n" not in error
     elif not error:
         assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)

@@ -230,7 +230,7 @@ def test_folders_that_hold_none(tmp_path):
     whole, text = load_file(weights), (tmp_path / "out" / "recipe.yaml").read_text()
 
     def refused(folder, words):
-        with pytest.raises(ConfigError, match=f"^first_stage.path: {words}") as caught:
+        with pytest.raises(ConfigError, match=f"^model.first_stage.path: {words}") as caught:
             Codec.load(folder)
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 

@@ -61,7 +61,7 @@ def embed(options: EncodeOptions) -> dict[str, Any]:
     with reword_errors(
         options={
             "image_encoder:": "--image-encoder:",
-            "text_encoder:": "--text-encoder:",
+            "model.text_encoder:": "--text-encoder:",
             "max_text_len:": "--max-text-len:",
         }
     ):

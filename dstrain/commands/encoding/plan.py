@@ -77,7 +77,7 @@ def _open_texts(options: EncodeOptions) -> TextEncoder | None:
         if options.max_text_len is not None:
             raise ConfigError("--max-text-len counts the tokens of --text-encoder: name one, or leave it out")
         return None
-    with reword_errors(options={"text_encoder:": "--text-encoder:", "max_text_len:": "--max-text-len:"}):
+    with reword_errors(options={"model.text_encoder:": "--text-encoder:", "max_text_len:": "--max-text-len:"}):
         return TextEncoder(options.text_encoder, options.max_text_len).to(group.device())
 
 

@@ -3,6 +3,7 @@
 The averages are those that `dstrain reconstruct` has written; every rank loads one after another.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -58,7 +59,10 @@ def sweep_loss(
     at a time. Samples meet the same noise at every width. Raises ConfigError if the run holds no samples out.
     """
     run = trained.read_recipe(folder)
-    source, system = Spread(_open_held_out(folder, run), num), systems.build(run.system, run.model)
+    all_held_out, system = _open_held_out(folder, run), systems.build(run.system, run.model)
+    if num is not None and num > len(all_held_out) and group.rank() == 0:
+        print(f"--num-samples {num}: {len(all_held_out):,} are held out, and all of them are taken", file=sys.stderr)
+    source = Spread(all_held_out, num)
     scores = []
     for width in widths:
         path = trained.find_checkpoint(folder, step, width)

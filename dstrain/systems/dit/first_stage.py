@@ -118,13 +118,13 @@ def load_first_stage(
     hashed = autoencoder.fingerprint() if codes is not None or section.fingerprint is not None else None
     if section.fingerprint not in (None, hashed):
         raise ConfigError(
-            f"first_stage.path: {path} is the autoencoder {hashed}, this model was trained with "
+            f"model.first_stage.path: {path} is the autoencoder {hashed}, this model was trained with "
             f"{section.fingerprint} (first_stage.fingerprint); put that one back there"
         )
     if codes is not None:
         if hashed != codes.first_stage:
             raise ConfigError(
-                f"first_stage.path: {path} is the autoencoder {hashed}, the latents in data.path are of "
+                f"model.first_stage.path: {path} is the autoencoder {hashed}, the latents in data.path are of "
                 f"{codes.first_stage}; name the one that encoded them, or encode with this one"
             )
         autoencoder.drop_encoder()

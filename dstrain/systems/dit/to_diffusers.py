@@ -390,7 +390,7 @@ def _load_first_stage(config: Config) -> nn.Module | None:
     trained_with = config.first_stage.fingerprint or (config.codes.first_stage if config.codes else None)
     if trained_with not in (None, stage.fingerprint()):
         raise ConfigError(
-            f"first_stage.path: {config.first_stage.path} is the autoencoder {stage.fingerprint()} now, "
+            f"model.first_stage.path: {config.first_stage.path} is the autoencoder {stage.fingerprint()} now, "
             f"this model was trained with {trained_with}; put that one back there"
         )
     scale: dict[str, Any] = {"scaling_factor": stage.scaling_factor, "shift_factor": stage.shift or None}

@@ -59,7 +59,7 @@ class Config(SystemConfig):
     """Discrete-time diffusion, or flow matching (with learn_sigma its second half of channels is unused)."""
     flow: Flow = Flow()
     """Read where objective is flow; of what follows then only sizes."""
-    diffusion_steps: int = Field(1000, ge=1)
+    diffusion_steps: int = Field(1000, ge=1, le=100_000)
     """Timesteps of the training chain."""
     noise_schedule: Literal[schedule.SCHEDULES] = "linear"
     """Name of the betas; the paper's are linear and cosine."""
@@ -82,7 +82,7 @@ class Config(SystemConfig):
 
     schedule_sampler: Literal["uniform", "loss-second-moment"] = "uniform"
     """How training draws timesteps: all alike, or more often where losses are large, which then weigh less."""
-    history_per_term: int = Field(10, ge=1)
+    history_per_term: int = Field(10, ge=1, le=1000)
     """Losses remembered of each timestep; until each has so many, loss-second-moment draws uniformly."""
     uniform_prob: float = Field(0.001, ge=0, le=1)
     """Share of timesteps that loss-second-moment draws uniformly."""

@@ -8,10 +8,10 @@ from dstrain.systems.codec import Codec
 
 def load_tokenizer(path: str) -> Codec:
     """Loads the exported tokenizer in a folder. Raises ConfigError if it makes no tokens of videos."""
-    codec = Codec.load(path, "tokenizer.path")
+    codec = Codec.load(path, "model.tokenizer.path")
     if codec.kind != "tokens" or not codec.of_videos:
         raise ConfigError(
-            f"tokenizer.path: {path} is a {codec.run.system}, and videos become tokens by a "
+            f"model.tokenizer.path: {path} is a {codec.run.system}, and videos become tokens by a "
             "phenaki.tokenizer; export a run of that system"
         )
     return codec
@@ -22,7 +22,7 @@ def require_fit(codec: Codec, config: Any) -> None:
     path, expected = codec.path, config.tokenizer.fingerprint
     if expected not in (None, codec.fingerprint):
         raise ConfigError(
-            f"tokenizer.path: {path} is the tokenizer {codec.fingerprint}, this model was trained with "
+            f"model.tokenizer.path: {path} is the tokenizer {codec.fingerprint}, this model was trained with "
             f"{expected} (tokenizer.fingerprint); put that one back there"
         )
     for name, in_model, in_codec in (
@@ -37,6 +37,6 @@ def require_fit(codec: Codec, config: Any) -> None:
             )
     if config.codes is not None and config.codes.first_stage != codec.fingerprint:
         raise ConfigError(
-            f"tokenizer.path: {path} is the tokenizer {codec.fingerprint}, the tokens in data.path are "
+            f"model.tokenizer.path: {path} is the tokenizer {codec.fingerprint}, the tokens in data.path are "
             f"of {config.codes.first_stage}; name the one that encoded them, or encode with this one"
         )

@@ -173,7 +173,7 @@ class Config(SystemConfig, ReadsTexts):
         expected = self.tokenizer and self.tokenizer.fingerprint
         if expected not in (None, codes.first_stage):
             raise ConfigError(
-                f"tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
+                f"model.tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
                 f"data.path are of {codes.first_stage}; name the one that encoded them, or use this one"
             )
 
@@ -212,8 +212,8 @@ class Config(SystemConfig, ReadsTexts):
                 "named that encodes it; set model.tokenizer.path, or cache tokens with dstrain encode"
             )
         added: dict[str, Any] = {}
-        if isinstance(stage, dict) and isinstance(stage.get("path"), str):
-            tokenizer = codec.load_tokenizer(stage["path"])
+        if isinstance(stage, dict) and isinstance(stage.get("path"), (str, int, float)):
+            tokenizer = codec.load_tokenizer(str(stage["path"]))
             p = tokenizer.temporal_patch_size
             added = {
                 "codebook_size": tokenizer.codebook_size,

@@ -42,13 +42,13 @@ class Config(SystemConfig):
     learns_from = ("pairs",)
     unshared = "a prior has some 80 tokens, which need no sharing"
 
-    image_embed_dim: int = Field(768, ge=1)
+    image_embed_dim: int = Field(768, ge=1, le=1_000_000)
     """Width of an image embedding."""
     text_embed_dim: int | None = Field(None, ge=1)
     """Width of a text embedding; None means image_embed_dim, as in CLIP."""
     text_encodings_dim: int | None = Field(None, ge=1)
     """Width of a text token's encoding; None means image_embed_dim (diffusers knows no other)."""
-    max_text_len: int = Field(77, ge=0)
+    max_text_len: int = Field(77, ge=0, le=100_000)
     """Text tokens that are conditioned on, beside the text embedding; 0 is none."""
     depth: int = Field(12, ge=1)
     """Number of blocks."""
@@ -70,7 +70,7 @@ class Config(SystemConfig):
 
     beta_schedule: Literal[SCHEDULES] = "cosine"
     """Name of the betas."""
-    timesteps: int = Field(1000, ge=1)
+    timesteps: int = Field(1000, ge=1, le=100_000)
     """Timesteps of the training chain."""
     prediction: Literal["x_start", "eps", "v"] = "x_start"
     """What the network predicts."""
@@ -94,7 +94,7 @@ class Config(SystemConfig):
     """Samples are brought to the length of the data."""
     init_image_embed_l2norm: bool = False
     """A chain begins from noise of the data's length."""
-    num_candidates: Annotated[int, MAY_CHANGE] = Field(2, ge=1)
+    num_candidates: Annotated[int, MAY_CHANGE] = Field(2, ge=1, le=10_000)
     """Samples drawn for each text, of which the one nearest to the text embedding is kept."""
 
     text_encoder: Annotated[str | None, mark_filled_in()] = None

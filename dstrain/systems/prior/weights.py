@@ -50,19 +50,19 @@ def read_statistics(config: Config) -> tuple[Tensor, Tensor]:
             with safe_open(file, "pt") as content:
                 values |= {name: content.get_tensor(name).float().flatten() for name in names if name in content.keys()}
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"image_embed_stats: {file} is no readable safetensors file ({error})") from None
+            raise ConfigError(f"model.image_embed_stats: {file} is no readable safetensors file ({error})") from None
     for name in names:
         if name not in values:
             raise ConfigError(
-                f"image_embed_stats: {path} holds no {name}; name a safetensors file with clip_mean and "
+                f"model.image_embed_stats: {path} holds no {name}; name a safetensors file with clip_mean and "
                 "clip_std, such as that of a diffusers prior"
             )
         if len(values[name]) != dim:
             raise ConfigError(
-                f"image_embed_stats: {name} in {path} is {len(values[name])} wide, image_embed_dim is {dim}"
+                f"model.image_embed_stats: {name} in {path} is {len(values[name])} wide, image_embed_dim is {dim}"
             )
     if not bool((values["clip_std"] > 0).all()):
-        raise ConfigError(f"image_embed_stats: clip_std in {path} is not above 0 everywhere; leave it out")
+        raise ConfigError(f"model.image_embed_stats: clip_std in {path} is not above 0 everywhere; leave it out")
     return values["clip_mean"], values["clip_std"]
 
 

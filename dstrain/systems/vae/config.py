@@ -45,7 +45,7 @@ class Discrete(Section):
     """Entries of the codebook."""
     codebook_dim: int = Field(512, ge=1)
     """Width of an entry; fsq has none."""
-    num_layers: int = Field(3, ge=1)
+    num_layers: int = Field(3, ge=1, le=16)
     """Halvings of the side: a token stands for a square of 2 ** num_layers pixels."""
     num_resnet_blocks: int = Field(0, ge=0)
     """Residual blocks at the tokens' resolution, in the encoder and in the decoder."""
