@@ -32,7 +32,7 @@ def require_fit(codec: Codec, config: Any) -> None:
     ):
         if in_model != in_codec:
             raise ConfigError(
-                f"{name}: {in_model} in the model, {in_codec} in the tokenizer at {path}; leave "
+                f"model.{name}: {in_model} in the model, {in_codec} in the tokenizer at {path}; leave "
                 f"model.{name.partition('[')[0]} out, which takes the tokenizer's"
             )
     if config.codes is not None and config.codes.first_stage != codec.fingerprint:
