@@ -86,7 +86,10 @@ TAKEN = {
         *("model.train=''",),
         *(f"model.{key}={2**63 - 1}" for key in ("recompute", "codebook_dim", "discriminator.start")),
     },
-    "phenaki": {f"model.{key}={2**63 - 1}" for key in ("recompute", "loss_chunk")},
+    "phenaki": {
+        *(f"model.text_encoder_fingerprint={value}" for value in ("-7.5", "''", str(2**63 - 1))),
+        *(f"model.{key}={2**63 - 1}" for key in ("recompute", "loss_chunk")),
+    },
     "prior": {
         *(f"model.text_encoder={value}" for value in ("-7.5", "''", str(2**63 - 1))),
         *(f"model.{key}={2**63 - 1}" for key in ("recompute", "text_encodings_dim")),
