@@ -83,8 +83,8 @@ TAKEN = {
         f"model.{key}={2**63 - 1}" for key in ("recompute", "kl.discriminator.start", "discrete.temperature.start")
     },
     "phenaki.tokenizer": {
-        *("model.train=''",),
-        *(f"model.{key}={2**63 - 1}" for key in ("recompute", "codebook_dim", "discriminator.start")),
+        f"model.{key}={2**63 - 1}"
+        for key in ("recompute", "codebook_dim", "discriminator.start", "discriminator.penalty.every")
     },
     "phenaki": {
         *(f"model.text_encoder_fingerprint={value}" for value in ("-7.5", "''", str(2**63 - 1))),
