@@ -312,10 +312,10 @@ class _OneByOne(nn.Module):
     def __init__(self, weights: Weights, options: dict[str, Any]) -> None:
         super().__init__()
         self.made: list[nn.Parameter] = []
-        self._compute_weights, self._options = weights, options
+        self._weights, self._options = weights, options
 
     def parameters(self, *_: Any, **__: Any) -> Iterator[nn.Parameter]:
-        for weight in self._compute_weights:
+        for weight in self._weights:
             self.made.append(_replace_weight(weight, torch.empty(weight.shape, **self._options)))
             yield self.made[-1]
 

@@ -69,7 +69,7 @@ class Masters(Updates):
             pairs = [list(zip(ps, masters)) for ps, masters in zip(self._zero.fp16_groups, groups)]
         self._groups = [group_number for group_number, members in enumerate(pairs) for _ in members]
         pairs = list(chain.from_iterable(pairs))
-        self._compute_weights = [weight for weight, _ in pairs]
+        self._weights = [weight for weight, _ in pairs]
         for number, (weight, master) in enumerate(pairs):
             self.flats.append(master)
             whole = Fragment(self._names[id(weight)], tuple(weight.shape), 0, weight.numel())
@@ -142,7 +142,7 @@ class Masters(Updates):
     def _compute_flats(self) -> Sequence[Tensor]:
         """Returns this rank's shares of the weights that the network computes with, aligned with the flats."""
         if self.replicated:
-            return [weight.data for weight in self._compute_weights]
+            return [weight.data for weight in self._weights]
         if hasattr(self._zero, "fp16_partitioned_groups_flat"):
             return self._zero.fp16_partitioned_groups_flat
         partitions = zip(self._zero.parallel_partitioned_bit16_groups, self._zero.real_dp_process_group)
@@ -271,7 +271,7 @@ class Masters(Updates):
 
     def _stepped(self, number: int) -> Tensor:
         """Returns what the optimizer steps: at stage 0 in fp32 the parameter itself, whose data the flat is."""
-        return self._compute_weights[number] if self._torch_fp32 else self.flats[number]
+        return self._weights[number] if self._torch_fp32 else self.flats[number]
 
     def _state(self, number: int) -> dict[str, Any]:
         return get_state(self._inner(), self._stepped(number), self._own_kinds(number))

@@ -31,26 +31,27 @@ class Net(nn.Module):
 @pytest.mark.parametrize("stage", (0, 1, 2))
 def test_a_group_lies_in_one_tensor(stage, precision):
     """Oracle: addresses: one weight behind the other, and room for two elements more; shapes, marks and ties of the
-    network that was built; a weight that has memory stays the same object.
+    network that was built; a weight that has memory stays the same object. A frozen one is in no group, and by itself.
     """
     with weights_on_meta():
         network = Net()
     assert network.marked.mark == "kept" and network.marked.is_meta
     own = network.own = nn.Parameter(torch.ones(3))
     groups = [
-        {"params": [network.first.weight, network.marked, own, network.frozen]},
+        {"params": [network.first.weight, network.marked, own]},
         {"params": [network.first.bias, network.second.weight, network.second.bias]},
     ]
     before = [[weight.shape for weight in members["params"]] for members in groups]
     settings = {precision: {"enabled": True}} if precision != "fp32" else {}
     allocate_weights(network, groups, {"zero_optimization": {"stage": stage}, **settings})
     held = {id(weight) for weight in network.parameters()}
-    assert {id(weight) for members in groups for weight in members["params"]} == held
+    assert {id(weight) for members in groups for weight in members["params"]} | {id(network.frozen)} == held
     assert network.third.weight is network.first.weight and groups[0]["params"][2] is own is network.own
     assert network.marked.mark == network.frozen.mark == "kept" and network.count.tolist() == [0, 1, 2, 3]
-    assert [weight.requires_grad for weight in groups[0]["params"]] == [True, True, True, False]
+    assert all(weight.requires_grad for weight in groups[0]["params"]) and not network.frozen.requires_grad
     assert [[weight.shape for weight in members["params"]] for members in groups] == before
     size = SIZES[precision]
+    assert (network.frozen.shape, network.frozen.element_size(), network.frozen.is_meta) == ((2,), size, False)
     for members in groups:
         weights = [weight for weight in members["params"] if weight is not own]
         numel = sum(weight.numel() for weight in weights)

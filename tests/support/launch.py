@@ -17,6 +17,7 @@ from typing import IO
 
 import torch
 
+from dstrain.commands import exits
 from tests.support.forks import Forked, Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,13 +127,20 @@ def launch(
     return done
 
 
+def _refuse_to_quit(code: int) -> None:
+    raise AssertionError(f"{sys.argv} has begun a process group, and ends its process ({code}): take `launch`")
+
+
 def here(script: str, words: Iterable[object], monkeypatch, capsys, **env: str) -> tuple[int, str, str]:
-    """Runs a script of launch/ in this process, as without a launcher: exit code, stdout, stderr."""
+    """Runs a script of launch/ in this process, as without a launcher: exit code, stdout, stderr. Not a training, which
+    would end this process with exit code 0.
+    """
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     path = str(ROOT / "launch" / script)
+    monkeypatch.setattr(exits, "_quit_python", _refuse_to_quit)
     monkeypatch.setattr(sys, "argv", [path, *map(str, words)])
     try:
         runpy.run_path(path, run_name="__main__")
