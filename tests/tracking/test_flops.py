@@ -72,7 +72,7 @@ def test_parts_and_micro_batches():
 
 def test_frozen_weights_count_forward_alone():
     """Oracle: torch's FlopCounterMode around a forward and a backward pass in which a head alone learns."""
-    system = systems.build("dit", TINY)
+    system = systems.build("dit", {**TINY, "image_size": 16})
     network = system.networks()["denoiser"].requires_grad_(False)
     network.final_layer.requires_grad_(True)
     example = system.encode(system.synthetic(4))
