@@ -248,6 +248,7 @@ NOT_RUN = {
     "evaluate --metrics": AN_OPTION,
     "export --format safetensors": AN_OPTION,
     "export --format peft": AN_OPTION,
+    "reconstruct --sweep --num-samples N": AN_OPTION,
     "keep --min-hosts N": AN_OPTION,
     "keep --min-hosts 2": "tests/commands/test_keep.py",
     "report --out": AN_OPTION,
