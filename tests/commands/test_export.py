@@ -41,7 +41,8 @@ from dstrain.runs.weights import fit_weights
 from dstrain.systems.iddpm import to_diffusers as unets
 from dstrain.systems.optional import Imports
 from dstrain.systems.vae import to_diffusers
-from tests.support import checkpoints, first_stage
+from tests.support import checkpoints
+from tests.support.first_stage import save as save_autoencoder
 from tests.support.launch import ROOT
 from tests.support.pictures import folder as folder_of_pictures
 from tests.support.pictures import picture
@@ -256,7 +257,7 @@ def test_recipes_that_diffusers_cannot_express(tmp_path, path):
     if run.model.get("null_text") == "encoder":  # PixArt's pipeline needs an autoencoder
         latents = {
             "first_stage": {
-                "path": str(first_stage.save(tmp_path, channels=3, depth=4, latent_channels=4)),
+                "path": str(save_autoencoder(tmp_path, channels=3, depth=4, latent_channels=4)),
                 "factor": 8,
             }
         }
