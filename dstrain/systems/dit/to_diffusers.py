@@ -114,7 +114,8 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
         notes.append(f"trained without dropped {dropped}: sample with guidance_scale=1")
     if config.align is not None and config.align.kind == "repa":
         notes.append("the projectors of the alignment are left out: training alone reads them")
-    if reason := weights.find_inexpressible(config):
+    reason = None if config.reads_texts else weights.find_inexpressible(config)
+    if reason:
         notes.append(
             f"the network's code is in transformer/: diffusers' DiTTransformer2DModel cannot hold it ({reason})"
         )

@@ -278,6 +278,17 @@ def _require_same(diffusers_config: Mapping[str, Any], classes: Sequence[str], e
         raise ConfigError(f"weights: sample_size is {size} in config.json, and no side of a picture; fetch it again")
 
 
+def require_same_network(diffusers_config: Mapping[str, Any], config: Config) -> None:
+    """Raises ConfigError if an export of ours holds a network that computes otherwise from weights of equal shapes."""
+    theirs, ours = diffusers_config.get("network", {}), config.network_arguments()
+    for name in ("num_heads", "time_freq", "block", "sines", "rope", "tokens"):
+        if theirs.get(name) != ours[name]:
+            raise ConfigError(
+                f"weights: {name} is {theirs.get(name)} in config.json, and {ours[name]} in the recipe's model: make "
+                "both equal"
+            )
+
+
 def find_inexpressible(config: Config) -> str | None:
     """Returns what diffusers' DiTTransformer2DModel cannot express of the network, with the field's name; else None.
     Networks of texts have another class there, see `require_expressible`.

@@ -356,6 +356,9 @@ def test_our_class_there_and_back(tmp_path, case):
     to_diffusers.save_export(system, nets, tmp_path / "out", classes=lambda: ["kind"] * 7)
     ((values, notes),) = fit_weights(tmp_path / "out", system).values()
     assert same(values, nets["denoiser"].state_dict()) and notes[0].endswith("(ClassTransformer)") and len(notes) == 1
+    other, _ = made(tmp_path, OF_OUR_CLASS[case][0] | {"num_heads": 4}, OF_OUR_CLASS[case][1])
+    with pytest.raises(ValueError, match="weights: num_heads is 2 in config.json, and 4 in the recipe's model"):
+        fit_weights(tmp_path / "out", other)
     loaded(tmp_path / "out").save_pretrained(tmp_path / "again")
     assert names_in(tmp_path / "again") == names_in(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
