@@ -106,13 +106,20 @@ class Losses:
 
 
 def train(name: str, stage: int, sequence: int, recompute: str = "none", compiled: bool = False) -> dict[str, Any]:
-    """Trains a system: the losses of all steps, and the norms of their gradients."""
+    """Trains a system: the losses of all steps, the norms of their gradients, and the bytes that went to the host."""
     run = recipe(name, sequence, recompute, compiled)
     zero = {"stage": stage, "sub_group_size": 3000, "stage3_param_persistence_threshold": 100}
     settings = resolve({"zero_optimization": zero}, run, group.world(), "cpu")
     system = systems.build(run.system, run.model)
     engines, batches, losses = build_engines(run, settings, system), Samples(system, sequence), Losses()
-    told: dict[str, Any] = {"losses": [], "norms": []}
+    told: dict[str, Any] = {"losses": [], "norms": [], "sent": 0}
+    send = engines.host.send
+
+    def count(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        told["sent"] += tensor.nbytes
+        return send(tensor)
+
+    engines.host.send = count
     for step in range(STEPS):
         take_step(step, run, system, engines, batches, losses)
         told["losses"].append(losses.take())

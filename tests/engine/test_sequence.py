@@ -8,7 +8,7 @@ from PIL import Image
 
 from dstrain.engine.checkpoint import read_weights
 from tests.engine import check_sequence
-from tests.engine.check_sequence import MODELS
+from tests.engine.check_sequence import GLOBAL, MODELS
 from tests.engine.check_systems import CASES
 from tests.support.runs import finish, metrics, train
 
@@ -49,6 +49,21 @@ def test_shared_systems_learn_the_same(of_one_rank, on_ranks, tmp_path, world, s
             own, wanted = np.array(found[name]), np.array(of_one_rank[case[0]][name])
             assert len(set(wanted[:, 0])) == check_sequence.STEPS
             assert (np.abs(own - wanted) / wanted).max() < bound, (case, name)
+
+
+def test_inputs_that_wait_on_the_host_are_shared_ones(on_ranks, tmp_path):
+    """Oracle: model.recompute=all on the same two ranks that share samples: the losses of 20 steps and the norms of
+    their gradients to the last bit; what waits on the host is each rank's half of the tokens.
+    """
+    cases = [(name, 2, 2, recompute) for name in MODELS for recompute in ("all", "offload")]
+    on_ranks(2, check_sequence.work, cases, tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    for name, kept, sent in zip(MODELS, figures[::2], figures[1::2], strict=True):
+        assert (sent["losses"], sent["norms"]) == (kept["losses"], kept["norms"]), name
+        assert kept["sent"] == 0 < sent["sent"], name
+    (tokens, width), blocks = (16, 32), 2
+    dit = figures[2 * list(MODELS).index("dit") + 1]
+    assert dit["sent"] == check_sequence.STEPS * blocks * GLOBAL * tokens // 2 * width * 4
 
 
 @pytest.fixture(scope="module")
