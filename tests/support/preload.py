@@ -1,5 +1,6 @@
 """What engines import, imported once for all the processes that are forked from this one."""
 
+import functools
 import gc
 import importlib
 
@@ -17,8 +18,20 @@ def preload() -> None:
         importlib.import_module(name)
     for name in systems.names():
         systems.package(name)
+    _remember_cpu()
     accelerator = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":
         accelerator.create_op_builder("ShareMemCommBuilder").load()
     gc.collect()
     gc.freeze()
+
+
+def _remember_cpu() -> None:
+    """Asks once what CPU this is. For each optimizer that is offloaded DeepSpeed asks up to three times, and the answer
+    takes a process of a second, which is longer than a short run.
+    """
+    import cpuinfo
+
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+        cpuinfo.get_cpu_info()
