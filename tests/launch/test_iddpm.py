@@ -1,7 +1,6 @@
 """IDDPM through the real launcher: resumed, on other numbers of ranks, measured, and as a chain with its upsampler."""
 
 import json
-from functools import partial
 
 import numpy as np
 import pytest
@@ -55,7 +54,7 @@ def undisturbed(tmp_path_factory):
 def test_kill_minus_nine(undisturbed, stage):
     """Oracle: the undisturbed run, bit for bit, with loss-aware timesteps, dropout and two averages.
 
-    That run's ranks are forked; at stage 2 those of the killed one are the real launcher's.
+    That run's ranks are forked, as those that are killed; at stage 2 those that go on are the real launcher's.
     """
     folder = undisturbed(stage)
     sampler, state = history(folder, 10)
@@ -63,10 +62,9 @@ def test_kill_minus_nine(undisturbed, stage):
         int(state["seen"].min()) >= 3 and float(sampler.compute_probabilities().std()) > 1e-3
     )  # warm, and not uniform
     killed = folder.parent / "killed"
-    command_again = partial(train, killed, stage, recipe=RECIPE, launcher=stage == 2)
-    kill_in_the_middle(command_again(), killed, 10)
+    kill_in_the_middle(train(killed, stage, recipe=RECIPE), killed, 10)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
-    finish(command_again())
+    finish(train(killed, stage, recipe=RECIPE, launcher=stage == 2))
     assert_equal_runs(folder, killed, STEPS)
 
 

@@ -222,7 +222,6 @@ def test_bad_input_is_refused(tmp_path, how, overrides, message):
         *words,
         *overrides,
         check=False,
-        launcher=how == "nan",
     )
     assert done.returncode == 2 and message in done.stdout and "Traceback" not in done.stdout
     assert not (tmp_path / "run").exists()

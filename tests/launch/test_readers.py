@@ -1,13 +1,13 @@
 """Verbs that read a run, two of each at once, while it trains and removes its checkpoints: each is whole or refused."""
 
 import json
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.support.launch import ROOT, environment
+from tests.support.launch import ROOT, command
+from tests.support.runs import begin
 
 pytestmark = pytest.mark.slow
 
@@ -19,31 +19,26 @@ READERS = {
 }
 
 
-def test_two_of_each_beside_training(tmp_path):
+def test_two_of_each_beside_training(tmp_path, monkeypatch):
     """Oracle: exit codes 0 of all; files that parse to their end, of a step that was saved; nothing is left behind."""
 
-    def start(*words: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-m", "dstrain", *words],
-            cwd=tmp_path,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    monkeypatch.chdir(tmp_path)
+
+    def start(log: str, verb: str, *words: str):
+        return begin(command(f"launch/{verb}.py", *words, num=1), Path(log))
 
     entries = [f"steps={STEPS}", "folder=run", "every.save=1", "save.keep=2", "every.report=1", "every.sample=0"]
-    training = start("train", "--recipe", str(ROOT / "tests/launch/tiny.yaml"), *entries)
+    training = start("training", "train", "--recipe", str(ROOT / "tests/launch/tiny.yaml"), *entries)
     end = time.monotonic() + 300
     while not list(tmp_path.glob("run/checkpoints/step_*[0-9]")) and time.monotonic() < end:
-        assert training.poll() is None, training.communicate()[0]
+        assert training.poll() is None, Path("training").read_text()
         time.sleep(0.2)
-    readers = {(name, place): start(*words) for name, words in READERS.items() for place in range(2)}
-    for key, process in readers.items():
-        out, _ = process.communicate(timeout=300)
-        assert process.returncode == 0 and "Traceback" not in out, (key, out)
-    out, _ = training.communicate(timeout=500)
-    assert training.returncode == 0 and f"complete: {STEPS} steps" in out, out
+    readers = {f"{name}{place}": start(f"{name}{place}", *READERS[name]) for name in READERS for place in range(2)}
+    for log, process in readers.items():
+        code, out = process.wait(300), Path(log).read_text()
+        assert code == 0 and "Traceback" not in out, (log, out)
+    code, out = training.wait(500), Path("training").read_text()
+    assert code == 0 and f"complete: {STEPS} steps" in out, out
     found = sorted((tmp_path / "run" / "evaluation").glob("*.json"))
     assert 2 <= len(found) <= 4
     for path in found:

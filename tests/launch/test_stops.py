@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import command, environment
+from tests.support.launch import command, start
 from tests.support.runs import RECIPE, begin, finish, wait_for, wait_for_end
 
 SECONDS = 25  # deepspeed and Slurm kill after 30
@@ -90,7 +89,7 @@ def test_a_stop_while_it_catches_up(tmp_path):
     """Oracle: an undisturbed run's files and figures, after a run that was stopped in its grid, by the file `stop`, and
     again while it drew that grid anew, by a signal to one rank of two.
     """
-    words = ("steps=20", "every.sample=20", "samples.num=400", "samples.num_steps=50", "every.evaluate=20")
+    words = ("steps=20", "every.sample=20", "samples.num=200", "samples.num_steps=50", "every.evaluate=20")
     folder, whole = tmp_path / "run", tmp_path / "whole"
     for stop in ("file", "signal"):
         process, log = begin_slowly(folder, "dstrain.train:draw_samples:1:0", *training(folder, *words), num=2)
@@ -177,9 +176,8 @@ def test_a_stop_of_a_verb(tmp_path, verb, words, place, num):
 def test_a_stop_while_ranks_meet(tmp_path):
     """Oracle: the exit code within 25 s of a rank that waits for its peers in C, where no handler runs."""
     words, log = command("launch/train.py", *training(tmp_path / "run"), num=1), tmp_path / "log"
-    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29876"}
     with open(log, "w") as file:
-        process = subprocess.Popen(words, env=environment(**env), stdout=file, stderr=subprocess.STDOUT)
+        process = start(words, file, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29876")
     try:
         while "weights" not in log.read_text() and "memory" not in log.read_text():
             time.sleep(0.1)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from dstrain.commands.job import prepare_job
 from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import TrainOptions
 from dstrain.runs import folders
-from tests.support.launch import ROOT, command, environment
+from tests.support.launch import ROOT, command
+from tests.support.runs import begin
 
 RECIPE = ROOT / "tests" / "launch" / "tiny.yaml"
 SECONDS = 300  # on a loaded machine
@@ -46,14 +46,7 @@ def test_a_waiting_command_checks_again(tmp_path):
     ]
     job = prepare_job(parse_options(TrainOptions, arguments))
     with folders.lock_folder(folder):
-        with open(log, "wb") as output:
-            second = subprocess.Popen(
-                command("launch/train.py", *arguments, "seed=7", "optimizer.lr=0.5", num=1),
-                env=environment(),
-                stdout=output,
-                stderr=output,
-                cwd=tmp_path,
-            )
+        second = begin(command("launch/train.py", *arguments, "seed=7", "optimizer.lr=0.5", num=1), log)
         try:
             end = time.monotonic() + SECONDS
             while not holds(second.pid, folder / ".lock"):
@@ -77,11 +70,8 @@ def test_a_waiting_command_checks_again(tmp_path):
 TINY = ("--recipe", str(RECIPE), "--ds_config", str(ROOT / "ds_configs" / "zero2_fp32.json"), "data.workers=0")
 
 
-def start(script: str, *words: object, log: Path) -> subprocess.Popen:
-    with open(log, "wb") as output:
-        return subprocess.Popen(
-            command(f"launch/{script}", *map(str, words), num=1), env=environment(), stdout=output, stderr=output
-        )
+def start(script: str, *words: object, log: Path):
+    return begin(command(f"launch/{script}", *words, num=1), log)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import torch
 
 from dstrain.commands import exits
 from tests.support.forks import Forked, Server
+from tests.support.spawn import place
 
 ROOT = Path(__file__).resolve().parents[2]
 KIT_PATH = f"{ROOT}{os.pathsep}{ROOT / 'launch' / 'bench'}"  # a PYTHONPATH with which `from kit import ...` works
@@ -82,11 +83,12 @@ def start(words: list[str], log: IO, **env: str) -> subprocess.Popen | Forked:
 
     Ranks without the launcher are forked from one process that has done their imports, because imports take most of the
     time of a short run. They are fresh processes where torch sees a GPU, or the environment differs by more than
-    PYTHONPATH.
+    PYTHONPATH and what a launcher says of a rank, which nothing reads at its import.
     """
     server = None if torch.cuda.is_available() else _server()  # first: it compiles the operator for all
     script = 4 if words[1] == SPAWN else 1
-    if server is None or words[0] != sys.executable or not words[script].endswith(".py") or env.keys() - {"PYTHONPATH"}:
+    fresh = env.keys() - {"PYTHONPATH", *place(0, 1, "")}
+    if server is None or words[0] != sys.executable or not words[script].endswith(".py") or fresh:
         return subprocess.Popen(
             words,
             env=environment(**env),
