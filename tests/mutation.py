@@ -315,6 +315,13 @@ MISTAKES = [
         f"{PIXART}::test_golden_network[file]",
     ),
     (
+        "PixArt's ratio of sides upside down",
+        "dstrain/systems/dit/conditions.py",
+        "size[:, 4:5] / size[:, 5:6]",
+        "size[:, 5:6] / size[:, 4:5]",
+        "tests/systems/dit/test_pixart_sizes.py::test_network_told_sizes[1-folder]",
+    ),
+    (
         "the null text from its unmapped state",
         "dstrain/systems/dit/system.py",
         "weights.project_states(states, values)",

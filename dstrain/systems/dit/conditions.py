@@ -86,6 +86,30 @@ class SizeEmbedder(nn.Module):
         return self.mlp(features.to(self.mlp[0].weight.dtype))
 
 
+class SidesEmbedder(nn.Module):
+    """The original height and width of an image, and height / width of its crop, of int64 (B, 6) as in SizeEmbedder ->
+    (B, D), a third for each number (PixArt-alpha's network of 1,024 pixels, Chen et al. 2023). It begins as zero.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.sides, self.ratio = (
+            nn.Sequential(
+                Linear(TIME_FEATURES, dim // 3, init="normal"), nn.SiLU(), Linear(dim // 3, dim // 3, init="zero")
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, size: Tensor) -> Tensor:
+        numbers = torch.cat((size[:, :2].float(), size[:, 4:5] / size[:, 5:6]), dim=1)  # (B, 3)
+        features = timestep_features(numbers.flatten(), TIME_FEATURES).unflatten(0, numbers.shape)
+        features = features.to(self.sides[0].weight.dtype)
+        return torch.cat((self.sides(features[:, :2]).flatten(1), self.ratio(features[:, 2])), dim=1)
+
+
+SIZE_EMBEDDERS = {"sdxl": SizeEmbedder, "pixart": SidesEmbedder}
+
+
 class ImageEmbedder(nn.Module):
     """Image embeddings (B, E), or zeros for none, to (B, D). Only their direction counts. It begins as zero."""
 

@@ -81,6 +81,11 @@ class Config(Fields):
             )
         if self.block.modulation == "none" and (self.size_conditions or self.embedding_dim):
             raise ConfigError("block.modulation: none reads no sizes and no image embeddings; set modulation=own")
+        if self.size_embedding == "pixart" and shape["hidden_size"] % 3:
+            raise ConfigError(
+                f"size_embedding: pixart gives three numbers a third of hidden_size each, which is "
+                f"{shape['hidden_size']}; take a multiple of 3, or size_embedding=sdxl"
+            )
         if self.flow.cosine and self.in_channels == 1:
             raise ConfigError("flow.cosine: over one channel a cosine is a sign; leave it at 0")
         if self.tokens.joins >= shape["depth"]:
@@ -271,6 +276,8 @@ class Config(Fields):
             "learn_sigma",
             "time_freq",
             "size_conditions",
+            "size_embedding",
+            "interpolation_scale",
             "embedding_dim",
             "sines",
             "patch_bottleneck",

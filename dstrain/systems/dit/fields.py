@@ -107,6 +107,11 @@ class Fields(SystemConfig, ReadsTexts):
     Positions of any size run over the range of image_size: leave that as it was where init_from is given."""
     size_conditions: Annotated[bool, mark_filled_in()] = False
     """Whether the original size of an image and its crop are conditions, filled in from data.size_conditions."""
+    size_embedding: Literal["sdxl", "pixart"] = "sdxl"
+    """How these become a vector: all six numbers together (SDXL), or the original height and width and the crop's
+    height / width apart, a third of hidden_size each (PixArt's network of 1,024 pixels)."""
+    interpolation_scale: int = Field(1, ge=1)
+    """What places of patches are divided by before their sines are taken: 2 in PixArt's networks of 1,024 pixels."""
     codes: Annotated[Codes | None, mark_fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
 

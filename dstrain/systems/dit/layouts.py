@@ -22,7 +22,6 @@ _TIME = "t_embedder.mlp.0"
 _HEADS = ("final_layer.linear", "base_layer.linear")
 _TABLES = r"(\w*rope)\.freqs_(cos|sin)$"
 TOLERANCE = 1e-5  # of tables that are computed in another precision
-_OF_SIZES = "it is told the size of pictures, which is not read here; take the weights of 256 or 512 pixels"
 _NORMS = "queries and keys are normed as in PixArt-sigma's training code, which is not read here; take weights without"
 
 
@@ -97,6 +96,10 @@ LAYOUTS = {
             (r"adaln_single\.emb\.timestep_embedder\.linear_1\.(\w+)", r"t_embedder.mlp.0.\1"),
             (r"adaln_single\.emb\.timestep_embedder\.linear_2\.(\w+)", r"t_embedder.mlp.2.\1"),
             (r"adaln_single\.linear\.(\w+)", r"t_block.1.\1"),
+            (r"adaln_single\.emb\.resolution_embedder\.linear_1\.(\w+)", r"s_embedder.sides.0.\1"),
+            (r"adaln_single\.emb\.resolution_embedder\.linear_2\.(\w+)", r"s_embedder.sides.2.\1"),
+            (r"adaln_single\.emb\.aspect_ratio_embedder\.linear_1\.(\w+)", r"s_embedder.ratio.0.\1"),
+            (r"adaln_single\.emb\.aspect_ratio_embedder\.linear_2\.(\w+)", r"s_embedder.ratio.2.\1"),
             (r"caption_projection\.linear_([12])\.(\w+)", r"text_tokens.fc\1.\2"),
             (r"transformer_(blocks\.\d+)\.scale_shift_table", r"\1.adaLN_modulation.table"),
             (r"transformer_(blocks\.\d+)\.attn1\.to_out\.0\.(\w+)", r"\1.attn.proj.\2"),
@@ -111,10 +114,7 @@ LAYOUTS = {
             (r"transformer_(.*)\.attn1\.to_q\.(\w+)", ("to_q", "to_k", "to_v"), r"\1.attn.qkv.\2"),
             (r"transformer_(.*)\.attn2\.to_k\.(\w+)", ("to_k", "to_v"), r"\1.cross.kv.\2"),
         ),
-        refused=(
-            (r"adaln_single\.emb\.(resolution|aspect_ratio)_embedder\..*", _OF_SIZES),
-            (r"transformer_blocks\.\d+\.attn[12]\.norm_[qk]\..*", _NORMS),
-        ),
+        refused=((r"transformer_blocks\.\d+\.attn[12]\.norm_[qk]\..*", _NORMS),),
         diffuses=True,
         computes_sines=True,
     ),
@@ -122,15 +122,14 @@ LAYOUTS = {
         marks=("y_embedder.y_proj.fc1.weight",),
         renamed=(
             (r"y_embedder\.y_proj\.fc([12])\.(\w+)", r"text_tokens.fc\1.\2"),
+            (r"csize_embedder\.mlp\.(.*)", r"s_embedder.sides.\1"),
+            (r"ar_embedder\.mlp\.(.*)", r"s_embedder.ratio.\1"),
             (r"(blocks\.\d+|final_layer)\.scale_shift_table", r"\1.adaLN_modulation.table"),
             (r"(blocks\.\d+)\.cross_attn\.(q|kv)_linear\.(\w+)", r"\1.cross.\2.\3"),
             (r"(blocks\.\d+)\.cross_attn\.proj\.(\w+)", r"\1.cross.proj.\2"),
         ),
         left=((r"y_embedder\.y_embedding", "states of an empty text, which the text encoder computes"),),
-        refused=(
-            (r"(csize|ar)_embedder\..*", _OF_SIZES),
-            (r"blocks\.\d+\.attn\.[qk]_norm\..*", _NORMS),
-        ),
+        refused=((r"blocks\.\d+\.attn\.[qk]_norm\..*", _NORMS),),
         diffuses=True,
         computes_sines=True,
     ),
@@ -158,13 +157,14 @@ def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
 
 
 def translate(
-    state: Mapping[str, Tensor], name: str, depth: int, grid: int, head_dims: Sequence[int] = ()
+    state: Mapping[str, Tensor], name: str, depth: int, grid: int, head_dims: Sequence[int] = (), scale: int = 1
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Returns a published state dict under our names, in our time and direction, and notes on what was left out.
 
     depth       number of blocks of the first trunk; a wide head's blocks follow them in RAE's files.
     grid        patches along a side, whose tables of positions the file's are compared with.
     head_dims   values of a head, of the trunk and of a wide head; none where nothing is rotated.
+    scale       what places are divided by before their sines are taken.
 
     Raises ConfigError if a table of rotations is another one, or for weights that have no place here.
     """
@@ -194,7 +194,8 @@ def translate(
     if translated.get("y_tokens.tokens", torch.empty(0)).ndim == 3:
         translated["y_tokens.tokens"] = translated["y_tokens.tokens"][0]
     if layout.computes_sines and "pos_embed" not in translated and "x_embedder.proj.weight" in translated:
-        translated["pos_embed"] = sincos_positions(len(translated["x_embedder.proj.weight"]), grid, grid)[None]
+        width = len(translated["x_embedder.proj.weight"])
+        translated["pos_embed"] = sincos_positions(width, grid, grid, grid / scale)[None]
         notes.append(f"pos_embed: not in the file, and computed for {grid} x {grid} patches")
     if layout.from_noise:
         reverse_time(translated, negate=not layout.predicts_x)

@@ -19,7 +19,7 @@ from dstrain.nn.positions import rotations, sincos_positions, sincos_times
 from dstrain.nn.sequence import order_both, own, own_both, whole
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.blocks import Block, FinalLayer, Seen
-from dstrain.systems.dit.conditions import ImageEmbedder, LearnedTokens, SizeEmbedder, TextTokens, TimestepEmbedder
+from dstrain.systems.dit.conditions import SIZE_EMBEDDERS, ImageEmbedder, LearnedTokens, TextTokens, TimestepEmbedder
 from dstrain.systems.dit.trunk import Trunk
 
 
@@ -32,9 +32,11 @@ class DiT(nn.Module):
     learn_sigma         twice as many output channels as input channels.
     time_freq           see TimestepEmbedder.
     size_conditions     the original size of an image and its crop are conditions, too.
+    size_embedding      how they become a vector: sdxl, see SizeEmbedder, or pixart, see SidesEmbedder.
     embedding_dim       width of an image embedding that is a condition, too; 0: none.
     block               choices of every block, see Block; `modulation` and `norm` are the head's, too.
     sines, rope         positions: sines that are added, rotations of queries and keys.
+    interpolation_scale   what places are divided by before their sines are taken.
     tokens              numbers of condition tokens: time, label; before which block they join: joins.
     text                the keyword arguments of TextTokens, whose tokens are condition tokens; None: no texts.
     cross_attention     every block reads the text's tokens by cross-attention instead.
@@ -66,6 +68,7 @@ class DiT(nn.Module):
         *,
         time_freq: str = "official",
         size_conditions: bool = False,
+        size_embedding: str = "sdxl",
         embedding_dim: int = 0,
         block: Mapping[str, str] | None = None,
         sines: bool = True,
@@ -80,6 +83,7 @@ class DiT(nn.Module):
         routed: tuple[int, int] = (0, 0),
         patch_frames: int = 0,
         given: bool = False,
+        interpolation_scale: int = 1,
     ) -> None:
         super().__init__()
         if input_size % patch_size:
@@ -96,7 +100,7 @@ class DiT(nn.Module):
                 embedding_table=Embedding(num_classes + (class_dropout_prob > 0), hidden_size)
             )
         if size_conditions:
-            self.s_embedder = SizeEmbedder(hidden_size)
+            self.s_embedder = SIZE_EMBEDDERS[size_embedding](hidden_size)
         if embedding_dim:
             self.e_embedder = ImageEmbedder(embedding_dim, hidden_size)
         if tokens.get("time"):
@@ -132,7 +136,7 @@ class DiT(nn.Module):
             self.projectors = nn.ModuleList(
                 Projector(hidden_size, width, align.get("hidden", 0)) for width in align["widths"]
             )
-        self.sines, self.rope = sines, rope
+        self.sines, self.rope, self.range = sines, rope, self.grid / interpolation_scale
         if sines:
             # .float(), since zero.Init would create it in the compute dtype.
             self.register_buffer("pos_embed", torch.empty(1, self.grid**2, hidden_size).float())
@@ -144,7 +148,7 @@ class DiT(nn.Module):
         """Sets the table of positions only: all weights belong to submodules."""
         if self.sines:
             with torch.no_grad():
-                self.pos_embed.copy_(sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid))
+                self.pos_embed.copy_(sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid, self.range))
 
     def forward(
         self,
@@ -243,7 +247,7 @@ class DiT(nn.Module):
         positions = self.pos_embed
         if not high == wide == self.grid:
             if (high, wide) not in self._positions:
-                positions = sincos_positions(self.pos_embed.shape[-1], high, wide, self.grid)[None]
+                positions = sincos_positions(self.pos_embed.shape[-1], high, wide, self.range)[None]
                 self._positions[high, wide] = positions.to(self.pos_embed.device)
             positions = self._positions[high, wide]
         for count in times:

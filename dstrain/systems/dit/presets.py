@@ -63,6 +63,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "cross_attention": True,
         "text_projection": "mlp",
     },
+    "PixArt-XL/2-1024": {
+        "patch_size": 2,
+        "hidden_size": 1152,
+        "depth": 28,
+        "num_heads": 16,
+        "block": {"modulation": "shared"},
+        "cross_attention": True,
+        "text_projection": "mlp",
+        "size_embedding": "pixart",
+        "interpolation_scale": 2,
+    },
     "RAE-DiTDH-XL": {
         "patch_size": 1,
         "hidden_size": 1152,

@@ -380,7 +380,12 @@ class DiTSystem(System):
         network = self.on_meta(part)
         heads = [network.head_dim, network.final_layer.head_dim] if self.config.wide else [network.head_dim]
         state, notes = translate(
-            state, layout, len(network.blocks), network.grid, heads if self.config.block.rope else []
+            state,
+            layout,
+            len(network.blocks),
+            network.grid,
+            heads if self.config.block.rope else [],
+            self.config.interpolation_scale,
         )
         return state, [f"layout: {layout}", *notes]
 

@@ -185,7 +185,11 @@ def _save_pixart(system: DiTSystem, network: DiT, folder: Path) -> None:
 
     _require_own_positions(network)
     with torch.device("meta"):
-        transformer = PixArtTransformer2DModel(**weights.pixart_arguments(system.config), interpolation_scale=1)
+        transformer = PixArtTransformer2DModel(
+            **weights.pixart_arguments(system.config),
+            interpolation_scale=system.config.interpolation_scale,
+            use_additional_conditions=system.config.size_conditions,
+        )
     state = _read_floats(network)
     transformer.load_state_dict(translate_back(state, "pixart", list(transformer.state_dict())), assign=True)
     text_encoder, tokenizer = load_t5(system.config.text_encoder)
@@ -233,10 +237,16 @@ def _measure_pixart(
     cases = {"with text": {"text": example["text"][:_COUNT], "mask": example["text_mask"][:_COUNT]}}
     if system.config.class_dropout_prob:
         cases["without text"] = system.told[0].make_null(cases["with text"])
+    sizes, added = {}, None
+    if system.config.size_conditions:
+        size = example["size"][:_COUNT]
+        sizes, added = {"size": size}, {"resolution": size[:, :2].float(), "aspect_ratio": size[:, 4:5] / size[:, 5:6]}
     results = {}
     for name, told in cases.items():
-        found = exported(x, told["text"].float(), timestep=t, encoder_attention_mask=told["mask"]).sample
-        results[name] = relative_error(found, nets["denoiser"](x, t, **told))
+        found = exported(
+            x, told["text"].float(), timestep=t, encoder_attention_mask=told["mask"], added_cond_kwargs=added
+        ).sample
+        results[name] = relative_error(found, nets["denoiser"](x, t, **told, **sizes))
     return results
 
 
@@ -309,7 +319,7 @@ def _is_stock(system: DiTSystem) -> bool:
 
 def _require_own_positions(network: DiT) -> None:
     """Raises ConfigError for positions that diffusers' transformers, which compute their own, do not compute."""
-    computed = sincos_positions(network.pos_embed.shape[-1], network.grid, network.grid)[None]
+    computed = sincos_positions(network.pos_embed.shape[-1], network.grid, network.grid, network.range)[None]
     if not torch.allclose(network.pos_embed.float().cpu(), computed, rtol=0, atol=1e-6):
         raise ConfigError(
             "pos_embed: these positions were interpolated from another resolution, and diffusers' "

@@ -33,7 +33,6 @@ _PIXART_FIELDS = (  # beside its blocks, what decides its network and chain
     "objective",
     "mlp_ratio",
     "embedding_dim",
-    "size_conditions",
     "time_freq",
     "sines",
     "tokens",
@@ -41,6 +40,8 @@ _PIXART_FIELDS = (  # beside its blocks, what decides its network and chain
     "wide",
     "internal",
 )
+
+_TOLD_AT = 128  # side of the latents of which PixArtAlphaPipeline tells the size
 
 # Layers: our name -> diffusers'; that of an embedder lies in each block.
 _ENDS = {
@@ -88,7 +89,7 @@ _REMEDIES = (
     (r"^blocks\.\d+\.attn\..*_norm", "block.qk_norm"),
     (r"^blocks\.\d+\.mlp\.w", "block.mlp and mlp_ratio"),
     (r"^blocks\.\d+\.adaLN", "depth and hidden_size (or size), and block.modulation"),
-    (r"^s_embedder", "data.size_conditions"),
+    (r"^s_embedder", "data.size_conditions and size_embedding"),
     (r"^e_embedder", "embedding_dim"),
     (r"^blocks\.\d+\.mlp", "depth, mlp_ratio and hidden_size (or size)"),
     (r"^blocks", "depth and hidden_size (or size)"),
@@ -126,7 +127,9 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
         if fresh and not any(name in state for name in fresh):
             generator = torch.Generator().manual_seed(0)  # the same on every rank
             state |= {name: torch.zeros(shapes[name]) for name in fresh}
-            state[f"{added}.mlp.0.weight"].normal_(std=0.02, generator=generator)
+            for name in fresh:
+                if name.endswith(".0.weight"):
+                    state[name].normal_(std=0.02, generator=generator)
             notes.append(f"{added}: not in the file; these conditions begin as zero")
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural_order), _REMEDIES)
     return state, notes
@@ -194,18 +197,28 @@ def rename_from_pixart(
     """Returns a PixArtTransformer2DModel's weights under our names, for `adapt_weights`, and notes. diffusers_config:
     its config.json.
 
-    Raises ConfigError for a field that differs from the recipe's, and for networks that are told sizes.
+    Raises ConfigError for a field that differs from the recipe's.
     """
     LAYOUTS["pixart"].require_fields("pixart", config)
-    size = diffusers_config.get("sample_size")
     _require_same(diffusers_config, PIXART_CLASSES, pixart_arguments(config))
-    if diffusers_config.get("interpolation_scale") not in (None, 1) or size // 64 > 1:
+    size, scale = diffusers_config["sample_size"], diffusers_config.get("interpolation_scale")
+    if scale is None:
+        scale = max(size // 64, 1)  # as diffusers fills it in
+    if scale != config.interpolation_scale:
         raise ConfigError(
-            "weights: interpolation_scale in config.json, or its sample_size above 64, spreads positions otherwise "
-            "than this network; take the weights of 256 or 512 pixels"
+            f"weights: interpolation_scale is {scale} by config.json (where silent, its sample_size // 64), and "
+            f"{config.interpolation_scale} by model.interpolation_scale; make both equal"
+        )
+    told = diffusers_config.get("use_additional_conditions")
+    if told is None:
+        told = size == 128  # as diffusers fills it in
+    if told and not (config.size_conditions and config.size_embedding == "pixart"):
+        raise ConfigError(
+            "weights: by config.json (use_additional_conditions) this network is told the size of pictures; write "
+            "data.size_conditions=true and model.size_embedding=pixart"
         )
     depth, grid = diffusers_config["num_layers"], size // diffusers_config["patch_size"]
-    return translate(state, "pixart", depth, grid)
+    return translate(state, "pixart", depth, grid, scale=config.interpolation_scale)
 
 
 def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
@@ -217,7 +230,7 @@ def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
 
 
 def pixart_arguments(config: Config) -> dict[str, Any]:
-    """Returns what `make_arguments` does, for a PixArtTransformer2DModel."""
+    """Returns what `make_arguments` does, for a PixArtTransformer2DModel, but for sizes and positions."""
     return make_arguments(config) | {
         "norm_type": "ada_norm_single",
         "caption_channels": config.text_encodings_dim,
@@ -295,7 +308,7 @@ def find_inexpressible(config: Config) -> str | None:
     """
     if config.reads_texts:
         return None
-    for name in ("block", "sines", "tokens", "patch_bottleneck", "wide", "internal"):
+    for name in ("block", "sines", "interpolation_scale", "tokens", "patch_bottleneck", "wide", "internal"):
         if getattr(config, name) != type(config).model_fields[name].default:
             return f"{name}: it has the blocks and labels of DiT alone"
     if config.objective == "flow" and (config.flow.path, config.flow.prediction) != ("linear", "velocity"):
@@ -338,6 +351,11 @@ def _require_pixart(config: Config) -> None:
         raise ConfigError(
             "null_text: this one is learned, and PixArt's is what its encoder makes of an empty text; train on for a "
             "while with model.null_text=encoder and init_from= this run, or take --format safetensors"
+        )
+    if config.size_conditions and (config.size_embedding != "pixart" or config.input_size != _TOLD_AT):
+        raise ConfigError(
+            f"data.size_conditions: diffusers' PixArtAlphaPipeline tells sizes to networks of latents of {_TOLD_AT} "
+            "pixels with model.size_embedding=pixart alone; take --format safetensors"
         )
     if config.first_stage is None or config.latents.normalize != "scale" or config.first_stage.shift:
         raise ConfigError(

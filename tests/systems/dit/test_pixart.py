@@ -49,6 +49,10 @@ AUTHORS = {
     "y_embedder.y_proj.fc2": "caption_projection.linear_2",
     "final_layer.scale_shift_table": "scale_shift_table",
     "final_layer.linear": "proj_out",
+    "csize_embedder.mlp.0": "adaln_single.emb.resolution_embedder.linear_1",
+    "csize_embedder.mlp.2": "adaln_single.emb.resolution_embedder.linear_2",
+    "ar_embedder.mlp.0": "adaln_single.emb.aspect_ratio_embedder.linear_1",
+    "ar_embedder.mlp.2": "adaln_single.emb.aspect_ratio_embedder.linear_2",
     "blocks.{}.scale_shift_table": "transformer_blocks.{}.scale_shift_table",
     "blocks.{}.attn.qkv": "transformer_blocks.{}.attn1.to_q, to_k, to_v",
     "blocks.{}.attn.proj": "transformer_blocks.{}.attn1.to_out.0",
@@ -154,8 +158,11 @@ def test_published_size() -> None:
     [
         ({"caption_channels": 10}, {}, "caption_channels is 10 in config.json, and 12 by model.text_encodings_dim"),
         ({"num_layers": 3}, {}, "num_layers is 3 in config.json, and 2 by model.depth"),
-        ({"sample_size": 128}, {}, "interpolation_scale"),
-        ({"interpolation_scale": 0.5}, {}, "interpolation_scale"),
+        ({"sample_size": 128}, {}, "interpolation_scale is 2 by config.json"),
+        ({"interpolation_scale": 0.5}, {}, "interpolation_scale is 0.5 by config.json"),
+        ({}, {"interpolation_scale": 2}, "and 2 by model.interpolation_scale"),
+        ({"sample_size": 128}, {"interpolation_scale": 2}, "data.size_conditions=true and model.size_embedding=pixart"),
+        ({"use_additional_conditions": True}, {"size_conditions": True}, "model.size_embedding=pixart"),
         ({}, {"objective": "flow"}, "model.objective=flow"),
         ({}, {"diffusion": {"schedule": "cosine"}}, "model.diffusion.schedule=cosine"),
         ({}, {"diffusion": {"prediction": "v"}}, "model.diffusion.prediction=v"),
@@ -173,7 +180,7 @@ def test_weights_that_do_not_fit(tmp_path: Path, fields: dict[str, Any], changes
 @pytest.mark.parametrize(
     ("added", "named"),
     [
-        ("adaln_single.emb.resolution_embedder.linear_1.weight", "told the size of pictures"),
+        ("adaln_single.emb.resolution_embedder.linear_1.weight", "data.size_conditions"),
         ("transformer_blocks.0.attn1.norm_q.weight", "queries and keys are normed"),
         ("other.weight", "other.weight is"),
         ("-transformer_blocks.1.attn2.to_v.bias", "transformer_blocks.1.attn2.to_v.bias is missing"),
