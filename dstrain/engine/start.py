@@ -116,10 +116,12 @@ def _join_launch(backend: str, timeout: timedelta) -> None:
     its own for each launch, are left to DeepSpeed. Raises ConfigError if another launch has taken the port.
     """
     attempt, place = os.environ.get("TORCHELASTIC_RESTART_COUNT"), group.read_place()
-    if attempt in (None, "0") and (place.world == 1 or attempt is not None):
+    # A store that torchrun's agents share with the ranks lives on, with the addresses of ranks that are gone. Otherwise
+    # each launch has one, and attempts tell launches apart no longer: a machine that joins the others counts from 0.
+    lives_on = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and attempt not in (None, "0")
+    if not lives_on and (place.world == 1 or attempt is not None):
         return
-    if attempt is not None:
-        # With torchrun's default rendezvous the store lives on, with the addresses of ranks that are gone.
+    if lives_on:
         store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
         store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
     else:

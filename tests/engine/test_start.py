@@ -227,6 +227,17 @@ def test_ranks_that_torchrun_has_restarted():
         )
 
 
+def joined(rank: int) -> None:
+    os.environ.update(ranks(rank, 2), TORCHELASTIC_RESTART_COUNT=str(1 - rank))
+    meet(rank, 2)
+
+
+def test_a_machine_that_joins_others():
+    """Oracle: torch's elastic agents, each of which counts its own restarts: the others have restarted once by then."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    forked(2, joined, TORCHELASTIC_USE_AGENT_STORE="False", **variables)
+
+
 @pytest.mark.parametrize("nodes, shared, said", [("1:3", "True", 1), ("1:3", "False", 0), ("2", "True", 0)])
 def test_machines_that_join_later(nodes, shared, said):
     """Oracle: torch's elastic agents, the parents of ranks, which share their store with these unless the variable says
