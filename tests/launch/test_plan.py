@@ -62,7 +62,7 @@ def test_a_search_that_is_stopped():
     [
         (0, 4, ["batch.global=4", "model.recompute=all"], {"zero_optimization.stage": 2}),
         (3, 4, ["batch.global=4", "model.recompute=all"], {"zero_optimization.offload_optimizer": "cpu"}),
-        (3, 2, ["batch.global=8", "batch.micro=1", "model.recompute=all", "optimizer.name=lion"], {"world": 4}),
+        (3, 2, ["batch.global=4", "batch.micro=1", "model.recompute=all", "optimizer.name=lion"], {"world": 4}),
     ],
 )
 def test_what_makes_it_fit(stage, world, words, change, tmp_path, monkeypatch, capsys):
@@ -89,6 +89,7 @@ def test_what_makes_it_fit(stage, world, words, change, tmp_path, monkeypatch, c
                 "--gpu",
                 str(gpu),
                 "model.hidden_size=1024",
+                "model.depth=1",
                 *words,
             ],
             monkeypatch,
