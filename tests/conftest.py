@@ -3,6 +3,7 @@
 One file alone runs in this process, which is sooner ready than workers are.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -64,6 +65,17 @@ LONGEST = (
     "engine/test_precision.py",
     "commands/test_reconstruct.py",
     "systems/test_saved_again.py",
+    "commands/test_nonsense.py",
+    "runs/test_hosts.py",
+    "systems/test_contract.py",
+    "tracking/test_wandb.py",
+    "newcomer/test_bad_systems.py",
+    "engine/test_alignment.py",
+    "engine/test_frozen.py",
+    "engine/test_sequence.py",
+    "launch/test_wrong_input.py",
+    "systems/dit/test_to_diffusers.py",
+    "tracking/report/test_page.py",
 )
 
 
@@ -94,10 +106,13 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Autograd begins before a test pretends a GPU, as torch's fake tensors do. It would start a thread for that GPU,
-    and no process forked from this one could compute a gradient.
+    and no process forked from this one could compute a gradient. And the modules are kept out of the way of the garbage
+    collector, which would look through them for a third of a second wherever a test or a fork collects.
     """
     if torch := sys.modules.get("torch"):
         torch.ones((), requires_grad=True).backward()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

@@ -1,6 +1,5 @@
 """Process groups without a launch: this process alone as a rank, or ranks that are forked from it."""
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +26,6 @@ def alone() -> Iterator[None]:
     with contain_groups():
         start_group(timeout_minutes=1)
         yield
-        gc.unfreeze()
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)
@@ -65,11 +63,7 @@ def in_fork() -> Callable[..., None]:
 
 def _fork(processes: int, enter: Callable[..., None], *arguments: Any) -> None:
     preload()
-    method = "spawn" if torch.cuda.is_available() else "fork"
-    try:
-        mp.start_processes(enter, arguments, processes, start_method=method)
-    finally:
-        gc.unfreeze()
+    mp.start_processes(enter, arguments, processes, start_method="spawn" if torch.cuda.is_available() else "fork")
 
 
 def _alone(_: int, work: Callable[..., Any], arguments: tuple) -> None:

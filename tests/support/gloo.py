@@ -37,14 +37,12 @@ def run(folder: Path, work: Callable, *arguments: Any, world: int = 2) -> list[A
     `folder` is where the processes meet.
     """
     meeting = folder / f"meeting{len(list(folder.glob('meeting*')))}"
+    gc.collect()
     gc.freeze()  # a garbage collection in a fork would copy all this
-    try:
-        mp.start_processes(
-            _enter,
-            (world, meeting, work, arguments),
-            world,
-            start_method="spawn" if torch.cuda.is_available() else "fork",
-        )
-    finally:
-        gc.unfreeze()
+    mp.start_processes(
+        _enter,
+        (world, meeting, work, arguments),
+        world,
+        start_method="spawn" if torch.cuda.is_available() else "fork",
+    )
     return [pickle.loads(_result(meeting, rank).read_bytes()) for rank in range(world)]
