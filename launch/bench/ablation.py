@@ -1,0 +1,227 @@
+"""Measures what the choices of today's DiTs bring in a few minutes on the built-in clothes, over seeds.
+
+    python launch/bench/ablation.py --out runs/ablation [--rows baseline flow --seeds 0 1 2 --steps 600 --equal cpu]
+
+Every row is launch/recipes/dit-small.yaml with the words of ROWS, trained by a process of its own on one thread, and
+scored by `dstrain evaluate` with 1,000 pictures against the training images. All rows see as many images. After that,
+`--equal cpu` trains them for as many CPU seconds as the baseline with the same seed took, but for those that took as
+many. OUT/results.jsonl keeps a line for each training, which is not repeated, so the command goes on where it was
+stopped. At the end it prints a table in Markdown, with mean and deviation over the seeds, and draws OUT/ablation.png.
+
+A row is better than the baseline where the means differ by more than two deviations of the difference. REPA's encoder
+is a small DINOv2, which learns the labels of the training images within a minute.
+
+docs/results.md has such a table and says what to make of it.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dstrain.data.sources.images import open_images
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "launch/recipes/dit-small.yaml"
+FLOW = ("model.objective=flow", "samples.sampler=euler", "samples.spacing=linspace")
+NORMAL = (*FLOW, "model.flow.density=logit_normal")
+X = "model.flow={density: logit_normal, prediction: x, loss: velocity, t_min: 0.05}"
+BLOCK = ("model.block={norm: rms, mlp: swiglu, qk_norm: rms, rope: true}",)
+LAYERSYNC = ("model.align={kind: layersync, depth: 2, target: 4}",)
+PLAIN = ("model.block={norm: layer, mlp: gelu, qk_norm: none, rope: false}", "model.objective=diffusion")
+ROWS = {
+    "baseline": (),
+    "flow": FLOW,
+    "flow, logit-normal times": NORMAL,
+    "flow, logit-normal, prediction of x": (*FLOW, X),
+    "modern block": BLOCK,
+    "LayerSync": LAYERSYNC,
+    "REPA": ("model.align={kind: repa, depth: 2, path: %s}",),
+    "flow, logit-normal, internal guidance": (*NORMAL, "model.internal={depth: 4, scale: 1.5}"),
+    "all": (*BLOCK, *LAYERSYNC, *NORMAL, "model.internal={depth: 4, scale: 1.5}"),
+}
+"""Words by which a row's recipe differs from the baseline's."""
+
+
+def main() -> None:
+    """Trains and scores what is missing, then prints the table and draws the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs and results.jsonl")
+    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=tuple(ROWS), metavar="ROW", help="of ROWS")
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
+    parser.add_argument("--steps", type=int, default=600, help="of the baseline; the rate falls to its end in them")
+    parser.add_argument("--num-samples", type=int, default=1000, help="pictures that are scored")
+    parser.add_argument("--equal", choices=("images", "cpu"), default="images", help="what all rows have alike")
+    parser.add_argument("--margin", type=float, default=0.05, help="of CPU seconds, within which rows are equal anyhow")
+    parser.add_argument("words", nargs="*", default=(), help="key=value for all rows")
+    options = parser.parse_intermixed_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for seed in options.seeds:
+        for row in dict.fromkeys(("baseline", *options.rows)):
+            complete_row(options, row, seed)
+    results = read_results(options.out)
+    print(format_table(results))
+    draw_plot(results, options.out / "ablation.png")
+
+
+def complete_row(options: argparse.Namespace, row: str, seed: int) -> None:
+    """Trains and scores the row with this seed, unless results.jsonl has it, and writes its line there."""
+    done = {(result["row"], result["seed"], result["equal"]): result for result in read_results(options.out)}
+    equal = "images" if row == "baseline" else options.equal
+    if (row, seed, equal) in done:
+        return
+    steps = options.steps
+    if equal == "cpu":
+        alike = done.get((row, seed, "images"))
+        if alike is None:
+            raise SystemExit(
+                f"--equal cpu: {row}, seed {seed}, was not trained with equal images; leave --equal out first"
+            )
+        share = done["baseline", seed, "images"]["cpu_seconds"] / alike["cpu_seconds"]
+        if abs(share - 1) < options.margin:
+            return
+        steps = round(steps * share)
+    folder = options.out / f"{row} {equal} {seed}".replace(",", "").replace(" ", "-")
+    result = {"row": row, "seed": seed, "equal": equal, "steps": steps, **train(options, folder, row, seed, steps)}
+    result |= score(folder, options.num_samples)
+    with open(options.out / "results.jsonl", "a") as file:
+        print(json.dumps(result), file=file)
+    print(f"{row}, seed {seed}, {steps} steps: FD {result['fd']:.1f}, accuracy {result['accuracy']:.1%}", flush=True)
+
+
+def train(options: argparse.Namespace, folder: Path, row: str, seed: int, steps: int) -> dict[str, float]:
+    """Trains a run anew; returns its number of weights and the CPU seconds of its process."""
+    shutil.rmtree(folder, ignore_errors=True)
+    words = [word % encoder(options.out) if "%s" in word else word for word in ROWS[row]]
+    quiet = [f"every.{name}=0" for name in ("sample", "metrics", "evaluate", "report_page")]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    dstrain(
+        "train", "--recipe", RECIPE, "--ds_config", "ds_configs/zero2.json", f"folder={folder.resolve()}",
+        f"seed={seed}", f"steps={steps}", f"optimizer.decay_steps={steps}", "track.wandb=disabled",
+        f"every.save={steps}", *quiet, *PLAIN, *options.words, *words,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    weights = re.search(r"^weights: denoiser ([\d,]+)", (folder / "log.txt").read_text(), re.MULTILINE)
+    return {"weights": int(weights[1].replace(",", "")), "cpu_seconds": spent}
+
+
+def score(folder: Path, num_samples: int) -> dict[str, float]:
+    """Returns FD and accuracies, in all and by class, of so many pictures that the run draws as its recipe says."""
+    dstrain("evaluate", str(folder.resolve()), "--metrics", "fd,accuracy", "--num-samples", str(num_samples))
+    [path] = (folder / "evaluation").glob("*fd_accuracy*.json")
+    return json.loads(path.read_text())["figures"]
+
+
+def dstrain(*words: str) -> None:
+    """Runs a verb of dstrain on one thread. Raises SystemExit with the end of what it said where it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "dstrain", *words], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"dstrain {' '.join(words)}\n{(done.stdout + done.stderr)[-2000:]}")
+
+
+def encoder(out: Path) -> str:
+    """Returns the folder of REPA's encoder, a DINOv2 of 0.5 M weights with patches of 4 pixels; trains it at first."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    folder = out.resolve() / "encoder"
+    if folder.is_dir():
+        return str(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 28, "patch_size": 4}
+    tower = Dinov2Model(Dinov2Config(**shape))
+    head = nn.Linear(shape["hidden_size"], 10)
+    source = open_images("builtin:fashion", 28, channels=1)
+    samples = [source[i] for i in range(len(source))]
+    images = torch.stack([torch.as_tensor(sample["image"]) for sample in samples]).expand(-1, 3, -1, -1)
+    labels = torch.tensor([int(sample["label"]) for sample in samples])
+    mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    optimizer = torch.optim.AdamW([*tower.parameters(), *head.parameters()], 1e-3)
+    for _ in range(400):
+        chosen = torch.randint(len(labels), (64,))
+        pixels = (images[chosen].float() / 255 - mean) / deviation
+        patches = tower(pixel_values=pixels).last_hidden_state[:, 1:]
+        loss = nn.functional.cross_entropy(head(patches.mean(1)), labels[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    tower.save_pretrained(folder)
+    return str(folder)
+
+
+def read_results(out: Path) -> list[dict[str, Any]]:
+    """Reads the lines of results.jsonl; none where it is not there."""
+    path = out / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def format_table(results: list[dict[str, Any]]) -> str:
+    """Formats a row for each row and each way of being equal, with mean and deviation over the seeds."""
+    lines = [
+        "| row | equal | weights | CPU seconds | FD | show their label | worst class | against the baseline |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    base = [result["fd"] for result in results if result["row"] == "baseline"]
+    for row, equal in dict.fromkeys((result["row"], result["equal"]) for result in results):
+        own = [result for result in results if (result["row"], result["equal"]) == (row, equal)]
+        distance, right = ([result[name] for result in own] for name in ("fd", "accuracy"))
+        seconds = statistics.mean(result["cpu_seconds"] for result in own)
+        cells = [row, equal, f"{own[0]['weights']:,}", f"{seconds:.0f}", describe(distance)]
+        cells += [f"{describe([100 * share for share in right])} %", f"{min(map(find_worst, own)):.0%}"]
+        lines.append(f"| {' | '.join(cells)} | {judge(distance, base)} |")
+    return "\n".join(lines)
+
+
+def describe(values: list[float]) -> str:
+    """Describes values by their mean and deviation; one value by itself."""
+    deviation = f" +- {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{deviation}"
+
+
+def judge(values: list[float], base: list[float]) -> str:
+    """Says whether FDs lie more than two deviations of the difference below, or above, those of the baseline."""
+    if min(len(values), len(base)) < 2:
+        return "one training"
+    deviation = (statistics.variance(values) / len(values) + statistics.variance(base) / len(base)) ** 0.5
+    difference = statistics.mean(values) - statistics.mean(base)
+    if abs(difference) <= 2 * deviation:
+        return "no difference"
+    return "better" if difference < 0 else "worse"
+
+
+def find_worst(result: dict[str, Any]) -> float:
+    """Finds the share of pictures that show their label in the class where it is lowest."""
+    return min(value for name, value in result.items() if name.startswith("accuracy/"))
+
+
+def draw_plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Writes a PNG: a line for each row, a point for each training, at its FD."""
+    from matplotlib.figure import Figure  # slow to import
+
+    names = list(dict.fromkeys(f"{result['row']} ({result['equal']})" for result in results))[::-1]
+    figure = Figure(figsize=(8, 0.4 * len(names) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    for result in results:
+        height = names.index(f"{result['row']} ({result['equal']})")
+        axes.plot(result["fd"], height, "o", color="#2a5d9f" if result["equal"] == "images" else "#b3541e", alpha=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("FD, a point for each training")
+    axes.grid(True, color="#e4e4e4")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

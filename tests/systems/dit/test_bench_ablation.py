@@ -1,0 +1,52 @@
+"""The benchmark of the choices of a DiT: what it calls a difference, and that it goes on where it was stopped."""
+
+import json
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from launch.bench import ablation
+from tests.support.launch import ROOT, environment
+
+STARTS = {
+    "baseline": [9.0, 10.0, 11.0],
+    "better": [5.0, 6.0, 7.0],
+    "like it": [8.0, 9.0, 10.0],
+    "worse": [20.0, 21.0, 22.0],
+}
+
+
+def test_what_is_called_a_difference():
+    """Oracle: a mean has an error of sqrt(1/3), so 1.63 is two deviations of a difference: 4 is more, 1 is less."""
+    verdicts = {row: ablation.judge(values, STARTS["baseline"]) for row, values in STARTS.items()}
+    assert verdicts == {"baseline": "no difference", "better": "better", "like it": "no difference", "worse": "worse"}
+    assert ablation.judge([5.0], STARTS["baseline"]) == "one training"
+
+
+def test_the_table():
+    """Oracle: mean and deviation by the statistics module, and the lowest class of all trainings."""
+    results = [
+        {"row": "baseline", "equal": "images", "weights": 1000, "cpu_seconds": 10 + i, "fd": value, "accuracy": 0.9}
+        | {"accuracy/bag": 0.8 - i / 10, "accuracy/coat": 0.9}
+        for i, value in enumerate(STARTS["baseline"])
+    ]
+    row = ablation.format_table(results).splitlines()[-1]
+    assert row == "| baseline | images | 1,000 | 11 | 10.0 +- 1.0 | 90.0 +- 0.0 % | 60% | no difference |"
+    assert statistics.stdev(STARTS["baseline"]) == 1
+
+
+@pytest.mark.slow
+def test_the_script(tmp_path):
+    """Oracle: two trainings write two lines; the same command again writes none, with equal CPU seconds one more."""
+    command = [sys.executable, str(ROOT / "launch/bench/ablation.py"), "--out", str(tmp_path), "--rows", "modern block"]
+    command += ["--seeds", "0", "--steps", "3", "--num-samples", "20", "samples.num_steps=2", "optimizer.warmup=1"]
+    for more, expected in ([], 2), ([], 2), (["--equal", "cpu", "--margin", "0"], 3):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, env=environment(), timeout=400)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+        assert len(lines) == expected, done.stdout
+    assert [line["row"] for line in lines] == ["baseline", "modern block", "modern block"]
+    assert lines[2]["steps"] == round(3 * lines[0]["cpu_seconds"] / lines[1]["cpu_seconds"])
+    assert "| modern block | cpu | 1,8" in done.stdout and (tmp_path / "ablation.png").stat().st_size > 5000
