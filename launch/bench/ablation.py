@@ -33,7 +33,7 @@ from dstrain.data.sources.images import open_images
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "launch/recipes/dit-small.yaml"
-FLOW = ("model.objective=flow", "samples.sampler=euler", "samples.spacing=linspace")
+FLOW = ("model.objective=flow", "model.flow.density=uniform", "samples.sampler=euler", "samples.spacing=linspace")
 NORMAL = (*FLOW, "model.flow.density=logit_normal")
 X = "model.flow={density: logit_normal, prediction: x, loss: velocity, t_min: 0.05}"
 BLOCK = ("model.block={norm: rms, mlp: swiglu, qk_norm: rms, rope: true}",)
