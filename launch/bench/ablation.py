@@ -1,17 +1,19 @@
 """Measures what the choices of today's DiTs bring in a few minutes on the built-in clothes, over seeds.
 
-    python launch/bench/ablation.py --out runs/ablation [--rows baseline flow --seeds 0 1 2 --steps 600 --equal cpu]
+    python launch/bench/ablation.py --out runs/ablation [--rows flow recipe --seeds 0 1 2 --steps 800 --equal cpu]
+    python launch/bench/ablation.py --out runs/quality --against "recipe before" --rows recipe --steps 1200
 
 Every row is launch/recipes/dit-small.yaml with the words of ROWS, trained by a process of its own on one thread, and
-scored by `dstrain evaluate` with 1,000 pictures against the training images. All rows see as many images. After that,
-`--equal cpu` trains them for as many CPU seconds as the baseline with the same seed took, but for those that took as
-many. OUT/results.jsonl keeps a line for each training, which is not repeated, so the command goes on where it was
-stopped. At the end it prints a table in Markdown, with mean and deviation over the seeds, and draws OUT/ablation.png.
+scored by `dstrain evaluate` with 1,000 pictures against the training images. All rows take as many steps. After that,
+`--equal cpu` trains them for as many CPU seconds as the row of `--against` with the same seed took, but for those that
+took as many. OUT/results.jsonl keeps a line for each training, which is not repeated, so the command goes on where it
+was stopped. At the end it prints a table in Markdown, with mean and deviation over the seeds, and draws
+OUT/ablation.png.
 
-A row is better than the baseline where the means differ by more than two deviations of the difference. REPA's encoder
+A row is better than another where the means of FD differ by more than two deviations of the difference. REPA's encoder
 is a small DINOv2, which learns the labels of the training images within a minute.
 
-docs/results.md has such a table and says what to make of it.
+docs/results.md has such tables and says what to make of them.
 """
 
 import argparse
@@ -33,24 +35,37 @@ from dstrain.data.sources.images import open_images
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "launch/recipes/dit-small.yaml"
-FLOW = ("model.objective=flow", "model.flow.density=uniform", "samples.sampler=euler", "samples.spacing=linspace")
+PLAIN = (
+    "model.block={norm: layer, mlp: gelu, qk_norm: none, rope: false}",
+    *("model.objective=diffusion", "samples.sampler=ddim", "samples.spacing=trailing"),
+)
+FLOW = (
+    *PLAIN,
+    "model.objective=flow",
+    "model.flow.density=uniform",
+    "samples.sampler=euler",
+    "samples.spacing=linspace",
+)
 NORMAL = (*FLOW, "model.flow.density=logit_normal")
 X = "model.flow={density: logit_normal, prediction: x, loss: velocity, t_min: 0.05}"
-BLOCK = ("model.block={norm: rms, mlp: swiglu, qk_norm: rms, rope: true}",)
-LAYERSYNC = ("model.align={kind: layersync, depth: 2, target: 4}",)
-PLAIN = ("model.block={norm: layer, mlp: gelu, qk_norm: none, rope: false}", "model.objective=diffusion")
+BLOCK = "model.block={norm: rms, mlp: swiglu, qk_norm: rms, rope: true}"
+LAYERSYNC = "model.align={kind: layersync, depth: 2, target: 4}"
+INTERNAL = "model.internal={depth: 4, scale: 1.5}"
 ROWS = {
-    "baseline": (),
+    "baseline": PLAIN,
     "flow": FLOW,
     "flow, logit-normal times": NORMAL,
     "flow, logit-normal, prediction of x": (*FLOW, X),
-    "modern block": BLOCK,
-    "LayerSync": LAYERSYNC,
-    "REPA": ("model.align={kind: repa, depth: 2, path: %s}",),
-    "flow, logit-normal, internal guidance": (*NORMAL, "model.internal={depth: 4, scale: 1.5}"),
-    "all": (*BLOCK, *LAYERSYNC, *NORMAL, "model.internal={depth: 4, scale: 1.5}"),
+    "modern block": (*PLAIN, BLOCK),
+    "LayerSync": (*PLAIN, LAYERSYNC),
+    "REPA": (*PLAIN, "model.align={kind: repa, depth: 2, path: %s}"),
+    "flow, logit-normal, internal guidance": (*NORMAL, INTERNAL),
+    "flow, logit-normal, modern block": (*NORMAL, BLOCK),
+    "all": (*NORMAL, BLOCK, LAYERSYNC, INTERNAL),
+    "recipe": (),
+    "recipe before": (*PLAIN, "batch.global=64", "optimizer.lr=3e-3", "samples.guidance_scale=5"),
 }
-"""Words by which a row's recipe differs from the baseline's."""
+"""Words by which each row differs from the recipe. The last row is what it was before November 2026."""
 
 
 def main() -> None:
@@ -59,7 +74,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs and results.jsonl")
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=tuple(ROWS), metavar="ROW", help="of ROWS")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
-    parser.add_argument("--steps", type=int, default=600, help="of the baseline; the rate falls to its end in them")
+    parser.add_argument(
+        "--against", choices=tuple(ROWS), default="baseline", metavar="ROW", help="what rows are compared with"
+    )
+    parser.add_argument("--steps", type=int, default=800, help="of all rows with equal images; the rate falls in them")
     parser.add_argument("--num-samples", type=int, default=1000, help="pictures that are scored")
     parser.add_argument("--equal", choices=("images", "cpu"), default="images", help="what all rows have alike")
     parser.add_argument("--margin", type=float, default=0.05, help="of CPU seconds, within which rows are equal anyhow")
@@ -67,17 +85,17 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for seed in options.seeds:
-        for row in dict.fromkeys(("baseline", *options.rows)):
+        for row in dict.fromkeys((options.against, *options.rows)):
             complete_row(options, row, seed)
     results = read_results(options.out)
-    print(format_table(results))
+    print(format_table(results, options.against))
     draw_plot(results, options.out / "ablation.png")
 
 
 def complete_row(options: argparse.Namespace, row: str, seed: int) -> None:
     """Trains and scores the row with this seed, unless results.jsonl has it, and writes its line there."""
     done = {(result["row"], result["seed"], result["equal"]): result for result in read_results(options.out)}
-    equal = "images" if row == "baseline" else options.equal
+    equal = "images" if row == options.against else options.equal
     if (row, seed, equal) in done:
         return
     steps = options.steps
@@ -87,7 +105,7 @@ def complete_row(options: argparse.Namespace, row: str, seed: int) -> None:
             raise SystemExit(
                 f"--equal cpu: {row}, seed {seed}, was not trained with equal images; leave --equal out first"
             )
-        share = done["baseline", seed, "images"]["cpu_seconds"] / alike["cpu_seconds"]
+        share = done[options.against, seed, "images"]["cpu_seconds"] / alike["cpu_seconds"]
         if abs(share - 1) < options.margin:
             return
         steps = round(steps * share)
@@ -100,7 +118,7 @@ def complete_row(options: argparse.Namespace, row: str, seed: int) -> None:
 
 
 def train(options: argparse.Namespace, folder: Path, row: str, seed: int, steps: int) -> dict[str, float]:
-    """Trains a run anew; returns its number of weights and the CPU seconds of its process."""
+    """Trains a run anew; returns how many images it saw and weights it has, and the CPU seconds of its process."""
     shutil.rmtree(folder, ignore_errors=True)
     words = [word % encoder(options.out) if "%s" in word else word for word in ROWS[row]]
     quiet = [f"every.{name}=0" for name in ("sample", "metrics", "evaluate", "report_page")]
@@ -108,17 +126,21 @@ def train(options: argparse.Namespace, folder: Path, row: str, seed: int, steps:
     dstrain(
         "train", "--recipe", RECIPE, "--ds_config", "ds_configs/zero2.json", f"folder={folder.resolve()}",
         f"seed={seed}", f"steps={steps}", f"optimizer.decay_steps={steps}", "track.wandb=disabled",
-        f"every.save={steps}", *quiet, *PLAIN, *options.words, *words,
+        f"every.save={steps}", *quiet, *options.words, *words,
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     weights = re.search(r"^weights: denoiser ([\d,]+)", (folder / "log.txt").read_text(), re.MULTILINE)
-    return {"weights": int(weights[1].replace(",", "")), "cpu_seconds": spent}
+    *_, last = (
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "images_seen" in line
+    )
+    return {"images": last["images_seen"], "weights": int(weights[1].replace(",", "")), "cpu_seconds": spent}
 
 
 def score(folder: Path, num_samples: int) -> dict[str, float]:
     """Returns FD and accuracies, in all and by class, of so many pictures that the run draws as its recipe says."""
-    dstrain("evaluate", str(folder.resolve()), "--metrics", "fd,accuracy", "--num-samples", str(num_samples))
+    words = "--metrics", "fd,accuracy", "--num-samples", str(num_samples), "--precision", "bf16"
+    dstrain("evaluate", str(folder.resolve()), *words)
     [path] = (folder / "evaluation").glob("*fd_accuracy*.json")
     return json.loads(path.read_text())["figures"]
 
@@ -168,18 +190,18 @@ def read_results(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def format_table(results: list[dict[str, Any]]) -> str:
+def format_table(results: list[dict[str, Any]], against: str) -> str:
     """Formats a row for each row and each way of being equal, with mean and deviation over the seeds."""
     lines = [
-        "| row | equal | weights | CPU seconds | FD | show their label | worst class | against the baseline |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| row | equal | images | weights | CPU seconds | FD | show their label | worst class | against {against} |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    base = [result["fd"] for result in results if result["row"] == "baseline"]
+    base = [result["fd"] for result in results if result["row"] == against]
     for row, equal in dict.fromkeys((result["row"], result["equal"]) for result in results):
         own = [result for result in results if (result["row"], result["equal"]) == (row, equal)]
         distance, right = ([result[name] for result in own] for name in ("fd", "accuracy"))
         seconds = statistics.mean(result["cpu_seconds"] for result in own)
-        cells = [row, equal, f"{own[0]['weights']:,}", f"{seconds:.0f}", describe(distance)]
+        cells = [row, equal, f"{own[0]['images']:,}", f"{own[0]['weights']:,}", f"{seconds:.0f}", describe(distance)]
         cells += [f"{describe([100 * share for share in right])} %", f"{min(map(find_worst, own)):.0%}"]
         lines.append(f"| {' | '.join(cells)} | {judge(distance, base)} |")
     return "\n".join(lines)

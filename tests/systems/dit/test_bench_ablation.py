@@ -28,12 +28,20 @@ def test_what_is_called_a_difference():
 def test_the_table():
     """Oracle: mean and deviation by the statistics module, and the lowest class of all trainings."""
     results = [
-        {"row": "baseline", "equal": "images", "weights": 1000, "cpu_seconds": 10 + i, "fd": value, "accuracy": 0.9}
+        {
+            "row": "baseline",
+            "equal": "images",
+            "images": 320,
+            "weights": 1000,
+            "cpu_seconds": 10 + i,
+            "fd": value,
+            "accuracy": 0.9,
+        }
         | {"accuracy/bag": 0.8 - i / 10, "accuracy/coat": 0.9}
         for i, value in enumerate(STARTS["baseline"])
     ]
-    row = ablation.format_table(results).splitlines()[-1]
-    assert row == "| baseline | images | 1,000 | 11 | 10.0 +- 1.0 | 90.0 +- 0.0 % | 60% | no difference |"
+    row = ablation.format_table(results, "baseline").splitlines()[-1]
+    assert row == "| baseline | images | 320 | 1,000 | 11 | 10.0 +- 1.0 | 90.0 +- 0.0 % | 60% | no difference |"
     assert statistics.stdev(STARTS["baseline"]) == 1
 
 
@@ -49,4 +57,4 @@ def test_the_script(tmp_path):
         assert len(lines) == expected, done.stdout
     assert [line["row"] for line in lines] == ["baseline", "modern block", "modern block"]
     assert lines[2]["steps"] == round(3 * lines[0]["cpu_seconds"] / lines[1]["cpu_seconds"])
-    assert "| modern block | cpu | 1,8" in done.stdout and (tmp_path / "ablation.png").stat().st_size > 5000
+    assert "| modern block | cpu |" in done.stdout and (tmp_path / "ablation.png").stat().st_size > 5000
