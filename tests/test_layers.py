@@ -140,7 +140,7 @@ OWNERS = {
     "deepspeed": ("dstrain.engine", "kit.rivals"),
     "accelerate": ("kit.rivals",),
     "wandb": ("dstrain.tracking",),
-    "matplotlib": ("dstrain.tracking",),
+    "matplotlib": ("dstrain.tracking", "launch.bench.ablation"),
     "diffusers": (
         "dstrain.encoders",
         "dstrain.commands.export",
@@ -151,7 +151,7 @@ OWNERS = {
         "kit.rivals",
         "kit.precisions",
     ),
-    "transformers": ("dstrain.encoders",),
+    "transformers": ("dstrain.encoders", "launch.bench.ablation"),
     "plotly": ("dstrain.tracking.report",),
     "jinja2": ("dstrain.tracking.report",),
 }

@@ -33,7 +33,6 @@ from torch import nn
 
 from dstrain.data.sources.images import open_images
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "launch/recipes/dit-small.yaml"
 PLAIN = (
     "model.block={norm: layer, mlp: gelu, qk_norm: none, rope: false}",
@@ -147,9 +146,9 @@ def score(folder: Path, num_samples: int) -> dict[str, float]:
 
 def dstrain(*words: str) -> None:
     """Runs a verb of dstrain on one thread. Raises SystemExit with the end of what it said where it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root, environment = Path(__file__).resolve().parents[2], {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "dstrain", *words], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "dstrain", *words], cwd=root, env=environment, capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"dstrain {' '.join(words)}\n{(done.stdout + done.stderr)[-2000:]}")
